@@ -1,0 +1,115 @@
+"""What a scheduler asks of a model runner for one step, and what it gets back.
+
+A plan is plain data (integers, tuples, frozen dataclasses): it can be serialized and executed by
+followers on other devices. A step is a ragged batch: decode rows (one token) and prompt chunks (many)
+side by side, in the order of `rows`.
+
+Batch slots. A *slot* (0 <= slot < max_slots) is a place in the runner's persistent device buffers: the last
+token sampled for it, and the state that sampling needs (penalty counts). `SlotInit` prepares a slot; until
+then its contents are undefined. A row whose `tokens` is None reads its one input token from its slot, so that
+step N+1 can be launched before step N's tokens have been read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.engine.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SlotInit:
+    """Bind a slot to a sequence, from its token log alone. Executed before the step's rows."""
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    """This choice's own seed, 0 <= seed < 2**64."""
+    prompt: tuple[int, ...]
+    """Prompt tokens; may be empty when `params.penalized` is false."""
+    output: tuple[int, ...]
+    """Tokens sampled so far; likewise."""
+    last_token: int | None = None
+    """What the slot holds as last token, where the next row reads it from the slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """A run of consecutive tokens of one sequence.
+
+    The runner writes the KV of tokens at positions start .. start + count - 1 and attends causally to
+    positions 0 .. start + count - 1. `pages[p // page_size]` holds position p.
+    """
+
+    slot: int
+    tokens: tuple[int, ...] | None
+    """Input token ids; None: one token, the slot's last."""
+    start: int
+    """Position of the first input token."""
+    pages: tuple[int, ...]
+    """Page table, long enough for start + count tokens; may be longer."""
+    sample: tuple[int, ...] = ()
+    """Slots that each sample a next token from the last position's logits, with the parameters and seed they
+    were initialized with. One for a decode row or a prompt's last chunk, n for n choices, none otherwise.
+    The sampled token's position is start + count; it becomes its slot's last token and, for penalties, part
+    of its slot's output."""
+    prompt_logprobs: tuple[int, ...] | None = None
+    """Only in a prompt chunk: the token that follows each of this row's positions (shorter than the row by one
+    where the prompt ends). The log-probability of each under its position's logits is wanted."""
+    prompt_top: int = 0
+    """How many most likely tokens to report beside each of them."""
+
+    @property
+    def count(self) -> int:
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. Order of execution: copies, slot inits, then the forward pass over all rows."""
+
+    number: int
+    """Counts the steps of one engine, from 1."""
+    rows: tuple[PlanRow, ...]
+    inits: tuple[SlotInit, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    """(source page, destination page): whole pages copied inside the pool."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """At one position: log-probability of a token, and the most likely tokens, best first."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token sampled for a slot."""
+
+    slot: int
+    token: int
+    logprobs: Logprobs | None = None
+    """Of the unmodified logits; only where params.logprobs is not None."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row yielded: one entry of `samples` for each slot in `PlanRow.sample`, in order."""
+
+    samples: tuple[Sampled, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results of a plan's rows, in their order."""
+
+    number: int
+    rows: tuple[RowResult, ...] = field(default=())
