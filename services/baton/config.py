@@ -1,0 +1,109 @@
+"""Configuration of the four processes: plain, frozen, complete. The command line fills these in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """What every process has."""
+
+    host: str = "127.0.0.1"
+    """Address to bind."""
+    port: int = 0
+    """gRPC port; 0: a free one."""
+    advertise: str = ""
+    """host:port that others reach this process at; empty: as bound."""
+    http_port: int | None = 0
+    """Port of the HTTP server with /metrics (at the gateway: the OpenAI API too); 0: a free one; None: none."""
+    log_level: str = "info"
+    log_json: bool = False
+    """JSON lines instead of key=value lines."""
+    drain_seconds: float = 30.0
+    """How long SIGTERM waits for running requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerConfig(NodeConfig):
+    model: str = "demo"
+    """Path or Hugging Face id; "demo" is the model inside the package."""
+    threads: int = 2
+    """Threads that do vocabulary work, beside the event loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(NodeConfig):
+    """A prefill or decode node."""
+
+    model: str = "demo"
+    load_format: str = "auto"
+    """"auto": safetensors; "dummy": random weights."""
+    device: str = "auto"
+    """"auto", "cpu" or "cuda[:index]"."""
+    dtype: str = "auto"
+    """"float32", "bfloat16", "float16"; "auto": float32 on a CPU, else the checkpoint's own."""
+    threads: int = 0
+    """Threads of tensor operations on a CPU; 0: all cores."""
+    prefill_attention: str = "auto"
+    decode_attention: str = "auto"
+    page_size: int = 0
+    """Tokens per page; 0: 16 on a CPU, 64 on a GPU."""
+    kv_tokens: int = 0
+    """Size of the KV pool; 0: 65536 on a CPU, or what the memory left holds, if that is less."""
+    max_rows: int = 64
+    """Sequences in a batch at most."""
+    token_budget: int = 512
+    """Tokens in a step at most: decode rows first, prompt chunks with the rest."""
+    max_waiting: int = 1024
+    """Requests that may wait for admission; more are refused."""
+    context_length: int = 0
+    """Limits the model's own; 0: the model's own."""
+    eviction: str = "lru"
+    """lru, lfu, fifo or mru."""
+    policy: str = "fcfs"
+    """Order of waiting requests: fcfs, lpm (longest prefix match) or priority."""
+    overlap: bool | None = None
+    """Launch step N+1 before reading step N; None: on a GPU only."""
+    transports: tuple[str, ...] = ()
+    """Kinds to offer or accept, best first; empty: all that work here."""
+    request_seconds: float = 600.0
+    """Limit for a request that names none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig(WorkerConfig):
+    lease_grace_seconds: float = 10.0
+    """A lease ends this long after its holder's last heartbeat."""
+    max_leased_fraction: float = 0.8
+    """Part of the pool that finished but unpulled prompts may hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeConfig(WorkerConfig):
+    prefill: tuple[str, ...] = ()
+    """host:port of prefill nodes, for callers that name none."""
+    local_prefill_tokens: int = 64
+    """Prompts with at most this many tokens left to compute are prefilled here rather than handed off."""
+    output_margin: int = 64
+    """Output tokens per sequence for which pages are reserved at admission."""
+    watermark: float = 0.02
+    """Part of the pool that admission leaves free."""
+    handoff_seconds: float = 30.0
+    """A prefill node that says nothing about a request for so long is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig(NodeConfig):
+    http_port: int | None = 8000
+    tokenizer: str = "127.0.0.1:50051"
+    decode: tuple[str, ...] = ("127.0.0.1:50071",)
+    prefill: tuple[str, ...] = ()
+    served_name: str = ""
+    """Name clients ask for; empty: the decode nodes' own."""
+    request_seconds: float = 600.0
+    """Deadline of a request that names none, and the longest it may name."""
+    max_requests: int = 4096
+    """Running requests at most; more are refused with RESOURCE_EXHAUSTED."""
+    max_message_bytes: int = 16 * 2**20
+    max_prompt_bytes: int = 8 * 2**20
