@@ -16,8 +16,9 @@ class NodeConfig:
     advertise: str = ""
     """host:port that others reach this process at; empty: as bound."""
     http_port: int | None = 0
-    """Port of the HTTP server with /metrics (at the gateway: the OpenAI API too); 0: a free one; None: none."""
+    """Port of the HTTP server with /metrics (at the gateway: the OpenAI API too); 0: a free one; none: no such server."""
     log_level: str = "info"
+    """debug, info, warning or error."""
     log_json: bool = False
     """JSON lines instead of key=value lines."""
     drain_seconds: float = 30.0
@@ -37,6 +38,7 @@ class WorkerConfig(NodeConfig):
     """A prefill or decode node."""
 
     model: str = "demo"
+    """Path or Hugging Face id; "demo" is the model inside the package."""
     load_format: str = "auto"
     """"auto": safetensors; "dummy": random weights."""
     device: str = "auto"
@@ -46,7 +48,9 @@ class WorkerConfig(NodeConfig):
     threads: int = 0
     """Threads of tensor operations on a CPU; 0: all cores."""
     prefill_attention: str = "auto"
+    """Attention backend for prompts; `baton doctor` lists those that work here."""
     decode_attention: str = "auto"
+    """Attention backend for decode rows."""
     page_size: int = 0
     """Tokens per page; 0: 16 on a CPU, 64 on a GPU."""
     kv_tokens: int = 0
@@ -64,7 +68,7 @@ class WorkerConfig(NodeConfig):
     policy: str = "fcfs"
     """Order of waiting requests: fcfs, lpm (longest prefix match) or priority."""
     overlap: bool | None = None
-    """Launch step N+1 before reading step N; None: on a GPU only."""
+    """Launch step N+1 before reading step N; neither: on a GPU only."""
     transports: tuple[str, ...] = ()
     """Kinds to offer or accept, best first; empty: all that work here."""
     request_seconds: float = 600.0
@@ -97,8 +101,11 @@ class DecodeConfig(WorkerConfig):
 class GatewayConfig(NodeConfig):
     http_port: int | None = 8000
     tokenizer: str = "127.0.0.1:50051"
+    """host:port of the tokenizer."""
     decode: tuple[str, ...] = ("127.0.0.1:50071",)
+    """host:port of decode nodes."""
     prefill: tuple[str, ...] = ()
+    """host:port of prefill nodes; empty: decode nodes compute prompts themselves."""
     served_name: str = ""
     """Name clients ask for; empty: the decode nodes' own."""
     request_seconds: float = 600.0
@@ -106,4 +113,6 @@ class GatewayConfig(NodeConfig):
     max_requests: int = 4096
     """Running requests at most; more are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: int = 16 * 2**20
+    """Size of a gRPC message or HTTP body at most."""
     max_prompt_bytes: int = 8 * 2**20
+    """Size of a prompt's text at most."""

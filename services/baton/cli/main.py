@@ -1,0 +1,93 @@
+"""Entry point of the `baton` command. Imports a command's module only when that command is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from baton import __version__
+
+COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+    "Run": {
+        "up": ("up:up", "Start a whole deployment on this machine and keep it running."),
+        "serve": ("serve:serve", "Run one process: gateway, tokenizer, prefill or decode."),
+        "demo": ("demo:demo", "Start a deployment, stream some answers, show what happened."),
+    },
+    "Use": {
+        "generate": ("generate:generate", "Stream the continuation of a prompt."),
+        "chat": ("chat:chat", "Talk with the model."),
+    },
+    "Inspect": {
+        "status": ("status:status", "Every process of a running deployment, with health and load."),
+        "bench": ("bench:bench", "Measure TTFT, TPOT, ITL and tokens per second."),
+        "verify": ("verify:verify", "Compare split with aggregated, token for token."),
+        "doctor": ("doctor:doctor", "What this machine can run, and why not."),
+    },
+}
+"""Section -> command -> (module:attribute in baton.cli, short help)."""
+
+
+class LazyGroup(click.Group):
+    """A click group whose commands live in modules of their own."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for section in COMMANDS.values() for name in section]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        for section in COMMANDS.values():
+            if cmd_name in section:
+                module, attribute = section[cmd_name][0].split(":")
+                command = getattr(importlib.import_module(f"baton.cli.{module}"), attribute)
+                assert isinstance(command, click.Command)
+                return command
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, section in COMMANDS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, short) for name, (_, short) in section.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, "-V", "--version", prog_name="baton", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Serves large language models with prefill and decode in separate processes.
+
+    \b
+    Examples:
+      baton up                             the demo model, one prefill and one decode node
+      baton generate "def main():"         in a second terminal
+      baton up --model Qwen/Qwen3-0.6B     your own model: a path or a Hugging Face id
+      baton status                         what is running, and how busy it is
+
+    `baton COMMAND --help` tells more, with examples.
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and exits: 0 on success, 1 when the work failed, 2 when it was asked for wrongly
+    or could not start. An error is one line on stderr."""
+    try:
+        result: Any = cli.main(args=arguments, prog_name="baton", standalone_mode=False)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        hint = f" (see {error.ctx.command_path} --help)" if error.ctx is not None else ""
+        click.echo(f"baton: {error.format_message()}{hint}", err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        click.echo(f"baton: {error.format_message()}", err=True)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

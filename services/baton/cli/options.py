@@ -1,0 +1,226 @@
+"""Turns configuration dataclasses into command-line flags, environment variables and TOML keys.
+
+A field `kv_tokens` becomes `--kv-tokens`, `BATON_KV_TOKENS` and the TOML key `kv_tokens`; its help is the
+docstring below the field. Precedence: flag, environment, TOML file (`--config`), default.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One configuration value."""
+
+    name: str
+    kind: type
+    """str, int, float, bool or tuple (of strings)."""
+    optional: bool
+    """None is allowed."""
+    default: Any
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "BATON_" + self.name.upper()
+
+
+@cache
+def fields_of(config: type) -> Mapping[str, Field]:
+    """The fields of a configuration dataclass by name, inherited ones first."""
+    hints = typing.get_type_hints(config)
+    found = {}
+    for field in dataclasses.fields(config):
+        kind, optional = hints[field.name], False
+        if isinstance(kind, types.UnionType):
+            alternatives = [one for one in typing.get_args(kind) if one is not type(None)]
+            assert len(alternatives) == 1, f"{config.__name__}.{field.name}: at most one type beside None"
+            kind, optional = alternatives[0], True
+        kind = typing.get_origin(kind) or kind
+        assert kind in (str, int, float, bool, tuple), f"{config.__name__}.{field.name}: {kind}"
+        found[field.name] = Field(field.name, kind, optional, field.default, _help_of(config, field.name))
+    return found
+
+
+def _help_of(config: type, name: str) -> str:
+    for base in config.__mro__:
+        if dataclasses.is_dataclass(base) and name in (texts := _docstrings(base)):
+            return texts[name]
+    return ""
+
+
+@cache
+def _docstrings(config: type) -> Mapping[str, str]:
+    """Field name -> the string literal on the line below it."""
+    (definition,) = ast.parse(inspect.getsource(config)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for statement, below in zip(definition.body, definition.body[1:], strict=False):
+        match statement, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                texts[name] = " ".join(text.split())
+    return texts
+
+
+class _NoneOrInt(click.ParamType):
+    name = "integer or 'none'"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value == "none":
+            return "none"
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither an integer nor 'none'", param, ctx)
+
+
+class _Items(click.ParamType):
+    """One or several values with commas between; a flag may also be repeated."""
+
+    name = "text[,text...]"
+    envvar_list_splitter = ","
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+
+def _default_text(default: Any) -> str:
+    match default:
+        case None:
+            return "none"
+        case bool():
+            return "yes" if default else "no"
+        case tuple():
+            return ",".join(default) or "empty"
+        case _:
+            return str(default) or "empty"
+
+
+class SectionedOption(click.Option):
+    """An option with the title that `--help` lists it under."""
+
+    section: str = ""
+
+
+class SectionedCommand(click.Command):
+    """A command whose `--help` groups its options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "section", "") or "Options", []).append(record)
+        for title in sorted(sections, key="Options".__ne__):
+            with formatter.section(title):
+                formatter.write_dl(sections[title])
+
+
+def config_options(
+    config: type,
+    *,
+    leave_out: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> Callable[[F], F]:
+    """A decorator that adds one flag for each field of a configuration dataclass.
+
+    `defaults` replaces defaults of the dataclass in the help. A flag that was given nowhere arrives as None or
+    (), so that `given` and `build` can tell it from one that was given its default.
+    """
+
+    def decorate(function: F) -> F:
+        for field in reversed(fields_of(config).values()):
+            if field.name not in leave_out:
+                default = (defaults or {}).get(field.name, field.default)
+                function = _option(field, default, _section(config, field.name))(function)
+        return function
+
+    return decorate
+
+
+def _section(config: type, name: str) -> str:
+    """The title of the dataclass that first defines the field."""
+    owner = [base for base in config.__mro__ if name in getattr(base, "__annotations__", {})][-1]
+    base = owner.__name__.removesuffix("Config")
+    return {"Node": "Process", "Worker": "Engine"}.get(base, base)
+
+
+def _option(field: Field, default: Any, section: str) -> Callable[[F], F]:
+    suffix = "" if default is None else f"  [default: {_default_text(default)}]"
+    names: dict[Any, str] = {int: "N", float: "X", tuple: "TEXT[,TEXT...]"}
+    settings: dict[str, Any] = {
+        "cls": SectionedOption,
+        "envvar": field.variable,
+        "default": None,
+        "help": field.help + suffix,
+    }
+    if field.kind is bool:
+        flags = f"{field.flag}/--no-{field.flag[2:]}"
+    else:
+        flags = field.flag
+        settings["metavar"] = names.get(field.kind, "TEXT")
+        settings["type"] = field.kind
+    if field.kind is tuple:
+        settings |= {"type": _Items(), "multiple": True}
+    elif field.kind is int and field.optional:
+        settings |= {"type": _NoneOrInt(), "metavar": "N|none"}
+
+    def decorate(function: F) -> F:
+        function = click.option(flags, **settings)(function)
+        function.__click_params__[-1].section = section  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the configuration's fields that were given as a flag, in the environment or in the file."""
+    found: dict[str, Any] = {}
+    for name, field in fields_of(config).items():
+        value = values.get(name)
+        if value is None or (field.kind is tuple and value == ()):
+            continue
+        if field.kind is tuple:
+            value = tuple(item.strip() for text in value for item in text.split(",") if item.strip())
+        found[name] = None if value == "none" and field.optional else value
+    return found
+
+
+def build(config: type[C], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> C:
+    """The configuration made of what was given, then of `defaults`, then of the dataclass's own."""
+    return config(**{**defaults, **given(config, values)})
+
+
+def as_flags(config: type, values: Mapping[str, Any]) -> Iterator[str]:
+    """The command-line arguments that give these values to a child process."""
+    for name, value in values.items():
+        field = fields_of(config)[name]
+        if field.kind is bool:
+            yield field.flag if value else f"--no-{field.flag[2:]}"
+        else:
+            yield field.flag
+            yield ",".join(value) if field.kind is tuple else "none" if value is None else str(value)
+
+
+def fail(message: str, code: int = 1) -> typing.NoReturn:
+    """Ends the command with one line on stderr."""
+    click.echo(f"baton: {message}", err=True)
+    sys.exit(code)

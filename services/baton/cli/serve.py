@@ -1,0 +1,91 @@
+"""`baton serve ROLE`: one process in the foreground. Containers and the supervisor run this."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from baton.cli.lifeline import hold_lifeline
+from baton.cli.options import SectionedCommand, build, config_options
+from baton.cli.toml import ROLES, config_file_option
+
+DEFAULT_PORTS = {
+    "gateway": (50050, 8000),
+    "tokenizer": (50051, 51051),
+    "prefill": (50061, 51061),
+    "decode": (50071, 51071),
+}
+"""Role -> gRPC port, HTTP port."""
+
+ABOUT = {
+    "gateway": """Serves clients: baton.v1.Inference over gRPC and the OpenAI API over HTTP.
+
+    \b
+    Example, with all processes on one machine:
+      baton serve tokenizer --model demo
+      baton serve prefill   --model demo
+      baton serve decode    --model demo --prefill 127.0.0.1:50061
+      baton serve gateway --decode 127.0.0.1:50071 --prefill 127.0.0.1:50061""",
+    "tokenizer": """Turns text into token ids and back, and applies the chat template.
+
+    \b
+    Example:
+      baton serve tokenizer --model ./my-model --port 50051""",
+    "prefill": """Computes prompts and keeps their KV pages until a decode node has pulled them.
+
+    \b
+    Example:
+      baton serve prefill --model ./my-model --kv-tokens 131072""",
+    "decode": """Generates tokens; pulls prompts' KV pages from prefill nodes.
+
+    \b
+    Example:
+      baton serve decode --model ./my-model --prefill 127.0.0.1:50061""",
+}
+
+
+@click.group()
+def serve() -> None:
+    """Run one process in the foreground.
+
+    \b
+    Every flag is also an environment variable and a key of a TOML file (--config):
+      --kv-tokens 65536     BATON_KV_TOKENS=65536     kv_tokens = 65536
+    A flag wins over the environment, that over the file. A file may hold the keys of all processes at its
+    top and those of one under [gateway], [tokenizer], [prefill] or [decode].
+
+    A process that is ready prints one line to stdout; its log goes to stderr. SIGTERM drains and ends it.
+    """
+
+
+def _add(role: str) -> None:
+    config = ROLES[role]
+    port, http_port = DEFAULT_PORTS[role]
+    defaults = {"port": port, "http_port": http_port}
+
+    @serve.command(
+        role,
+        cls=SectionedCommand,
+        help=ABOUT[role],
+        short_help=ABOUT[role].split("\n")[0],
+        epilog="Every flag is also an environment variable (--kv-tokens: BATON_KV_TOKENS) and a key of the "
+        "--config file (kv_tokens).",
+    )
+    @config_file_option(role)
+    @config_options(config, defaults=defaults)
+    @click.option("--lifeline", is_flag=True, hidden=True, help="End when stdin ends (a supervisor's pipe).")
+    def run(config_file: Any, lifeline: bool, **values: Any) -> None:
+        if lifeline:
+            hold_lifeline()
+        settings = build(config, values, defaults)
+        process = importlib.import_module(f"baton.{role}.server")
+        from baton.rpc.node import run_process
+
+        sys.exit(run_process(process.serve(settings)))
+
+
+for _role in ROLES:
+    _add(_role)
