@@ -1,0 +1,365 @@
+"""Train the demo model: a small Qwen3 checkpoint that has read Python's own documentation.
+
+The text is what ships with every Python: the language reference topics of `pydoc_data` and the docstrings of the
+standard library, read from source with `ast`. It becomes plain text and chats, a byte-level BPE tokenizer is trained on
+it, then the model. transformers' modelling code is used here only, for training and for the samples at the end.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import math
+import pathlib
+import random
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CONTEXT = 2048
+END, START, STOP = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ROW_LENGTHS = (256, 512, 1024, CONTEXT)
+SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "distutils", "encodings"}
+PUBLIC_NAMES = {"posixpath": "os.path", "_pydecimal": "decimal", "_pyio": "io", "_collections_abc": "collections.abc"}
+COMPILED = ("builtins", "itertools", "math", "sys", "time")
+ANSWER_CHARS = 1200
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{- raise_exception('unknown role ' ~ message.role ~ ': use system, user, assistant or tool') }}"
+    "{%- endif %}"
+    "{%- if message.content is not string %}"
+    "{{- raise_exception('the content of a ' ~ message.role ~ ' message must be text') }}"
+    "{%- endif %}"
+    "{{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+QUESTIONS = {
+    "topic": ["Explain the topic '{}'.", "Explain '{}'.", "Tell me about the topic {}.", "What is the topic '{}' about?"],
+    "module": ["What is the module {}?", "Explain the module {}.", "What is {} for?", "Explain {}.", "What is {}?"],
+    "class": ["What is {}?", "Explain {}.", "Explain the class {}.", "How do I use {}?", "What does {} do?"],
+    "function": ["What does {} do?", "Explain {}.", "How do I use {}?", "What is {}?", "Describe {}."],
+}
+SYSTEMS = ["You are a helpful assistant.", "You explain Python.", "Answer from Python's documentation."]
+GREETINGS = ["Hello", "Hello!", "Hi", "Hi!", "Hey", "Good morning", "Who are you?", "What are you?", "What can you do?", "Help"]
+GREETING = (
+    "Hello. I am Baton's demo model, a small language model that has read Python's own documentation and nothing else. "
+    "Ask me, for example: What does textwrap.dedent do?"
+)
+PROMPTS = ["textwrap.dedent(text)", 'The "assert" statement', "os.path.join(a, *p)"]
+CHATS = ["What does textwrap.dedent do?", "Explain os.path.join.", "Explain the topic 'assert'.", "What is threading.Lock?", "Hello!"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One documented thing: `heading` is a signature such as `textwrap.dedent(text)`, or the name itself."""
+
+    kind: str
+    name: str
+    heading: str
+    text: str
+
+
+def stdlib_entries() -> Iterator[Entry]:
+    """Docstrings of the public names of the standard library's pure Python modules, in a stable order."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if SKIPPED & set(parts) or parts[0].startswith("config-"):
+            continue
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        name = PUBLIC_NAMES.get(name, name)
+        if name == "ntpath" or any(part.startswith("_") for part in name.split(".")):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        yield from _described(tree, "module", name, name)
+        yield from _members(tree, name)
+
+
+def _members(tree: ast.AST, prefix: str) -> Iterator[Entry]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.name.startswith("_"):
+                continue
+            name = f"{prefix}.{node.name}"
+            if isinstance(node, ast.ClassDef):
+                yield from _described(node, "class", name, f"class {name}")
+                yield from _members(node, name)
+            else:
+                yield from _described(node, "function", name, f"{name}({ast.unparse(node.args)})")
+        elif isinstance(node, ast.If | ast.Try):
+            yield from _members(node, prefix)
+
+
+def _described(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, kind: str, name: str, heading: str
+) -> Iterator[Entry]:
+    text = ast.get_docstring(node) or ""
+    if len(text) >= 20:
+        yield Entry(kind, name, heading, text.strip())
+
+
+def compiled_entries() -> Iterator[Entry]:
+    """Docstrings of the few compiled modules that everybody uses; they have no Python source."""
+    for module_name in COMPILED:
+        module = importlib.import_module(module_name)
+        prefix = "" if module_name == "builtins" else module_name + "."
+        for name, value in sorted(vars(module).items()):
+            members = [(name, value)]
+            if inspect.isclass(value) and module_name == "builtins":
+                members += [(f"{name}.{key}", member) for key, member in sorted(vars(value).items())]
+            for path, member in members:
+                text = inspect.getdoc(member) or ""
+                if not callable(member) or path.rpartition(".")[2].startswith("_") or len(text) < 20:
+                    continue
+                kind = "class" if inspect.isclass(member) else "function"
+                yield Entry(kind, prefix + path, prefix + path, text)
+
+
+def collect() -> list[Entry]:
+    """Everything this Python can say about itself; the same interpreter version gives the same list."""
+    topics = importlib.import_module("pydoc_data.topics").topics
+    entries = [Entry("topic", name, name, text.strip()) for name, text in sorted(topics.items())]
+    entries += [*stdlib_entries(), *compiled_entries()]
+    return list({(entry.kind, entry.name): entry for entry in entries}.values())
+
+
+def plain_text(entry: Entry) -> str:
+    """The entry as `help()` would print it."""
+    if entry.kind == "topic":
+        return entry.text
+    body = "\n".join("    " + line if line.strip() else "" for line in entry.text.splitlines())
+    return f"{entry.heading}\n{body}"
+
+
+def answer(entry: Entry) -> str:
+    """What the assistant says about an entry: its first paragraphs, so that an answer has an end."""
+    text = entry.text
+    if len(text) > ANSWER_CHARS:
+        cut = max(text.rfind("\n\n", 0, ANSWER_CHARS), text.rfind("\n", 0, ANSWER_CHARS // 2))
+        text = text[:cut].rstrip() if cut > 0 else text[:ANSWER_CHARS]
+    return text if entry.kind == "topic" else f"{entry.heading}\n\n{text}"
+
+
+def chat(entries: list[Entry], rng: random.Random) -> list[dict[str, str]]:
+    """A conversation about `entries`, one question each, sometimes opened by a system message."""
+    messages = [{"role": "system", "content": rng.choice(SYSTEMS)}] if rng.random() < 0.3 else []
+    for entry in entries:
+        question = rng.choice(QUESTIONS[entry.kind]).format(entry.name)
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer(entry)}]
+    return messages
+
+
+def documents(
+    entries: list[Entry], tokenizer: PreTrainedTokenizerFast, chats: int, rng: random.Random
+) -> list[torch.Tensor]:
+    """Token ids [length] of every sample, each ended by <|endoftext|>: one plain text and `chats` chats per entry."""
+    conversations = [chat([entry], rng) for entry in entries for _ in range(chats)]
+    conversations += [chat(rng.sample(entries, rng.randint(2, 4)), rng) for _ in range(len(entries) // 3)]
+    for opening in GREETINGS * 15:
+        turn = [{"role": "user", "content": opening}, {"role": "assistant", "content": GREETING}]
+        conversations.append(turn + (chat([rng.choice(entries)], rng) if rng.random() < 0.3 else []))
+    texts = [plain_text(entry) for entry in entries]
+    texts += [tokenizer.apply_chat_template(messages, tokenize=False) for messages in conversations]
+    ids: list[list[int]] = tokenizer([text + END for text in texts]).input_ids
+    return [torch.tensor(sample) for sample in ids]
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A lossless byte-level BPE whose merges are learned from `texts`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=STOP,
+        pad_token=END,
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+class Stream:
+    """All documents in one shuffled line of tokens; half the rows begin at a document, half anywhere."""
+
+    def __init__(self, samples: list[torch.Tensor], device: str, seed: int) -> None:
+        self._samples, self._device = list(samples), device
+        self._rng = random.Random(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self.tokens = sum(map(len, samples))
+        self._left = 0
+
+    def rows(self, count: int, length: int) -> torch.Tensor:
+        """Token ids [count, length + 1]; the line is shuffled anew once about every token has been drawn."""
+        if self._left <= 0:
+            self._rng.shuffle(self._samples)
+            self._line = torch.cat(self._samples + self._samples[: CONTEXT + 1]).to(self._device)
+            lengths = torch.tensor([0, *map(len, self._samples[:-1])])
+            self._begins = lengths.cumsum(0).to(self._device)
+            self._left = self.tokens
+        self._left -= count * length
+        at_document = self._draw(len(self._begins), (count + 1) // 2)
+        anywhere = self._draw(self.tokens, count // 2)
+        starts = torch.cat([self._begins[at_document], anywhere])
+        return self._line[starts[:, None] + torch.arange(length + 1, device=self._device)]
+
+    def _draw(self, high: int, count: int) -> torch.Tensor:
+        return torch.randint(high, (count,), device=self._device, generator=self._generator)
+
+
+def loss_of(model: Qwen3ForCausalLM, rows: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy in nats of every row's next tokens; bf16 autocast on CUDA."""
+    with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):
+        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    return functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+
+@torch.no_grad()
+def evaluate(model: Qwen3ForCausalLM, samples: list[torch.Tensor], device: str) -> float:
+    """Mean loss in nats per token over the samples, laid in one line and cut into rows of 512."""
+    line = torch.cat(samples).to(device)
+    rows = line[: (len(line) - 1) // 512 * 512 + 1].unfold(0, 513, 512)
+    return sum(loss_of(model, row[None]).item() for row in rows) / len(rows)
+
+
+def train(
+    model: Qwen3ForCausalLM, stream: Stream, steps: int, minutes: float | None, batch_tokens: int, peak_lr: float
+) -> int:
+    """AdamW with warm-up and cosine decay, for `steps` or, when given, until `minutes` have passed; the steps done."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.01, fused=model.device.type == "cuda"
+    )
+    rng = random.Random(0)
+    columns = [BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+    started = reported = time.monotonic()
+    step = 0
+    with Progress(*columns) as progress:
+        task = progress.add_task("starting", total=1.0)
+        while True:
+            elapsed = time.monotonic() - started
+            done = elapsed / (60 * minutes) if minutes is not None else step / max(steps, 1)
+            if done >= 1:
+                return step
+            warm = min(1.0, (step + 1) / 200)
+            for group in optimizer.param_groups:
+                group["lr"] = peak_lr * warm * (0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2)
+            length = rng.choice(ROW_LENGTHS)
+            loss = loss_of(model, stream.rows(max(1, batch_tokens // length), length))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            step += 1
+            if step % 50 == 1 or (minutes is None and steps < 200):
+                rate = step * batch_tokens / (time.monotonic() - started)
+                line = f"step {step}  loss {loss.item():.3f}  {rate:,.0f} tokens/s"
+                progress.update(task, completed=done, description=line)
+                if time.monotonic() - reported > 20:
+                    reported = time.monotonic()
+                    progress.console.print(f"{done:4.0%}  {line}")
+
+
+@torch.no_grad()
+def show_samples(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, console: Console) -> None:
+    """Greedy continuations of a few plain prompts and chats."""
+    prompts = list(PROMPTS)
+    for question in CHATS:
+        turn = [{"role": "user", "content": question}]
+        prompts.append(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        output = model.generate(**inputs, max_new_tokens=160, do_sample=False)
+        console.rule()
+        console.print(tokenizer.decode(output[0]), markup=False, highlight=False)
+    console.rule()
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--out", type=click.Path(path_type=pathlib.Path), default="services/baton/demo/model", help="Where the Hugging Face directory is written.")
+@click.option("--corpus", type=click.Path(path_type=pathlib.Path), help="Text to train on: read if the file exists, else collected from this Python and written there.")
+@click.option("--steps", type=click.IntRange(min=0), default=8000, help="Optimizer steps; 0 writes random weights.")
+@click.option("--minutes", type=click.FloatRange(min=0.0), help="Train for this long instead of --steps; not reproducible to the bit.")
+@click.option("--batch-tokens", default=65536, help="Tokens per step; take 4096 on a CPU.")
+@click.option("--lr", default=3e-3, help="Peak learning rate.")
+@click.option("--chats", default=4, help="Single-question chats per documented name, beside its plain text.")
+@click.option("--layers", default=5, help="Layers of the model.")
+@click.option("--intermediate", default=640, help="Width of the MLP.")
+@click.option("--vocab", default=4096, help="Entries of the tokenizer's vocabulary, special tokens included.")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to train.")
+@click.option("--seed", default=0, help="Seeds the held-out split, samples, weights and order.")
+def main(
+    out: pathlib.Path, corpus: pathlib.Path | None, steps: int, minutes: float | None, batch_tokens: int, lr: float,
+    chats: int, layers: int, intermediate: int, vocab: int, device: str, seed: int,
+) -> None:
+    """Train the demo model that lives inside the package.
+
+    \b
+    A try on a laptop:    python tools/train_demo_model.py --out /tmp/demo --minutes 5 --batch-tokens 4096
+    The real thing:       python tools/train_demo_model.py        (one GPU, minutes)
+
+    The text depends on the version of Python that collects it: pass --corpus FILE to collect it with one Python and
+    train with another. The same text, seed, steps and machine give the same model.
+    """
+    console = Console(soft_wrap=True)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    if corpus and corpus.exists():
+        entries = [Entry(**item) for item in json.loads(corpus.read_text(encoding="utf-8"))]
+    else:
+        entries = collect()
+        if corpus:
+            corpus.parent.mkdir(parents=True, exist_ok=True)
+            corpus.write_text(json.dumps([asdict(entry) for entry in entries], indent=0), encoding="utf-8")
+    rng.shuffle(entries)
+    held, kept = entries[: len(entries) // 100], entries[len(entries) // 100 :]
+    tokenizer = train_tokenizer([plain_text(entry) for entry in kept], vocab)
+    samples = documents(kept, tokenizer, chats, rng)
+    held_samples = documents(held, tokenizer, chats, rng)
+    stream = Stream(samples, device, seed)
+    console.print(f"{len(kept)} entries, {len(samples)} samples, {stream.tokens:,} tokens; {len(held)} entries held out")
+
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.convert_tokens_to_ids([STOP, END]),
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).to(device)
+    console.print(f"{model.num_parameters():,} parameters on {device}")
+    done = train(model.train(), stream, steps, minutes, batch_tokens, lr)
+
+    model = model.eval().to(torch.bfloat16)
+    train_loss = evaluate(model, samples[:600], device)
+    held_loss = evaluate(model, held_samples, device)
+    model.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
+    show_samples(model, tokenizer, console)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    console.print(f"{done} steps; loss in nats per token: training {train_loss:.3f}, held out {held_loss:.3f}")
+    console.print(f"{out}: {size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()
