@@ -1,0 +1,184 @@
+"""What the scheduler moves through its queues: requests and their sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.engine.plan import Logprobs
+from baton.engine.sampling import SamplingParams
+from baton.kvcache import Holding
+
+
+class FinishReason(Enum):
+    STOP = auto()
+    LENGTH = auto()
+
+
+class Phase(Enum):
+    WAITING = auto()
+    """Queued; holds neither pages nor a slot."""
+    HANDOFF = auto()
+    """Admitted; its prompt is computed elsewhere or being pulled."""
+    PROMPT = auto()
+    """Admitted; its known tokens are being computed here, chunk by chunk."""
+    RUNNING = auto()
+    """One row in every step."""
+    LEASED = auto()
+    """A prefill node's prompt that is complete; its pages are kept to be pulled."""
+    ENDED = auto()
+
+
+class Sequence:
+    """One choice of a request: a token log, and while admitted a batch slot and pages.
+
+    Before the prompt is complete only choice 0 (the leader) is scheduled; the others fork from it.
+    Invariant: retired <= computed <= len(tokens) + unread.
+    """
+
+    __slots__ = (
+        "computed",
+        "epoch",
+        "finish",
+        "followers",
+        "holding",
+        "index",
+        "last_step",
+        "phase",
+        "request",
+        "reserved",
+        "retired",
+        "slot",
+        "slot_ready",
+        "tokens",
+        "unread",
+    )
+
+    def __init__(self, request: Request, index: int, tokens: list[int]) -> None:
+        self.request = request
+        self.index = index
+        self.tokens = tokens
+        """Prompt and output, as far as it has been read from the device."""
+        self.phase = Phase.WAITING
+        self.finish: FinishReason | None = None
+        self.slot: int | None = None
+        self.slot_ready = False
+        self.holding: Holding | None = None
+        self.reserved = 0
+        """Pages promised at admission and not yet taken."""
+        self.computed = 0
+        """Tokens whose KV has been launched."""
+        self.retired = 0
+        """Tokens whose KV is final: their step has retired."""
+        self.unread = 0
+        """1 while a sampled token has been launched and not yet read."""
+        self.last_step = 0
+        """The last launched step that uses its pages or its slot."""
+        self.followers: list[Sequence] = []
+        """Of an admitted leader: the choices that will fork from its pages once the prompt is complete."""
+        self.epoch = 0
+        """Counts placements; results of a step launched in an earlier one are dropped."""
+
+    @property
+    def age(self) -> tuple[int, int]:
+        return (self.request.order, self.index)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens, those in flight included."""
+        return len(self.tokens) - len(self.request.prompt) + self.unread
+
+    @property
+    def missing(self) -> int:
+        """Known or launched tokens whose KV has not been launched."""
+        return len(self.tokens) + self.unread - self.computed
+
+    @property
+    def seed(self) -> int:
+        return (self.request.params.seed + self.index) % 2**64
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A prompt and what is wanted of it."""
+
+    key: Hashable
+    """The caller's name for it; opaque here."""
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    delivered: tuple[int, ...] = ()
+    """Output tokens that an earlier attempt has delivered; they are never sampled again."""
+    n: int = 1
+    namespace: str = ""
+    priority: int = 0
+    deadline: float = float("inf")
+    """On the engine's monotonic clock, in seconds."""
+    order: int = 0
+    """Arrival number, given by the scheduler."""
+    sequences: list[Sequence] = field(default_factory=list)
+    forked: bool = False
+    """Every choice has its own first token."""
+    cached_tokens: int | None = None
+    """Prompt tokens that needed no computing; None until admission."""
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    retractions: int = 0
+
+    def __post_init__(self) -> None:
+        known = [*self.prompt, *self.delivered]
+        self.sequences = [Sequence(self, index, list(known)) for index in range(self.n)]
+
+    @property
+    def ended(self) -> bool:
+        return all(sequence.phase is Phase.ENDED for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """The prompt is complete; comes before its first tokens."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    sequence: Sequence
+    token: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEvent:
+    """A prompt chunk has retired: `sequence.retired` has grown."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedEvent:
+    """All choices have finished."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEvent:
+    """The engine could not go on with the request."""
+
+    request: Request
+    reason: str
+    message: str
+
+
+Event = PromptEvent | TokenEvent | ChunkEvent | FinishedEvent | FailedEvent
+
+
+class Refused(Exception):
+    """A request that is not taken. `field` names what is wrong with it; None: there is no room now."""
+
+    def __init__(self, reason: str, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.field = field

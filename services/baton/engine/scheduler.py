@@ -1,0 +1,366 @@
+"""The scheduler: which tokens of which sequences the next step computes, and what becomes of its results.
+
+Pure: no clock, no I/O, no device. The caller alternates `plan`, launching, reading and `commit`; with overlap
+it plans and launches step N+1 before it commits step N. Page ownership goes through KvCache alone.
+
+        submit            admit (here)              last chunk retired
+    -> WAITING ---------------> PROMPT ---------------------------> RUNNING -> ENDED
+         ^  |                                                        ^  |
+         |  +---- admit (elsewhere) ----> HANDOFF --- arrive --------+  |
+         +------------- retract, requeue -----------+-------------------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from baton.engine.admission import Reservations, Slots, WaitingQueue
+from baton.engine.batch import Copy, Step, build_step, commit_rows
+from baton.engine.plan import Logprobs, StepResult
+from baton.engine.request import (
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    FinishReason,
+    Phase,
+    PromptEvent,
+    Refused,
+    Request,
+    Sequence,
+    TokenEvent,
+)
+from baton.kvcache import KvCache, OutOfPages
+
+
+class Route(Enum):
+    """Where an admitted prompt is computed."""
+
+    LOCAL = auto()
+    REMOTE = auto()
+    DEFER = auto()
+    """Not known yet; ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    context_length: int
+    """Tokens of prompt and output together."""
+    token_budget: int
+    """Tokens of a step: decode rows first, prompt chunks with the rest."""
+    max_rows: int
+    max_waiting: int = 1024
+    policy: str = "fcfs"
+    output_margin: int = 64
+    """Output tokens per sequence for which pages are reserved at admission."""
+    watermark: int = 0
+    """Pages that admission leaves free while anything is running."""
+    prompt_only: bool = False
+    """A prefill node: a prompt's pages are kept (Phase.LEASED) once its first tokens have been sampled."""
+
+
+class Scheduler:
+    """Moves requests from submission to their last token.
+
+    `route` says where a prompt is computed; `abandon` is told before a sequence in HANDOFF loses its pages.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        config: SchedulerConfig,
+        route: Callable[[Sequence, int], Route] = lambda sequence, uncached: Route.LOCAL,
+        abandon: Callable[[Sequence], None] = lambda sequence: None,
+        may_admit: Callable[[Request], bool] = lambda request: True,
+    ) -> None:
+        if config.token_budget < config.max_rows:
+            raise ValueError("token_budget must be at least max_rows")
+        self.cache = cache
+        self.config = config
+        self.slots = Slots(config.max_rows)
+        self.reservations = Reservations(cache)
+        self.requests: dict[Hashable, Request] = {}
+        self.waiting = WaitingQueue(config.policy, lambda s: cache.match_length(s.tokens, s.request.namespace))
+        self.prompts: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.handoffs: list[Sequence] = []
+        self.copies: list[Copy] = []
+        self.events: list[Event] = []
+        self.step_number = 0
+        self.retractions = 0
+        self.computed_tokens = 0
+        self._route = route
+        self._abandon = abandon
+        self._may_admit = may_admit
+        self._arrivals = 0
+
+    # --- entering and leaving ---------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises Refused when it could never run, or when too many wait."""
+        config, size = self.config, self.cache.page_size
+        known = len(request.prompt) + len(request.delivered)
+        total = self.cache.counts().total
+        room = min(config.context_length, total * size)
+        if not request.prompt:
+            raise Refused("EMPTY_PROMPT", "the prompt has no tokens", "token_ids")
+        if known + (0 if config.prompt_only else 1) > room:
+            raise Refused("PROMPT_TOO_LONG", f"{known} tokens; this node holds at most {room}", "token_ids")
+        if not config.prompt_only and len(request.prompt) + request.params.max_tokens > room:
+            text = f"prompt ({len(request.prompt)}) and max_tokens ({request.params.max_tokens}) exceed {room} tokens"
+            raise Refused("TOO_MANY_TOKENS", text, "sampling.max_tokens")
+        if request.n > self.slots.count or (request.n > 1 and request.delivered):
+            raise Refused("TOO_MANY_CHOICES", f"n must be at most {self.slots.count}, and 1 on a resume", "n")
+        if request.key in self.requests:
+            raise Refused("DUPLICATE_REQUEST", "a request of this name is running", "request")
+        if len(self.waiting) >= config.max_waiting:
+            raise Refused("QUEUE_FULL", f"{config.max_waiting} requests are waiting")
+        self._arrivals += 1
+        request.order = self._arrivals
+        request.forked = request.n == 1
+        self.requests[request.key] = request
+        self.waiting.add(request.sequences[0])
+
+    def close(self, request: Request) -> None:
+        """Ends the request wherever it is (cancelled, out of time, lease over); no event follows."""
+        for sequence in request.sequences:
+            if sequence.phase is Phase.HANDOFF and sequence in self.handoffs:
+                self._abandon(sequence)
+            self._end(sequence)
+        self.requests.pop(request.key, None)
+
+    def _fail(self, request: Request, reason: str, message: str) -> None:
+        self.close(request)
+        self.events.append(FailedEvent(request, reason, message))
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    # --- admission --------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        for sequence in self.waiting.in_order():
+            if not self._may_admit(sequence.request):
+                continue
+            if not self._try_admit(sequence):
+                # Nobody overtakes: small requests must not starve a large one.
+                break
+
+    def _try_admit(self, leader: Sequence) -> bool:
+        request, config, size = leader.request, self.config, self.cache.page_size
+        followers = [] if request.forked else request.sequences[1:]
+        if self.slots.free < 1 + len(followers):
+            return False
+        known = len(leader.tokens)
+        limit = 0 if request.params.prompt_logprobs is not None and not request.prompt_logprobs else (known - 1) // size
+        uncached = known - self.cache.match_length(leader.tokens, request.namespace, limit)
+        route = self._route(leader, uncached)
+        if route is Route.DEFER or leader.phase is not Phase.WAITING:
+            return False
+        margin = 0 if config.prompt_only else min(config.output_margin, request.params.max_tokens)
+        need = self._pages(known + margin) + len(followers) * (0 if config.prompt_only else 1 + self._pages(margin))
+        need = min(need, self.cache.counts().total)
+        floor = config.watermark if self.prompts or self.running or self.handoffs else 0
+        if route is Route.LOCAL:
+            holding = self.cache.hold(leader.tokens, request.namespace, limit)
+            if self.reservations.headroom - floor < need - len(holding.pages):
+                self.cache.release(holding, 0)
+                return False
+            leader.holding = holding
+            need -= len(holding.pages)
+            leader.computed = leader.retired = len(holding.pages) * size
+            if request.cached_tokens is None:
+                request.cached_tokens = leader.computed
+        elif self.reservations.headroom - floor < need:
+            return False
+        self.waiting.remove(leader)
+        self.reservations.set(leader, need)
+        leader.followers = followers
+        for sequence in (leader, *followers):
+            sequence.phase = Phase.PROMPT if route is Route.LOCAL else Phase.HANDOFF
+            sequence.slot = self.slots.take()
+            sequence.slot_ready = False
+        (self.prompts if route is Route.LOCAL else self.handoffs).append(leader)
+        return True
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.cache.page_size)
+
+    # --- pages under way --------------------------------------------------------------------------------
+
+    def extend(self, sequence: Sequence, pages: int) -> bool:
+        """Brings an admitted sequence's page table to `pages` pages; False: there are none to be had now.
+
+        A sequence takes from its own reservation first and beyond it only what nobody has been promised.
+        """
+        assert sequence.holding is not None
+        count = pages - len(sequence.holding.pages)
+        if count <= 0:
+            return True
+        if count > sequence.reserved + max(0, self.reservations.headroom):
+            return False
+        try:
+            self.cache.extend(sequence.holding, count)
+        except OutOfPages:
+            return False
+        self.reservations.use(sequence, count)
+        return True
+
+    def extend_or_retract(self, sequence: Sequence, pages: int) -> bool:
+        """Like `extend`, at the cost of younger sequences. False: the sequence sits out this step."""
+        while not self.extend(sequence, pages):
+            if self.cache.pending:
+                return False  # pages are about to come back; retracting more would be rash
+            victim = max([*self.running, *self.prompts, *self.handoffs], key=lambda s: s.age)
+            self.retractions += 1
+            victim.request.retractions += 1
+            self.requeue(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def requeue(self, leader: Sequence) -> None:
+        """Takes an admitted sequence's pages and slot away; it waits to be admitted and computed again."""
+        if leader.phase is Phase.HANDOFF:
+            self._abandon(leader)
+        group = [leader, *leader.followers]
+        for sequence in group:
+            self._vacate(sequence)
+            sequence.phase = Phase.WAITING
+        # Before the fork the followers have no life of their own.
+        for sequence in group if leader.request.forked else [leader]:
+            if sequence.finish is not None:
+                sequence.phase = Phase.ENDED
+            else:
+                self.waiting.add(sequence)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        for queue in (self.prompts, self.running, self.handoffs):
+            if sequence in queue:
+                queue.remove(sequence)
+        if sequence.holding is not None:
+            if sequence.phase is not Phase.HANDOFF and sequence.retired:
+                tokens = sequence.tokens[: sequence.retired]
+                self.cache.commit(sequence.holding, tokens, sequence.request.namespace)
+            self.cache.release(sequence.holding, sequence.last_step)
+            sequence.holding = None
+        if sequence.slot is not None:
+            self.slots.give_back(sequence.slot, sequence.last_step)
+            sequence.slot = None
+        self.reservations.set(sequence, 0)
+        sequence.followers = []
+        sequence.slot_ready = False
+        sequence.computed = sequence.retired = sequence.unread = 0
+        sequence.epoch += 1
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.ENDED:
+            return
+        if sequence.phase is Phase.WAITING and sequence in list(self.waiting):
+            self.waiting.remove(sequence)
+        self._vacate(sequence)
+        sequence.phase = Phase.ENDED
+
+    # --- steps ------------------------------------------------------------------------------------------
+
+    def plan(self) -> Step | None:
+        """The next step, or None when there is nothing to compute."""
+        self._admit()
+        return build_step(self)
+
+    def commit(self, step: Step, result: StepResult) -> None:
+        """Takes in a step's results and gives back what it was the last to use."""
+        self.cache.retire(step.plan.number)
+        self.slots.retire(step.plan.number)
+        for holding in step.pinned:
+            self.cache.unpin(holding)
+        commit_rows(self, step, result)
+
+    def fail_step(self, step: Step, message: str) -> None:
+        """The step could not be executed: everything in it fails."""
+        self.cache.retire(step.plan.number)
+        self.slots.retire(step.plan.number)
+        for holding in step.pinned:
+            self.cache.unpin(holding)
+        for request in {id(r.sequence.request): r.sequence.request for r in step.records}.values():
+            if request.key in self.requests:
+                self._fail(request, "STEP_FAILED", message)
+
+    # --- tokens -----------------------------------------------------------------------------------------
+
+    def take_token(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
+        """Appends a token to the sequence's log and decides whether it was the last."""
+        sequence.tokens.append(token)
+        sequence.unread = 0
+        params = sequence.request.params
+        if not self.config.prompt_only:
+            if token in params.stop_token_ids and sequence.num_output > params.min_tokens:
+                sequence.finish = FinishReason.STOP
+            elif sequence.num_output >= params.max_tokens or len(sequence.tokens) >= self.config.context_length:
+                sequence.finish = FinishReason.LENGTH
+        self.events.append(TokenEvent(sequence, token, logprobs, sequence.finish))
+
+    def first_tokens(self, leader: Sequence, tokens: list[tuple[int, Logprobs | None]]) -> None:
+        """Tokens that a prefill node has sampled for a sequence in HANDOFF and those that will fork from it."""
+        request = leader.request
+        self.events.append(PromptEvent(request))
+        for sequence, (token, logprobs) in zip([leader, *leader.followers], tokens, strict=True):
+            self.take_token(sequence, token, logprobs)
+        request.forked = True
+        if all(sequence.finish is not None for sequence in (leader, *leader.followers)):
+            self._abandon(leader)
+            self.settle([leader, *leader.followers])
+
+    def arrive(self, leader: Sequence) -> None:
+        """The KV of all tokens but the last is in the leader's pages, confirmed: it joins the running batch."""
+        leader.computed = leader.retired = len(leader.tokens) - 1
+        self.handoffs.remove(leader)
+        self.complete_prompt(leader)
+
+    def complete_prompt(self, leader: Sequence) -> None:
+        """Prompt computed, first tokens known: forks the followers and starts decoding."""
+        assert leader.holding is not None
+        group = [leader, *leader.followers]
+        prefix = leader.tokens[: leader.retired]
+        self.cache.commit(leader.holding, prefix, leader.request.namespace)
+        for follower in leader.followers:
+            if follower.finish is None:
+                self._fork(leader, follower, prefix)
+        leader.followers = []
+        if leader.finish is None:
+            leader.phase = Phase.RUNNING
+            self.running.append(leader)
+        self.running.sort(key=lambda s: s.age)
+        self.settle(group)
+
+    def _fork(self, leader: Sequence, follower: Sequence, prefix: list[int]) -> None:
+        """Gives the follower the shared full pages and a copy of the last, partial one."""
+        assert leader.holding is not None
+        full = len(prefix) // self.cache.page_size
+        follower.phase = Phase.RUNNING
+        follower.holding = self.cache.hold(prefix, leader.request.namespace, full)
+        # Each choice takes its own page for the tail and its share of the output margin.
+        share = min(leader.reserved, 1 + self._pages(self.config.output_margin))
+        self.reservations.set(leader, leader.reserved - share)
+        self.reservations.set(follower, share)
+        partial = len(prefix) % self.cache.page_size != 0
+        if len(follower.holding.pages) < full or (partial and not self.extend(follower, full + 1)):
+            self.requeue(follower)
+            return
+        if partial:
+            self.cache.pin(leader.holding)
+            source, target = leader.holding.pages[full], follower.holding.pages[full]
+            self.copies.append(Copy(leader.holding, follower, follower.epoch, source, target))
+        follower.computed = follower.retired = len(prefix)
+        self.running.append(follower)
+
+    def settle(self, sequences: list[Sequence]) -> None:
+        """Ends the finished ones; reports a request whose choices have all finished."""
+        for sequence in sequences:
+            if sequence.finish is not None:
+                self._end(sequence)
+        request = sequences[0].request
+        if request.ended and self.requests.pop(request.key, None) is not None:
+            self.events.append(FinishedEvent(request))

@@ -1,0 +1,96 @@
+"""What the two sides of a hand-off tell each other and their shells. Plain data; the shells put it on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.engine.plan import Logprobs
+from baton.engine.request import Request
+from baton.handoff.names import AttemptName
+
+# --- from the decode side to its shell -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    address: str
+    name: AttemptName
+    request: Request
+    token_ids: tuple[int, ...]
+    """Prompt and delivered output."""
+    delivered: int
+    n: int
+    cached_hint: int
+    remaining: float
+    """Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPrefill:
+    address: str
+    name: AttemptName
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLease:
+    address: str
+    name: AttemptName
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Keep this caller's leases alive."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartPull:
+    """Copy pages (source in the peer's pool, destination here), then read the sources' generations."""
+
+    address: str
+    pull: int
+    pairs: tuple[tuple[int, int], ...]
+
+
+DecodeEffect = StartPrefill | CancelPrefill | ReleaseLease | Beat | StartPull
+
+# --- from the prefill side to its shell, for the holder of the attempt -----------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAnnounced:
+    name: AttemptName
+    first_page: int
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSampled:
+    name: AttemptName
+    tokens: tuple[tuple[int, Logprobs | None], ...]
+    cached_tokens: int
+    prompt_logprobs: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFinished:
+    """Terminal."""
+
+    name: AttemptName
+    stood: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    """Terminal. `code` is the name of a gRPC status code."""
+
+    name: AttemptName
+    code: str
+    reason: str
+    message: str
+
+
+PrefillOutput = ChunkAnnounced | FirstSampled | LeaseFinished | PrefillFailed

@@ -1,0 +1,249 @@
+"""The prefill side of the hand-off: attempts, announcements, leases.
+
+    start -> queued -> computing -> complete -> released (finished: stood)
+                 \\         \\            \\
+                  +---------+------------+--> failed (cancelled, out of time, expired, revoked, holder gone: silent)
+
+A lease covers all pages of its prompt from the first announcement to the end of the attempt. It lives while its
+holder's heartbeats arrive, plus a grace on this node's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from baton.engine.batch import Step
+from baton.engine.plan import Logprobs, StepResult
+from baton.engine.request import ChunkEvent, FailedEvent, Phase, PromptEvent, Refused, Request, TokenEvent
+from baton.engine.scheduler import Scheduler
+from baton.handoff.messages import ChunkAnnounced, FirstSampled, LeaseFinished, PrefillFailed, PrefillOutput
+from baton.handoff.names import AttemptName, RecentNames
+
+REVOKE_AFTER_SECONDS = 2.0
+"""A prompt that waits this long for pages may take those of a lease that has been complete as long."""
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """A prompt that somebody has asked for."""
+
+    name: AttemptName
+    holder: Hashable
+    request: Request
+    keep_pages: bool
+    announced: int = 0
+    """Pages announced so far."""
+    first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
+    complete_since: float | None = None
+
+
+@dataclass(slots=True)
+class PrefillCounters:
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    revoked: int = 0
+    expired: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class PrefillSide:
+    """Pure core of a prefill node. Outputs gather in `outputs`, as (holder, output)."""
+
+    def __init__(self, scheduler: Scheduler, *, lease_grace: float, max_leased_pages: int) -> None:
+        self.scheduler = scheduler
+        self.outputs: list[tuple[Hashable, PrefillOutput]] = []
+        self.counters = PrefillCounters()
+        self._grace = lease_grace
+        self._max_leased = max_leased_pages
+        self._attempts: dict[AttemptName, Attempt] = {}
+        self._ended = RecentNames()
+        self._heard: dict[Hashable, float] = {}
+        self._blocked_since: float | None = None
+
+    # --- what holders ask -------------------------------------------------------------------------------
+
+    def connect(self, holder: Hashable, now: float) -> None:
+        self._heard[holder] = now
+
+    def disconnect(self, holder: Hashable, now: float) -> None:
+        """The holder's stream has ended: everything it held is dropped, and nobody is told."""
+        self._heard.pop(holder, None)
+        for attempt in [a for a in self._attempts.values() if a.holder == holder]:
+            self.counters.cancelled += 1
+            self._end(attempt)
+
+    def heartbeat(self, holder: Hashable, now: float) -> None:
+        if holder in self._heard:
+            self._heard[holder] = now
+
+    def start(self, holder: Hashable, name: AttemptName, request: Request, keep_pages: bool, now: float) -> None:
+        """Raises nothing; a name in use must have been refused by the caller (`knows`)."""
+        self._heard[holder] = now
+        attempt = Attempt(name, holder, request, keep_pages)
+        try:
+            self.scheduler.submit(request)
+        except Refused as refusal:
+            code = "INVALID_ARGUMENT" if refusal.field else "RESOURCE_EXHAUSTED"
+            self.counters.failed += 1
+            self._ended.add(name)
+            self.outputs.append((holder, PrefillFailed(name, code, refusal.reason, refusal.message)))
+            return
+        self._attempts[name] = attempt
+        self.counters.prompt_tokens += len(request.prompt)
+
+    def knows(self, name: AttemptName) -> bool:
+        return name in self._attempts
+
+    def cancel(self, holder: Hashable, name: AttemptName, now: float) -> None:
+        attempt = self._owned(holder, name)
+        if attempt is not None:
+            self.counters.cancelled += 1
+            self._fail(attempt, "CANCELLED", "CANCELLED", "cancelled by its holder")
+
+    def release(self, holder: Hashable, name: AttemptName, now: float) -> None:
+        """The holder has its copies; the answer says that the lease stood until now."""
+        attempt = self._owned(holder, name)
+        if attempt is not None:
+            self._finish(attempt)
+
+    def _owned(self, holder: Hashable, name: AttemptName) -> Attempt | None:
+        attempt = self._attempts.get(name)
+        if attempt is not None and attempt.holder == holder:
+            return attempt
+        if name not in self._ended:
+            text = "no such attempt here; it may have been started at an earlier incarnation of this node"
+            self.outputs.append((holder, PrefillFailed(name, "NOT_FOUND", "UNKNOWN_ATTEMPT", text)))
+        return None
+
+    # --- the step loop ----------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        for attempt in list(self._attempts.values()):
+            if attempt.request.deadline <= now:
+                self.counters.failed += 1
+                self._fail(attempt, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
+            elif self._heard.get(attempt.holder, 0.0) + self._grace <= now:
+                self.counters.expired += 1
+                text = f"no heartbeat for {self._grace:g} s"
+                self._fail(attempt, "ABORTED", "LEASE_EXPIRED", text)
+        self._revoke_under_pressure(now)
+
+    def plan(self, now: float) -> Step | None:
+        return self.scheduler.plan()
+
+    def commit(self, step: Step, result: StepResult, now: float) -> None:
+        self.scheduler.commit(step, result)
+        self._take_events(now)
+
+    def fail_step(self, step: Step, message: str) -> None:
+        self.scheduler.fail_step(step, message)
+        self._take_events(0.0)
+
+    def may_admit(self, request: Request) -> bool:
+        """Whether the holder's finished but unpulled prompts leave room for another."""
+        key = request.key
+        holder = self._attempts[key].holder if isinstance(key, AttemptName) and key in self._attempts else None
+        leased = sum(
+            len(a.request.sequences[0].holding.pages)
+            for a in self._attempts.values()
+            if a.holder == holder and a.complete_since is not None and a.request.sequences[0].holding
+        )
+        return leased <= self._max_leased
+
+    @property
+    def leases(self) -> int:
+        return sum(1 for a in self._attempts.values() if a.announced)
+
+    @property
+    def requests(self) -> int:
+        return len(self._attempts)
+
+    def _take_events(self, now: float) -> None:
+        for event in self.scheduler.take_events():
+            if isinstance(event, FailedEvent):
+                failed = self._attempts.get(event.request.key)  # type: ignore[call-overload]
+                if failed is not None:
+                    self.counters.failed += 1
+                    self._fail(failed, "INTERNAL", event.reason, event.message)
+            elif isinstance(event, ChunkEvent):
+                self._announce(self._attempts[event.sequence.request.key])  # type: ignore[index]
+            elif isinstance(event, TokenEvent):
+                self._first_token(event, now)
+            elif isinstance(event, PromptEvent):
+                self.counters.cached_tokens += event.request.cached_tokens or 0
+
+    def _announce(self, attempt: Attempt) -> None:
+        leader = attempt.request.sequences[0]
+        if not attempt.keep_pages or leader.holding is None:
+            return
+        cache = self.scheduler.cache
+        last = leader.retired == len(leader.tokens)
+        upto = -(-leader.retired // cache.page_size) if last else leader.retired // cache.page_size
+        if upto > attempt.announced or last:
+            pages = tuple(leader.holding.pages[attempt.announced : upto])
+            generations = tuple(cache.allocator.generation(page) for page in pages)
+            chunk = ChunkAnnounced(attempt.name, attempt.announced, pages, generations, last)
+            attempt.announced = upto
+            self.outputs.append((attempt.holder, chunk))
+
+    def _first_token(self, event: TokenEvent, now: float) -> None:
+        request = event.sequence.request
+        attempt = self._attempts[request.key]  # type: ignore[index]
+        attempt.first.append((event.token, event.logprobs))
+        if len(attempt.first) < request.n:
+            return
+        self.counters.output_tokens += request.n
+        attempt.complete_since = now
+        first = FirstSampled(
+            attempt.name, tuple(attempt.first), request.cached_tokens or 0, tuple(request.prompt_logprobs)
+        )
+        self.outputs.append((attempt.holder, first))
+        if not attempt.keep_pages:
+            self._finish(attempt)
+
+    # --- ends -------------------------------------------------------------------------------------------
+
+    def _end(self, attempt: Attempt) -> None:
+        del self._attempts[attempt.name]
+        self._ended.add(attempt.name)
+        self.scheduler.close(attempt.request)
+
+    def _finish(self, attempt: Attempt) -> None:
+        self.counters.finished += 1
+        self._end(attempt)
+        self.outputs.append((attempt.holder, LeaseFinished(attempt.name, stood=True)))
+
+    def _fail(self, attempt: Attempt, code: str, reason: str, message: str) -> None:
+        self._end(attempt)
+        self.outputs.append((attempt.holder, PrefillFailed(attempt.name, code, reason, message)))
+
+    def _revoke_under_pressure(self, now: float) -> None:
+        """A prompt blocked for long takes the pages of the least important lease that nobody fetches.
+
+        Once per request: what is here for a second try is left alone.
+        """
+        blocked = len(self.scheduler.waiting) > 0 and not self.scheduler.prompts
+        if not blocked:
+            self._blocked_since = None
+            return
+        if self._blocked_since is None:
+            self._blocked_since = now
+        if now - self._blocked_since < REVOKE_AFTER_SECONDS:
+            return
+        idle = [
+            a
+            for a in self._attempts.values()
+            if a.complete_since is not None
+            and now - a.complete_since >= REVOKE_AFTER_SECONDS
+            and a.name.decode_try == 0
+            and a.request.sequences[0].phase is Phase.LEASED
+        ]
+        if idle:
+            victim = min(idle, key=lambda a: (a.request.priority, -a.request.order))
+            self.counters.revoked += 1
+            self._blocked_since = now
+            self._fail(victim, "ABORTED", "LEASE_REVOKED", "its pages were needed by a prompt that waited")
