@@ -1,0 +1,240 @@
+"""Where pages change hands: between the allocator, the prefix tree and the sequences that hold them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from baton.kvcache.pages import AccountingError, OutOfPages, PageAllocator, PageCounts, PageState
+from baton.kvcache.prefix_tree import Node, PrefixTree
+
+
+class Holding:
+    """What one sequence holds. Made by `KvCache.hold`, given up by `KvCache.release`.
+
+    Each page of the page table is one of
+      matched   the first `shared` pages: the tree's, locked by this holding;
+      owned     taken by `extend`, in `owned`: only this sequence writes it, the holding gives it back;
+      entered   was owned until `commit` gave it to the tree; locked by this holding, final.
+    Quarantined pages stay in the table and belong to none of these.
+    """
+
+    __slots__ = (
+        "_node",
+        "committed",
+        "last_step",
+        "namespace",
+        "owned",
+        "pages",
+        "pins",
+        "release_step",
+        "shared",
+    )
+
+    def __init__(self, node: Node, pages: list[int], namespace: str) -> None:
+        self.pages = pages
+        """Page table: page ids in the order of the tokens. Changed by `extend` only."""
+        self.shared = len(pages)
+        """Leading pages that were found in the tree."""
+        self.committed = len(pages)
+        """Leading pages whose tokens are in the tree, with these or with other page ids."""
+        self.namespace = namespace
+        self.owned: set[int] = set()
+        self.pins = 0
+        """Leases on it, and pulls into it, that are still to end."""
+        self.last_step = 0
+        """Number of the last launched step that uses its pages; the scheduler keeps it."""
+        self.release_step: int | None = None
+        """Once released: the step after which its pages go."""
+        self._node = node
+
+    @property
+    def released(self) -> bool:
+        return self.release_step is not None
+
+
+class KvCache:
+    """The pages of one pool. For one thread.
+
+    Every page that leaves a sequence does so by `release`, and only once the last launched step that uses it
+    has retired and nothing pins it.
+    """
+
+    def __init__(self, allocator: PageAllocator, tree: PrefixTree) -> None:
+        self.page_size = tree.page_size
+        self._allocator = allocator
+        self._tree = tree
+        self._holdings: set[Holding] = set()
+        self._waiting: list[tuple[int, int, Holding]] = []
+        self._serial = 0
+        self._retired = 0
+        self._pending = 0
+
+    def hold(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> Holding:
+        """Begins a sequence: finds and locks the longest cached prefix of `tokens`, `max_pages` pages at most."""
+        match = self._tree.match(tokens, namespace, max_pages)
+        self._tree.lock(match.node)
+        holding = Holding(match.node, list(match.pages), namespace)
+        self._holdings.add(holding)
+        return holding
+
+    def match_length(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> int:
+        """Tokens of `tokens` that are cached, in whole pages; changes nothing."""
+        return self._tree.match_length(tokens, namespace, max_pages) * self.page_size
+
+    def extend(self, holding: Holding, count: int) -> list[int]:
+        """Takes `count` pages for the end of the page table, evicting cached ones where too few are free.
+
+        Raises OutOfPages, having changed nothing, when that is not enough.
+        """
+        self._require_held(holding)
+        if count > self.available:
+            raise OutOfPages(
+                f"{count} pages wanted, {self._allocator.free} free, {self._tree.evictable} evictable"
+            )
+        if count > self._allocator.free:
+            self._allocator.drop_cached(self._tree.evict(count - self._allocator.free))
+        pages = self._allocator.take(count)
+        holding.pages += pages
+        holding.owned.update(pages)
+        return pages
+
+    def commit(self, holding: Holding, tokens: Sequence[int], namespace: str = "") -> None:
+        """Enters into the tree the full pages that `tokens`, the sequence from its start, cover.
+
+        The caller knows that their contents are final once all launched steps have run. May be called again
+        as the sequence grows. Pages that the tree holds already under other ids stay owned.
+        Raises ValueError when the page table is shorter than the tokens or the namespace not the holding's.
+        """
+        self._require_held(holding)
+        if namespace != holding.namespace:
+            raise ValueError(f"held in namespace {holding.namespace!r}, committed in {namespace!r}")
+        end = len(tokens) // self.page_size
+        if end > len(holding.pages):
+            raise ValueError(f"{len(tokens)} tokens for a page table of {len(holding.pages)} pages")
+        pages = holding.pages[holding.committed : end]
+        if not pages:
+            return
+        for page in pages:
+            if page not in holding.owned:
+                raise AccountingError(f"page {page} is not owned by its holding and cannot be cached")
+        # Unlocked first, so that the tree may lengthen a node that nobody else has locked.
+        fresh = tokens[holding.committed * self.page_size :]
+        self._tree.unlock(holding._node)
+        try:
+            insertion = self._tree.insert(fresh, pages, namespace, after=holding._node)
+            holding._node, holding.committed = insertion.node, end
+        finally:
+            self._tree.lock(holding._node)
+        entered = [pages[index] for index in insertion.taken]
+        self._allocator.to_cached(entered)
+        holding.owned.difference_update(entered)
+
+    def pin(self, holding: Holding) -> None:
+        """A lease on the holding begins, or a pull into it."""
+        self._require_held(holding)
+        holding.pins += 1
+
+    def unpin(self, holding: Holding) -> None:
+        """It ended; a pull has ended when its transport has reported completion."""
+        if holding.pins == 0:
+            raise AccountingError("a holding was unpinned more often than pinned")
+        holding.pins -= 1
+        if holding.release_step is not None and holding.release_step <= self._retired:
+            self._let_go(holding)
+
+    def release(self, holding: Holding, after_step: int) -> None:
+        """Gives the holding up, exactly once: its pages go when step `after_step` and `holding.last_step` have
+        retired and the last pin is gone, at once if that is so now. 0 is before every step."""
+        self._require_held(holding)
+        holding.release_step = max(after_step, holding.last_step)
+        self._pending += 1
+        if holding.release_step <= self._retired:
+            self._let_go(holding)
+        else:
+            self._serial += 1
+            heapq.heappush(self._waiting, (holding.release_step, self._serial, holding))
+
+    def retire(self, step: int) -> None:
+        """This step and all launched before it have retired: performs the releases that waited for them."""
+        self._retired = max(self._retired, step)
+        while self._waiting and self._waiting[0][0] <= self._retired:
+            self._let_go(heapq.heappop(self._waiting)[2])
+
+    def quarantine(self, holding: Holding, pages: Iterable[int]) -> None:
+        """Withdraws owned pages of the holding for ever: something may still write them. Possible until a
+        released holding's last `unpin`."""
+        withdrawn = list(pages)
+        for page in withdrawn:
+            if page not in holding.owned:
+                raise AccountingError(f"page {page} is not owned by its holding and cannot be quarantined")
+        self._allocator.quarantine(withdrawn)
+        holding.owned.difference_update(withdrawn)
+
+    @property
+    def available(self) -> int:
+        """Pages that `extend` could take now."""
+        return self._allocator.free + self._tree.evictable
+
+    @property
+    def pending(self) -> int:
+        """Releases that wait for a step or a pin."""
+        return self._pending
+
+    def generation(self, page: int) -> int:
+        return self._allocator.generation(page)
+
+    def counts(self) -> PageCounts:
+        return self._allocator.counts()
+
+    def check(self, idle: bool = False) -> None:
+        """Compares allocator, tree and holdings, O(pages). Raises AccountingError.
+
+        `idle`: also that nothing is held, locked or waiting, so that free + cached + quarantined = total.
+        """
+        self._allocator.check()
+        self._tree.check()
+        counts = self._allocator.counts()
+        for page in self._tree.pages():
+            _require(
+                self._allocator.state(page) is PageState.CACHED, f"page {page} of the tree is not cached"
+            )
+        _require(
+            self._tree.cached == counts.cached,
+            f"{counts.cached} cached pages, {self._tree.cached} in the tree",
+        )
+        owned = [page for holding in self._holdings for page in holding.owned]
+        for page in owned:
+            _require(self._allocator.state(page) is PageState.OWNED, f"page {page} of a holding is not owned")
+        _require(
+            len(owned) == counts.owned == len(set(owned)), f"{counts.owned} owned pages, {len(owned)} held"
+        )
+        _require(
+            self._tree.locks == len(self._holdings),
+            f"{self._tree.locks} locks, {len(self._holdings)} holdings",
+        )
+        released = sum(holding.released for holding in self._holdings)
+        _require(released == self._pending, f"{self._pending} releases pending, {released} holdings released")
+        if idle:
+            _require(not self._holdings, f"{len(self._holdings)} holdings at idle")
+            _require(counts.owned == 0, f"{counts.owned} pages owned at idle")
+
+    def _let_go(self, holding: Holding) -> None:
+        if holding.pins:
+            return
+        self._tree.unlock(holding._node)
+        self._allocator.give_back(holding.owned)
+        holding.owned.clear()
+        self._holdings.remove(holding)
+        self._pending -= 1
+
+    def _require_held(self, holding: Holding) -> None:
+        if holding.released:
+            raise AccountingError("a holding was used after its release, or released twice")
+        if holding not in self._holdings:
+            raise AccountingError("a holding of another cache")
+
+
+def _require(true: bool, message: str) -> None:
+    if not true:
+        raise AccountingError(f"KV cache: {message}")

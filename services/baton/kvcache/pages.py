@@ -1,0 +1,146 @@
+"""Every page of a pool in exactly one state: free, owned, cached or quarantined."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, MutableSequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class OutOfPages(Exception):
+    """Fewer pages are free than were asked for; nothing was taken."""
+
+
+class AccountingError(Exception):
+    """A rule of page ownership was broken. Always a bug in the caller; nothing was changed."""
+
+
+class PageState(IntEnum):
+    FREE = 0
+    OWNED = 1
+    """Held by one sequence, which may write it."""
+    CACHED = 2
+    """Held by the prefix tree; final."""
+    QUARANTINED = 3
+    """Something may still write it, for all that can be proven. Never used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """total = free + owned + cached + quarantined."""
+
+    total: int
+    free: int
+    owned: int
+    cached: int
+    quarantined: int
+
+
+class PageAllocator:
+    """States and generations of the pages 0 .. total - 1.
+
+    A page's generation is the number of times it was taken. Peers that copy pages compare it after the copy,
+    so it grows in `take`, before anyone can enqueue a write to the page.
+
+    Methods that move pages check all of them first and raise AccountingError, having changed nothing, when
+    one is out of range, repeated or in another state than the method expects.
+    """
+
+    def __init__(self, total: int, generations: MutableSequence[int] | None = None) -> None:
+        """`generations`: where to keep them, `total` of them; e.g. a "Q" memoryview over shared memory."""
+        if total < 1:
+            raise ValueError(f"a pool needs at least one page, not {total}")
+        if generations is None:
+            generations = array("Q", bytes(8 * total))
+        if len(generations) != total:
+            raise ValueError(f"{len(generations)} generations for {total} pages")
+        self._generations = generations
+        self._states = bytearray(total)
+        self._free = list(range(total - 1, -1, -1))
+        self._counts = [0] * len(PageState)
+        self._counts[PageState.FREE] = total
+
+    def take(self, count: int) -> list[int]:
+        """free -> owned, the pages freed last first. Raises OutOfPages; ValueError for a negative count."""
+        if count < 0:
+            raise ValueError(f"cannot take {count} pages")
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
+        if count == 0:
+            return []
+        pages = self._free[: -count - 1 : -1]
+        for page in pages:
+            self._generations[page] += 1
+        del self._free[-count:]
+        self._set(pages, PageState.FREE, PageState.OWNED)
+        return pages
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """owned -> free"""
+        self._free.extend(self._move(pages, PageState.OWNED, PageState.FREE))
+
+    def to_cached(self, pages: Iterable[int]) -> None:
+        """owned -> cached"""
+        self._move(pages, PageState.OWNED, PageState.CACHED)
+
+    def drop_cached(self, pages: Iterable[int]) -> None:
+        """cached -> free"""
+        self._free.extend(self._move(pages, PageState.CACHED, PageState.FREE))
+
+    def quarantine(self, pages: Iterable[int]) -> None:
+        """owned -> quarantined, for ever"""
+        self._move(pages, PageState.OWNED, PageState.QUARANTINED)
+
+    def generation(self, page: int) -> int:
+        """Raises IndexError when the page is out of range."""
+        if page < 0:
+            raise IndexError(f"page {page} is negative")
+        return self._generations[page]
+
+    def state(self, page: int) -> PageState:
+        return PageState(self._states[page])
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def counts(self) -> PageCounts:
+        free, owned, cached, quarantined = self._counts
+        return PageCounts(len(self._states), free, owned, cached, quarantined)
+
+    def check(self) -> None:
+        """Recounts everything, O(total). Raises AccountingError."""
+        found = Counter(self._states)
+        for state in PageState:
+            if found[state] != self._counts[state]:
+                raise AccountingError(f"{found[state]} pages are {state.name}, counted {self._counts[state]}")
+        if len(self._free) != found[PageState.FREE] or len(set(self._free)) != len(self._free):
+            raise AccountingError(f"free list of {len(self._free)} for {found[PageState.FREE]} free pages")
+        for page in self._free:
+            if self._states[page] != PageState.FREE:
+                raise AccountingError(f"page {page} is on the free list but {self.state(page).name}")
+
+    def _move(self, pages: Iterable[int], source: PageState, target: PageState) -> list[int]:
+        moved = list(pages)
+        step = f"{source.name} -> {target.name}"
+        seen: set[int] = set()
+        for page in moved:
+            if not 0 <= page < len(self._states):
+                raise AccountingError(f"page {page} is not one of the pool's {len(self._states)}")
+            if self._states[page] != source:
+                raise AccountingError(f"page {page} is {self.state(page).name}: not {step}")
+            if page in seen:
+                raise AccountingError(
+                    f"page {page} is named twice on its way from {source.name} to {target.name}"
+                )
+            seen.add(page)
+        self._set(moved, source, target)
+        return moved
+
+    def _set(self, pages: list[int], source: PageState, target: PageState) -> None:
+        for page in pages:
+            self._states[page] = target
+        self._counts[source] -= len(pages)
+        self._counts[target] += len(pages)

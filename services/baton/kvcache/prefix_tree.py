@@ -1,0 +1,241 @@
+"""A page-aligned radix tree from token sequences to the pages that hold their KV.
+
+After the radix tree of SGLang's RadixAttention (Zheng et al., 2023, arXiv:2312.07104), over whole pages.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.kvcache.eviction import EvictionQueue, make_policy
+from baton.kvcache.node import Node
+from baton.kvcache.pages import AccountingError
+
+TOKEN_BYTES = array("I").itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix: `pages`, ending with `node`. Stale after the next `evict`: lock it before."""
+
+    node: Node
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Insertion:
+    """`node` ends where the inserted tokens end. `taken`: indexes of the pages that the tree now holds; for the
+    others it held pages before."""
+
+    node: Node
+    taken: tuple[int, ...]
+
+
+class PrefixTree:
+    """Keys are a namespace and token ids (0 <= id < 2**32), values whole pages of `page_size` tokens."""
+
+    def __init__(self, page_size: int, policy: str = "lru") -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, not {page_size}")
+        self.page_size = page_size
+        self._stride = page_size * TOKEN_BYTES
+        self._policy = make_policy(policy)
+        # Holds exactly the leaves without locks. Locks count upwards, so below a node without locks there are
+        # none: every page outside locked nodes can be evicted, leaf after leaf.
+        self._queue: EvictionQueue[Node] = EvictionQueue(self._policy)
+        self._root = Node(None, ("", b""), b"", [])
+        self._now = 0
+        self._cached = 0
+        self._locked = 0
+
+    def match(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> Match:
+        """Finds the longest cached prefix in whole pages, and counts as a use of it. Locks nothing.
+
+        Raises OverflowError for a token id that is out of range.
+        """
+        node, inside, pages = self._descend(self._root, self._encode(tokens, max_pages), namespace)
+        if inside < len(node.pages):
+            node = node.split(inside, self._stride)
+        self._touch(node, hits=1)
+        return Match(node, tuple(pages))
+
+    def match_length(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> int:
+        """Pages that `match` would find; changes nothing."""
+        return len(self._descend(self._root, self._encode(tokens, max_pages), namespace)[2])
+
+    def lock(self, node: Node) -> None:
+        """Keeps the node and its ancestors from eviction, until as many calls of `unlock`."""
+        if node.parent is None and node is not self._root:
+            raise AccountingError("a node that was evicted cannot be locked")
+        self._queue.discard(node)
+        node.own_locks += 1
+        for above in node.path():
+            if above.locks == 0:
+                self._locked += len(above.pages)
+            above.locks += 1
+
+    def unlock(self, node: Node) -> None:
+        if node.own_locks == 0:
+            raise AccountingError("a node was unlocked more often than locked")
+        node.own_locks -= 1
+        for above in node.path():
+            above.locks -= 1
+            if above.locks == 0:
+                self._locked -= len(above.pages)
+        self._enqueue(node)
+
+    def insert(
+        self, tokens: Sequence[int], pages: Sequence[int], namespace: str = "", after: Node | None = None
+    ) -> Insertion:
+        """Enters `pages`, which hold the KV of `tokens` (those beyond the last whole page are left out).
+
+        `after`: the tokens follow the prefix that ends with this node, of the same namespace; None: they
+        begin a sequence. Raises ValueError when there are too few tokens for the pages.
+        """
+        if len(tokens) < len(pages) * self.page_size:
+            raise ValueError(f"{len(pages)} pages of {self.page_size} for only {len(tokens)} tokens")
+        key = self._encode(tokens, len(pages))
+        start = self._root if after is None else after
+        node, inside, found = self._descend(start, key, namespace)
+        if inside < len(node.pages):
+            node = node.split(inside, self._stride)
+        self._touch(node, hits=0)
+        fresh = list(pages[len(found) :])
+        if fresh:
+            node = self._append(node, namespace, key[len(found) * self._stride :], fresh)
+        return Insertion(node, tuple(range(len(found), len(pages))))
+
+    def evict(self, count: int) -> list[int]:
+        """Removes `count` pages, or all that are not locked if those are fewer; returns their ids."""
+        evicted: list[int] = []
+        while len(evicted) < count:
+            leaf = self._queue.first()
+            if leaf is None:
+                break
+            kept = max(0, len(leaf.pages) - (count - len(evicted)))
+            evicted.extend(reversed(leaf.pages[kept:]))
+            if kept:
+                del leaf.pages[kept:]
+                leaf.key = leaf.key[: kept * self._stride]
+            else:
+                self._remove(leaf)
+        self._cached -= len(evicted)
+        return evicted
+
+    @property
+    def cached(self) -> int:
+        """Pages held."""
+        return self._cached
+
+    @property
+    def locked(self) -> int:
+        """Pages that cannot be evicted now."""
+        return self._locked
+
+    @property
+    def evictable(self) -> int:
+        """Pages that `evict` could remove now."""
+        return self._cached - self._locked
+
+    @property
+    def locks(self) -> int:
+        """Calls of `lock` whose `unlock` is still due."""
+        return self._root.locks
+
+    def pages(self) -> Iterator[int]:
+        """All pages held, in no particular order."""
+        for node in self._root.subtree():
+            yield from node.pages
+
+    def check(self) -> None:
+        """Compares structure, locks, counts and candidates with each other, O(n). Raises AccountingError."""
+        cached = locked = leaves = 0
+        seen: set[int] = set()
+        for node in self._root.subtree():
+            inner = sum(child.locks for child in node.children.values())
+            _require(
+                node.locks == node.own_locks + inner,
+                f"{node.locks} locks counted on a node, not its own and lower",
+            )
+            _require(len(node.key) == len(node.pages) * self._stride, "a node's tokens do not fill its pages")
+            for slot, child in node.children.items():
+                _require(child.parent is node and child.slot == slot, "a child hangs in the wrong place")
+                _require(
+                    slot[1] == child.key[: self._stride], "a child hangs under other tokens than its own"
+                )
+            if node is not self._root:
+                _require(bool(node.pages), "a node without pages")
+                candidate = not node.children and node.locks == 0
+                _require(candidate == (node in self._queue), "the eviction queue is not the unlocked leaves")
+                leaves += candidate
+            cached += len(node.pages)
+            locked += len(node.pages) if node.locks else 0
+            seen.update(node.pages)
+        _require(
+            len(self._queue) == leaves, f"{len(self._queue)} eviction candidates, {leaves} unlocked leaves"
+        )
+        _require(len(seen) == cached, "a page is in the tree twice")
+        _require((cached, locked) == (self._cached, self._locked), "pages in the tree were counted wrongly")
+
+    def _encode(self, tokens: Sequence[int], max_pages: int | None) -> bytes:
+        count = len(tokens) // self.page_size
+        if max_pages is not None:
+            count = min(count, max(0, max_pages))
+        return array("I", tokens[: count * self.page_size]).tobytes()
+
+    def _descend(self, node: Node, key: bytes, namespace: str) -> tuple[Node, int, list[int]]:
+        """Follows `key` below `node`: the last node reached, how many of its pages match, all pages found."""
+        inside = len(node.pages)
+        found: list[int] = []
+        offset = 0
+        while offset < len(key):
+            child = node.children.get((namespace, key[offset : offset + self._stride]))
+            if child is None:
+                break
+            node = child
+            inside = node.common_pages(key, offset, self._stride)
+            found += node.pages[:inside]
+            if inside < len(node.pages):
+                break
+            offset += len(node.key)
+        return node, inside, found
+
+    def _append(self, node: Node, namespace: str, key: bytes, pages: list[int]) -> Node:
+        """Hangs pages below a node just touched; lengthens the node instead where nobody could tell."""
+        child = Node(node, (namespace, key[: self._stride]), key, pages)
+        child.created = child.last_used = self._now
+        self._cached += len(pages)
+        alone = node is not self._root and not node.children and node.locks == 0
+        if alone and self._policy(node) == self._policy(child):
+            node.key += key
+            node.pages += pages
+            return node
+        self._queue.discard(node)
+        node.children[child.slot] = child
+        self._enqueue(child)
+        return child
+
+    def _remove(self, leaf: Node) -> None:
+        assert leaf.parent is not None
+        self._queue.discard(leaf)
+        del leaf.parent.children[leaf.slot]
+        self._enqueue(leaf.parent)
+        leaf.parent = None
+
+    def _touch(self, node: Node, hits: int) -> None:
+        self._now += 1
+        for above in node.path():
+            above.last_used = self._now
+            above.hits += hits
+        self._enqueue(node)
+
+    def _enqueue(self, node: Node) -> None:
+        if node is not self._root and not node.children and node.locks == 0:
+            self._queue.put(node)
+
+
+def _require(true: bool, message: str) -> None:
+    if not true:
+        raise AccountingError(f"prefix tree: {message}")
