@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
+from baton.kvcache.node import Node
 from baton.kvcache.pages import AccountingError, OutOfPages, PageAllocator, PageCounts, PageState
-from baton.kvcache.prefix_tree import Node, PrefixTree
+from baton.kvcache.prefix_tree import PrefixTree
 
 
 class Holding:
@@ -71,7 +72,7 @@ class KvCache:
         self._pending = 0
 
     def hold(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> Holding:
-        """Begins a sequence: finds and locks the longest cached prefix of `tokens`, `max_pages` pages at most."""
+        """Begins a sequence: finds and locks the longest cached prefix, of `max_pages` pages at most."""
         match = self._tree.match(tokens, namespace, max_pages)
         self._tree.lock(match.node)
         holding = Holding(match.node, list(match.pages), namespace)
@@ -144,8 +145,8 @@ class KvCache:
             self._let_go(holding)
 
     def release(self, holding: Holding, after_step: int) -> None:
-        """Gives the holding up, exactly once: its pages go when step `after_step` and `holding.last_step` have
-        retired and the last pin is gone, at once if that is so now. 0 is before every step."""
+        """Gives the holding up, exactly once. Its pages go when step `after_step` and `holding.last_step` have
+        retired and the last pin is gone: at once if that is so now. 0 is before every step."""
         self._require_held(holding)
         holding.release_step = max(after_step, holding.last_step)
         self._pending += 1

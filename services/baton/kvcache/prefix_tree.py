@@ -18,7 +18,7 @@ TOKEN_BYTES = array("I").itemsize
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix: `pages`, ending with `node`. Stale after the next `evict`: lock it before."""
+    """The longest cached prefix: `pages`, ending with `node`. Stale after an `evict`: lock it before."""
 
     node: Node
     pages: tuple[int, ...]
@@ -26,8 +26,8 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """`node` ends where the inserted tokens end. `taken`: indexes of the pages that the tree now holds; for the
-    others it held pages before."""
+    """`node` ends where the inserted tokens end. `taken`: indexes of the pages that the tree now holds; for
+    the others it held pages before."""
 
     node: Node
     taken: tuple[int, ...]
