@@ -51,7 +51,9 @@ class LazyGroup(click.Group):
                 formatter.write_dl([(name, short) for name, (_, short) in section.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.version_option(__version__, "-V", "--version", prog_name="baton", message="%(prog)s %(version)s")
 def cli() -> None:
     """Serves large language models with prefill and decode in separate processes.

@@ -43,7 +43,6 @@ class Field:
         return "BATON_" + self.name.upper()
 
 
-@cache
 def fields_of(config: type) -> Mapping[str, Field]:
     """The fields of a configuration dataclass by name, inherited ones first."""
     hints = typing.get_type_hints(config)
@@ -80,7 +79,7 @@ def _docstrings(config: type) -> Mapping[str, str]:
     return texts
 
 
-class _NoneOrInt(click.ParamType):
+class _NoneOrInt(click.ParamType[Any]):
     name = "integer or 'none'"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
@@ -92,7 +91,7 @@ class _NoneOrInt(click.ParamType):
             self.fail(f"{value!r} is neither an integer nor 'none'", param, ctx)
 
 
-class _Items(click.ParamType):
+class _Items(click.ParamType[Any]):
     """One or several values with commas between; a flag may also be repeated."""
 
     name = "text[,text...]"
@@ -142,12 +141,12 @@ def config_options(
 ) -> Callable[[F], F]:
     """A decorator that adds one flag for each field of a configuration dataclass.
 
-    `defaults` replaces defaults of the dataclass in the help. A flag that was given nowhere arrives as None or
-    (), so that `given` and `build` can tell it from one that was given its default.
+    `defaults` replaces defaults of the dataclass in the help. A flag that was given nowhere arrives as None
+    or (), so that `given` and `build` can tell it from one that was given its default.
     """
 
     def decorate(function: F) -> F:
-        for field in reversed(fields_of(config).values()):
+        for field in reversed(list(fields_of(config).values())):
             if field.name not in leave_out:
                 default = (defaults or {}).get(field.name, field.default)
                 function = _option(field, default, _section(config, field.name))(function)
@@ -192,7 +191,7 @@ def _option(field: Field, default: Any, section: str) -> Callable[[F], F]:
 
 
 def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the configuration's fields that were given as a flag, in the environment or in the file."""
+    """The values of the configuration's fields that were given as a flag, in the environment or a file."""
     found: dict[str, Any] = {}
     for name, field in fields_of(config).items():
         value = values.get(name)

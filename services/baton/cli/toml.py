@@ -7,7 +7,7 @@ Keys at the top go to every process that has such a field; tables `[gateway]`, `
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,16 +68,19 @@ def _check(path: Path, key: str, field: Field, value: Any) -> Any:
         wrong = not all(isinstance(item, str) for item in value)
     if wrong:
         expected = {tuple: "a list of strings", int: "an integer", float: "a number", bool: "true or false"}
-        raise click.UsageError(f"{path}: {key!r} must be {expected.get(field.kind, 'a string')}, not {value!r}")
+        raise click.UsageError(
+            f"{path}: {key!r} must be {expected.get(field.kind, 'a string')}, not {value!r}"
+        )
     return [value] if field.kind is tuple and isinstance(value, str) else value
 
 
-def config_file_option(role: str) -> Callable[[F], F]:
-    """A decorator that adds `--config FILE`."""
+def config_file_option(role: str, only: Collection[str] | None = None) -> Callable[[F], F]:
+    """A decorator that adds `--config FILE`, which sets a role's values (`only` some of them, if given)."""
 
     def load(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
         if value is not None:
-            ctx.default_map = read_config(value, role)
+            values = read_config(value, role)
+            ctx.default_map = {key: item for key, item in values.items() if only is None or key in only}
         return value
 
     return click.option(

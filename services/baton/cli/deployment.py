@@ -1,0 +1,139 @@
+"""A whole deployment on this machine, as an asynchronous context manager."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+
+from baton.cli.child import Child
+from baton.cli.progress import follow_logs, start_progress
+from baton.cli.supervisor import Supervisor
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentPlan:
+    """What to start."""
+
+    prefill: int = 1
+    """Prefill nodes; 0: aggregated, decode nodes compute prompts themselves."""
+    decode: int = 1
+    host: str = "127.0.0.1"
+    """Address that the gateway binds; the other processes bind the loopback."""
+    port: int = 0
+    http_port: int | None = 0
+    flags: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Role -> more flags of `baton serve ROLE`."""
+    log_folder: Path | None = None
+    """None: a temporary folder, removed at the end."""
+    restart: bool = True
+    start_seconds: float = 600.0
+    drain_seconds: float = 5.0
+    verbose: bool = False
+    """Print the children's logs."""
+
+
+class Deployment:
+    """`async with Deployment(plan, console)`: all processes are healthy inside, and gone afterwards."""
+
+    def __init__(self, plan: DeploymentPlan, console: Console) -> None:
+        self.plan = plan
+        self.console = console
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        if plan.log_folder is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="baton-")
+        folder = plan.log_folder or Path(self._temporary.name if self._temporary else "")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log_folder = folder
+        self.children = [
+            Child("tokenizer", "tokenizer", folder=folder),
+            *(Child(f"prefill-{i}", "prefill", folder=folder) for i in range(plan.prefill)),
+            *(Child(f"decode-{i}", "decode", folder=folder) for i in range(plan.decode)),
+            Child(
+                "gateway", "gateway", folder=folder, host=plan.host, port=plan.port, http_port=plan.http_port
+            ),
+        ]
+        self.supervisor = Supervisor(
+            self.children,
+            self._arguments,
+            restart=plan.restart,
+            start_seconds=plan.start_seconds,
+            drain_seconds=plan.drain_seconds,
+            report=lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
+        )
+        self._follow: asyncio.Task[None] | None = None
+
+    @property
+    def gateway(self) -> Child:
+        return self.children[-1]
+
+    @property
+    def address(self) -> str:
+        """host:port of the gateway's gRPC server."""
+        return self.gateway.address
+
+    def _addresses(self, role: str) -> str:
+        return ",".join(child.address for child in self.children if child.role == role)
+
+    def _arguments(self, child: Child) -> list[str]:
+        flags = ["--drain-seconds", str(self.plan.drain_seconds), "--advertise", ""]
+        flags += self.plan.flags.get(child.role, ())
+        if child.role == "gateway":
+            flags += ["--tokenizer", self._addresses("tokenizer"), "--decode", self._addresses("decode")]
+        if child.role in ("gateway", "decode"):
+            flags += ["--prefill", self._addresses("prefill")]
+        return flags
+
+    async def __aenter__(self) -> Self:
+        try:
+            if self.plan.verbose:
+                self._follow = asyncio.create_task(follow_logs(self.children, self.console))
+                await self.supervisor.start()
+            else:
+                async with start_progress(self.children, self.console):
+                    await self.supervisor.start()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        try:
+            await self.supervisor.stop()
+        finally:
+            if self._follow is not None:
+                self._follow.cancel()
+                await asyncio.gather(self._follow, return_exceptions=True)
+            if self._temporary is not None:
+                self._temporary.cleanup()
+
+
+def run_until_signal(main: Callable[[], Coroutine[Any, Any, int]], interrupted: int = 130) -> int:
+    """Runs `main` in an event loop; returns its result, or `interrupted` after a signal.
+
+    SIGINT, SIGTERM and SIGHUP cancel it; a second one cancels once more, which makes a deployment kill its
+    processes instead of waiting for them.
+    """
+
+    async def run() -> int:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main())
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, task.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            return await task
+        return interrupted
+
+    return asyncio.run(run())

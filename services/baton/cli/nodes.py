@@ -1,0 +1,57 @@
+"""Asks running processes who they are and what they do (baton.v1.Node and gRPC health)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.rpc.channel import open_channel
+from baton.v1 import node_pb2, node_pb2_grpc
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What one process answered."""
+
+    role: str
+    address: str
+    info: node_pb2.NodeInfo | None = None
+    load: node_pb2.Load | None = None
+    health: str = "UNREACHABLE"
+    """Of gRPC health ("SERVING", "NOT_SERVING"), or "UNREACHABLE"."""
+    error: str = ""
+
+
+def reachable(address: str) -> str:
+    """A bound address as a client on the same machine can dial it."""
+    return address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+
+
+async def ask(address: str, role: str = "", seconds: float = 3.0) -> NodeReport:
+    """Never raises for what the process does or does not answer."""
+    channel = open_channel(reachable(address))
+    node = node_pb2_grpc.NodeStub(channel)
+    health = health_pb2_grpc.HealthStub(channel)
+    try:
+        info, load, check = await asyncio.gather(
+            node.GetInfo(node_pb2.GetInfoRequest(), timeout=seconds),
+            node.GetLoad(node_pb2.GetLoadRequest(), timeout=seconds),
+            health.Check(health_pb2.HealthCheckRequest(), timeout=seconds),
+        )
+    except grpc.aio.AioRpcError as error:
+        text = f"{error.code().name}: {error.details()}"
+        return NodeReport(role, address, error=text)
+    finally:
+        await channel.close()
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(check.status)
+    return NodeReport(info.role, address, info, load, status)
+
+
+async def ask_deployment(gateway: str, seconds: float = 3.0) -> list[NodeReport]:
+    """The gateway's report, then one for each process that it routes to."""
+    first = await ask(gateway, "gateway", seconds)
+    peers = first.info.peers if first.info is not None else []
+    return [first, *await asyncio.gather(*(ask(peer.address, peer.role, seconds) for peer in peers))]

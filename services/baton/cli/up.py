@@ -1,0 +1,198 @@
+"""`baton up`: a whole deployment on this machine, supervised."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from baton.cli.child import Child, ChildError
+from baton.cli.deployment import Deployment, DeploymentPlan, run_until_signal
+from baton.cli.nodes import ask, reachable
+from baton.cli.options import SectionedCommand, as_flags, config_options, fail, fields_of, given
+from baton.cli.serve import DEFAULT_PORTS
+from baton.cli.toml import ROLES, config_file_option
+from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, WorkerConfig
+
+OWN = ("host", "port", "http_port", "advertise", "drain_seconds", "tokenizer", "prefill", "decode")
+"""Fields that the supervisor sets itself."""
+
+
+def pass_through(values: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Role -> the flags of `baton serve ROLE` for what was given."""
+    flags = {}
+    for role, config in ROLES.items():
+        found = given(config, {name: value for name, value in values.items() if name not in OWN})
+        if role == "tokenizer":
+            found.pop("threads", None)  # means threads of tensor operations here
+        flags[role] = tuple(as_flags(config, found))
+        if values.get("config_file") is not None:
+            flags[role] = ("--config", str(values["config_file"]), *flags[role])
+    return flags
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """Ends the command when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            fail(f"cannot use port {port} of {host}: {error.strerror}; choose another with {flag}", code=2)
+
+
+def process_table(children: list[Child]) -> Table:
+    """Each process with its pid and addresses."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("process", "pid", "gRPC", "HTTP"):
+        table.add_column(column, no_wrap=True)
+    for child in children:
+        table.add_row(child.name, str(child.pid), child.address, child.http_address)
+    return table
+
+
+def _examples(address: str, http: str, model: str) -> str:
+    server = "" if address == "127.0.0.1:50050" else f" --server {address}"
+    lines = [f'baton generate "def main():"{server}', f"baton chat{server}", f"baton status{server}"]
+    if http:
+        body = json.dumps({"model": model, "prompt": "def main():", "max_tokens": 32})
+        lines.append(f"curl http://{http}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+    return "\n".join(f"  {line}" for line in lines)
+
+
+async def _up(plan: DeploymentPlan, console: Console) -> int:
+    async with Deployment(plan, console) as deployment:
+        gateway = deployment.gateway
+        report = await ask(gateway.address)
+        model = report.info.model.name if report.info is not None else "demo"
+        examples = _examples(reachable(gateway.address), reachable(gateway.http_address), model)
+        console.print()
+        console.print(process_table(deployment.children))
+        console.print("\nTry it in another terminal:")
+        console.print(examples, highlight=False, markup=False, soft_wrap=True)
+        console.print(f"\nLogs: {deployment.log_folder}. Ctrl-C stops everything.", highlight=False)
+        error = await deployment.supervisor.failed()
+        console.print("Stopping the other processes.")
+        raise error
+
+
+@click.command(
+    cls=SectionedCommand, epilog="Every flag is also an environment variable (--kv-tokens: BATON_KV_TOKENS)."
+)
+@click.option(
+    "--prefill",
+    "prefill_nodes",
+    metavar="N",
+    type=click.IntRange(0, 64),
+    default=1,
+    show_default=True,
+    help="Prefill nodes; 0: aggregated, decode nodes compute prompts themselves.",
+)
+@click.option(
+    "--decode",
+    "decode_nodes",
+    metavar="N",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Decode nodes.",
+)
+@click.option(
+    "--host",
+    default=None,
+    metavar="TEXT",
+    envvar="BATON_HOST",
+    help="Address that the gateway binds; the others bind the loopback.  [default: 127.0.0.1]",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=None,
+    metavar="N",
+    envvar="BATON_PORT",
+    help="The gateway's gRPC port; 0: a free one.  [default: 50050]",
+)
+@click.option(
+    "--http-port",
+    default=None,
+    metavar="N|none",
+    envvar="BATON_HTTP_PORT",
+    help="The gateway's HTTP port; 0: a free one; none: no HTTP.  [default: 8000]",
+)
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Where each process's log goes.  [default: a temporary folder]",
+)
+@click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs here too.")
+@click.option(
+    "--no-restart", is_flag=True, help="End everything when a process dies, rather than starting it again."
+)
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(0),
+    default=5.0,
+    show_default=True,
+    metavar="X",
+    help="How long running requests may go on after Ctrl-C; a second Ctrl-C ends at once.",
+)
+@config_file_option("gateway", only=("host", "port", "http_port"))
+@config_options(NodeConfig, leave_out=OWN)
+@config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
+@config_options(PrefillConfig, leave_out=fields_of(WorkerConfig))
+@config_options(DecodeConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
+@config_options(GatewayConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
+def up(
+    prefill_nodes: int,
+    decode_nodes: int,
+    host: str | None,
+    port: int | None,
+    http_port: str | int | None,
+    log_dir: Path | None,
+    verbose: bool,
+    no_restart: bool,
+    drain_seconds: float,
+    **values: Any,
+) -> None:
+    """Start a whole deployment on this machine and keep it running.
+
+    Starts tokenizer, prefill nodes, decode nodes and gateway as separate processes, waits until they are
+    healthy, and starts again what dies. Ctrl-C stops everything.
+
+    \b
+    Examples:
+      baton up                                    the demo model
+      baton up --model ./my-model --dtype bfloat16
+      baton up --prefill 2 --decode 2             more nodes
+      baton up --prefill 0                        aggregated: no hand-off
+      baton up --transports grpc                  pages over gRPC instead of shared memory
+      baton up --config baton.toml --port 0       settings from a file, a free port
+    """
+    default_port, default_http = DEFAULT_PORTS["gateway"]
+    plan = DeploymentPlan(
+        prefill=prefill_nodes,
+        decode=decode_nodes,
+        host=host or "127.0.0.1",
+        port=default_port if port is None else port,
+        http_port=default_http if http_port is None else None if http_port == "none" else int(http_port),
+        flags=pass_through(values),
+        log_folder=log_dir.absolute() if log_dir else None,
+        restart=not no_restart,
+        drain_seconds=drain_seconds,
+        verbose=verbose,
+    )
+    check_port(plan.host, plan.port, "--port")
+    check_port(plan.host, plan.http_port or 0, "--http-port")
+    console = Console()
+    try:
+        code = run_until_signal(lambda: _up(plan, console), interrupted=0)
+    except ChildError as error:
+        fail(str(error))
+    raise SystemExit(code)

@@ -1,0 +1,181 @@
+"""The supervisor with real child processes that serve gRPC health."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.cli.child import Child, ChildError, State
+from baton.cli.supervisor import RESTARTS_PER_MINUTE, Backoff, Supervisor
+
+CHILD = Path(__file__).with_name("supervised_child.py")
+PROGRAM = (sys.executable, str(CHILD))
+
+
+def make_children(folder: Path) -> list[Child]:
+    return [
+        Child("tokenizer", "tokenizer", folder=folder),
+        Child("prefill-0", "prefill", folder=folder),
+        Child("decode-0", "decode", folder=folder),
+        Child("gateway", "gateway", folder=folder),
+    ]
+
+
+def make(children: Sequence[Child], behave: dict[str, str] | None = None, **settings) -> Supervisor:
+    def arguments(child: Child) -> list[str]:
+        seen = ",".join(other.address for other in children if other.address and other is not child)
+        return ["--behave", (behave or {}).get(child.name, "good"), "--seen", seen]
+
+    settings = {"program": PROGRAM, "start_seconds": 30.0, "drain_seconds": 0.5, **settings}
+    return Supervisor(children, arguments, **settings)
+
+
+def gone(pids: Sequence[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+async def test_starts_in_order_and_stops_everything(tmp_path: Path) -> None:
+    children = make_children(tmp_path)
+    supervisor = make(children)
+    try:
+        await supervisor.start()
+        assert [child.state for child in children] == [State.HEALTHY] * 4
+        pids = [child.pid for child in children]
+        assert len(set(pids)) == 4 and all(psutil.pid_exists(pid) for pid in pids)
+        tokenizer, prefill, decode, gateway = children
+        assert prefill.address in decode.log.read_text()
+        assert decode.address in gateway.log.read_text() and tokenizer.address in gateway.log.read_text()
+    finally:
+        await supervisor.stop()
+    assert gone(pids, 1.0)
+    assert [child.state for child in children] == [State.STOPPED] * 4
+
+
+async def test_child_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> None:
+    children = make_children(tmp_path)
+    supervisor = make(children, {"decode-0": "crash"})
+    with pytest.raises(ChildError) as caught:
+        await supervisor.start()
+    await supervisor.stop()
+    message = str(caught.value)
+    assert "decode-0 exited with code 3" in message.splitlines()[0]
+    assert message.splitlines()[-1] == "the model is not there"
+    assert children[3].state is State.WAITING  # the gateway was never started
+    assert gone([child.pid for child in children[:3]], 1.0)
+
+
+async def test_child_that_hangs_meets_the_deadline(tmp_path: Path) -> None:
+    children = make_children(tmp_path)[:1]
+    supervisor = make(children, {"tokenizer": "hang"}, start_seconds=1.0)
+    with pytest.raises(ChildError, match="tokenizer was not healthy after 1 s"):
+        await supervisor.start()
+    await supervisor.stop()
+    assert not children[0].running
+
+
+async def test_restarts_on_the_same_port(tmp_path: Path) -> None:
+    children = make_children(tmp_path)[:2]
+    lines: list[str] = []
+    supervisor = make(children, report=lines.append)
+    try:
+        await supervisor.start()
+        before = (children[1].pid, children[1].address)
+        psutil.Process(before[0]).send_signal(signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while children[1].starts < 2 or children[1].state is not State.HEALTHY:
+                await asyncio.sleep(0.05)
+        assert children[1].pid != before[0] and children[1].address == before[1]
+        assert f"prefill-0 (pid {before[0]}) was killed by SIGKILL" in lines[0]
+    finally:
+        await supervisor.stop()
+    assert not children[1].running
+
+
+async def test_without_restarts_a_death_is_reported(tmp_path: Path) -> None:
+    children = make_children(tmp_path)[:2]
+    supervisor = make(children, restart=False)
+    try:
+        await supervisor.start()
+        psutil.Process(children[0].pid).kill()
+        async with asyncio.timeout(10):
+            error = await supervisor.failed()
+        assert "tokenizer" in str(error) and "SIGKILL" in str(error)
+        assert children[0].starts == 1
+    finally:
+        await supervisor.stop()
+
+
+async def test_stubborn_child_is_killed(tmp_path: Path) -> None:
+    children = make_children(tmp_path)[:1]
+    supervisor = make(children, {"tokenizer": "stubborn"}, drain_seconds=-2.5)  # 0.5 s with the margin
+    await supervisor.start()
+    started = time.monotonic()
+    await supervisor.stop()
+    assert not children[0].running and time.monotonic() - started < 3.0
+
+
+async def test_cancelled_stop_kills_at_once(tmp_path: Path) -> None:
+    children = make_children(tmp_path)[:2]
+    supervisor = make(children, {"tokenizer": "stubborn", "prefill-0": "stubborn"}, drain_seconds=30.0)
+    await supervisor.start()
+    stopping = asyncio.create_task(supervisor.stop())
+    await asyncio.sleep(0.2)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        async with asyncio.timeout(5):
+            await stopping
+    assert not any(child.running for child in children)
+
+
+@pytest.mark.parametrize("behave", ["good", "stubborn"])
+def test_killed_supervisor_leaves_no_process(tmp_path: Path, behave: str) -> None:
+    script = f"""
+        import asyncio, sys
+        from pathlib import Path
+        from baton.cli.child import Child
+        from baton.cli.supervisor import Supervisor
+
+        async def main():
+            names = ["tokenizer", "prefill", "decode", "gateway"]
+            children = [Child(name, name, folder=Path({str(tmp_path)!r})) for name in names]
+            supervisor = Supervisor(children, lambda child: ["--behave", {behave!r}], program={PROGRAM!r})
+            await supervisor.start()
+            print(*(child.pid for child in children), flush=True)
+            await asyncio.sleep(60)
+
+        asyncio.run(main())
+    """
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    )
+    assert supervisor.stdout is not None
+    pids = [int(word) for word in supervisor.stdout.readline().split()]
+    assert len(pids) == 4 and all(psutil.pid_exists(pid) for pid in pids)
+    supervisor.kill()
+    supervisor.wait()
+    supervisor.stdout.close()
+    assert gone(pids, 5.0)
+
+
+def test_backoff_doubles_and_keeps_the_limit_per_minute() -> None:
+    backoff, now, times = Backoff(), 0.0, []
+    for _ in range(20):
+        now += backoff.next(now) + 0.5
+        times.append(now)
+    assert times[1] - times[0] < times[2] - times[1]
+    for first, last in zip(times, times[RESTARTS_PER_MINUTE:], strict=False):
+        assert last - first >= 60.0 - 1e-6
