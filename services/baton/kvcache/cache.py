@@ -145,8 +145,8 @@ class KvCache:
             self._let_go(holding)
 
     def release(self, holding: Holding, after_step: int) -> None:
-        """Gives the holding up, exactly once. Its pages go when step `after_step` and `holding.last_step` have
-        retired and the last pin is gone: at once if that is so now. 0 is before every step."""
+        """Gives the holding up, exactly once. Its pages go when step `after_step` and `holding.last_step`
+        have retired and the last pin is gone: at once if that is so now. 0 is before every step."""
         self._require_held(holding)
         holding.release_step = max(after_step, holding.last_step)
         self._pending += 1

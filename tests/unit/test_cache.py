@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from kv_model import TreeModel
+
+from baton.kvcache import AccountingError, Holding, KvCache, OutOfPages, PageAllocator, PrefixTree
+from baton.kvcache.eviction import POLICIES
+
+PAGE, TOTAL = 2, 12
+
+
+def make(total: int = TOTAL, page_size: int = PAGE, policy: str = "lru") -> KvCache:
+    return KvCache(PageAllocator(total), PrefixTree(page_size, policy))
+
+
+@dataclass(eq=False)
+class Sequence:
+    namespace: str
+    tokens: list[int]
+    holding: Holding
+    pages: list[int]
+    owned: set[int]
+    locked: tuple[str, tuple[int, ...]]
+    pins: int = 0
+    release_step: int | None = None
+    seen: list[dict[int, object]] = field(default_factory=list)
+    """Page contents when each pin was taken."""
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The cache against a model, with the contents of every page: whatever a launched step or a pin relies on
+    must read the same when it ends."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.cache = make(policy=policy)
+        self.tree = TreeModel(PAGE, policy)
+        self.free = set(range(TOTAL))
+        self.quarantined: set[int] = set()
+        self.sequences: list[Sequence] = []
+        self.contents: dict[int, object] = {}
+        self.steps: dict[int, dict[int, object]] = {}
+        self.launched = self.retired = 0
+
+    def pick(self, data: st.DataObject, live: bool = True) -> Sequence | None:
+        choices = [s for s in self.sequences if not live or s.release_step is None]
+        return data.draw(st.sampled_from(choices)) if choices else None
+
+    def read(self, sequence: Sequence) -> dict[int, object]:
+        return {page: self.contents[page] for page in sequence.pages}
+
+    def settle(self) -> None:
+        """The model's side of every deferred release."""
+        for sequence in list(self.sequences):
+            step = sequence.release_step
+            if step is not None and step <= self.retired and sequence.pins == 0:
+                self.sequences.remove(sequence)
+                self.tree.locks.remove(sequence.locked)
+                self.free |= sequence.owned
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), max_size=6 * PAGE),
+        namespace=st.sampled_from(["", "tenant"]),
+        limit=st.none() | st.integers(0, 5),
+    )
+    def hold(self, tokens: list[int], namespace: str, limit: int | None) -> None:
+        expected = len(self.tree.find(tokens, namespace, limit))
+        assert self.cache.match_length(tokens, namespace, limit) == expected * PAGE
+        holding = self.cache.hold(tokens, namespace, limit)
+        pages = self.tree.match(tokens, namespace, limit)
+        assert holding.pages == pages
+        assert holding.shared == expected
+        for index, page in enumerate(pages):
+            assert self.contents[page] == (namespace, tuple(tokens[: (index + 1) * PAGE]))
+        locked = (namespace, tuple(tokens[: len(pages) * PAGE]))
+        self.tree.locks.append(locked)
+        self.sequences.append(Sequence(namespace, tokens, holding, list(pages), set(), locked))
+
+    @rule(data=st.data(), count=st.integers(0, 5))
+    def extend(self, data: st.DataObject, count: int) -> None:
+        sequence = self.pick(data)
+        if sequence is None:
+            return
+        generations = [self.cache.generation(page) for page in range(TOTAL)]
+        if count > len(self.free) + self.tree.evictable:
+            with pytest.raises(OutOfPages):
+                self.cache.extend(sequence.holding, count)
+            assert [self.cache.generation(page) for page in range(TOTAL)] == generations
+            return
+        self.free |= set(self.tree.evict(count - len(self.free)))
+        pages = self.cache.extend(sequence.holding, count)
+        assert len(pages) == count
+        assert set(pages) <= self.free
+        self.free -= set(pages)
+        sequence.owned |= set(pages)
+        for page in pages:
+            assert self.cache.generation(page) == generations[page] + 1
+            sequence.pages.append(page)
+            end = len(sequence.pages) * PAGE
+            complete = end <= len(sequence.tokens)
+            self.contents[page] = (sequence.namespace, tuple(sequence.tokens[:end])) if complete else object()
+
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is None:
+            return
+        end = data.draw(st.integers(0, min(len(sequence.pages) * PAGE, len(sequence.tokens))))
+        tokens = sequence.tokens[:end]
+        committed = len(sequence.locked[1]) // PAGE
+        if any(page in self.quarantined for page in sequence.pages[committed : end // PAGE]):
+            with pytest.raises(AccountingError, match="not owned"):
+                self.cache.commit(sequence.holding, tokens, sequence.namespace)
+            return
+        self.cache.commit(sequence.holding, tokens, sequence.namespace)
+        if end // PAGE > committed:
+            taken = self.tree.insert(tokens, sequence.pages[: end // PAGE], sequence.namespace)
+            sequence.owned -= {sequence.pages[index] for index in taken}
+            self.tree.locks.remove(sequence.locked)
+            sequence.locked = (sequence.namespace, tuple(tokens[: end // PAGE * PAGE]))
+            self.tree.locks.append(sequence.locked)
+
+    @rule(data=st.data())
+    def launch(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is not None:
+            self.launched += 1
+            sequence.holding.last_step = self.launched
+            self.steps[self.launched] = self.read(sequence)
+
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        step = data.draw(st.integers(0, self.launched))
+        for number in [number for number in self.steps if number <= step]:
+            for page, content in self.steps.pop(number).items():
+                assert self.contents[page] == content, "a page was reused under a step in flight"
+        self.cache.retire(step)
+        self.retired = max(self.retired, step)
+        self.settle()
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is not None:
+            self.cache.pin(sequence.holding)
+            sequence.pins += 1
+            sequence.seen.append(self.read(sequence))
+
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        sequence = self.pick(data, live=False)
+        if sequence is None:
+            return
+        if sequence.pins == 0:
+            with pytest.raises(AccountingError, match="unpinned"):
+                self.cache.unpin(sequence.holding)
+            return
+        for page, content in sequence.seen.pop().items():
+            assert self.contents[page] == content, "a page was reused under a pin"
+        self.cache.unpin(sequence.holding)
+        sequence.pins -= 1
+        self.settle()
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is None:
+            return
+        step = data.draw(st.integers(0, self.launched))
+        last = sequence.holding.last_step
+        self.cache.release(sequence.holding, step)
+        sequence.release_step = max(step, last)
+        with pytest.raises(AccountingError, match="released twice"):
+            self.cache.release(sequence.holding, step)
+        self.settle()
+
+    @precondition(lambda self: len(self.quarantined) < TOTAL // 2)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        sequence = self.pick(data, live=False)
+        if sequence is None or not sequence.owned:
+            return
+        page = data.draw(st.sampled_from(sorted(sequence.owned)))
+        self.cache.quarantine(sequence.holding, [page])
+        sequence.owned.remove(page)
+        self.quarantined.add(page)
+        with pytest.raises(AccountingError, match="not owned"):
+            self.cache.quarantine(sequence.holding, [page])
+
+    @invariant()
+    def agrees(self) -> None:
+        self.cache.check()
+        counts = self.cache.counts()
+        assert counts.total == TOTAL
+        assert counts.free == len(self.free)
+        assert counts.cached == len(self.tree.entries)
+        assert counts.owned == sum(len(sequence.owned) for sequence in self.sequences)
+        assert counts.quarantined == len(self.quarantined)
+        assert self.cache.available == len(self.free) + self.tree.evictable
+        assert self.cache.pending == sum(s.release_step is not None for s in self.sequences)
+        for sequence in self.sequences:
+            assert sequence.holding.pages == sequence.pages
+            assert sequence.holding.owned == sequence.owned
+
+    def teardown(self) -> None:
+        for sequence in self.sequences:
+            if sequence.release_step is None:
+                self.cache.release(sequence.holding, self.launched)
+            for _ in range(sequence.pins):
+                self.cache.unpin(sequence.holding)
+        self.cache.retire(self.launched)
+        self.cache.check(idle=True)
+        counts = self.cache.counts()
+        assert counts.free + counts.cached + counts.quarantined == TOTAL
+        assert counts.quarantined == len(self.quarantined)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_against_the_model(policy: str) -> None:
+    run_state_machine_as_test(
+        lambda: CacheMachine(policy),
+        settings=settings(max_examples=120, stateful_step_count=50, deadline=None),
+    )
+
+
+def test_a_second_sequence_shares_what_the_first_committed() -> None:
+    cache = make(page_size=4)
+    first = cache.hold(range(10))
+    cache.extend(first, 3)
+    cache.commit(first, range(10))
+    second = cache.hold(range(10))
+    assert second.pages == first.pages[:2]
+    assert (cache.counts().owned, cache.counts().cached) == (1, 2)
+    cache.release(first, 0)
+    assert cache.available == 10  # the shared two are still locked
+    cache.release(second, 0)
+    assert cache.available == TOTAL
+    cache.check(idle=True)
+
+
+def test_duplicates_stay_owned_and_are_freed() -> None:
+    cache = make()
+    first, second = cache.hold([1, 2]), cache.hold([1, 2])
+    cache.extend(first, 1)
+    cache.extend(second, 1)
+    cache.commit(first, [1, 2])
+    cache.commit(second, [1, 2])
+    assert (first.owned, second.owned) == (set(), set(second.pages))
+    cache.release(second, 0)
+    assert cache.hold([1, 2]).pages == first.pages
+
+
+def test_release_waits_for_the_step_and_for_the_pin() -> None:
+    cache = make()
+    holding = cache.hold([])
+    cache.extend(holding, 2)
+    holding.last_step = 7
+    cache.pin(holding)
+    cache.release(holding, after_step=5)
+    cache.retire(6)
+    assert (cache.pending, cache.counts().owned) == (1, 2)
+    cache.retire(7)
+    assert (cache.pending, cache.counts().owned) == (1, 2)
+    cache.unpin(holding)
+    assert (cache.pending, cache.counts().free) == (0, TOTAL)
+    for use in (cache.unpin, cache.pin, lambda h: cache.release(h, 0), lambda h: cache.extend(h, 1)):
+        with pytest.raises(AccountingError):
+            use(holding)
+    cache.check(idle=True)
+
+
+def test_a_bad_commit_changes_nothing() -> None:
+    cache = make()
+    holding = cache.hold([1, 2, 3, 4])
+    cache.extend(holding, 2)
+    for tokens, namespace, error in (
+        ([1, 2, 3, 4, 5, 6], "", ValueError),
+        ([1, 2, 3, 4], "other", ValueError),
+        ([1, 2, 3, -4], "", OverflowError),
+    ):
+        with pytest.raises(error):
+            cache.commit(holding, tokens, namespace)
+        cache.check()
+        assert cache.counts().owned == 2
+    cache.commit(holding, [1, 2, 3, 4])
+    assert cache.counts().owned == 0
+
+
+def test_check_at_idle_names_what_is_left() -> None:
+    cache = make()
+    cache.hold([])
+    cache.check()
+    with pytest.raises(AccountingError, match="1 holdings at idle"):
+        cache.check(idle=True)
+
+
+def test_two_caches_do_not_share_holdings() -> None:
+    with pytest.raises(AccountingError, match="another cache"):
+        make().release(make().hold([]), 0)

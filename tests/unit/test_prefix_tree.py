@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from kv_model import Prefix, TreeModel
+
+from baton.kvcache.eviction import POLICIES, make_policy
+from baton.kvcache.node import Node
+from baton.kvcache.pages import AccountingError
+from baton.kvcache.prefix_tree import PrefixTree
+
+PAGE = 2
+tokens_strategy = st.lists(st.integers(0, 1), max_size=6 * PAGE + 1)
+namespaces = st.sampled_from(["", "tenant"])
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """The tree against the model, operation by operation, eviction order included."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.tree = PrefixTree(PAGE, policy)
+        self.model = TreeModel(PAGE, policy)
+        self.locked: list[tuple[Node, Prefix]] = []
+        self.next_page = 0
+
+    def fresh(self, count: int) -> list[int]:
+        self.next_page += count
+        return list(range(self.next_page - count, self.next_page))
+
+    @rule(tokens=tokens_strategy, namespace=namespaces, spare=st.integers(0, 1))
+    def insert(self, tokens: list[int], namespace: str, spare: int) -> None:
+        pages = self.fresh(max(0, len(tokens) // PAGE - spare))
+        insertion = self.tree.insert(tokens, pages, namespace)
+        assert list(insertion.taken) == self.model.insert(tokens, pages, namespace)
+
+    @rule(
+        tokens=tokens_strategy, namespace=namespaces, limit=st.none() | st.integers(0, 6), lock=st.booleans()
+    )
+    def match(self, tokens: list[int], namespace: str, limit: int | None, lock: bool) -> None:
+        assert self.tree.match_length(tokens, namespace, limit) == len(
+            self.model.find(tokens, namespace, limit)
+        )
+        match = self.tree.match(tokens, namespace, limit)
+        assert list(match.pages) == self.model.match(tokens, namespace, limit)
+        if lock:
+            self.tree.lock(match.node)
+            prefix = (namespace, tuple(tokens[: len(match.pages) * PAGE]))
+            self.model.locks.append(prefix)
+            self.locked.append((match.node, prefix))
+
+    @precondition(lambda self: self.locked)
+    @rule(data=st.data(), more=tokens_strategy)
+    def insert_after_a_locked_node(self, data: st.DataObject, more: list[int]) -> None:
+        """As `KvCache.commit` does."""
+        index = data.draw(st.integers(0, len(self.locked) - 1))
+        node, (namespace, tokens) = self.locked[index]
+        whole = [*tokens, *more]
+        pages = self.fresh(len(more) // PAGE)
+        self.tree.unlock(node)
+        insertion = self.tree.insert(more, pages, namespace, after=node)
+        self.tree.lock(insertion.node)
+        shared = len(tokens) // PAGE
+        taken = self.model.insert(whole, [-1] * shared + pages, namespace)
+        assert [shared + index for index in insertion.taken] == taken
+        prefix = (namespace, tuple(whole[: (shared + len(pages)) * PAGE]))
+        self.model.locks.remove((namespace, tokens))
+        self.model.locks.append(prefix)
+        self.locked[index] = (insertion.node, prefix)
+
+    @precondition(lambda self: self.locked)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        node, prefix = self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1)))
+        self.tree.unlock(node)
+        self.model.locks.remove(prefix)
+
+    @rule(count=st.integers(0, 7))
+    def evict(self, count: int) -> None:
+        assert self.tree.evict(count) == self.model.evict(count)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.tree.check()
+        assert self.tree.cached == len(self.model.entries)
+        assert self.tree.evictable == self.model.evictable
+        assert self.tree.locks == len(self.locked)
+        assert set(self.tree.pages()) == {entry.page for entry in self.model.entries.values()}
+
+    def teardown(self) -> None:
+        while self.locked:
+            self.tree.unlock(self.locked.pop()[0])
+        self.model.locks.clear()
+        assert self.tree.evict(self.tree.cached) == self.model.evict(len(self.model.entries))
+        assert (self.tree.cached, self.tree.locked, list(self.tree.pages())) == (0, 0, [])
+        self.tree.check()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_against_the_model(policy: str) -> None:
+    run_state_machine_as_test(
+        lambda: TreeMachine(policy),
+        settings=settings(max_examples=120, stateful_step_count=40, deadline=None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [("lru", "bca"), ("mru", "acb"), ("fifo", "abc"), ("lfu", "cba")],
+)
+def test_eviction_order(policy: str, order: str) -> None:
+    tree = PrefixTree(1, policy)
+    page = {"a": 0, "b": 1, "c": 2}
+    for name in "abc":
+        tree.insert([page[name]], [page[name]])
+    for name in "aabca":  # hits: a 3, b 1, c 1; last use: b, c, a
+        tree.match([page[name]])
+    if policy == "lfu":
+        tree.match([page["b"]])  # hits: a 3, b 2, c 1
+    assert tree.evict(3) == [page[name] for name in order]
+
+
+def test_a_leaf_is_trimmed_from_its_end() -> None:
+    tree = PrefixTree(1)
+    tree.insert([5, 6, 7], [50, 60, 70])
+    assert tree.evict(2) == [70, 60]
+    assert tree.match([5, 6, 7]).pages == (50,)
+    tree.check()
+
+
+def test_a_match_inside_a_run_ends_exactly_there() -> None:
+    tree = PrefixTree(1)
+    tree.insert([1, 2, 3, 4], [10, 20, 30, 40])
+    match = tree.match([1, 2, 9])
+    assert match.pages == (10, 20)
+    tree.lock(match.node)
+    assert (tree.locked, tree.evictable) == (2, 2)
+    assert tree.evict(9) == [40, 30]
+    tree.unlock(match.node)
+    assert tree.evict(9) == [20, 10]
+
+
+def test_namespaces_do_not_mix() -> None:
+    tree = PrefixTree(1)
+    tree.insert([1], [10], "a")
+    assert tree.match([1], "b").pages == ()
+    assert tree.match([1]).pages == ()
+    assert tree.insert([1], [11], "b").taken == (0,)
+    assert tree.match([1], "a").pages == (10,)
+
+
+def test_partial_pages_are_not_entered() -> None:
+    tree = PrefixTree(4)
+    assert tree.insert([1, 2, 3, 4, 5, 6], [10]).taken == (0,)
+    assert tree.match([1, 2, 3, 4, 5, 6]).pages == (10,)
+    assert tree.match([1, 2, 3]).pages == ()
+    with pytest.raises(ValueError, match="2 pages of 4 for only 6 tokens"):
+        tree.insert([1, 2, 3, 4, 5, 6], [10, 11])
+
+
+def test_misuse_of_locks_is_seen() -> None:
+    tree = PrefixTree(1)
+    node = tree.insert([1], [10]).node
+    with pytest.raises(AccountingError, match="more often"):
+        tree.unlock(node)
+    deeper = tree.insert([1, 2], [30, 20], "other").node
+    tree.lock(deeper)
+    assert deeper.parent is not None
+    with pytest.raises(AccountingError, match="more often"):
+        tree.unlock(deeper.parent)  # locked through its descendant only
+    tree.check()
+    assert tree.evict(5) == [10]
+    with pytest.raises(AccountingError, match="evicted"):
+        tree.lock(node)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="fifo, lfu, lru, mru"):
+        make_policy("random")
+    with pytest.raises(ValueError, match="page_size"):
+        PrefixTree(0)
+    for token in (-1, 2**32):
+        with pytest.raises(OverflowError):
+            PrefixTree(1).match([token])
+
+
+@pytest.mark.parametrize("damage", ["page twice", "lock count", "cached count", "queue"])
+def test_check_sees_damage(damage: str) -> None:
+    tree = PrefixTree(1)
+    tree.insert([1], [10])
+    node = tree.insert([2], [20]).node
+    tree.check()
+    if damage == "page twice":
+        node.pages[0] = 10
+    elif damage == "lock count":
+        node.locks += 1
+    elif damage == "cached count":
+        tree._cached += 1
+    else:
+        tree._queue.discard(node)
+    with pytest.raises(AccountingError):
+        tree.check()
+
+
+def seconds(work: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_ten_thousand_prompts_stay_fast(policy: str) -> None:
+    """Growth is near linear: ten times the tree may cost each operation twice the time, not ten times."""
+
+    def churn(prompts: int) -> None:
+        random_ = random.Random(0)
+        tree = PrefixTree(4, policy)
+        for index in range(prompts):
+            tree.insert([random_.randrange(3) for _ in range(16)], range(4 * index, 4 * index + 4))
+            tree.match([random_.randrange(3) for _ in range(16)])
+        while tree.evict(1):
+            pass
+
+    small = min(seconds(lambda: churn(1_000)) for _ in range(3))
+    large = min(seconds(lambda: churn(10_000)) for _ in range(2))
+    assert large < 40 * small
+    assert large < 10
+
+
+def test_a_sequence_that_grows_stays_shallow() -> None:
+    """Lock and unlock walk up the tree: appending page after page must not make a chain of nodes."""
+    tree = PrefixTree(1)
+    node = tree.insert([0], [0]).node
+    tree.lock(node)
+    for token in range(1, 500):
+        tree.unlock(node)
+        node = tree.insert([token], [token], after=node).node
+        tree.lock(node)
+    assert len(list(node.path())) == 2
+    assert tree.match(list(range(500))).pages == tuple(range(500))
+    tree.check()
