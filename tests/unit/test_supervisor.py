@@ -96,7 +96,7 @@ async def test_restarts_on_the_same_port(tmp_path: Path) -> None:
         before = (children[1].pid, children[1].address)
         psutil.Process(before[0]).send_signal(signal.SIGKILL)
         async with asyncio.timeout(20):
-            while children[1].starts < 2 or children[1].state is not State.HEALTHY:
+            while children[1].starts < 2 or children[1].state is not State.HEALTHY:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert children[1].pid != before[0] and children[1].address == before[1]
         assert f"prefill-0 (pid {before[0]}) was killed by SIGKILL" in lines[0]

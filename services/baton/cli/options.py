@@ -79,7 +79,7 @@ def _docstrings(config: type) -> Mapping[str, str]:
     return texts
 
 
-class _NoneOrInt(click.ParamType[Any]):
+class _NoneOrInt(click.ParamType):  # type: ignore[type-arg]
     name = "integer or 'none'"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
@@ -91,7 +91,7 @@ class _NoneOrInt(click.ParamType[Any]):
             self.fail(f"{value!r} is neither an integer nor 'none'", param, ctx)
 
 
-class _Items(click.ParamType[Any]):
+class _Items(click.ParamType):  # type: ignore[type-arg]
     """One or several values with commas between; a flag may also be repeated."""
 
     name = "text[,text...]"

@@ -1,0 +1,72 @@
+# Everything a newcomer needs: `make demo`, `make test`. The environment is made once, in .venv.
+
+PYTHON ?= python3
+# The lock pins it too. Point PIP_TORCH_ARGS at another wheel index to choose a build of it,
+# e.g. PIP_TORCH_ARGS="--index-url URL" for one without CUDA.
+TORCH ?= torch==2.13.0
+PIP_TORCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# gRPC's packages move as one: stubs need a runtime at least as new as the tools that made them.
+GRPC := 1.75.1
+GRPC_PACKAGES := grpcio grpcio-health-checking grpcio-reflection grpcio-status grpcio-tools
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint stubs lock clean
+
+help: ## Say what there is
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/installed ## Start the services, stream answers, show what happened
+	@$(BIN)/baton demo
+
+test: $(VENV)/installed-test ## Run all tests (ARGS="-k name" for some)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/installed-test ## ruff check, ruff format --check, mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+stubs: $(VENV)/installed-test ## Make the gRPC stubs again after a change in proto/
+	@$(BIN)/python tools/build_stubs.py
+
+lock: ## Choose the newest versions that pyproject.toml allows, in a clean environment
+	@set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; \
+	$(PYTHON) -m venv "$$folder/venv"; \
+	"$$folder/venv/bin/python" -m pip install $(TORCH) $(PIP_TORCH_ARGS); \
+	"$$folder/venv/bin/python" -m pip install '.[test]' $(GRPC_PACKAGES:%=%==$(GRPC)); \
+	{ echo "# Exact versions for 'make' and CI; made by 'make lock'."; \
+	  "$$folder/venv/bin/python" -m pip freeze --exclude baton-serve \
+	  | sed -E -e 's/ @ .*//' -e 's/\+[A-Za-z0-9.]+$$//' -e '/^nvidia-|^cuda-|^triton==/d'; } > requirements.lock
+
+clean: ## Remove the environment and everything generated
+	rm -rf $(VENV) build dist services/baton/v1 .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/base:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Baton needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo not there)." \
+	       "Install one, or name another: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "Making $(VENV) failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; \
+	  rm -rf $(VENV); exit 1; }
+	@touch $@
+
+# torch first and by itself, so that a changed lock or pyproject.toml does not fetch it again.
+$(VENV)/torch: $(VENV)/base
+	@echo "Installing PyTorch into $(VENV) (once; it may take minutes)"
+	@$(PIP) install -q -c requirements.lock $(TORCH) $(PIP_TORCH_ARGS)
+	@touch $@
+
+$(VENV)/installed: $(VENV)/torch pyproject.toml requirements.lock $(wildcard proto/baton/v1/*.proto)
+	@echo "Installing Baton into $(VENV)"
+	@$(PIP) install -q -c requirements.lock -e .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	@echo "Installing what tests need into $(VENV)"
+	@$(PIP) install -q -c requirements.lock -e '.[test]'
+	@touch $@
