@@ -89,6 +89,8 @@ class DecodeConfig(WorkerConfig):
     """host:port of prefill nodes, for callers that name none."""
     local_prefill_tokens: int = 64
     """Prompts with at most this many tokens left to compute are prefilled here rather than handed off."""
+    fallback_tokens: int = 16384
+    """Prompt tokens that may be prefilled here at a time because no prefill node could be had."""
     output_margin: int = 64
     """Output tokens per sequence for which pages are reserved at admission."""
     watermark: float = 0.02

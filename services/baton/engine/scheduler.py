@@ -208,6 +208,17 @@ class Scheduler:
         self.reservations.use(sequence, count)
         return True
 
+    def adopt_cached(self, sequence: Sequence, tokens: int) -> int:
+        """Gives a sequence in HANDOFF the pages that the prefix tree holds of its first `tokens` tokens.
+
+        Returns their number; what they cost is taken out of the reservation, which covers the whole prompt.
+        """
+        request = sequence.request
+        known = sequence.tokens[:tokens]
+        sequence.holding = self.cache.hold(known, request.namespace, tokens // self.cache.page_size)
+        self.reservations.use(sequence, len(sequence.holding.pages))
+        return len(sequence.holding.pages)
+
     def extend_or_retract(self, sequence: Sequence, pages: int) -> bool:
         """Like `extend`, at the cost of younger sequences. False: the sequence sits out this step."""
         while not self.extend(sequence, pages):

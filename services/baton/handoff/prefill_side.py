@@ -10,6 +10,7 @@ holder's heartbeats arrive, plus a grace on this node's monotonic clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -36,6 +37,7 @@ class Attempt:
     """Pages announced so far."""
     first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
     complete_since: float | None = None
+    leased_pages: int = 0
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class PrefillSide:
         self._attempts: dict[AttemptName, Attempt] = {}
         self._ended = RecentNames()
         self._heard: dict[Hashable, float] = {}
+        self._leased: Counter[Hashable] = Counter()
         self._blocked_since: float | None = None
 
     # --- what holders ask -------------------------------------------------------------------------------
@@ -145,18 +148,16 @@ class PrefillSide:
 
     def may_admit(self, request: Request) -> bool:
         """Whether the holder's finished but unpulled prompts leave room for another."""
-        key = request.key
-        holder = self._attempts[key].holder if isinstance(key, AttemptName) and key in self._attempts else None
-        leased = sum(
-            len(a.request.sequences[0].holding.pages)
-            for a in self._attempts.values()
-            if a.holder == holder and a.complete_since is not None and a.request.sequences[0].holding
-        )
-        return leased <= self._max_leased
+        attempt = self._attempt_of(request)
+        return attempt is None or self._leased[attempt.holder] <= self._max_leased
 
     @property
     def leases(self) -> int:
         return sum(1 for a in self._attempts.values() if a.announced)
+
+    def holds(self, holder: Hashable) -> bool:
+        """Whether anything of the holder's is left here."""
+        return any(attempt.holder == holder for attempt in self._attempts.values())
 
     @property
     def requests(self) -> int:
@@ -164,40 +165,47 @@ class PrefillSide:
 
     def _take_events(self, now: float) -> None:
         for event in self.scheduler.take_events():
+            request = event.sequence.request if isinstance(event, ChunkEvent | TokenEvent) else event.request
+            attempt = self._attempt_of(request)
+            if attempt is None:
+                continue
             if isinstance(event, FailedEvent):
-                failed = self._attempts.get(event.request.key)  # type: ignore[call-overload]
-                if failed is not None:
-                    self.counters.failed += 1
-                    self._fail(failed, "INTERNAL", event.reason, event.message)
+                self.counters.failed += 1
+                self._fail(attempt, "INTERNAL", event.reason, event.message)
             elif isinstance(event, ChunkEvent):
-                self._announce(self._attempts[event.sequence.request.key])  # type: ignore[index]
+                self._announce(attempt)
             elif isinstance(event, TokenEvent):
-                self._first_token(event, now)
+                self._first_token(attempt, event, now)
             elif isinstance(event, PromptEvent):
-                self.counters.cached_tokens += event.request.cached_tokens or 0
+                self.counters.cached_tokens += request.cached_tokens or 0
+
+    def _attempt_of(self, request: Request) -> Attempt | None:
+        return self._attempts.get(request.key) if isinstance(request.key, AttemptName) else None
 
     def _announce(self, attempt: Attempt) -> None:
         leader = attempt.request.sequences[0]
         if not attempt.keep_pages or leader.holding is None:
             return
         cache = self.scheduler.cache
-        last = leader.retired == len(leader.tokens)
+        last = leader.phase is Phase.LEASED
         upto = -(-leader.retired // cache.page_size) if last else leader.retired // cache.page_size
         if upto > attempt.announced or last:
             pages = tuple(leader.holding.pages[attempt.announced : upto])
-            generations = tuple(cache.allocator.generation(page) for page in pages)
+            generations = tuple(cache.generation(page) for page in pages)
             chunk = ChunkAnnounced(attempt.name, attempt.announced, pages, generations, last)
             attempt.announced = upto
             self.outputs.append((attempt.holder, chunk))
 
-    def _first_token(self, event: TokenEvent, now: float) -> None:
-        request = event.sequence.request
-        attempt = self._attempts[request.key]  # type: ignore[index]
+    def _first_token(self, attempt: Attempt, event: TokenEvent, now: float) -> None:
+        request = attempt.request
         attempt.first.append((event.token, event.logprobs))
         if len(attempt.first) < request.n:
             return
         self.counters.output_tokens += request.n
         attempt.complete_since = now
+        if request.sequences[0].holding is not None:
+            attempt.leased_pages = len(request.sequences[0].holding.pages)
+            self._leased[attempt.holder] += attempt.leased_pages
         first = FirstSampled(
             attempt.name, tuple(attempt.first), request.cached_tokens or 0, tuple(request.prompt_logprobs)
         )
@@ -209,6 +217,9 @@ class PrefillSide:
 
     def _end(self, attempt: Attempt) -> None:
         del self._attempts[attempt.name]
+        self._leased[attempt.holder] -= attempt.leased_pages
+        if not self._leased[attempt.holder]:
+            del self._leased[attempt.holder]
         self._ended.add(attempt.name)
         self.scheduler.close(attempt.request)
 

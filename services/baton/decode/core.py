@@ -1,0 +1,320 @@
+"""The pure core of a decode node: requests, where their prompts are computed, and what callers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from baton.engine.batch import Step
+from baton.engine.plan import Logprobs, StepResult
+from baton.engine.request import FailedEvent, FinishedEvent, FinishReason, PromptEvent, Refused, Request, Sequence
+from baton.engine.request import TokenEvent
+from baton.engine.scheduler import Route, Scheduler
+from baton.handoff.decode_side import DecodeSide
+from baton.handoff.messages import DecodeEffect
+from baton.handoff.names import AttemptName
+
+CONNECT_SECONDS = 2.0
+"""How long a prompt waits for a prefill node whose connection is being made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A request's name at this node: the caller's stream and the number the caller gave."""
+
+    caller: Hashable
+    request: int
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request from its start to its terminal event."""
+
+    key: Key
+    gateway: int
+    attempt: int
+    request: Request
+    candidates: tuple[str, ...]
+    tried: int = 0
+    """Candidates given up so far."""
+    tries: int = 0
+    """Hand-offs begun so far; names the next."""
+    address: str = ""
+    """Where the prompt is computed; empty: here."""
+    local: bool = False
+    """Being prefilled here although there are prefill nodes."""
+    pulled_pages: int = 0
+    output_tokens: int = 0
+    last_failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A prefill node as the shell last saw it."""
+
+    up: bool
+    since: float
+    transport: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    request: int
+    choice: int
+    token: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    request: int
+    attempt: int
+    cached_tokens: int
+    logprobs: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    pulled_pages: int
+    transport: str
+    prefill_address: str
+    retractions: int
+    handoff_retries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Terminal."""
+
+    request: int
+    attempt: int
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Terminal. `code` is the name of a gRPC status code."""
+
+    request: int
+    attempt: int
+    code: str
+    reason: str
+    message: str
+    field: str | None = None
+
+
+Output = Tokens | Prompt | Done | Failed
+Flush = Callable[[int, list[tuple[Hashable, Output]], list[DecodeEffect]], None]
+
+
+@dataclass(slots=True)
+class DecodeCounters:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    local_prefills: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePolicy:
+    local_prefill_tokens: int
+    """At most so many tokens left to compute: prefilled here rather than handed off."""
+    fallback_tokens: int
+    """Tokens of prompts that may be prefilled here at a time because no prefill node could be had."""
+    silence_seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class DecodeCore:
+    """Driven by engine.loop.StepLoop; `flush_to` takes outputs and effects to the shell."""
+
+    make_scheduler: Callable[..., Scheduler]
+    policy: DecodePolicy
+    flush_to: Flush
+    observe: Callable[[], None]
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    peers: dict[str, Peer] = field(default_factory=dict)
+    counters: DecodeCounters = field(default_factory=DecodeCounters)
+    scheduler: Scheduler = field(init=False)
+    handoffs: DecodeSide = field(init=False)
+    _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
+    _now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.scheduler = self.make_scheduler(route=self._route, abandon=lambda leader: self.handoffs.abandon(leader))
+        self.handoffs = DecodeSide(
+            self.scheduler,
+            silence=self.policy.silence_seconds,
+            name_of=self._name,
+            pulled=self._pulled,
+            failed=self._handoff_failed,
+        )
+
+    @property
+    def requests(self) -> int:
+        return len(self.entries)
+
+    # --- what callers ask -------------------------------------------------------------------------------
+
+    def start(
+        self, key: Key, gateway: int, attempt: int, request: Request, candidates: tuple[str, ...], now: float
+    ) -> None:
+        """A name in use must have been refused by the shell (`entries`)."""
+        entry = Entry(key, gateway, attempt, request, candidates)
+        try:
+            self.scheduler.submit(request)
+        except Refused as refusal:
+            code = "INVALID_ARGUMENT" if refusal.field else "RESOURCE_EXHAUSTED"
+            self._fail(entry, code, refusal.reason, refusal.message, refusal.field)
+            return
+        self.entries[key] = entry
+        self.counters.prompt_tokens += len(request.prompt)
+        for address in candidates:
+            self.peers.setdefault(address, Peer(up=False, since=now))
+
+    def cancel(self, key: Key, now: float) -> None:
+        """A name that is not known has ended: its terminal event is on its way to the caller."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            self.counters.cancelled += 1
+            self._fail(entry, "CANCELLED", "CANCELLED", "cancelled by its caller")
+
+    def caller_gone(self, caller: Hashable, now: float) -> None:
+        for entry in [e for e in self.entries.values() if e.key.caller == caller]:
+            self.counters.cancelled += 1
+            del self.entries[entry.key]
+            self.scheduler.close(entry.request)
+
+    def peer_changed(self, address: str, peer: Peer, reason: str, now: float) -> None:
+        self.peers[address] = peer
+        if not peer.up:
+            self.handoffs.peer_down(address, reason)
+
+    # --- the step loop ----------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        self._now = now
+        for entry in [e for e in self.entries.values() if e.request.deadline <= now]:
+            self._fail(entry, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
+        self.handoffs.tick(now)
+
+    def plan(self, now: float) -> Step | None:
+        self._now = now
+        step = self.scheduler.plan()
+        for leader in list(self.scheduler.handoffs):
+            if leader not in self.handoffs:
+                self.handoffs.begin(leader, self._entry(leader).address, now)
+        return step
+
+    def commit(self, step: Step, result: StepResult, now: float) -> None:
+        self.scheduler.commit(step, result)
+
+    def fail_step(self, step: Step, message: str) -> None:
+        self.scheduler.fail_step(step, message)
+
+    def flush(self, step: int) -> None:
+        for event in self.scheduler.take_events():
+            request = event.request if not hasattr(event, "sequence") else event.sequence.request
+            entry = self.entries.get(request.key)  # type: ignore[call-overload]
+            if entry is not None:
+                self._take_event(entry, event)
+        if self._outputs or self.handoffs.effects:
+            outputs, self._outputs = self._outputs, []
+            effects, self.handoffs.effects = self.handoffs.effects, []
+            self.flush_to(step, outputs, effects)
+        self.observe()
+
+    def _take_event(self, entry: Entry, event: object) -> None:
+        caller, number = entry.key.caller, entry.key.request
+        if isinstance(event, TokenEvent):
+            entry.output_tokens += 1
+            self.counters.output_tokens += 1
+            tokens = Tokens(number, event.sequence.index, event.token, event.logprobs, event.finish)
+            self._outputs.append((caller, tokens))
+        elif isinstance(event, PromptEvent):
+            cached = entry.request.cached_tokens or 0
+            self.counters.cached_tokens += cached
+            prompt = Prompt(number, entry.attempt, cached, tuple(entry.request.prompt_logprobs))
+            self._outputs.append((caller, prompt))
+        elif isinstance(event, FinishedEvent):
+            self.counters.finished += 1
+            del self.entries[entry.key]
+            self._outputs.append((caller, Done(number, entry.attempt, self._stats(entry))))
+        elif isinstance(event, FailedEvent):
+            self._fail(entry, "INTERNAL", event.reason, event.message)
+
+    # --- where prompts are computed ---------------------------------------------------------------------
+
+    def _route(self, leader: Sequence, uncached: int) -> Route:
+        """In the caller's order: the first prefill node that is connected and not yet given up; else here."""
+        entry = self._entry(leader)
+        entry.address, entry.local = "", False
+        if not entry.candidates or uncached <= self.policy.local_prefill_tokens:
+            return self._local(entry)
+        connecting = False
+        for address in entry.candidates[entry.tried :]:
+            peer = self.peers[address]
+            if peer.up:
+                entry.address = address
+                return Route.REMOTE
+            connecting = connecting or self._now - peer.since < CONNECT_SECONDS
+        if connecting:
+            return Route.DEFER
+        fallback = sum(len(e.request.prompt) for e in self.entries.values() if e.local and e is not entry)
+        if fallback and fallback + uncached > self.policy.fallback_tokens:
+            text = entry.last_failure or "none is connected"
+            message = f"no prefill node could take the prompt ({text}), and this node prefills no more itself"
+            self._fail(entry, "RESOURCE_EXHAUSTED", "NO_PREFILL_NODE", message)
+            return Route.DEFER
+        entry.local = True
+        return self._local(entry)
+
+    def _local(self, entry: Entry) -> Route:
+        self.counters.local_prefills += 1
+        return Route.LOCAL
+
+    def _name(self, leader: Sequence, address: str) -> AttemptName:
+        entry = self._entry(leader)
+        entry.tries += 1
+        return AttemptName(entry.gateway, entry.key.request, entry.attempt, entry.tries - 1)
+
+    def _pulled(self, leader: Sequence, pages: int) -> None:
+        self._entry(leader).pulled_pages += pages
+
+    def _handoff_failed(self, leader: Sequence, reason: str, message: str) -> None:
+        entry = self._entry(leader)
+        entry.last_failure = f"{entry.address}: {reason}: {message}"
+        entry.tried = entry.candidates.index(entry.address) + 1
+
+    def _entry(self, leader: Sequence) -> Entry:
+        return self.entries[leader.request.key]  # type: ignore[index]
+
+    # --- ends -------------------------------------------------------------------------------------------
+
+    def _stats(self, entry: Entry) -> Stats:
+        peer = self.peers.get(entry.address)
+        return Stats(
+            prompt_tokens=len(entry.request.prompt),
+            cached_tokens=entry.request.cached_tokens or 0,
+            output_tokens=entry.output_tokens,
+            pulled_pages=entry.pulled_pages,
+            transport=peer.transport if peer is not None and entry.pulled_pages else "",
+            prefill_address=entry.address,
+            retractions=entry.request.retractions,
+            handoff_retries=max(0, entry.tries - 1),
+        )
+
+    def _fail(self, entry: Entry, code: str, reason: str, message: str, field: str | None = None) -> None:
+        self.entries.pop(entry.key, None)
+        self.scheduler.close(entry.request)
+        if code != "CANCELLED":
+            self.counters.failed += 1
+        failed = Failed(entry.key.request, entry.attempt, code, reason, message, field)
+        self._outputs.append((entry.key.caller, failed))

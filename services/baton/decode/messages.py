@@ -1,0 +1,97 @@
+"""Between the hand-off's plain messages and those of Prefill.Run, as the decode side sends and receives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from baton.engine.sampling import SamplingParams
+from baton.handoff.messages import (
+    CancelPrefill,
+    ChunkAnnounced,
+    FirstSampled,
+    LeaseFinished,
+    PrefillFailed,
+    PrefillOutput,
+    ReleaseLease,
+    StartPrefill,
+)
+from baton.rpc.errors import from_status
+from baton.v1 import common_pb2, prefill_pb2
+from baton.worker.convert import logprobs_from, name_from, name_to, prompt_logprobs_from
+
+
+def request_for(effect: object) -> prefill_pb2.PrefillRequest:
+    """StartPrefill, CancelPrefill, ReleaseLease or Beat as a message."""
+    if isinstance(effect, StartPrefill):
+        return prefill_pb2.PrefillRequest(start=_start(effect))
+    if isinstance(effect, CancelPrefill):
+        return prefill_pb2.PrefillRequest(cancel=prefill_pb2.PrefillCancel(attempt=name_to(effect.name)))
+    if isinstance(effect, ReleaseLease):
+        return prefill_pb2.PrefillRequest(release=prefill_pb2.LeaseRelease(attempt=name_to(effect.name)))
+    return prefill_pb2.PrefillRequest(heartbeat=prefill_pb2.Heartbeat())
+
+
+def _start(effect: StartPrefill) -> prefill_pb2.PrefillStart:
+    request = effect.request
+    start = prefill_pb2.PrefillStart(
+        attempt=name_to(effect.name),
+        token_ids=effect.token_ids,
+        delivered=effect.delivered,
+        sampling=_sampling(request.params),
+        n=effect.n,
+        cached_hint=effect.cached_hint,
+        priority=request.priority,
+        namespace=request.namespace,
+    )
+    if effect.remaining != float("inf"):
+        start.timeout_ms = max(1, int(effect.remaining * 1000))
+    return start
+
+
+def _sampling(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Every value is set: the prefill node adds nothing of its own, so stop tokens are complete already."""
+    message = common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=sorted(params.stop_token_ids),
+        ignore_eos=True,
+    )
+    if params.logprobs is not None:
+        message.logprobs = params.logprobs
+    if params.prompt_logprobs is not None:
+        message.prompt_logprobs = params.prompt_logprobs
+    return message
+
+
+def events_from(response: prefill_pb2.PrefillResponse) -> Iterator[PrefillOutput]:
+    """The events of a message; kinds of later versions of the contract are passed over."""
+    for event in response.events:
+        name = name_from(event.attempt)
+        kind = event.WhichOneof("kind")
+        if kind == "chunk":
+            chunk = event.chunk
+            yield ChunkAnnounced(
+                name, chunk.first_page, tuple(chunk.page_ids), tuple(chunk.generations), chunk.last
+            )
+        elif kind == "first":
+            first = event.first
+            tokens = tuple(
+                (t.token_id, logprobs_from(t.logprobs) if t.HasField("logprobs") else None) for t in first.tokens
+            )
+            yield FirstSampled(
+                name, tokens, first.cached_tokens, prompt_logprobs_from(first.prompt_logprobs)
+            )
+        elif kind == "finished":
+            yield LeaseFinished(name, event.finished.stood)
+        elif kind == "failed":
+            error = from_status(event.failed)
+            yield PrefillFailed(name, error.code.name, error.reason, error.message)

@@ -1,0 +1,161 @@
+"""Connections to prefill nodes: links, opened pools, pulls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from baton.decode.core import Peer
+from baton.decode.messages import events_from, request_for
+from baton.handoff.messages import DecodeEffect, StartPull
+from baton.rpc.errors import BatonError, failed_precondition
+from baton.rpc.link import Link
+from baton.rpc.logs import get_logger
+from baton.transport.base import Receiver, TransportError
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
+
+if TYPE_CHECKING:
+    from baton.decode.server import DecodeNode
+
+_log = get_logger("baton.decode")
+
+LinkType = Link[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
+
+
+class PrefillPeers:
+    """All prefill nodes that this decode node knows. Lives on the event loop."""
+
+    def __init__(self, node: DecodeNode) -> None:
+        self._node = node
+        self._peers: dict[str, _Peer] = {}
+
+    def connect(self, address: str) -> None:
+        """Begins to connect, unless that has been done."""
+        if address not in self._peers:
+            self._peers[address] = _Peer(self._node, address)
+
+    async def wait_connected(self, seconds: float) -> None:
+        """Returns when every peer has been reached, or when the time is over: a missing one is no error."""
+        waits = [peer.usable.wait() for peer in self._peers.values()]
+        try:
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*waits)
+        except TimeoutError:
+            missing = [address for address, peer in self._peers.items() if not peer.usable.is_set()]
+            _log.warning("prefill nodes not reached; their prompts go elsewhere", missing=missing)
+
+    def perform(self, effect: DecodeEffect) -> None:
+        """Does what the core has decided. A message to a lost peer is dropped: the core hears of the loss."""
+        peer = self._peers.get(effect.address)
+        if isinstance(effect, StartPull):
+            self._node.tasks.spawn(self._pull(peer, effect), "pull")
+        elif peer is not None:
+            peer.link.send(request_for(effect))
+
+    async def _pull(self, peer: _Peer | None, effect: StartPull) -> None:
+        """Reports the end of the copy whatever happens: the destination pages are pinned until then."""
+        error: str | None = "the pull was interrupted"
+        generations: list[int] | None = None
+        receiver = peer.receiver if peer is not None else None
+        try:
+            if receiver is None:
+                error = f"{effect.address} is not connected"
+            else:
+                await receiver.pull(effect.pairs)
+                generations = receiver.generations([source for source, _ in effect.pairs])
+                error = None
+        except TransportError as failure:
+            error = str(failure)
+        except Exception as failure:
+            _log.exception("pull failed", address=effect.address)
+            error = f"{type(failure).__name__}: {failure}"
+        finally:
+            self._node.steps.call(
+                lambda core, now: core.handoffs.pull_ended(effect.pull, error, generations, now)
+            )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()))
+
+
+class _Peer:
+    """One prefill node: up once its pool has been opened."""
+
+    def __init__(self, node: DecodeNode, address: str) -> None:
+        self.address = address
+        self.receiver: Receiver | None = None
+        self.usable = asyncio.Event()
+        self._node = node
+        self._session = 0
+        self.link: LinkType = Link(
+            address,
+            lambda channel: prefill_pb2_grpc.PrefillStub(channel).Run,  # type: ignore[no-untyped-call]
+            hello=self._hello,
+            on_message=self._received,
+            on_up=self._welcomed,
+            on_down=self._lost,
+        )
+        self.link.start()
+
+    def _hello(self) -> prefill_pb2.PrefillRequest:
+        hello = prefill_pb2.PrefillHello(incarnation=self._node.incarnation, layout=self._node.layout)
+        return prefill_pb2.PrefillRequest(hello=hello)
+
+    def _welcomed(self, response: prefill_pb2.PrefillResponse) -> None:
+        if len(response.events) != 1 or response.events[0].WhichOneof("kind") != "welcome":
+            self.link.reset(failed_precondition("the first answer was not a welcome", "PROTOCOL"))
+            return
+        self._session += 1
+        welcome = response.events[0].welcome
+        self._node.tasks.spawn(self._open(welcome, self._session), f"open pool of {self.address}")
+
+    async def _open(self, welcome: prefill_pb2.PrefillWelcome, session: int) -> None:
+        if welcome.layout != self._node.layout:
+            text = f"{self.address} lays its pages out differently (model, weights, dtype or page size)"
+            self.link.reset(failed_precondition(text, "LAYOUT_MISMATCH"))
+            return
+        try:
+            receiver = await self._node.open_receiver(list(welcome.endpoints), self.address)
+        except TransportError as error:
+            self.link.reset(failed_precondition(f"no transport to {self.address}: {error}", "NO_TRANSPORT"))
+            return
+        if session != self._session or not self.link.connected:
+            await receiver.close()
+            return
+        self.receiver = receiver
+        self.usable.set()
+        self._changed(Peer(up=True, since=time.monotonic(), transport=receiver.kind), "")
+
+    def _received(self, response: prefill_pb2.PrefillResponse) -> None:
+        address = self.address
+        messages = list(events_from(response))
+
+        def receive(core: Any, now: float) -> None:
+            for message in messages:
+                core.handoffs.receive(address, message, now)
+
+        self._node.steps.call(receive)
+
+    def _lost(self, error: BatonError) -> None:
+        self._session += 1
+        receiver, self.receiver = self.receiver, None
+        if receiver is not None:
+            self._node.tasks.spawn(receiver.close(), f"close pool of {self.address}")
+        self.usable.clear()
+        if error.code is grpc.StatusCode.FAILED_PRECONDITION:
+            _log.error("prefill node refused", address=self.address, reason=error.reason, error=error.message)
+        self._changed(Peer(up=False, since=0.0), f"{error.reason}: {error.message}")
+
+    def _changed(self, peer: Peer, reason: str) -> None:
+        address = self.address
+        self._node.steps.call(lambda core, now: core.peer_changed(address, peer, reason, now))
+
+    async def close(self) -> None:
+        await self.link.close()
+        self._session += 1
+        receiver, self.receiver = self.receiver, None
+        if receiver is not None:
+            await receiver.close()

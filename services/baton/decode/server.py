@@ -1,0 +1,200 @@
+"""The decode process: the shell around decode.core."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Hashable, Sequence
+from typing import Any
+
+import grpc.aio
+
+from baton.config import DecodeConfig
+from baton.decode.callers import Caller, add_output
+from baton.decode.core import DecodeCore, DecodePolicy, Key, Output
+from baton.decode.peers import PrefillPeers
+from baton.engine.request import Request
+from baton.handoff.messages import DecodeEffect
+from baton.rpc.errors import BatonError, abort, invalid, not_found, unavailable
+from baton.rpc.node import run_node
+from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
+from baton.worker.convert import check_start, sampling_from
+from baton.worker.node import WorkerNode
+
+CONNECT_SECONDS = 10.0
+"""How long a starting node waits for the prefill nodes of its own configuration."""
+
+
+class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
+    """One engine that decodes, the callers connected to it and the prefill nodes it is connected to."""
+
+    role = "decode"
+
+    def __init__(self, config: DecodeConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        self._callers: set[Caller] = set()
+        self.messages = 0
+        """Sent to callers by steps."""
+        self._peers = PrefillPeers(self)
+
+    def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+        return [decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name]
+
+    def make_core(self) -> DecodeCore:
+        config = self._config
+        policy = DecodePolicy(
+            local_prefill_tokens=config.local_prefill_tokens,
+            fallback_tokens=config.fallback_tokens,
+            silence_seconds=config.handoff_seconds,
+        )
+        watermark = int(self.engine.pool.num_pages * config.watermark)
+
+        def make_scheduler(**hooks: Any) -> Any:
+            return self.make_scheduler(output_margin=config.output_margin, watermark=watermark, **hooks)
+
+        return DecodeCore(make_scheduler, policy, self._flush, self.observe)
+
+    async def start(self, address: str) -> None:
+        await super().start(address)
+        for peer in self._config.prefill:
+            self._peers.connect(peer)
+        await self._peers.wait_connected(CONNECT_SECONDS)
+
+    async def stop(self) -> None:
+        for caller in list(self._callers):
+            caller.error = unavailable("the node is stopping", "STOPPING")
+            caller.outbox.close()
+        await asyncio.sleep(0)
+        await self._peers.close()
+        await super().stop()
+
+    def _flush(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
+        self.loop.call_soon_threadsafe(self._deliver, step, outputs, effects)
+
+    def _deliver(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
+        messages: dict[Hashable, decode_pb2.StepEvents] = {}
+        for caller, output in outputs:
+            message = messages.get(caller)
+            if message is None:
+                message = messages[caller] = decode_pb2.StepEvents(step=step)
+            add_output(message, output, self.page_bytes)
+        for caller, message in messages.items():
+            assert isinstance(caller, Caller)
+            self.messages += 1
+            caller.send(message)
+        for effect in effects:
+            self._peers.perform(effect)
+
+    # --- the service ------------------------------------------------------------------------------------
+
+    async def Generate(self, request_iterator: Any, context: Any) -> AsyncIterator[decode_pb2.StepEvents]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("kind") != "hello" or not first.hello.incarnation:
+            text = "the first message on Decode.Generate must be `hello` with a non-zero incarnation"
+            await abort(context, invalid("hello.incarnation", text))
+        caller = Caller(first.hello.incarnation)
+        self._callers.add(caller)
+        reader = self.tasks.spawn(self._read(request_iterator, caller), "decode reader")
+        try:
+            welcome = decode_pb2.DecodeWelcome(incarnation=self.incarnation)
+            yield decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)])
+            async for message in caller.outbox:
+                yield message
+            if caller.error is not None:
+                await abort(context, caller.error)
+        finally:
+            reader.cancel()
+            self._callers.discard(caller)
+            self.steps.call(lambda core, now: core.caller_gone(caller, now))
+
+    async def _read(self, commands: Any, caller: Caller) -> None:
+        """Awaits nothing but the next message."""
+        try:
+            async for command in commands:
+                self._take(command, caller)
+            caller.half_closed()
+        except BatonError as error:
+            caller.error = error
+            caller.outbox.close()
+
+    def _take(self, command: decode_pb2.GenerateCommand, caller: Caller) -> None:
+        kind = command.WhichOneof("kind")
+        if kind == "start":
+            self._start(command.start, caller)
+        elif kind == "cancel":
+            number, attempt = command.cancel.request, command.cancel.attempt
+            known = caller.attempt_of(number)
+            if known == attempt:
+                self.steps.call(lambda core, now: core.cancel(Key(caller, number), now))
+            elif known is None and caller.has_ended(number):
+                pass  # its terminal event has crossed this on the wire
+            else:
+                text = f"no attempt {attempt} of request {number} is running on this stream"
+                caller.refuse(number, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
+        else:
+            raise invalid("kind", "each message on Decode.Generate after `hello` sets start or cancel")
+
+    def _start(self, start: decode_pb2.DecodeStart, caller: Caller) -> None:
+        if caller.attempt_of(start.request) is not None:
+            text = f"request {start.request} is running on this stream"
+            raise invalid("start.request", text, "DUPLICATE_REQUEST")
+        n = start.n if start.HasField("n") else 1
+        info = self.model_info
+        caller.begin(start.request, start.attempt)
+        try:
+            if self.draining:
+                raise unavailable("this node is draining; use another decode node", "DRAINING")
+            check_start(
+                start.token_ids, start.delivered, start.sampling, n, info.vocab_size, info.context_length
+            )
+        except BatonError as error:
+            caller.refuse(start.request, start.attempt, error)
+            return
+        seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else self._config.request_seconds
+        cut = len(start.token_ids) - start.delivered
+        request = Request(
+            key=Key(caller, start.request),
+            prompt=tuple(start.token_ids[:cut]),
+            delivered=tuple(start.token_ids[cut:]),
+            params=sampling_from(start.sampling, info.eos_token_ids, max(1, info.context_length - cut)),
+            n=n,
+            namespace=start.namespace,
+            priority=start.priority,
+            deadline=time.monotonic() + min(seconds, self._config.request_seconds),
+        )
+        candidates = tuple(dict.fromkeys(start.prefill)) or self._config.prefill
+        for address in candidates:
+            self._peers.connect(address)
+        attempt, key = start.attempt, Key(caller, start.request)
+        gateway = caller.incarnation
+        self.steps.call(lambda core, now: core.start(key, gateway, attempt, request, candidates, now))
+
+    def load(self) -> node_pb2.Load:
+        load = super().load()
+        core = self.core_or_none
+        if core is not None:
+            load.requests = core.requests
+            load.handing_off = core.handoffs.active
+            load.pulls = core.handoffs.pulls
+            load.pulled_pages = core.handoffs.counters.pulled_pages
+            load.pulled_bytes = core.handoffs.counters.pulled_pages * self.page_bytes
+            load.handoff_retries = core.handoffs.counters.retries
+            load.messages = self.messages
+            counters = core.counters
+            load.prompt_tokens = counters.prompt_tokens
+            load.cached_tokens = counters.cached_tokens
+            load.output_tokens = counters.output_tokens
+            load.finished = counters.finished
+            load.failed = counters.failed
+            load.cancelled = counters.cancelled
+            load.local_prefills = counters.local_prefills
+        return load
+
+
+async def serve(
+    config: DecodeConfig, *, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
+) -> int:
+    """Runs the process until it is told to stop. Returns its exit code."""
+    return await run_node(DecodeNode(config), config, ready=ready, stop=stop)

@@ -1,0 +1,281 @@
+"""The decode side of the hand-off: one state machine per prompt that a prefill node computes.
+
+    begin -> asked -> announced/pulling -> [first tokens] -> all pages here -> released -> confirmed: arrive
+       \\________\\___________\\__________________\\_______________\\_____________\\
+                  refused, silent, peer lost, pull failed, generation moved on: requeue, next candidate
+
+A pull's destination pages are pinned until the transport has reported the copy's end, whatever becomes of the
+request meanwhile. Pages count as good only if, after the copy, the owner's generations equal the announced
+ones (seen in shared memory), or the answer to the release says that the lease stood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+
+from baton.engine.plan import Logprobs
+from baton.engine.request import Sequence
+from baton.engine.scheduler import Scheduler
+from baton.handoff.messages import (
+    Beat,
+    CancelPrefill,
+    ChunkAnnounced,
+    DecodeEffect,
+    FirstSampled,
+    LeaseFinished,
+    PrefillFailed,
+    PrefillOutput,
+    ReleaseLease,
+    StartPrefill,
+    StartPull,
+)
+from baton.handoff.names import AttemptName, RecentNames
+from baton.kvcache import Holding
+
+HEARTBEAT_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Handoff:
+    """A prompt under way from a prefill node."""
+
+    name: AttemptName
+    address: str
+    leader: Sequence
+    heard: float
+    pages: list[int] = field(default_factory=list)
+    """The owner's page ids, as announced."""
+    generations: list[int] = field(default_factory=list)
+    announced_all: bool = False
+    here: int | None = None
+    """Pages, from the front, that need no pulling any more; None until there was something to fetch."""
+    pull: int | None = None
+    first: bool = False
+    released: bool = False
+    seen: bool = True
+    """Generations could be compared after every copy; else the answer to the release must tell."""
+
+
+@dataclass(slots=True, eq=False)
+class Pull:
+    holding: Holding
+    handoff: Handoff
+    stop: int
+    generations: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class HandoffCounters:
+    pulled_pages: int = 0
+    retries: int = 0
+    unknown: int = 0
+    """Messages that carried a name never heard of."""
+    stale: int = 0
+    """Pages whose generation had moved on."""
+
+
+class DecodeSide:
+    """All hand-offs of one decode node. Effects gather in `effects`; failures go to `failed`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        silence: float,
+        name_of: Callable[[Sequence, str], AttemptName],
+        pulled: Callable[[Sequence, int], None],
+        failed: Callable[[Sequence, str, str], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._silence = silence
+        self._name_of = name_of
+        self._pulled = pulled
+        self._failed = failed
+        self.effects: list[DecodeEffect] = []
+        self.counters = HandoffCounters()
+        self._by_leader: dict[Sequence, Handoff] = {}
+        self._by_name: dict[AttemptName, Handoff] = {}
+        self._pulls: dict[int, Pull] = {}
+        self._ended = RecentNames()
+        self._next_pull = 1
+        self._next_beat = 0.0
+
+    @property
+    def active(self) -> int:
+        return len(self._by_leader)
+
+    @property
+    def pulls(self) -> int:
+        return len(self._pulls)
+
+    def __contains__(self, leader: Sequence) -> bool:
+        return leader in self._by_leader
+
+    def begin(self, leader: Sequence, address: str, now: float) -> None:
+        """Asks the node at `address` for the prompt of an admitted sequence."""
+        request = leader.request
+        name = self._name_of(leader, address)
+        handoff = Handoff(name, address, leader, heard=now)
+        self._by_leader[leader] = self._by_name[name] = handoff
+        cached = self._scheduler.cache.match_length(leader.tokens, request.namespace)
+        start = StartPrefill(
+            address=address,
+            name=name,
+            request=request,
+            token_ids=tuple(leader.tokens),
+            delivered=len(leader.tokens) - len(request.prompt),
+            n=1 + len(leader.followers),
+            cached_hint=cached,
+            remaining=request.deadline - now,
+        )
+        self.effects.append(start)
+
+    # --- what the prefill node says ---------------------------------------------------------------------
+
+    def receive(self, address: str, message: PrefillOutput, now: float) -> None:
+        handoff = self._by_name.get(message.name)
+        if handoff is None or handoff.address != address:
+            if message.name not in self._ended:
+                self.counters.unknown += 1
+                if not isinstance(message, LeaseFinished | PrefillFailed):
+                    self.effects.append(CancelPrefill(address, message.name))
+            return
+        handoff.heard = now
+        if isinstance(message, ChunkAnnounced):
+            self._announced(handoff, message)
+        elif isinstance(message, FirstSampled):
+            self._first(handoff, message)
+        elif isinstance(message, PrefillFailed):
+            self._lose(handoff, message.reason, message.message, tell=False)
+        elif handoff.released and message.stood:
+            self._arrive(handoff)
+        else:
+            self._lose(handoff, "LEASE_LOST", "the lease did not stand until the pages had been copied", tell=False)
+
+    def peer_down(self, address: str, reason: str) -> None:
+        for handoff in [h for h in self._by_leader.values() if h.address == address]:
+            self._lose(handoff, "PEER_LOST", reason, tell=False)
+
+    def _announced(self, handoff: Handoff, chunk: ChunkAnnounced) -> None:
+        if handoff.announced_all or chunk.first_page != len(handoff.pages):
+            self._lose(handoff, "PROTOCOL", f"page {chunk.first_page} announced out of turn")
+            return
+        handoff.pages.extend(chunk.pages)
+        handoff.generations.extend(chunk.generations)
+        handoff.announced_all = chunk.last
+        self._advance(handoff)
+
+    def _first(self, handoff: Handoff, message: FirstSampled) -> None:
+        leader = handoff.leader
+        if handoff.first or len(message.tokens) != 1 + len(leader.followers):
+            self._lose(handoff, "PROTOCOL", "first tokens came twice, or not one for each choice")
+            return
+        handoff.first = True
+        request = leader.request
+        if request.cached_tokens is None:
+            request.cached_tokens = message.cached_tokens
+        request.prompt_logprobs = request.prompt_logprobs or list(message.prompt_logprobs)
+        self._scheduler.first_tokens(leader, list(message.tokens))
+        if leader in self._by_leader:
+            self._advance(handoff)
+
+    # --- pulling ----------------------------------------------------------------------------------------
+
+    def _advance(self, handoff: Handoff) -> None:
+        """Starts the next pull, or goes on to confirm once everything is here."""
+        if handoff.pull is not None:
+            return
+        scheduler, leader = self._scheduler, handoff.leader
+        if handoff.here is None and handoff.pages:
+            handoff.here = scheduler.adopt_cached(leader, len(self._prefix(handoff)))
+        here = handoff.here or 0
+        if here < len(handoff.pages):
+            if not scheduler.extend(leader, len(handoff.pages)):
+                # Reserved pages are always there; this is a prompt larger than was admitted.
+                self._lose(handoff, "NO_PAGES", "no pages left to pull into")
+                return
+            assert leader.holding is not None
+            number, self._next_pull = self._next_pull, self._next_pull + 1
+            stop = len(handoff.pages)
+            pairs = tuple(zip(handoff.pages[here:stop], leader.holding.pages[here:stop], strict=True))
+            scheduler.cache.pin(leader.holding)
+            self._pulls[number] = Pull(leader.holding, handoff, stop, tuple(handoff.generations[here:stop]))
+            handoff.pull = number
+            self.effects.append(StartPull(handoff.address, number, pairs))
+        elif handoff.announced_all and handoff.first and not handoff.released:
+            self._confirm(handoff)
+
+    def _prefix(self, handoff: Handoff) -> list[int]:
+        """The tokens whose KV the announced pages hold: all but the first tokens sampled there."""
+        tokens = handoff.leader.tokens
+        return tokens[:-1] if handoff.first else tokens
+
+    def pull_ended(self, number: int, error: str | None, generations: Seq[int] | None, now: float) -> None:
+        """The transport reports that no copy of this pull is running any more."""
+        pull = self._pulls.pop(number, None)
+        if pull is None:
+            return
+        handoff = pull.handoff
+        self._scheduler.cache.unpin(pull.holding)
+        if handoff.pull != number or self._by_name.get(handoff.name) is not handoff:
+            return  # the request has gone on without it; unpinning has freed the pages
+        handoff.pull = None
+        if error is not None:
+            self._lose(handoff, "PULL_FAILED", error)
+        elif generations is not None and tuple(generations) != pull.generations:
+            self.counters.stale += 1
+            self._lose(handoff, "STALE_PAGES", "pages were overwritten before they had been copied")
+        else:
+            handoff.seen = handoff.seen and generations is not None
+            count = pull.stop - (handoff.here or 0)
+            handoff.here = pull.stop
+            self.counters.pulled_pages += count
+            self._pulled(handoff.leader, count)
+            self._advance(handoff)
+
+    def _confirm(self, handoff: Handoff) -> None:
+        covered = len(handoff.pages) * self._scheduler.cache.page_size
+        if covered < len(self._prefix(handoff)):
+            self._lose(handoff, "PROTOCOL", "fewer pages were announced than the prompt has")
+            return
+        handoff.released = True
+        self.effects.append(ReleaseLease(handoff.address, handoff.name))
+        if handoff.seen:
+            self._arrive(handoff)
+
+    def _arrive(self, handoff: Handoff) -> None:
+        self._forget(handoff)
+        self._scheduler.arrive(handoff.leader)
+
+    # --- ends -------------------------------------------------------------------------------------------
+
+    def abandon(self, leader: Sequence) -> None:
+        """The scheduler takes the sequence away (cancelled, retracted, finished by its first token)."""
+        handoff = self._by_leader.get(leader)
+        if handoff is not None:
+            self._forget(handoff)
+            if not handoff.released:
+                self.effects.append(CancelPrefill(handoff.address, handoff.name))
+
+    def _lose(self, handoff: Handoff, reason: str, message: str, tell: bool = True) -> None:
+        """This try has failed; the sequence is admitted again, to go elsewhere."""
+        self._forget(handoff)
+        self.counters.retries += 1
+        if tell:
+            self.effects.append(CancelPrefill(handoff.address, handoff.name))
+        self._failed(handoff.leader, reason, message)
+        self._scheduler.requeue(handoff.leader)
+
+    def _forget(self, handoff: Handoff) -> None:
+        del self._by_leader[handoff.leader]
+        del self._by_name[handoff.name]
+        self._ended.add(handoff.name)
+
+    def tick(self, now: float) -> None:
+        for handoff in list(self._by_leader.values()):
+            if now - handoff.heard > self._silence:
+                self._lose(handoff, "SILENT", f"nothing heard for {self._silence:g} s")
+        if now >= self._next_beat:
+            self._next_beat = now + HEARTBEAT_SECONDS
+            self.effects.extend(Beat(address) for address in sorted({h.address for h in self._by_leader.values()}))

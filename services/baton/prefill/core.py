@@ -1,0 +1,60 @@
+"""Drives the prefill side of the hand-off from the step loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from baton.engine.batch import Step
+from baton.engine.plan import StepResult
+from baton.engine.request import Request
+from baton.engine.scheduler import Scheduler
+from baton.handoff.messages import PrefillOutput
+from baton.handoff.prefill_side import PrefillSide
+
+Flush = Callable[[int, list[tuple[Hashable, PrefillOutput]]], None]
+
+
+@dataclass(slots=True, eq=False)
+class PrefillCore:
+    """A core for engine.loop.StepLoop. `flush_to` takes outputs to the shell; `observe` sees each turn's end."""
+
+    side: PrefillSide
+    flush_to: Flush
+    observe: Callable[[], None]
+    _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.side.scheduler
+
+    @property
+    def requests(self) -> int:
+        return self.side.requests
+
+    def may_admit(self, request: Request) -> bool:
+        return self.side.may_admit(request)
+
+    def close_when_idle(self, holder: Hashable, close: Callable[[], None]) -> None:
+        """Calls `close` once nothing of the holder's is left."""
+        self._closing[holder] = close
+
+    def tick(self, now: float) -> None:
+        self.side.tick(now)
+
+    def plan(self, now: float) -> Step | None:
+        return self.side.plan(now)
+
+    def commit(self, step: Step, result: StepResult, now: float) -> None:
+        self.side.commit(step, result, now)
+
+    def fail_step(self, step: Step, message: str) -> None:
+        self.side.fail_step(step, message)
+
+    def flush(self, step: int) -> None:
+        if self.side.outputs:
+            outputs, self.side.outputs = self.side.outputs, []
+            self.flush_to(step, outputs)
+        for holder in [h for h in self._closing if not self.side.holds(h)]:
+            self._closing.pop(holder)()
+        self.observe()

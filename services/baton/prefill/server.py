@@ -1,0 +1,234 @@
+"""The prefill process: the shell around handoff.prefill_side."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Hashable, Sequence
+from typing import Any
+
+import grpc.aio
+
+from baton.config import PrefillConfig
+from baton.engine.request import Request
+from baton.handoff.messages import ChunkAnnounced, FirstSampled, LeaseFinished, PrefillFailed, PrefillOutput
+from baton.handoff.names import RecentNames
+from baton.handoff.prefill_side import PrefillSide
+from baton.prefill.core import PrefillCore
+from baton.rpc.errors import BatonError, abort, failed_precondition, invalid, to_status, unavailable
+from baton.rpc.logs import get_logger
+from baton.rpc.node import run_node
+from baton.rpc.outbox import Outbox
+from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.worker.convert import (
+    check_start,
+    logprobs_to,
+    name_from,
+    name_to,
+    prompt_logprobs_to,
+    sampling_from,
+)
+from baton.worker.node import WorkerNode, status_of
+
+_log = get_logger("baton.prefill")
+
+
+class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
+    """One engine that computes prompts, and the callers connected to it."""
+
+    role = "prefill"
+
+    def __init__(self, config: PrefillConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        self._callers: set[_Caller] = set()
+
+    def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+        names = prefill_pb2.DESCRIPTOR.services_by_name
+        self.serve_pages(server)
+        return [names["Prefill"].full_name, names["PageSource"].full_name]
+
+    def make_core(self) -> PrefillCore:
+        pages = int(self.engine.pool.num_pages * self._config.max_leased_fraction)
+        scheduler = self.make_scheduler(prompt_only=True, may_admit=lambda request: core.may_admit(request))
+        side = PrefillSide(scheduler, lease_grace=self._config.lease_grace_seconds, max_leased_pages=pages)
+        core = PrefillCore(side, self._flush, self.observe)
+        return core
+
+    def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput]]) -> None:
+        self.loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: list[tuple[Hashable, PrefillOutput]]) -> None:
+        batches: dict[Hashable, list[prefill_pb2.PrefillEvent]] = {}
+        for holder, output in outputs:
+            batches.setdefault(holder, []).append(_event(output))
+        for holder, events in batches.items():
+            assert isinstance(holder, _Caller)
+            holder.outbox.put(prefill_pb2.PrefillResponse(events=events))
+
+    # --- the service ------------------------------------------------------------------------------------
+
+    async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        try:
+            first = await anext(aiter(request_iterator), None)
+            if first is None or first.WhichOneof("kind") != "hello":
+                raise invalid("hello", "the first message on Prefill.Run must be `hello`")
+            if first.hello.HasField("layout") and first.hello.layout != self.layout:
+                raise failed_precondition(
+                    "the caller's pages are laid out differently: same model, weights, dtype and page size "
+                    "are needed on both nodes",
+                    "LAYOUT_MISMATCH",
+                )
+        except BatonError as error:
+            await abort(context, error)
+        caller = _Caller(first.hello.incarnation)
+        self._callers.add(caller)
+        self.steps.call(lambda core, now: core.side.connect(caller, now))
+        reader = self.tasks.spawn(self._read(request_iterator, caller), "prefill reader")
+        try:
+            yield prefill_pb2.PrefillResponse(events=[self._welcome()])
+            async for response in caller.outbox:
+                yield response
+            if caller.error is not None:
+                await abort(context, caller.error)
+        finally:
+            reader.cancel()
+            self._callers.discard(caller)
+            self.steps.call(lambda core, now: core.side.disconnect(caller, now))
+
+    async def _read(self, requests: Any, caller: _Caller) -> None:
+        """Awaits nothing but the next message."""
+        try:
+            async for message in requests:
+                self._take(message, caller)
+            # A caller that closes its side can neither pull nor release: what is not a mere first token ends.
+            self.steps.call(lambda core, now: self._when_idle(core, caller))
+        except BatonError as error:
+            caller.error = error
+            caller.outbox.close()
+
+    def _when_idle(self, core: PrefillCore, caller: _Caller) -> None:
+        core.close_when_idle(caller, lambda: self.loop.call_soon_threadsafe(caller.outbox.close))
+
+    def _take(self, message: prefill_pb2.PrefillRequest, caller: _Caller) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "start":
+            self._start(message.start, caller)
+        elif kind == "cancel":
+            name = name_from(message.cancel.attempt)
+            self.steps.call(lambda core, now: core.side.cancel(caller, name, now))
+        elif kind == "release":
+            released = name_from(message.release.attempt)
+            self.steps.call(lambda core, now: core.side.release(caller, released, now))
+        elif kind == "heartbeat":
+            self.steps.call(lambda core, now: core.side.heartbeat(caller, now))
+        else:
+            raise invalid("kind", "each message on Prefill.Run after `hello` sets start, cancel, release or heartbeat")
+
+    def _start(self, start: prefill_pb2.PrefillStart, caller: _Caller) -> None:
+        name = name_from(start.attempt)
+        if name in caller.names:
+            raise invalid("start.attempt", f"attempt {name} was started twice on this stream", "DUPLICATE_ATTEMPT")
+        caller.names.add(name)
+        n = start.n if start.HasField("n") else 1
+        info = self.model_info
+        try:
+            if self.draining:
+                raise unavailable("this node is draining; use another prefill node", "DRAINING")
+            check_start(
+                start.token_ids, start.delivered, start.sampling, n, info.vocab_size, info.context_length
+            )
+        except BatonError as error:
+            event = prefill_pb2.PrefillEvent(attempt=start.attempt, failed=to_status(error))
+            caller.outbox.put(prefill_pb2.PrefillResponse(events=[event]))
+            return
+        seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else self._config.request_seconds
+        cut = len(start.token_ids) - start.delivered
+        request = Request(
+            key=name,
+            prompt=tuple(start.token_ids[:cut]),
+            delivered=tuple(start.token_ids[cut:]),
+            params=sampling_from(start.sampling, info.eos_token_ids, info.context_length),
+            n=n,
+            namespace=start.namespace,
+            priority=start.priority,
+            deadline=time.monotonic() + min(seconds, self._config.request_seconds),
+        )
+        keep = start.keep_pages if start.HasField("keep_pages") else True
+        self.steps.call(lambda core, now: core.side.start(caller, name, request, keep, now))
+
+    def _welcome(self) -> prefill_pb2.PrefillEvent:
+        welcome = prefill_pb2.PrefillWelcome(
+            incarnation=self.incarnation,
+            layout=self.layout,
+            endpoints=self.endpoints(),
+            lease_grace_ms=int(self._config.lease_grace_seconds * 1000),
+        )
+        return prefill_pb2.PrefillEvent(welcome=welcome)
+
+    async def stop(self) -> None:
+        for caller in list(self._callers):
+            caller.error = unavailable("the node is stopping", "STOPPING")
+            caller.outbox.close()
+        await asyncio.sleep(0)
+        await super().stop()
+
+    def load(self) -> node_pb2.Load:
+        load = super().load()
+        side = self.core_or_none.side if self.core_or_none else None
+        if side is not None:
+            load.leases = side.leases
+            load.requests = side.requests
+            load.prompt_tokens = side.counters.prompt_tokens
+            load.cached_tokens = side.counters.cached_tokens
+            load.output_tokens = side.counters.output_tokens
+            load.finished = side.counters.finished
+            load.failed = side.counters.failed
+            load.cancelled = side.counters.cancelled
+        return load
+
+
+class _Caller:
+    """One stream, and the names that were started on it."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.names = RecentNames()
+        self.outbox: Outbox[prefill_pb2.PrefillResponse] = Outbox(_merge)
+        self.error: BatonError | None = None
+
+
+def _merge(unsent: prefill_pb2.PrefillResponse, new: prefill_pb2.PrefillResponse) -> prefill_pb2.PrefillResponse:
+    unsent.events.extend(new.events)
+    return unsent
+
+
+def _event(output: PrefillOutput) -> prefill_pb2.PrefillEvent:
+    event = prefill_pb2.PrefillEvent(attempt=name_to(output.name))
+    if isinstance(output, ChunkAnnounced):
+        event.chunk.first_page = output.first_page
+        event.chunk.page_ids.extend(output.pages)
+        event.chunk.generations.extend(output.generations)
+        event.chunk.last = output.last
+    elif isinstance(output, FirstSampled):
+        event.first.cached_tokens = output.cached_tokens
+        event.first.prompt_logprobs.extend(prompt_logprobs_to(output.prompt_logprobs))
+        for token, logprobs in output.tokens:
+            sampled = event.first.tokens.add(token_id=token)
+            if logprobs is not None:
+                sampled.logprobs.CopyFrom(logprobs_to(logprobs))
+    elif isinstance(output, LeaseFinished):
+        event.finished.stood = output.stood
+    elif isinstance(output, PrefillFailed):
+        event.failed.CopyFrom(status_of(output.code, output.reason, output.message))
+    return event
+
+
+async def serve(
+    config: PrefillConfig, *, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
+) -> int:
+    """Runs the process until it is told to stop. Returns its exit code."""
+    return await run_node(PrefillNode(config), config, ready=ready, stop=stop)
+
+

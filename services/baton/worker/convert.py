@@ -1,0 +1,98 @@
+"""Between messages of baton.v1 and the engine's types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
+
+from baton.engine.plan import Logprobs
+from baton.engine.request import FinishReason
+from baton.engine.sampling import SamplingParams
+from baton.handoff.names import AttemptName
+from baton.rpc.errors import invalid
+from baton.rpc.validate import check_choices, check_sampling, check_token_ids
+from baton.v1 import common_pb2
+
+FINISH_REASONS = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def sampling_from(
+    message: common_pb2.SamplingParams, eos: Iterable[int], default_max_tokens: int
+) -> SamplingParams:
+    """Checked parameters as the engine takes them; absent fields get the contract's defaults."""
+    stop = frozenset(message.stop_token_ids)
+    if not message.ignore_eos:
+        stop |= frozenset(eos)
+    return SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=MappingProxyType(dict(message.logit_bias)),
+        seed=message.seed,
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else default_max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=stop,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+    )
+
+
+def check_start(
+    token_ids: Sequence[int],
+    delivered: int,
+    sampling: common_pb2.SamplingParams,
+    n: int,
+    vocab_size: int,
+    context_length: int,
+) -> None:
+    """What PrefillStart and DecodeStart have in common. Raises BatonError naming the field."""
+    if not token_ids:
+        raise invalid("token_ids", "token_ids is empty: a prompt has at least one token", "EMPTY_PROMPT")
+    if len(token_ids) > context_length:
+        text = f"token_ids has {len(token_ids)} tokens; this node holds at most {context_length}"
+        raise invalid("token_ids", text, "PROMPT_TOO_LONG")
+    check_token_ids(token_ids, vocab_size, "token_ids")
+    if not 0 <= delivered < len(token_ids):
+        raise invalid("delivered", "delivered must be less than the number of token_ids")
+    check_choices(n, "n")
+    check_sampling(sampling, vocab_size, "sampling", allow_stop=False)
+
+
+def name_from(message: common_pb2.Attempt) -> AttemptName:
+    return AttemptName(message.gateway, message.request, message.attempt, message.decode_try)
+
+
+def name_to(name: AttemptName) -> common_pb2.Attempt:
+    return common_pb2.Attempt(
+        gateway=name.gateway, request=name.request, attempt=name.attempt, decode_try=name.decode_try
+    )
+
+
+def logprobs_to(logprobs: Logprobs) -> common_pb2.PositionLogprobs:
+    return common_pb2.PositionLogprobs(
+        chosen=common_pb2.TokenLogprob(token_id=logprobs.token, logprob=logprobs.logprob),
+        top=[common_pb2.TokenLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
+    )
+
+
+def logprobs_from(message: common_pb2.PositionLogprobs) -> Logprobs:
+    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
+    return Logprobs(message.chosen.token_id, message.chosen.logprob, top)
+
+
+def prompt_logprobs_to(logprobs: Sequence[Logprobs]) -> list[common_pb2.PositionLogprobs]:
+    """One entry a prompt token; nothing predicts the first."""
+    if not logprobs:
+        return []
+    return [common_pb2.PositionLogprobs(), *(logprobs_to(entry) for entry in logprobs)]
+
+
+def prompt_logprobs_from(messages: Sequence[common_pb2.PositionLogprobs]) -> tuple[Logprobs, ...]:
+    return tuple(logprobs_from(message) for message in messages[1:])

@@ -1,0 +1,219 @@
+"""The shell that prefill and decode nodes share: an engine, its step thread, load figures, drain and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+from google.rpc import status_pb2
+
+from baton.config import WorkerConfig
+from baton.engine.loop import Core, StepLoop
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.rpc.errors import BatonError, to_status
+from baton.rpc.ids import new_incarnation
+from baton.rpc.logs import get_logger
+from baton.rpc.tasks import Tasks
+from baton.transport.base import Receiver
+from baton.v1 import common_pb2, node_pb2
+from baton.worker.engine import Engine, build_engine
+
+_log = get_logger("baton.worker")
+
+DRAIN_POLL_SECONDS = 0.02
+
+
+class WorkerCore(Core, Protocol):
+    """What the shell reads of a core, besides driving it."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    @property
+    def requests(self) -> int: ...
+
+
+C = TypeVar("C", bound=WorkerCore)
+
+
+class WorkerNode(Generic[C]):
+    """Base of the two worker processes. `role`, `make_core` and the services are theirs."""
+
+    role: str
+    engine: Engine
+    steps: StepLoop[C]
+    loop: asyncio.AbstractEventLoop
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.incarnation = new_incarnation()
+        self.draining = False
+        self.tasks = Tasks()
+        self.core_or_none: C | None = None
+        self._address = ""
+        self._load = node_pb2.Load()
+        self._page_source: Any = None
+
+    def make_core(self) -> C:
+        raise AssertionError("each role makes its own core")
+
+    # --- life -------------------------------------------------------------------------------------------
+
+    async def start(self, address: str) -> None:
+        """Loads the model and starts the step thread. Raises BatonError."""
+        self.loop = asyncio.get_running_loop()
+        self._address = address
+        self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self.role)
+        if self._page_source is not None:
+            self._page_source.attach(self.engine.pages_view(), self.page_bytes, self.engine.pool.num_pages)
+        core = self.core_or_none = self.make_core()
+        self.steps = StepLoop(
+            core,
+            self.engine.runner,
+            name=f"{self.role}-steps",
+            overlap=self.engine.overlap,
+            crashed=self._crashed,
+        )
+        self.observe()
+        self.steps.start()
+
+    async def drain(self, seconds: float) -> int:
+        """Refuses new requests and waits for the running ones; returns how many are left."""
+        self.draining = True
+        deadline = time.monotonic() + seconds
+        while self._requests() and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        return self._requests()
+
+    def _requests(self) -> int:
+        return self.core_or_none.requests if self.core_or_none is not None else 0
+
+    async def stop(self) -> None:
+        if self.core_or_none is not None:
+            await asyncio.to_thread(self.steps.stop)
+        await self.tasks.close()
+        if self.core_or_none is not None:
+            self.engine.close()
+
+    def _crashed(self, error: BaseException) -> None:
+        """An error has escaped the core: a bug. Pages and leases are in doubt, so the process ends at once;
+        peers see the connection break, and a supervisor starts a new incarnation."""
+        _log.critical("the step thread has failed; the process ends", exc_info=error)
+        os._exit(70)
+
+    # --- what the roles use -----------------------------------------------------------------------------
+
+    def make_scheduler(self, **options: Any) -> Scheduler:
+        hooks = {k: options.pop(k) for k in ("route", "abandon", "may_admit") if k in options}
+        config = SchedulerConfig(
+            context_length=self.model_info.context_length,
+            token_budget=self.config.token_budget,
+            max_rows=self.config.max_rows,
+            max_waiting=self.config.max_waiting,
+            policy=self.config.policy,
+            **options,
+        )
+        return Scheduler(self.engine.cache, config, **hooks)
+
+    def serve_pages(self, server: grpc.aio.Server) -> None:
+        """Registers PageSource; it answers once the pool exists."""
+        from baton.transport.grpc import PageSourceServicer
+        from baton.v1 import prefill_pb2_grpc
+
+        self._page_source = PageSourceServicer()
+        prefill_pb2_grpc.add_PageSourceServicer_to_server(self._page_source, server)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.engine.pool.layout.page_bytes
+
+    @property
+    def model_info(self) -> node_pb2.ModelInfo:
+        return self.engine.model_info
+
+    @property
+    def layout(self) -> common_pb2.Layout:
+        return self.engine.layout
+
+    def endpoints(self) -> list[common_pb2.Endpoint]:
+        return self.engine.endpoints(self._address)
+
+    async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Receiver:
+        return await self.engine.open_receiver(endpoints, address)
+
+    # --- what others are told ---------------------------------------------------------------------------
+
+    def info(self) -> node_pb2.NodeInfo:
+        info = node_pb2.NodeInfo(incarnation=self.incarnation)
+        if self.core_or_none is not None:
+            info.model.CopyFrom(self.engine.model_info)
+            info.layout.CopyFrom(self.engine.layout)
+            info.endpoints.extend(self.endpoints())
+            info.device = str(self.engine.device)
+            info.attention = self.engine.attention
+        return info
+
+    def observe(self) -> None:
+        """Takes a snapshot for `load`. Called in the step thread, at the end of each turn."""
+        core = self.core_or_none
+        if core is None:
+            return
+        scheduler = core.scheduler
+        counts = scheduler.cache.counts()
+        pages = node_pb2.PageCounts(
+            total=counts.total,
+            free=counts.free,
+            owned=counts.owned,
+            cached=counts.cached,
+            quarantined=counts.quarantined,
+            reserved=scheduler.reservations.total,
+        )
+        self._load = node_pb2.Load(
+            waiting=len(scheduler.waiting),
+            prefilling=len(scheduler.prompts),
+            handing_off=len(scheduler.handoffs),
+            running=len(scheduler.running),
+            rows=scheduler.slots.in_use,
+            steps=scheduler.step_number,
+            retractions=scheduler.retractions,
+            computed_tokens=scheduler.computed_tokens,
+            requests=core.requests,
+            pages=pages,
+        )
+
+    def load(self) -> node_pb2.Load:
+        load = node_pb2.Load()
+        load.CopyFrom(self._load)
+        load.draining = self.draining
+        return load
+
+    def check_idle(self, seconds: float = 5.0) -> None:
+        """Compares the books of the page pool; raises AccountingError unless nothing is held.
+
+        Waits for the step thread; TimeoutError when it does not answer.
+        """
+        done = threading.Event()
+        failure: list[BaseException] = []
+
+        def check(core: C, now: float) -> None:
+            try:
+                core.scheduler.cache.check(idle=True)
+            except BaseException as error:
+                failure.append(error)
+            done.set()
+
+        self.steps.call(check)
+        if not done.wait(seconds):
+            raise TimeoutError(f"the {self.role} step thread did not answer within {seconds:g} s")
+        if failure:
+            raise failure[0]
+
+
+def status_of(code: str, reason: str, message: str, field: str | None = None) -> status_pb2.Status:
+    """A Status from a core's words."""
+    return to_status(BatonError(grpc.StatusCode[code], reason, message, field=field))
