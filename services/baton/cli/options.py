@@ -118,6 +118,12 @@ class SectionedOption(click.Option):
 
     section: str = ""
 
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Names the environment variable when the value came from there."""
+        hint = super().get_error_hint(ctx)
+        source = ctx.get_parameter_source(self.name or "") if ctx is not None else None
+        return f"{hint} ({self.envvar})" if source is click.core.ParameterSource.ENVIRONMENT else hint
+
 
 class SectionedCommand(click.Command):
     """A command whose `--help` groups its options."""

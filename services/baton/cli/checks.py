@@ -1,0 +1,173 @@
+"""What `baton doctor` looks at. A check answers; it never raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from baton.cli.serve import DEFAULT_PORTS
+
+Verdict = Literal["ok", "note", "bad"]
+"""ok: works. note: works without it, or less well. bad: Baton cannot run."""
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """One finding."""
+
+    section: str
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+def machine() -> Iterator[Check]:
+    """Python, cores, memory, shared memory, disk."""
+    yield Check("machine", "python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield Check("machine", "system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Check("machine", "cores", "ok", f"{cores} usable of {os.cpu_count()}")
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f} GiB"
+    if memory.available < GIB:
+        yield Check(
+            "machine", "memory", "note", f"{text}; a deployment of the demo model takes about 1.5 GiB"
+        )
+    else:
+        yield Check("machine", "memory", "ok", text)
+    yield _shared_memory()
+    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache"))
+    while not cache.exists():
+        cache = cache.parent
+    yield Check(
+        "machine", "disk", "ok", f"{shutil.disk_usage(cache).free / GIB:.1f} GiB free for models in {cache}"
+    )
+
+
+def _shared_memory() -> Check:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Check("machine", "/dev/shm", "note", "not there; pages travel over grpc instead of shm")
+    usage = shutil.disk_usage(folder)
+    text = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB"
+    if not os.access(folder, os.W_OK):
+        return Check("machine", "/dev/shm", "note", f"{text}, not writable; pages travel over grpc")
+    if usage.free < GIB:
+        hint = "KV pools live there: use a smaller --kv-tokens, or give a container more (--shm-size)"
+        return Check("machine", "/dev/shm", "note", f"{text}; {hint}")
+    return Check("machine", "/dev/shm", "ok", text)
+
+
+def devices() -> Iterator[Check]:
+    """torch and the GPUs it sees."""
+    try:
+        import torch
+    except ImportError as error:
+        yield Check("devices", "torch", "bad", f"cannot be imported ({error}); install it: pip install torch")
+        return
+    yield Check("devices", "torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    yield Check("devices", "cpu", "ok", torch.backends.cpu.get_cpu_capability())
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = "no usable NVIDIA GPU or driver" if built else "this torch is built without CUDA"
+        yield Check("devices", "cuda", "note", f"{reason}; --device cpu is used")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+        text = f"{torch.cuda.get_device_name(index)}, compute {capability}"
+        yield Check(
+            "devices", f"cuda:{index}", "ok", f"{text}, {free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
+        )
+
+
+def attention() -> Iterator[Check]:
+    """Attention backends and the library that the fast one comes from."""
+    import torch
+
+    from baton.attention.registry import BACKENDS
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, backend in BACKENDS.items():
+        problem = backend.available(device)
+        yield Check("attention", name, "note" if problem else "ok", problem or f"works on {device}")
+    if importlib.util.find_spec("sgl_kernel") is None:
+        yield Check("attention", "sgl_kernel", "note", "not installed; only needed on NVIDIA GPUs")
+    else:
+        yield Check("attention", "sgl_kernel", "ok", "installed")
+
+
+def transports() -> Iterator[Check]:
+    """How KV pages can travel from here."""
+    if os.access("/dev/shm", os.W_OK):
+        yield Check("transports", "shm", "ok", "between processes of this host, CPU pools")
+    else:
+        yield Check("transports", "shm", "note", "/dev/shm is not there or not writable")
+    yield Check("transports", "grpc", "ok", "anywhere")
+    for name in ("cuda_ipc", "nixl"):
+        yield Check("transports", name, "note", "not in this version")
+
+
+def ports() -> Iterator[Check]:
+    """Default ports that something else listens on."""
+    for role, (grpc_port, http_port) in DEFAULT_PORTS.items():
+        taken = [port for port in (grpc_port, http_port) if port_taken(port)]
+        wanted = f"{grpc_port} and {http_port}"
+        if taken:
+            numbers = " and ".join(map(str, taken))
+            text = f"{numbers} in use, perhaps by a running Baton; others: --port, --http-port"
+            yield Check("ports", role, "note", text)
+        else:
+            yield Check("ports", role, "ok", f"{wanted} are free")
+
+
+def port_taken(port: int) -> bool:
+    """Whether somebody listens on this port of the loopback."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
+def model() -> Iterator[Check]:
+    """The model inside the package."""
+    from baton.demo import model_path
+
+    folder = model_path()
+    weights = folder / "model.safetensors"
+    if weights.is_file():
+        yield Check("model", "demo", "ok", f"{weights.stat().st_size / 2**20:.1f} MiB in {folder}")
+    else:
+        yield Check("model", "demo", "bad", f"{weights} is missing; install Baton again")
+
+
+GROUPS: dict[str, Callable[[], Iterator[Check]]] = {
+    "machine": machine,
+    "devices": devices,
+    "attention": attention,
+    "transports": transports,
+    "model": model,
+    "ports": ports,
+}
+
+
+def run_checks() -> Iterator[Check]:
+    """All findings, in order; a group that fails is itself a finding."""
+    for name, group in GROUPS.items():
+        try:
+            yield from group()
+        except Exception as error:  # a broken installation must not end the doctor
+            yield Check(name, name, "bad", f"cannot be looked at: {type(error).__name__}: {error}")

@@ -1,0 +1,167 @@
+"""Flags, environment, TOML file and defaults: names, precedence, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from baton.cli.options import as_flags, build, config_options, fields_of, given
+from baton.cli.serve import DEFAULT_PORTS, serve
+from baton.cli.toml import ROLES, config_file_option
+from baton.cli.up import pass_through
+from baton.config import DecodeConfig, GatewayConfig, NodeConfig, WorkerConfig
+
+
+def parse(role: str, *arguments: str, env: dict[str, str] | None = None) -> NodeConfig:
+    """What `baton serve ROLE` would be configured with."""
+    config = ROLES[role]
+    found: list[NodeConfig] = []
+
+    @click.command()
+    @config_file_option(role)
+    @config_options(config)
+    def command(config_file: Path | None, **values: object) -> None:
+        found.append(build(config, values, {}))
+
+    result = CliRunner().invoke(command, arguments, env=env, catch_exceptions=False)
+    if result.exit_code:
+        raise click.UsageError(result.output)
+    return found[0]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_nothing_given_is_the_dataclass_default(role: str) -> None:
+    assert parse(role) == ROLES[role]()
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_field_has_help(role: str) -> None:
+    assert [field.name for field in fields_of(ROLES[role]).values() if not field.help] == []
+
+
+def test_overridden_field_keeps_the_inherited_help() -> None:
+    assert fields_of(GatewayConfig)["http_port"].help == fields_of(NodeConfig)["http_port"].help
+
+
+def test_precedence(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(
+        "kv_tokens = 1\nmax_rows = 1\n[decode]\nmax_rows = 2\nwatermark = 1\n[prefill]\nmax_rows = 9\n"
+    )
+    config = ["--config", str(file)]
+    env = {"BATON_KV_TOKENS": "3", "BATON_MAX_ROWS": "3"}
+    settings = parse("decode")
+    assert isinstance(settings, DecodeConfig) and settings.kv_tokens == 0
+    settings = parse("decode", *config)
+    assert isinstance(settings, DecodeConfig)
+    assert (settings.kv_tokens, settings.max_rows, settings.watermark) == (1, 2, 1.0)
+    settings = parse("decode", *config, env=env)
+    assert isinstance(settings, DecodeConfig) and (settings.kv_tokens, settings.max_rows) == (3, 3)
+    settings = parse("decode", *config, "--kv-tokens", "4", env=env)
+    assert isinstance(settings, DecodeConfig) and (settings.kv_tokens, settings.max_rows) == (4, 3)
+    settings = parse("prefill", *config)
+    assert isinstance(settings, WorkerConfig) and settings.max_rows == 9
+
+
+def test_a_value_equal_to_the_default_still_wins(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("max_rows = 7\nlog_json = true\nhttp_port = 5\n")
+    settings = parse(
+        "decode", "--config", str(file), "--max-rows", "64", "--no-log-json", "--http-port", "none"
+    )
+    assert isinstance(settings, DecodeConfig)
+    assert (settings.max_rows, settings.log_json, settings.http_port) == (64, False, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "toml"),
+    [
+        (["--prefill", "a:1", "--prefill", "b:2"], {}, ""),
+        (["--prefill", "a:1,b:2"], {}, ""),
+        ([], {"BATON_PREFILL": "a:1,b:2"}, ""),
+        ([], {}, 'prefill = ["a:1", "b:2"]'),
+        ([], {}, '[decode]\nprefill = "a:1,b:2"'),
+    ],
+)
+def test_lists(tmp_path: Path, arguments: list[str], env: dict[str, str], toml: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(toml)
+    settings = parse("decode", "--config", str(file), *arguments, env=env)
+    assert isinstance(settings, DecodeConfig) and settings.prefill == ("a:1", "b:2")
+
+
+def test_an_empty_list_can_be_given() -> None:
+    settings = parse("gateway", "--decode", "")
+    assert isinstance(settings, GatewayConfig) and settings.decode == ()
+
+
+def test_optional_bool_has_three_values() -> None:
+    overlaps = [parse("decode", *flags) for flags in ([], ["--overlap"], ["--no-overlap"])]
+    assert [config.overlap for config in overlaps if isinstance(config, DecodeConfig)] == [None, True, False]
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("kv_token = 1", "unknown key 'kv_token'"),
+        ("[decode]\nport_http = 1", "unknown key 'decode.port_http'"),
+        ("[prefill]\nwatermark = 0.5", "unknown key 'prefill.watermark'"),
+        ("[worker]\nport = 1", "unknown key 'worker'"),
+        ('kv_tokens = "many"', "'kv_tokens' must be an integer, not 'many'"),
+        ("max_rows = true", "'max_rows' must be an integer, not True"),
+        ("log_json = 1", "'log_json' must be true or false, not 1"),
+        ("[decode]\nprefill = [1]", "'decode.prefill' must be a list of strings"),
+        ("model = demo", "cannot read"),
+    ],
+)
+def test_wrong_file_names_the_key(tmp_path: Path, toml: str, message: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(toml)
+    with pytest.raises(click.UsageError) as caught:
+        parse("decode", "--config", str(file))
+    assert message in caught.value.message and str(file) in caught.value.message
+
+
+def test_a_file_for_all_roles_is_fine_for_each(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text('model = "demo"\nkv_tokens = 64\n[gateway]\nmax_requests = 3\n[tokenizer]\nthreads = 1\n')
+    for role in ROLES:
+        parse(role, "--config", str(file))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_flags_for_a_child_round_trip(role: str) -> None:
+    changed: dict[str, object] = {}
+    for field in fields_of(ROLES[role]).values():
+        samples = {str: "text", int: 7, float: 0.5, bool: not field.default, tuple: ("a", "b")}
+        changed[field.name] = None if field.name == "http_port" else samples[field.kind]
+    assert parse(role, *as_flags(ROLES[role], changed)) == ROLES[role](**changed)
+
+
+def test_given_leaves_out_what_was_not() -> None:
+    assert given(DecodeConfig, {"model": None, "prefill": (), "kv_tokens": 5, "other": 1}) == {"kv_tokens": 5}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_serve_shows_the_designs_ports(role: str) -> None:
+    result = CliRunner().invoke(serve, [role, "--help"], terminal_width=200)
+    port, http_port = DEFAULT_PORTS[role]
+    assert f"[default: {port}]" in result.output and f"[default: {http_port}]" in result.output
+
+
+def test_up_passes_flags_to_the_roles_that_know_them(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    values = {"model": "m", "kv_tokens": 5, "threads": 1, "watermark": 0.5, "served_name": "s"}
+    values = {**dict.fromkeys(field.name for field in dataclasses.fields(DecodeConfig)), **values}
+    flags = pass_through({**values, "port": 1, "config_file": file})
+    worker = ("--model", "m", "--threads", "1", "--kv-tokens", "5")
+    assert flags == {
+        "gateway": ("--config", str(file), "--served-name", "s"),
+        "tokenizer": ("--config", str(file), "--model", "m"),
+        "prefill": ("--config", str(file), *worker),
+        "decode": ("--config", str(file), *worker, "--watermark", "0.5"),
+    }
