@@ -1,0 +1,53 @@
+"""Options of gRPC connections, the same in all processes."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+KEEPALIVE_SECONDS = 10.0
+KEEPALIVE_TIMEOUT_SECONDS = 5.0
+
+Options = list[tuple[str, int]]
+
+
+def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A connection of its own to host:port: not shared with other channels, never through a proxy.
+
+    A peer that vanished without closing (a host lost, a process stopped) is noticed by keepalive.
+    """
+    return grpc.aio.insecure_channel(address, options=client_options(max_message_bytes))
+
+
+def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    return [
+        *_common(max_message_bytes),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),
+        ("grpc.service_config_disable_resolution", 1),
+        ("grpc.initial_reconnect_backoff_ms", 50),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+    return [
+        *_common(max_message_bytes),
+        # Without this two servers could share a port, and "port taken" would go unnoticed.
+        ("grpc.so_reuseport", 0),
+        # Clients may ping as often as client_options says, and no oftener than twice that.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500)),
+    ]
+
+
+def _common(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
+        ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_SECONDS * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

@@ -1,0 +1,153 @@
+"""One exception for everything that a caller is told, and its form on the wire.
+
+On the wire an error is a google.rpc.Status: ErrorInfo (domain "baton.v1", the machine-readable reason),
+BadRequest where one field is wrong, RetryInfo where trying again makes sense. It travels in messages where
+many requests share a stream, and in a call's trailing metadata (grpcio-status) where the call itself fails.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "baton.v1"
+MAX_TEXT_BYTES = 1024
+"""Longer messages and field names are cut: trailing metadata holds 8 KiB in all."""
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class BatonError(Exception):
+    """An error that a caller is told.
+
+    code: the gRPC code. reason: upper-case word, stable, for programs. message: one line for people, saying
+    what to do. field: path of the field that is wrong, such as "inputs[0].text". retry_after_ms: when trying
+    again makes sense.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.field = field
+        self.retry_after_ms = retry_after_ms
+
+    def __repr__(self) -> str:
+        return f"BatonError({self.code.name}, {self.reason}, {self.message!r}, field={self.field!r})"
+
+
+def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> BatonError:
+    """The value of `field` cannot be used."""
+    return BatonError(grpc.StatusCode.INVALID_ARGUMENT, reason, message, field=field)
+
+
+def not_found(message: str, reason: str = "NOT_FOUND") -> BatonError:
+    return BatonError(grpc.StatusCode.NOT_FOUND, reason, message)
+
+
+def unavailable(message: str, reason: str = "UNAVAILABLE", retry_after_ms: int | None = None) -> BatonError:
+    return BatonError(grpc.StatusCode.UNAVAILABLE, reason, message, retry_after_ms=retry_after_ms)
+
+
+def exhausted(
+    message: str, reason: str = "RESOURCE_EXHAUSTED", retry_after_ms: int | None = None
+) -> BatonError:
+    return BatonError(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, message, retry_after_ms=retry_after_ms)
+
+
+def deadline_exceeded(message: str, reason: str = "DEADLINE_EXCEEDED") -> BatonError:
+    return BatonError(grpc.StatusCode.DEADLINE_EXCEEDED, reason, message)
+
+
+def cancelled(message: str, reason: str = "CANCELLED") -> BatonError:
+    return BatonError(grpc.StatusCode.CANCELLED, reason, message)
+
+
+def failed_precondition(message: str, reason: str = "FAILED_PRECONDITION") -> BatonError:
+    return BatonError(grpc.StatusCode.FAILED_PRECONDITION, reason, message)
+
+
+def aborted(message: str, reason: str = "ABORTED") -> BatonError:
+    return BatonError(grpc.StatusCode.ABORTED, reason, message)
+
+
+def internal(message: str, reason: str = "INTERNAL") -> BatonError:
+    return BatonError(grpc.StatusCode.INTERNAL, reason, message)
+
+
+def to_status(error: BatonError) -> status_pb2.Status:
+    """The error as it travels."""
+    message = _cut(error.message)
+    status = status_pb2.Status(code=error.code.value[0], message=message)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
+    if error.field is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_cut(error.field), description=message, reason=error.reason
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_ms is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(error.retry_after_ms)
+        status.details.add().Pack(retry)
+    return status
+
+
+def from_status(status: status_pb2.Status) -> BatonError:
+    """The error that a Status tells. One without ErrorInfo gets its code's name as reason."""
+    code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+    error = BatonError(code, code.name, status.message or code.name.lower().replace("_", " "))
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for detail in status.details:
+        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
+            error.reason = info.reason or error.reason
+        elif detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad) and bad.field_violations:
+            error.field = bad.field_violations[0].field
+        elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
+            error.retry_after_ms = retry.retry_delay.ToMilliseconds()
+    return error
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
+    """The error that a failed call tells, from its trailing Status where there is one."""
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:  # a Status that contradicts the call's own code
+        status = None
+    if status is None:
+        code: grpc.StatusCode = error.code()
+        status = status_pb2.Status(code=code.value[0], message=error.details() or "")
+    return from_status(status)
+
+
+async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoReturn:
+    """Ends the call with the error, its Status in the trailing metadata."""
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("context.abort returned")
+
+
+def _cut(text: str) -> str:
+    raw = text.encode("utf-8", "replace")
+    return (
+        raw.decode()
+        if len(raw) <= MAX_TEXT_BYTES
+        else raw[: MAX_TEXT_BYTES - 3].decode("utf-8", "ignore") + "..."
+    )
+
+
+assert set(_CODES) <= set(code_pb2.Code.values())

@@ -1,0 +1,75 @@
+"""Structured log lines on stderr: key=value, or JSON. They never contain prompts, texts or tokens."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+def configure(role: str, level: str = "info", json: bool = False, name: str = "") -> None:
+    """Sets up this process's log, libraries' own loggers included (theirs from warnings up).
+
+    Every line carries `role`, and `name` where one is given. Raises ValueError for an unknown level.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"unknown log level {level!r}: use one of {', '.join(LEVELS)}")
+
+    def origin(_logger: Any, _method: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+        event.setdefault("role", role)
+        if name:
+            event.setdefault("name", name)
+        return event
+
+    shared: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        origin,
+    ]
+    ending: list[structlog.types.Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if json:
+        ending += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+    else:
+        ending += [
+            structlog.processors.format_exc_info,
+            structlog.processors.LogfmtRenderer(
+                key_order=["timestamp", "level", "role", "event"], drop_missing=True, bool_as_flag=False
+            ),
+        ]
+    formatter = structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=ending)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("baton").setLevel(LEVELS[level])
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=False,
+    )
+
+
+def is_configured() -> bool:
+    return bool(structlog.is_configured())
+
+
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """A logger called `name` (starts with "baton"). May be made before `configure`."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger

@@ -1,0 +1,93 @@
+"""Prometheus metrics: a registry per process, the Load snapshot as baton_* series, their HTTP server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.v1 import node_pb2
+
+COUNTERS = {
+    "steps": "Steps of the engine.",
+    "prompt_tokens": "Prompt tokens of admitted requests.",
+    "cached_tokens": "Prompt tokens that needed no computing.",
+    "computed_tokens": "Prompt tokens computed here.",
+    "output_tokens": "Tokens sampled.",
+    "pulled_pages": "KV pages pulled.",
+    "pulled_bytes": "Bytes of KV pages pulled.",
+    "retractions": "Requests that lost their pages under memory pressure.",
+    "finished": "Requests that finished.",
+    "failed": "Requests that failed.",
+    "cancelled": "Requests that were cancelled.",
+    "handoff_retries": "Hand-offs tried again.",
+    "local_prefills": "Prompts prefilled on the decode node itself.",
+    "messages": "Messages sent to gateways.",
+}
+GAUGES = {
+    "draining": "1 while draining.",
+    "waiting": "Requests that wait for admission.",
+    "prefilling": "Requests whose prompt is being computed here.",
+    "handing_off": "Requests whose prompt is being computed or pulled elsewhere.",
+    "running": "Rows in the running batch.",
+    "leases": "Leases on prompts that may still be pulled.",
+    "pulls": "Pulls in flight.",
+    "rows": "Batch rows in use.",
+    "requests": "Requests held in any state.",
+}
+
+
+class LoadCollector(Collector):
+    """Turns the Load that `snapshot` returns into metrics, at each scrape.
+
+    `snapshot` is called on the thread that scrapes; it may raise TimeoutError, and the scrape is empty then.
+    """
+
+    def __init__(self, role: str, snapshot: Callable[[], node_pb2.Load]) -> None:
+        self._role = role
+        self._snapshot = snapshot
+
+    def describe(self) -> list[Metric]:
+        return []  # keeps registration from calling collect()
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            load = self._snapshot()
+        except TimeoutError:
+            return
+        for name, text in COUNTERS.items():
+            counter = CounterMetricFamily(f"baton_{name}", text, labels=["role"])
+            counter.add_metric([self._role], float(getattr(load, name)))
+            yield counter
+        for name, text in GAUGES.items():
+            gauge = GaugeMetricFamily(f"baton_{name}", text, labels=["role"])
+            gauge.add_metric([self._role], float(getattr(load, name)))
+            yield gauge
+        pages = GaugeMetricFamily("baton_pages", "KV pages by state.", labels=["role", "state"])
+        for field in node_pb2.PageCounts.DESCRIPTOR.fields:
+            pages.add_metric([self._role, field.name], float(getattr(load.pages, field.name)))
+        yield pages
+
+
+def new_registry(role: str, snapshot: Callable[[], node_pb2.Load]) -> CollectorRegistry:
+    """A registry that reports the load; the process object adds its own metrics to it."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(LoadCollector(role, snapshot))
+    return registry
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
+    """Serves GET /metrics from a thread. Returns the port bound (0 asks for a free one) and what closes it.
+
+    Raises OSError when the port cannot be bound.
+    """
+    server, thread = start_http_server(port, addr=host, registry=registry)
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=5.0)
+
+    return server.server_port, close

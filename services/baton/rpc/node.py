@@ -1,0 +1,289 @@
+"""Runs one process: bind, load, say ready, serve, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+import grpc.aio
+import uvloop
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+import baton
+from baton.config import NodeConfig
+from baton.rpc import logs
+from baton.rpc.bind import bind_grpc, bind_metrics
+from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from baton.rpc.errors import BatonError
+from baton.rpc.health import HealthServicer
+from baton.rpc.interceptor import ReadyGate
+from baton.rpc.metrics import LoadCollector
+from baton.v1 import node_pb2, node_pb2_grpc
+
+STOP_SECONDS = 10.0
+"""A node's stop() may take so long."""
+
+_log = logs.get_logger("baton.node")
+
+
+class Node(Protocol):
+    """What a process gives to run_node."""
+
+    role: str
+
+    def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Registers its services; returns their full names, for health and reflection."""
+        ...
+
+    async def start(self, address: str) -> None:
+        """Loads and connects; called once the port is bound. Raises BatonError when that cannot be done.
+
+        Until it has returned, calls to the services are refused with UNAVAILABLE (NOT_READY).
+        """
+        ...
+
+    async def drain(self, seconds: float) -> int:
+        """Refuses new requests from now on; returns how many still run when none does or time is over."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends what still runs, each with its terminal event, and frees everything; also after a failed start."""
+        ...
+
+    def info(self) -> node_pb2.NodeInfo:
+        """run_node fills in role, version, pid, address and http_address (if it serves HTTP)."""
+        ...
+
+    def load(self) -> node_pb2.Load: ...
+
+
+async def run_node(
+    node: Node,
+    config: NodeConfig,
+    *,
+    serve_metrics_http: bool = True,
+    registry: CollectorRegistry | None = None,
+    ready: asyncio.Event | None = None,
+    stop: asyncio.Event | None = None,
+) -> int:
+    """Serves until SIGTERM, SIGINT or `stop`; then drains and stops. Returns the process's exit code.
+
+    0: stopped as asked. 2: could not start; one line on stderr says why. 1: an error nobody foresaw.
+    With `stop` given, signals are left alone. `registry` holds the node's own metrics; the load is added.
+    A second signal during the drain stops at once.
+    """
+    if not logs.is_configured():
+        logs.configure(node.role, config.log_level, config.log_json)
+    shell = _Shell(node, config, serve_metrics_http, registry or CollectorRegistry(auto_describe=False))
+    stopping = stop or asyncio.Event()
+    hurry = asyncio.Event()
+    with _signals(stopping, hurry, install=stop is None):
+        try:
+            await shell.bind()
+            if not await shell.start(stopping):
+                return 0
+            shell.announce()
+            if ready is not None:
+                ready.set()
+            await stopping.wait()
+            remaining = await shell.drain(config.drain_seconds, hurry)
+            _log.info("stopping", remaining=remaining)
+            return 0
+        except BatonError as error:
+            print(f"baton {node.role}: {error.message}", file=sys.stderr, flush=True)
+            return 2
+        except Exception as error:
+            _log.exception("failed")
+            print(f"baton {node.role}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            return 1
+        finally:
+            await shell.close(hurry)
+
+
+def run_process(work: Coroutine[Any, Any, int]) -> int:
+    """Runs a process's `serve(...)` on uvloop. Returns its exit code; a BatonError is one line and 2."""
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.get_loop().set_exception_handler(_unhandled)
+            return runner.run(work)
+    except BatonError as error:
+        print(f"baton: {error.message}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+class _Shell:
+    """The servers around a node."""
+
+    def __init__(
+        self, node: Node, config: NodeConfig, serve_metrics_http: bool, registry: CollectorRegistry
+    ) -> None:
+        self._node = node
+        self._config = config
+        self._serve_http = serve_metrics_http and config.http_port is not None
+        self._registry = registry
+        self._gate = ReadyGate()
+        self._health = HealthServicer()
+        self._draining = False
+        self._started = False
+        self._close_metrics = lambda: None
+        self._http_address = ""
+        self.address = ""
+        limit = int(getattr(config, "max_message_bytes", MAX_MESSAGE_BYTES))
+        self._server = grpc.aio.server(options=server_options(limit), interceptors=[self._gate])
+
+    async def bind(self) -> None:
+        """Binds both ports and serves health (NOT_SERVING), reflection and Node."""
+        loop = asyncio.get_running_loop()
+        services = list(self._node.add_services(self._server))
+        self._gate.guard(services)
+        node_pb2_grpc.add_NodeServicer_to_server(_NodeServicer(self), self._server)
+        services.append(node_pb2.DESCRIPTOR.services_by_name["Node"].full_name)
+        self._health.add_to(self._server, services)
+        everything = [*services, HealthServicer.SERVICE, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(everything, self._server)
+        bound = bind_grpc(self._server, self._config.host, self._config.port)
+        self.address = self._config.advertise or bound
+        await self._server.start()
+        self._registry.register(LoadCollector(self._node.role, self._load_from(loop)))
+        if self._serve_http:
+            assert self._config.http_port is not None
+            self._http_address, self._close_metrics = bind_metrics(
+                self._registry, self._config.host, self._config.http_port
+            )
+
+    async def start(self, stopping: asyncio.Event) -> bool:
+        """Starts the node; False when told to stop before it had started."""
+        self._started = True
+        return await _unless(self._node.start(self.address), stopping)
+
+    def announce(self) -> None:
+        """From now on the node serves: opens the gate, reports SERVING, prints the ready line."""
+        self._gate.open()
+        self._health.set_all(serving=True)
+        info = self.info()
+        http = info.http_address or "none"
+        _log.info("ready", address=info.address, http=http, pid=info.pid)
+        print(
+            f"ready role={info.role} address={info.address} http={http} pid={info.pid}",
+            flush=True,
+        )
+
+    async def drain(self, seconds: float, hurry: asyncio.Event | None = None) -> int:
+        """Reports NOT_SERVING and waits for running requests; `hurry` ends the wait. Returns what remains."""
+        if not self._draining:
+            self._draining = True
+            _log.info("draining", seconds=seconds)
+            self._health.set_all(serving=False)
+        remaining = asyncio.ensure_future(self._node.drain(seconds))
+        # The node keeps the time; the margin only guards against one that does not.
+        if not await _unless(remaining, hurry or asyncio.Event(), seconds + 5.0):
+            return max(1, self.load().requests)
+        return remaining.result()
+
+    async def close(self, hurry: asyncio.Event) -> None:
+        """Stops the node, if its start was tried, and the servers."""
+        try:
+            if self._started:
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._node.stop()
+        except TimeoutError:
+            _log.error("stop takes too long; leaving", seconds=STOP_SECONDS)
+        except Exception:
+            _log.exception("stop failed")
+        await self._server.stop(grace=0.0 if hurry.is_set() else 0.5)
+        await asyncio.to_thread(self._close_metrics)
+
+    def info(self) -> node_pb2.NodeInfo:
+        info = self._node.info()
+        info.role = self._node.role
+        info.version = baton.__version__
+        info.pid = os.getpid()
+        info.address = self.address
+        info.http_address = self._http_address or info.http_address
+        return info
+
+    def load(self) -> node_pb2.Load:
+        load = self._node.load()
+        load.draining = load.draining or self._draining
+        return load
+
+    def _load_from(self, loop: asyncio.AbstractEventLoop) -> Any:
+        """load(), callable from any thread: nodes are used on their event loop only."""
+
+        async def snapshot() -> node_pb2.Load:
+            return self.load()
+
+        def call() -> node_pb2.Load:
+            try:
+                running = asyncio.get_running_loop()
+            except RuntimeError:
+                running = None
+            if running is loop:
+                return self.load()
+            return asyncio.run_coroutine_threadsafe(snapshot(), loop).result(timeout=2.0)
+
+        return call
+
+
+class _NodeServicer(node_pb2_grpc.NodeServicer):
+    def __init__(self, shell: _Shell) -> None:
+        self._shell = shell
+
+    async def GetInfo(self, request: node_pb2.GetInfoRequest, context: Any) -> node_pb2.NodeInfo:
+        return self._shell.info()
+
+    async def GetLoad(self, request: node_pb2.GetLoadRequest, context: Any) -> node_pb2.Load:
+        return self._shell.load()
+
+    async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:
+        milliseconds = request.timeout_ms if request.HasField("timeout_ms") else 30000
+        remaining = await self._shell.drain(milliseconds / 1000)
+        return node_pb2.DrainResponse(drained=remaining == 0, remaining=remaining)
+
+
+async def _unless(work: Any, event: asyncio.Event, seconds: float | None = None) -> bool:
+    """Awaits `work`; False, with the work cancelled, when the event is set or the time is over before."""
+    task = asyncio.ensure_future(work)
+    waiter = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiter}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        for pending in (task, waiter):
+            pending.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS):
+                await asyncio.gather(task, waiter, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _signals(stopping: asyncio.Event, hurry: asyncio.Event, install: bool) -> Any:
+    def received() -> None:
+        (hurry if stopping.is_set() else stopping).set()
+
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT) if install else ()
+    for number in numbers:
+        loop.add_signal_handler(number, received)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    _log.error(
+        "unhandled exception", where=context.get("message", ""), exc_info=context.get("exception") or False
+    )

@@ -1,0 +1,65 @@
+"""What a stream still has to send. It merges instead of growing, so that a slow peer costs no memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class OutboxFull(Exception):
+    """A queueing outbox holds its limit of unsent items: the peer does not read."""
+
+
+class Outbox(Generic[T]):
+    """Unsent items of one stream, for one reader; used on the event loop only.
+
+    With `merge`, at most one item is ever unsent: merge(unsent, new) takes both places, and may change and
+    return its first argument. Without (messages that carry one command each), items queue up to `limit`.
+    """
+
+    def __init__(self, merge: Callable[[T, T], T] | None, limit: int = 65536) -> None:
+        self._merge = merge
+        self._limit = limit
+        self._items: deque[T] = deque()
+        self._closed = False
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def put(self, item: T) -> bool:
+        """False once closed: the item is dropped. Raises OutboxFull at the limit. Never waits."""
+        if self._closed:
+            return False
+        if self._items and self._merge is not None:
+            self._items[-1] = self._merge(self._items[-1], item)
+        elif len(self._items) >= self._limit:
+            raise OutboxFull(f"{len(self._items)} messages are unsent")
+        else:
+            self._items.append(item)
+        self._wake.set()
+        return True
+
+    def close(self) -> None:
+        """What is in the box is still read; then the iteration ends. Idempotent."""
+        self._closed = True
+        self._wake.set()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._items:
+            if self._closed:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return self._items.popleft()

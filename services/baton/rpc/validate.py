@@ -1,0 +1,103 @@
+"""Checks of what callers send, before any work starts. Ranges are those of proto/baton/v1/common.proto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from baton.rpc.errors import invalid
+from baton.v1 import common_pb2
+
+MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 64
+MAX_LOGPROBS = 20
+MAX_CHOICES = 16
+MAX_OUTPUT_TOKENS = 2**24
+"""Beyond any model's context: whoever asks for more has made a mistake."""
+MAX_TOP_K = 2**31 - 1
+
+
+def check_sampling(
+    params: common_pb2.SamplingParams,
+    vocab_size: int | None,
+    field: str = "sampling",
+    allow_stop: bool = True,
+) -> None:
+    """Raises BatonError (INVALID_ARGUMENT, naming the field) for the first value out of range.
+
+    vocab_size None: token ids are not checked against it. allow_stop False: stop strings are refused, as by
+    services that know no text.
+    """
+
+    def check(name: str, low: float, high: float, what: str) -> None:
+        # `not low <= x <= high` rather than `x < low or x > high`: NaN compares false with everything.
+        if params.HasField(name) and not low <= getattr(params, name) <= high:
+            raise invalid(f"{field}.{name}", f"{field}.{name} must be {what}, not {getattr(params, name):g}")
+
+    check("temperature", 0.0, MAX_TEMPERATURE, f"in [0, {MAX_TEMPERATURE:g}]")
+    check("top_k", 0, MAX_TOP_K, "at least 1 (0 or absent: all tokens)")
+    check("top_p", _ABOVE_ZERO, 1.0, "in (0, 1]")
+    check("min_p", 0.0, 1.0, "in [0, 1]")
+    check("repetition_penalty", _ABOVE_ZERO, MAX_REPETITION_PENALTY, f"in (0, {MAX_REPETITION_PENALTY:g}]")
+    check("presence_penalty", -MAX_PENALTY, MAX_PENALTY, f"in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+    check("frequency_penalty", -MAX_PENALTY, MAX_PENALTY, f"in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+    check("max_tokens", 1, MAX_OUTPUT_TOKENS, f"in [1, {MAX_OUTPUT_TOKENS}]")
+    check("min_tokens", 0, MAX_OUTPUT_TOKENS, f"in [0, {MAX_OUTPUT_TOKENS}]")
+    check("logprobs", 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]")
+    check("prompt_logprobs", 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]")
+    if params.HasField("max_tokens") and params.min_tokens > params.max_tokens:
+        raise invalid(
+            f"{field}.min_tokens",
+            f"{field}.min_tokens ({params.min_tokens}) must not exceed max_tokens ({params.max_tokens})",
+        )
+    _check_logit_bias(params, vocab_size, f"{field}.logit_bias")
+    _check_stop(params, f"{field}.stop", allow_stop)
+    if len(params.stop_token_ids) > MAX_STOP_TOKENS:
+        raise invalid(f"{field}.stop_token_ids", f"{field}.stop_token_ids: at most {MAX_STOP_TOKENS} entries")
+    check_token_ids(params.stop_token_ids, vocab_size, f"{field}.stop_token_ids")
+
+
+def check_token_ids(ids: Iterable[int], vocab_size: int | None, field: str) -> None:
+    """Raises BatonError for the first id that is not in [0, vocab_size)."""
+    if vocab_size is None:
+        return
+    for index, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise invalid(
+                f"{field}[{index}]",
+                f"{field}[{index}] is {token}, outside the model's vocabulary of {vocab_size} tokens",
+            )
+
+
+def check_choices(n: int, field: str = "n") -> None:
+    """Raises BatonError unless 1 <= n <= 16."""
+    if not 1 <= n <= MAX_CHOICES:
+        raise invalid(field, f"{field} must be in [1, {MAX_CHOICES}], not {n}")
+
+
+_ABOVE_ZERO = 2.0**-149  # the smallest positive float32
+
+
+def _check_logit_bias(params: common_pb2.SamplingParams, vocab_size: int | None, field: str) -> None:
+    if len(params.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise invalid(field, f"{field}: at most {MAX_LOGIT_BIAS_ENTRIES} entries")
+    for token, bias in sorted(params.logit_bias.items()):
+        name = f"{field}[{token}]"
+        if vocab_size is not None and token >= vocab_size:
+            raise invalid(name, f"{name}: the model's vocabulary has {vocab_size} tokens")
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+            raise invalid(name, f"{name} must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}], not {bias:g}")
+
+
+def _check_stop(params: common_pb2.SamplingParams, field: str, allowed: bool) -> None:
+    if params.stop and not allowed:
+        raise invalid(field, f"{field}: stop strings are the gateway's; use stop_token_ids here")
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise invalid(field, f"{field}: at most {MAX_STOP_STRINGS} strings")
+    for index, text in enumerate(params.stop):
+        if not text:
+            raise invalid(f"{field}[{index}]", f"{field}[{index}] must not be empty")
