@@ -30,6 +30,12 @@ def reachable(address: str) -> str:
     return address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
 
 
+def brief(error: grpc.aio.AioRpcError) -> str:
+    """What a failed call says, without gRPC's account of each address it tried."""
+    details = error.details() or error.code().name
+    return details.rpartition(": ")[2] if error.code() is grpc.StatusCode.UNAVAILABLE else details
+
+
 async def ask(address: str, role: str = "", seconds: float = 3.0) -> NodeReport:
     """Never raises for what the process does or does not answer."""
     channel = open_channel(reachable(address))
@@ -42,8 +48,7 @@ async def ask(address: str, role: str = "", seconds: float = 3.0) -> NodeReport:
             health.Check(health_pb2.HealthCheckRequest(), timeout=seconds),
         )
     except grpc.aio.AioRpcError as error:
-        text = f"{error.code().name}: {error.details()}"
-        return NodeReport(role, address, error=text)
+        return NodeReport(role, address, error=brief(error))
     finally:
         await channel.close()
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(check.status)

@@ -1,0 +1,120 @@
+"""`baton status`: every process of a running deployment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from baton.cli.nodes import NodeReport, ask_deployment
+from baton.cli.options import fail
+
+_HEALTH = {"SERVING": "[green]serving[/]", "NOT_SERVING": "[yellow]not serving[/]"}
+
+
+def server_option(function: Any) -> Any:
+    """`--server ADDRESS`, the gateway to talk to; the argument is called `server`."""
+    return click.option(
+        "--server",
+        metavar="HOST:PORT",
+        default="127.0.0.1:50050",
+        show_default=True,
+        envvar="BATON_SERVER",
+        show_envvar=True,
+        help="The gateway's gRPC address.",
+    )(function)
+
+
+def _as_dict(report: NodeReport) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": report.role, "address": report.address, "health": report.health}
+    if report.error:
+        found["error"] = report.error
+    for name, message in (("info", report.info), ("load", report.load)):
+        if message is not None:
+            found[name] = MessageToDict(message, preserving_proto_field_name=True)
+    return found
+
+
+def _load(report: NodeReport) -> str:
+    """The counts that are not zero, in words."""
+    load = report.load
+    if load is None:
+        return ""
+    counts = {
+        "waiting": load.waiting,
+        "prefilling": load.prefilling,
+        "handing off": load.handing_off,
+        "running": load.running,
+        "leases": load.leases,
+    }
+    words = [f"{count} {word}" for word, count in counts.items() if count]
+    if not words:
+        words = [f"{load.requests} requests"] if load.requests else ["idle"]
+    return ", ".join(["draining", *words] if load.draining else words)
+
+
+def _pages(report: NodeReport) -> str:
+    if report.load is None or not report.load.pages.total:
+        return ""
+    pages = report.load.pages
+    text = f"{pages.free} free, {pages.cached} cached of {pages.total}"
+    return f"{text}, [red]{pages.quarantined} quarantined[/]" if pages.quarantined else text
+
+
+def status_table(reports: Sequence[NodeReport]) -> Table:
+    """One row a process."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("role", "address", "pid", "incarnation", "health", "model", "device", "load", "pages"):
+        table.add_column(column, overflow="fold")
+    for report in reports:
+        info = report.info
+        if info is None:
+            reason = f"[red]unreachable[/] {escape(report.error)}"
+            table.add_row(report.role, report.address, "", "", reason, "", "", "", "")
+            continue
+        model = f"{info.model.name} {info.model.dtype}".strip()
+        table.add_row(
+            report.role,
+            report.address,
+            str(info.pid),
+            f"{info.incarnation:016x}"[:8],
+            _HEALTH.get(report.health, report.health),
+            escape(model),
+            info.device,
+            _load(report),
+            _pages(report),
+        )
+    return table
+
+
+@click.command()
+@server_option
+@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout: all that each process says.")
+def status(server: str, as_json: bool) -> None:
+    """Show every process of a running deployment, with health and load.
+
+    The gateway names the processes that it routes to; each is then asked itself. Exits with 1 when one of them
+    does not answer or does not serve.
+
+    \b
+    Examples:
+      baton status
+      baton status --server 10.0.0.5:50050 --json
+    """
+    reports = asyncio.run(ask_deployment(server))
+    if as_json:
+        click.echo(json.dumps([_as_dict(report) for report in reports], indent=2))
+    elif reports[0].info is None:
+        fail(
+            f"no gateway at {server} ({reports[0].error}); start one with 'baton up', or name it with --server"
+        )
+    else:
+        Console().print(status_table(reports), highlight=False)
+    raise SystemExit(0 if all(report.health == "SERVING" for report in reports) else 1)
