@@ -63,6 +63,7 @@ class Slots:
         self._free = list(range(count))
         heapq.heapify(self._free)
         self._leaving: list[tuple[int, int]] = []
+        self._retired = 0
 
     @property
     def free(self) -> int:
@@ -77,9 +78,11 @@ class Slots:
 
     def give_back(self, slot: int, after_step: int) -> None:
         heapq.heappush(self._leaving, (after_step, slot))
+        self.retire(self._retired)
 
     def retire(self, step: int) -> None:
-        while self._leaving and self._leaving[0][0] <= step:
+        self._retired = max(self._retired, step)
+        while self._leaving and self._leaving[0][0] <= self._retired:
             heapq.heappush(self._free, heapq.heappop(self._leaving)[1])
 
 

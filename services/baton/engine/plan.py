@@ -105,6 +105,8 @@ class RowResult:
 
     samples: tuple[Sampled, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()
+    error: str | None = None
+    """Why the row has no samples, e.g. logits that are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,77 @@
+"""A runner whose "model" is a hash: the next token depends on every token whose KV it finds in the pages.
+
+A stale, foreign or unwritten page changes the output, so equality with `reference` proves that the scheduler
+and the hand-off kept every page right. Implements engine.runner.Runner.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from dataclasses import dataclass
+
+from baton.engine.plan import RowResult, Sampled, StepPlan, StepResult
+
+VOCAB = 1000
+UNWRITTEN = -1
+
+
+def next_token(seen: list[int], seed: int) -> int:
+    return zlib.crc32(repr((seen, seed)).encode()) % VOCAB
+
+
+def reference(prompt: list[int], seed: int, count: int, stop: frozenset[int] = frozenset()) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Flight:
+    number: int
+    result: StepResult
+
+
+class HashRunner:
+    """`pool[page][offset]` holds the token whose KV was written there."""
+
+    def __init__(self, num_pages: int, page_size: int, max_slots: int) -> None:
+        self.max_slots = max_slots
+        self.vocab_size = VOCAB
+        self.page_size = page_size
+        self.pool = [[UNWRITTEN] * page_size for _ in range(num_pages)]
+        self.last = [UNWRITTEN] * max_slots
+        self.seeds = [UNWRITTEN] * max_slots
+        self.steps: list[StepPlan] = []
+        self.in_flight: deque[int] = deque()
+
+    def launch(self, plan: StepPlan) -> Flight:
+        self.steps.append(plan)
+        for source, target in plan.copies:
+            self.pool[target] = list(self.pool[source])
+        for init in plan.inits:
+            self.seeds[init.slot] = init.seed
+            if init.last_token is not None:
+                self.last[init.slot] = init.last_token
+        inputs = [row.tokens if row.tokens is not None else (self.last[row.slot],) for row in plan.rows]
+        for row, tokens in zip(plan.rows, inputs, strict=True):
+            for position, token in enumerate(tokens, row.start):
+                self.pool[row.pages[position // self.page_size]][position % self.page_size] = token
+        rows = []
+        for row in plan.rows:
+            end = row.start + row.count
+            seen = [self.pool[row.pages[p // self.page_size]][p % self.page_size] for p in range(end)]
+            samples = []
+            for slot in row.sample:
+                self.last[slot] = next_token(seen, self.seeds[slot])
+                samples.append(Sampled(slot, self.last[slot]))
+            rows.append(RowResult(samples=tuple(samples)))
+        self.in_flight.append(plan.number)
+        return Flight(plan.number, StepResult(plan.number, tuple(rows)))
+
+    def read(self, flight: Flight) -> StepResult:
+        assert self.in_flight.popleft() == flight.number
+        return flight.result

@@ -1,0 +1,241 @@
+"""The scheduler against a model whose output betrays every wrong page (hash_runner)."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from hash_runner import HashRunner, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.request import FailedEvent, FinishedEvent, FinishReason, PromptEvent, Refused, Request, TokenEvent
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.pages import PageState
+
+
+class Engine:
+    """Drives a scheduler and a HashRunner as engine.loop does, with or without overlap."""
+
+    def __init__(self, pages=64, size=4, rows=8, budget=32, overlap=False, **config):
+        self.allocator = PageAllocator(pages)
+        self.cache = KvCache(self.allocator, PrefixTree(size))
+        self.runner = HashRunner(pages, size, rows)
+        config = {"output_margin": 4, "watermark": 1, "context_length": 200, **config}
+        self.scheduler = Scheduler(self.cache, SchedulerConfig(token_budget=budget, max_rows=rows, **config))
+        self.overlap = overlap
+        self.pending = None
+        self.tokens = defaultdict(list)
+        self.finish = {}
+        self.prompts = defaultdict(int)
+        self.ended = []
+
+    def turn(self) -> bool:
+        step = self.scheduler.plan()
+        launched = (step, self.runner.launch(step.plan)) if step else None
+        if self.pending:
+            self.finish_step(*self.pending)
+        if launched:
+            self.check_in_use(launched[0].plan)
+        self.pending = launched
+        if launched and not self.overlap:
+            self.finish_step(*launched)
+            self.pending = None
+        self.cache.check()
+        return step is not None or launched is not None
+
+    def check_in_use(self, plan):
+        """Design rule 5: what a launched step uses is not free before it has retired."""
+        for row in plan.rows:
+            used = row.pages[: -(-(row.start + row.count) // self.cache.page_size)]
+            assert not any(self.allocator.state(page) is PageState.FREE for page in used)
+            assert not {row.slot, *row.sample} & set(self.scheduler.slots._free)
+
+    def finish_step(self, step, flight):
+        self.scheduler.commit(step, self.runner.read(flight))
+        for event in self.scheduler.take_events():
+            if isinstance(event, TokenEvent):
+                name = (event.sequence.request.key, event.sequence.index)
+                assert name not in self.finish, "a token after the last"
+                self.tokens[name].append(event.token)
+                if event.finish:
+                    self.finish[name] = event.finish
+            elif isinstance(event, PromptEvent):
+                self.prompts[event.request.key] += 1
+            elif isinstance(event, FinishedEvent | FailedEvent):
+                self.ended.append(event.request.key)
+
+    def run(self, limit=5000):
+        for _ in range(limit):
+            if not self.turn() and not self.scheduler.requests:
+                break
+        else:
+            raise AssertionError("the scheduler does not come to an end")
+        while self.pending:
+            self.turn()
+        self.cache.check(idle=True)
+        assert self.scheduler.slots.in_use == 0
+        assert self.scheduler.reservations.total == 0
+
+
+def request(key, prompt, max_tokens=8, seed=1, n=1, **options):
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **options)
+    return Request(key=key, prompt=tuple(prompt), params=params, n=n)
+
+
+def check_outputs(engine, requests, cancelled=()):
+    for r in requests:
+        for i in range(r.n):
+            expected = reference(list(r.prompt), r.params.seed + i, r.params.max_tokens, r.params.stop_token_ids)
+            got = engine.tokens[(r.key, i)]
+            if r.key in cancelled:
+                assert got == expected[: len(got)]
+            else:
+                assert got == expected, (r.key, i)
+                assert engine.finish[(r.key, i)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_one_request(overlap):
+    engine = Engine(overlap=overlap)
+    r = request("a", range(10))
+    engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, [r])
+    assert engine.finish[("a", 0)] is FinishReason.LENGTH
+    assert engine.ended == ["a"] and engine.prompts["a"] == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stop_token_ends_the_output_and_nothing_follows(overlap):
+    expected = reference(list(range(10)), 1, 20)
+    engine = Engine(overlap=overlap)
+    r = request("a", range(10), max_tokens=20, stop_token_ids=frozenset({expected[5]}))
+    engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, [r])
+    assert engine.finish[("a", 0)] is FinishReason.STOP
+    assert len(engine.tokens[("a", 0)]) == expected.index(expected[5]) + 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
+def test_choices_share_the_prompt(overlap, length):
+    engine = Engine(overlap=overlap, pages=128)
+    requests = [request("a", range(length), n=4), request("b", range(100, 117), n=2, seed=9)]
+    for r in requests:
+        engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, requests)
+    computed = sum(len(row.tokens) for plan in engine.runner.steps for row in plan.rows if row.tokens)
+    assert computed == length + 17
+
+
+def test_a_cached_prefix_is_not_computed_again():
+    engine = Engine()
+    first = request("a", range(40), max_tokens=2)
+    engine.scheduler.submit(first)
+    engine.run()
+    before = len(engine.runner.steps)
+    second = request("b", [*range(40), 7, 8, 9], max_tokens=2)
+    engine.scheduler.submit(second)
+    engine.run()
+    check_outputs(engine, [first, second])
+    assert second.cached_tokens == 40
+    assert sum(len(r.tokens) for p in engine.runner.steps[before:] for r in p.rows if r.tokens) == 3
+
+
+def test_long_prompt_does_not_hold_up_short_ones():
+    engine = Engine(pages=256, budget=16, context_length=800)
+    long, short = request("long", range(600)), request("short", range(5))
+    engine.scheduler.submit(long)
+    engine.turn()
+    engine.scheduler.submit(short)
+    for _ in range(12):
+        engine.turn()
+    assert "short" in engine.ended and "long" not in engine.ended
+    engine.run()
+    check_outputs(engine, [long, short])
+
+
+def test_retraction_recomputes_and_spares_the_oldest():
+    engine = Engine(pages=12, rows=8, output_margin=1, watermark=0)
+    requests = [request(i, [i * 10 + j for j in range(6)], max_tokens=30) for i in range(4)]
+    for r in requests:
+        engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, requests)
+    assert engine.scheduler.retractions > 0
+    assert requests[0].retractions == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (request("a", []), "token_ids"),
+        (request("a", range(500)), "token_ids"),
+        (request("a", range(10), max_tokens=10_000), "sampling.max_tokens"),
+        (request("a", range(10), n=9), "n"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_the_door(bad, field):
+    engine = Engine()
+    with pytest.raises(Refused) as refusal:
+        engine.scheduler.submit(bad)
+    assert refusal.value.field == field
+    engine.run()
+
+
+def test_the_queue_is_bounded():
+    engine = Engine(max_waiting=2)
+    engine.scheduler.submit(request(1, range(5)))
+    engine.scheduler.submit(request(2, range(5)))
+    with pytest.raises(Refused) as refusal:
+        engine.scheduler.submit(request(3, range(5)))
+    assert refusal.value.field is None
+    engine.run()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    overlap=st.booleans(),
+    pages=st.integers(10, 40),
+    policy=st.sampled_from(["fcfs", "lpm", "priority"]),
+)
+def test_any_mix_of_arrivals_cancels_and_pressure(seed, overlap, pages, policy):
+    rng = random.Random(seed)
+    engine = Engine(
+        pages=pages,
+        budget=rng.choice([8, 16, 64]),
+        overlap=overlap,
+        policy=policy,
+        output_margin=rng.choice([0, 4, 16]),
+        watermark=rng.choice([0, 2]),
+        context_length=min(200, pages * 4),
+    )
+    requests, cancelled = [], set()
+    prefixes = [[rng.randrange(900) for _ in range(rng.randrange(1, 20))] for _ in range(3)]
+    for key in range(rng.randrange(1, 16)):
+        prompt = rng.choice(prefixes) + [rng.randrange(900) for _ in range(rng.randrange(0, 6))]
+        n = rng.choice([1, 1, 1, 2, 3])
+        stop = frozenset(rng.sample(range(1000), rng.choice([0, 0, 50])))
+        r = request(key, prompt, max_tokens=rng.randrange(1, 15), seed=rng.randrange(99), n=n, stop_token_ids=stop)
+        r.priority = rng.randrange(3)
+        try:
+            engine.scheduler.submit(r)
+        except Refused:
+            continue
+        requests.append(r)
+        for _ in range(rng.randrange(4)):
+            engine.turn()
+        if rng.random() < 0.25:
+            victim = rng.choice(requests)
+            if victim.key in engine.scheduler.requests:
+                engine.scheduler.close(victim)
+                cancelled.add(victim.key)
+    engine.run()
+    check_outputs(engine, requests, cancelled)
