@@ -1,0 +1,75 @@
+"""The `grpc` transport: page bytes in a stream, on a connection that carries nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc.aio
+
+from baton.rpc.channel import open_channel
+from baton.transport.base import TransportError
+from baton.transport.fetch import FetchStream
+from baton.transport.pages import check_pairs, page_rows
+from baton.v1 import prefill_pb2_grpc
+
+PROGRESS_SECONDS = 10.0
+REQUEST_BYTES = 8 * 2**20
+"""A pull asks in requests of about this size, for at most two at a time: what still comes after it was cancelled,
+and keeps others waiting, is bounded."""
+
+
+class GrpcReceiver:
+    """Several pulls may run at once; their requests take turns."""
+
+    kind = "grpc"
+
+    def __init__(
+        self,
+        address: str,
+        local_pages: memoryview,
+        local_page_bytes: int,
+        num_pages: int,
+        progress_seconds: float = PROGRESS_SECONDS,
+    ) -> None:
+        """`address`: host:port of a PageSource whose pool has `num_pages` pages, as many bytes each as ours.
+        Connects with the first pull. To be made on an event loop."""
+        self._local = page_rows(local_pages, local_page_bytes)
+        self._num_pages = num_pages
+        self._progress_seconds = progress_seconds
+        self._request_pages = max(1, REQUEST_BYTES // local_page_bytes)
+        self._channel: grpc.aio.Channel = open_channel(address)
+        self._stream: FetchStream | None = None
+        self._closed = False
+
+    async def pull(self, pairs: Sequence[tuple[int, int]]) -> None:
+        check_pairs(pairs, self._num_pages, len(self._local))
+        if self._closed:
+            raise TransportError("the receiver is closed")
+        if not pairs:
+            return
+        if self._stream is None or self._stream.failed:
+            stub = prefill_pb2_grpc.PageSourceStub(self._channel)
+            self._stream = FetchStream(stub.Fetch, self._local, self._progress_seconds)
+        stream = self._stream
+        waiting: list[asyncio.Future[None]] = []
+        try:
+            for begin in range(0, len(pairs), self._request_pages):
+                waiting.append(stream.fetch(pairs[begin : begin + self._request_pages]))
+                if len(waiting) == 2:
+                    await stream.arrival(waiting.pop(0))
+            for request in waiting:
+                await stream.arrival(request)
+        finally:
+            # Nothing is written for a request whose future is done; writes happen on this event loop only.
+            for request in waiting:
+                request.cancel()
+
+    def generations(self, pages: Sequence[int]) -> None:
+        """Not to be seen from here."""
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._stream is not None:
+            await self._stream.close()
+        await self._channel.close()
