@@ -1,0 +1,108 @@
+"""What is refused at the door, before any work starts."""
+
+from __future__ import annotations
+
+import secrets
+
+import grpc
+
+from baton.config import GatewayConfig
+from baton.rpc.errors import BatonError, invalid
+from baton.rpc.validate import check_choices, check_sampling, check_token_ids
+from baton.v1 import common_pb2, inference_pb2, node_pb2
+
+MAX_ID_CHARACTERS = 128
+MAX_NAME_CHARACTERS = 256
+MAX_PRIORITY = 100
+
+
+def check_id(id: str) -> None:
+    if not 1 <= len(id) <= MAX_ID_CHARACTERS:
+        raise invalid("start.id", f"id must have 1 to {MAX_ID_CHARACTERS} characters, not {len(id)}")
+
+
+def check_start(
+    start: inference_pb2.GenerateStart, config: GatewayConfig, model: node_pb2.ModelInfo | None
+) -> None:
+    """Raises BatonError naming the field for whatever can be refused without encoding the prompt.
+
+    model None: no decode node has been reached yet, so names and token ids are not checked against it.
+    """
+    if model is not None and start.model not in ("", model.name):
+        raise BatonError(
+            grpc.StatusCode.NOT_FOUND,
+            "MODEL_NOT_FOUND",
+            f"model {start.model[:MAX_NAME_CHARACTERS]!r} is not served here; {model.name!r} is",
+            field="model",
+        )
+    vocab_size = model.vocab_size if model is not None else None
+    _check_prompt(start, config.max_prompt_bytes, vocab_size)
+    check_sampling(start.sampling, vocab_size)
+    if start.HasField("n"):
+        check_choices(start.n)
+    longest = int(config.request_seconds * 1000)
+    if start.HasField("timeout_ms") and not 1 <= start.timeout_ms <= longest:
+        raise invalid("timeout_ms", f"timeout_ms must be in [1, {longest}], not {start.timeout_ms}")
+    if not -MAX_PRIORITY <= start.priority <= MAX_PRIORITY:
+        raise invalid("priority", f"priority must be in [-100, 100], not {start.priority}")
+    for field in ("session", "namespace"):
+        if len(getattr(start, field)) > MAX_NAME_CHARACTERS:
+            raise invalid(field, f"{field} must have at most {MAX_NAME_CHARACTERS} characters")
+
+
+def _check_prompt(start: inference_pb2.GenerateStart, max_bytes: int, vocab_size: int | None) -> None:
+    kind = start.WhichOneof("prompt")
+    if kind is None:
+        raise invalid("prompt", "a prompt is missing: give text, chat or tokens")
+    if kind == "tokens":
+        if not start.tokens.token_ids:
+            raise invalid("tokens.token_ids", "the prompt is empty: give at least one token id")
+        check_token_ids(start.tokens.token_ids, vocab_size, "tokens.token_ids")
+        return
+    if kind == "text":
+        if not start.text:
+            raise invalid("text", "the prompt is empty: give at least one character")
+        size = len(start.text.encode())
+    else:
+        if not start.chat.messages:
+            raise invalid("chat.messages", "the conversation is empty: give at least one message")
+        size = sum(len(message.content.encode()) for message in start.chat.messages)
+    if size > max_bytes:
+        field = "text" if kind == "text" else "chat.messages"
+        raise invalid(field, f"the prompt has {size} bytes, more than the {max_bytes} allowed here")
+
+
+def fit(
+    sampling: common_pb2.SamplingParams, prompt_tokens: int, context_length: int, prompt_field: str
+) -> common_pb2.SamplingParams:
+    """The parameters for the decode node: without stop strings, with a seed and max_tokens.
+
+    Raises BatonError if the prompt, or the prompt and max_tokens together, exceed the context.
+    """
+    if prompt_tokens == 0:
+        raise invalid(prompt_field, "the prompt has no tokens")
+    room = context_length - prompt_tokens
+    if room < 1:
+        raise invalid(
+            prompt_field,
+            f"the prompt has {prompt_tokens} tokens; with at least one of output it exceeds the context of "
+            f"{context_length}",
+        )
+    if sampling.HasField("max_tokens") and sampling.max_tokens > room:
+        raise invalid(
+            "sampling.max_tokens",
+            f"sampling.max_tokens is {sampling.max_tokens}, but after the prompt's {prompt_tokens} tokens "
+            f"the context of {context_length} has room for {room}",
+        )
+    if sampling.min_tokens > room:
+        raise invalid(
+            "sampling.min_tokens", f"sampling.min_tokens is {sampling.min_tokens}; {room} fit at most"
+        )
+    fitted = common_pb2.SamplingParams()
+    fitted.CopyFrom(sampling)
+    fitted.ClearField("stop")
+    if not fitted.HasField("max_tokens"):
+        fitted.max_tokens = room
+    if not fitted.HasField("seed"):
+        fitted.seed = secrets.randbits(63)
+    return fitted

@@ -1,0 +1,125 @@
+"""One choice on its way from the decode node through the detokenizer into the token log."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.gateway.token_log import ChoiceLog
+from baton.gateway.tokenizer import Tokenizer
+from baton.rpc.errors import BatonError, from_status, internal
+from baton.v1 import common_pb2, tokenizer_pb2
+
+CONTEXT_TOKENS = 8
+"""Of the prompt's end: enough for a character that lies across its border."""
+
+
+@dataclass(slots=True)
+class _Item:
+    """What was sent to the detokenizer and not yet answered."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[common_pb2.PositionLogprobs]
+    finish_reason: common_pb2.FinishReason
+    on_answer: Callable[[], None] | None = None
+
+
+class ChoiceStream:
+    """Tokens go out to the detokenizer in order and enter the log, with their text, as the answers come.
+
+    one_by_one: every token is an item of its own, so that the text of each is known (stop strings).
+    on_progress: the log has new tokens. on_error: the choice cannot go on.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        log: ChoiceLog,
+        prompt_ids: Sequence[int],
+        *,
+        one_by_one: bool,
+        on_progress: Callable[[int], None],
+        on_error: Callable[[BatonError], None],
+    ) -> None:
+        self.log = log
+        self.received = 0
+        """Tokens that the decode node has sent."""
+        self.ended = False
+        """The decode node has sent the last one."""
+        self._tokenizer = tokenizer
+        self._context: Sequence[int] | None = prompt_ids[-CONTEXT_TOKENS:]
+        self._one_by_one = one_by_one
+        self._on_progress = on_progress
+        self._on_error = on_error
+        self._pending: deque[_Item] = deque()
+        self._id = tokenizer.open(self)
+
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        finish_reason: common_pb2.FinishReason,
+    ) -> None:
+        """Takes tokens from the decode node. finish_reason: with the choice's last token, else 0."""
+        self.received += len(token_ids)
+        self.ended = bool(finish_reason)
+        size = 1 if self._one_by_one else max(1, len(token_ids))
+        for start in range(0, max(1, len(token_ids)), size):
+            last = start + size >= len(token_ids)
+            end = slice(start, start + size)
+            reason = finish_reason if last else common_pb2.FINISH_REASON_UNSPECIFIED
+            self._send(_Item(token_ids[end], logprobs[end], reason))
+
+    def fill_token_bytes(
+        self, logprobs: Sequence[common_pb2.PositionLogprobs], on_answer: Callable[[], None]
+    ) -> None:
+        """Fills the token_bytes of positions outside the output, then calls on_answer."""
+        self._send(_Item((), logprobs, common_pb2.FINISH_REASON_UNSPECIFIED, on_answer))
+
+    def close(self) -> None:
+        self._pending.clear()
+        self._tokenizer.close_stream(self._id)
+
+    def on_text(self, output: tokenizer_pb2.DetokenizeOutput) -> None:
+        if output.HasField("error"):
+            error = from_status(output.error)
+            self._on_error(internal(f"the decode node's tokens have no text: {error.message}", "BAD_TOKENS"))
+            return
+        if not self._pending:
+            return
+        item = self._pending.popleft()
+        for entry, token_bytes in zip(_entries(item.logprobs), output.token_bytes, strict=False):
+            entry.token_bytes = token_bytes
+        if item.on_answer is not None:
+            item.on_answer()
+            return
+        self.log.append(item.token_ids, output.text, item.logprobs, item.finish_reason)
+        if self.log.stop_matched:
+            self.close()
+        self._on_progress(len(item.token_ids))
+
+    def on_detokenizer_lost(self, error: BatonError) -> None:
+        self._on_error(error)
+
+    def _send(self, item: _Item) -> None:
+        self._pending.append(item)
+        # A token that ends the output (its own end of sequence, or one of stop_token_ids) has no text.
+        ended_by_token = item.finish_reason == common_pb2.FINISH_REASON_STOP
+        request = tokenizer_pb2.DetokenizeItem(
+            id=self._id,
+            token_ids=item.token_ids[:-1] if ended_by_token else item.token_ids,
+            finish=bool(item.finish_reason),
+            token_bytes_of=[entry.token_id for entry in _entries(item.logprobs)],
+        )
+        if self._context is not None:
+            request.context.extend(self._context)
+            self._context = None
+        self._tokenizer.push(request)
+
+
+def _entries(logprobs: Iterable[common_pb2.PositionLogprobs]) -> Iterable[common_pb2.TokenLogprob]:
+    for position in logprobs:
+        if position.HasField("chosen"):
+            yield position.chosen
+        yield from position.top

@@ -1,0 +1,228 @@
+"""The OpenAI API over HTTP, and /health and /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from baton.gateway import openai_errors
+from baton.gateway.gateway import Gateway
+from baton.gateway.http_job import Job
+from baton.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json
+from baton.gateway.openai_errors import ApiError
+from baton.gateway.openai_requests import chat_start, completion_starts
+from baton.gateway.openai_types import ChatRequest, CommonRequest, CompletionRequest
+from baton.rpc.errors import BatonError
+from baton.rpc.logs import get_logger
+from baton.v1 import inference_pb2
+
+ECHO_SECONDS = 10.0
+
+_log = get_logger("baton.gateway")
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+def make_app(gateway: Gateway) -> FastAPI:
+    """The HTTP application of one gateway."""
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
+    started = int(time.time())
+
+    def models() -> list[Json]:
+        model = gateway.model()
+        described = {"id": model.name, "object": "model", "created": started, "owned_by": "baton"}
+        return [{**described, "max_model_len": model.context_length}]
+
+    @app.get("/v1/models")
+    async def list_models() -> Json:
+        return {"object": "list", "data": models()}
+
+    @app.get("/v1/models/{name:path}")
+    async def get_model(name: str) -> Json:
+        for model in models():
+            if model["id"] == name:
+                return model
+        raise ApiError(404, f"model {name[:256]!r} is not served here", "model", "model_not_found")
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = await _read(request, CompletionRequest, gateway.config.max_message_bytes)
+        starts = completion_starts(body)
+        async with _job(gateway, starts, request) as job:
+            await job.begin()
+            echoes = (
+                [await _echo(gateway, start) for start in starts for _ in range(job.n)] if body.echo else None
+            )
+            usage = _include_usage(body)
+            answer = CompletionAnswer(job.name, body.model, len(starts) * job.n, usage, echoes)
+            return await _answer(job, answer, bool(body.stream))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = await _read(request, ChatRequest, gateway.config.max_message_bytes)
+        start = chat_start(body)
+        async with _job(gateway, [start], request) as job:
+            await job.begin()
+            answer = ChatAnswer(job.name, body.model, job.n, _include_usage(body))
+            return await _answer(job, answer, bool(body.stream))
+
+    @app.get("/health")
+    async def health() -> Response:
+        info = gateway.info()
+        peers = [
+            {"role": peer.role, "address": peer.address, "connected": peer.connected} for peer in info.peers
+        ]
+        status = "serving" if gateway.healthy else "not serving"
+        return JSONResponse({"status": status, "peers": peers}, status_code=200 if gateway.healthy else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    _handle_errors(app)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return openai_errors.response(error)
+
+    @app.exception_handler(BatonError)
+    async def baton_error(request: Request, error: BatonError) -> Response:
+        return openai_errors.response(openai_errors.from_baton(error))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
+        answer = openai_errors.response(ApiError(error.status_code, message))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return openai_errors.response(ApiError(500, f"internal error: {type(error).__name__}"))
+
+
+async def _read(request: Request, kind: type[_Body], limit: int) -> _Body:
+    """The checked body. Raises ApiError: 415, 413, or 400 naming the field."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, f"the content type must be application/json, not {content_type or 'absent'}")
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                raise ApiError(413, f"the body is larger than the {limit} bytes allowed here")
+    except ClientDisconnect:
+        raise ApiError(499, "the client has gone") from None
+    try:
+        return kind.model_validate_json(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ApiError(
+            400, f"the body is not valid UTF-8 at byte {error.start}", None, "invalid_utf8"
+        ) from None
+    except ValidationError as error:
+        raise openai_errors.from_validation(error) from None
+
+
+@asynccontextmanager
+async def _job(
+    gateway: Gateway, starts: list[inference_pb2.GenerateStart], request: Request
+) -> AsyncIterator[Job]:
+    """Runs the requests; they are cancelled when the client leaves, or when the body fails."""
+    job = Job(gateway, starts)
+    watch = asyncio.create_task(_cancel_on_disconnect(request.receive, job))
+    try:
+        yield job
+    except BaseException:
+        job.cancel("the HTTP request failed")
+        raise
+    finally:
+        watch.cancel()
+
+
+async def _cancel_on_disconnect(receive: Receive, job: Job) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    job.cancel("the client has gone")
+
+
+async def _answer(job: Job, answer: Answer, stream: bool) -> Response:
+    # Nothing is sent before there is output: a request that fails until then has its own HTTP status.
+    await job.wait_for_output()
+    if stream:
+        return EventStream(job, answer)
+    async for index, event in job.events():
+        if isinstance(event, inference_pb2.Delta):
+            answer.add(index, event)
+        else:
+            answer.add_usage(event.usage)
+    return JSONResponse(answer.whole())
+
+
+class EventStream(Response):
+    """Server-sent events. While a client reads slowly the token logs grow, and nothing else."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, job: Job, answer: Answer) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._job = job
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(_cancel_on_disconnect(receive, self._job))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self._events():
+                await send({"type": "http.response.body", "body": b"data: %b\n\n" % event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            pass  # the client has gone; the requests are cancelled below
+        finally:
+            watch.cancel()
+            self._job.cancel("the client has gone")
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            for chunk in self._answer.opening():
+                yield _encode(chunk)
+            async for index, event in self._job.events():
+                if isinstance(event, inference_pb2.Delta):
+                    yield _encode(self._answer.add(index, event))
+                else:
+                    self._answer.add_usage(event.usage)
+            for chunk in self._answer.closing():
+                yield _encode(chunk)
+            yield b"[DONE]"
+        except ApiError as error:
+            yield _encode(openai_errors.body(error))
+
+
+def _include_usage(body: CommonRequest) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+async def _echo(gateway: Gateway, start: inference_pb2.GenerateStart) -> str:
+    if start.WhichOneof("prompt") == "text":
+        return str(start.text)
+    return await gateway.tokenizer.decode(start.tokens.token_ids, ECHO_SECONDS)
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    return json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()

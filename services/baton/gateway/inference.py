@@ -1,0 +1,155 @@
+"""baton.v1.Inference: one client's stream of requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from baton.gateway import admission
+from baton.gateway.gateway import Gateway
+from baton.gateway.requests import Request
+from baton.gateway.session import Session
+from baton.rpc.errors import BatonError, abort, exhausted, invalid, not_found, to_status
+from baton.rpc.logs import get_logger
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+MAX_UNREAD = 1024
+"""Requests and refusals that a client has not read to their end; no more of its messages are read then."""
+MAX_SESSIONS = 256
+"""Per stream."""
+
+_log = get_logger("baton.gateway")
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def Generate(self, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Any) -> None:
+        stream = _ClientStream(self._gateway)
+        reading = asyncio.create_task(stream.read(requests))
+        try:
+            async for response in stream.responses():
+                await context.write(response)
+            await reading
+        finally:
+            reading.cancel()
+            stream.leave()
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Any
+    ) -> inference_pb2.ListModelsResponse:
+        try:
+            return inference_pb2.ListModelsResponse(models=[self._gateway.model()])
+        except BatonError as error:
+            await abort(context, error)
+
+
+class _ClientStream:
+    """One call of Generate. The reader starts and cancels requests; the writer takes from their token logs
+    what has accumulated since its last write, so that a slow client holds up nobody and costs no memory.
+    """
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._open: dict[str, Request] = {}  # by the client's id, until the terminal event has been taken
+        self._changed: dict[str, None] = {}  # ids whose logs may have something new, oldest first
+        self._rejected: list[inference_pb2.GenerateResponse] = []
+        self._sessions: dict[str, Session] = {}
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._half_closed = False
+
+    async def read(self, requests: AsyncIterator[inference_pb2.GenerateRequest]) -> None:
+        """Handles the client's messages until it closes its side or goes away."""
+        number = 0
+        try:
+            async for message in requests:
+                try:
+                    self._handle(message)
+                except BatonError as error:
+                    rejected = inference_pb2.Rejected(message=number, status=to_status(error))
+                    self._rejected.append(inference_pb2.GenerateResponse(rejected=rejected))
+                    self._wake.set()
+                number += 1
+                while len(self._open) + len(self._rejected) >= MAX_UNREAD:
+                    self._room.clear()
+                    await self._room.wait()
+        finally:
+            self._half_closed = True
+            self._wake.set()
+
+    async def responses(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Everything for the client, until it has closed its side and all its requests have ended."""
+        while True:
+            self._wake.clear()
+            while self._rejected:
+                yield self._rejected.pop(0)
+            while self._changed:
+                # In turns: a request that always has something new does not starve the others.
+                id = next(iter(self._changed))
+                del self._changed[id]
+                request = self._open[id]
+                events = request.log.take()
+                if request.log.drained:
+                    del self._open[id]  # free for reuse before the client can have read the terminal event
+                elif events:
+                    self._changed[id] = None  # a large log is taken in pieces
+                for event in events:
+                    yield event
+            self._room.set()
+            if self._half_closed and not self._open and not self._rejected:
+                return
+            if not self._wake.is_set():
+                await self._wake.wait()
+
+    def leave(self) -> None:
+        """The client has gone, or has everything: what has not ended is cancelled."""
+        for request in list(self._open.values()):
+            request.cancel("the client has gone")
+
+    def _handle(self, message: inference_pb2.GenerateRequest) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "start":
+            self._start(message.start)
+        elif kind == "cancel":
+            request = self._open.get(message.cancel.id)
+            if request is None:
+                raise not_found(f"no request {message.cancel.id[:128]!r} runs on this stream", "UNKNOWN_ID")
+            request.cancel("cancelled by the client")
+        else:
+            raise invalid("kind", "an empty message: send start or cancel", "EMPTY_MESSAGE")
+
+    def _start(self, start: inference_pb2.GenerateStart) -> None:
+        admission.check_id(start.id)
+        if start.id in self._open:
+            raise BatonError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                "ID_IN_USE",
+                f"a request {start.id!r} is running on this stream: choose another id",
+                field="start.id",
+            )
+        request = self._gateway.request(start, lambda: self._mark(start.id, request))
+        self._open[start.id] = request
+        try:
+            session = self._session(start.session) if start.session else None
+        except BatonError as error:
+            request.fail(error)
+            return
+        request.begin(session)
+
+    def _session(self, name: str) -> Session:
+        session = self._sessions.get(name)
+        if session is None:
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise exhausted(f"the stream holds {MAX_SESSIONS} sessions already", "TOO_MANY_SESSIONS")
+            session = self._sessions[name] = Session()
+        return session
+
+    def _mark(self, id: str, request: Request) -> None:
+        if self._open.get(id) is request:
+            self._changed[id] = None
+            self._wake.set()

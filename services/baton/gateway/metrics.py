@@ -1,0 +1,32 @@
+"""What the gateway measures, beside its load."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
+
+
+class GatewayMetrics:
+    """Belongs to one gateway; nothing is registered globally."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.requests = Counter(
+            "baton_gateway_requests", "Requests that ended, by outcome.", ["outcome"], registry=self.registry
+        )
+        self.ttft = Histogram(
+            "baton_ttft_seconds",
+            "From a request's start to its first token.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.itl = Histogram(
+            "baton_itl_seconds",
+            "Between two tokens of a request's first choice.",
+            buckets=_GAP_SECONDS,
+            registry=self.registry,
+        )
+        for outcome in ("finished", "failed", "cancelled"):
+            self.requests.labels(outcome)

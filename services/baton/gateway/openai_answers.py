@@ -1,0 +1,173 @@
+"""From the events of baton.v1.Inference to the OpenAI API's answers, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from baton.v1 import common_pb2, inference_pb2
+
+Json = dict[str, Any]
+
+_FINISH = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class Answer(ABC):
+    """One HTTP answer; choices are numbered over all prompts, as OpenAI does (prompt times n plus choice)."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, name: str, model: str, choices: int, include_usage: bool) -> None:
+        self._head: Json = {"id": f"{self.prefix}-{name}", "created": int(time.time()), "model": model}
+        self._include_usage = include_usage
+        self._texts: list[list[str]] = [[] for _ in range(choices)]
+        self._logprobs: list[Json | None] = [None] * choices
+        self._finish: list[str | None] = [None] * choices
+        self._prompt_tokens = self._output_tokens = self._cached_tokens = 0
+
+    def add(self, index: int, delta: inference_pb2.Delta) -> Json:
+        """Takes new output of choice `index`; returns its chunk."""
+        logprobs = self._format_logprobs(index, delta.logprobs) if delta.logprobs else None
+        self._texts[index].append(delta.text)
+        if logprobs is not None:
+            whole = self._logprobs[index]
+            if whole is None:
+                self._logprobs[index] = {key: _copy(value) for key, value in logprobs.items()}
+            else:
+                for key, value in logprobs.items():
+                    if value is not None:
+                        whole[key].extend(value)
+        finish = _FINISH.get(delta.finish_reason)
+        self._finish[index] = self._finish[index] or finish
+        return self.chunk(
+            [{"index": index, **self._part(delta.text), "logprobs": logprobs, "finish_reason": finish}]
+        )
+
+    def add_usage(self, usage: inference_pb2.Usage) -> None:
+        self._prompt_tokens += usage.prompt_tokens
+        self._output_tokens += usage.output_tokens
+        self._cached_tokens += usage.cached_tokens
+
+    def opening(self) -> list[Json]:
+        """Chunks that come before all output."""
+        return []
+
+    def closing(self) -> list[Json]:
+        """Chunks that come after all output."""
+        return [{**self.chunk([]), "usage": self._usage()}] if self._include_usage else []
+
+    def chunk(self, choices: list[Json]) -> Json:
+        head = {**self._head, "object": self.chunk_kind, "choices": choices}
+        return {**head, "usage": None} if self._include_usage else head
+
+    def whole(self) -> Json:
+        choices = [
+            {
+                "index": index,
+                **self._complete("".join(texts)),
+                "logprobs": self._logprobs[index],
+                "finish_reason": self._finish[index],
+            }
+            for index, texts in enumerate(self._texts)
+        ]
+        return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def _usage(self) -> Json:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._output_tokens,
+            "total_tokens": self._prompt_tokens + self._output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
+
+    @abstractmethod
+    def _part(self, text: str) -> Json: ...
+
+    @abstractmethod
+    def _complete(self, text: str) -> Json: ...
+
+    @abstractmethod
+    def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json: ...
+
+
+class ChatAnswer(Answer):
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def opening(self) -> list[Json]:
+        role = {"role": "assistant", "content": ""}
+        return [
+            self.chunk([{"index": index, "delta": role, "logprobs": None, "finish_reason": None}])
+            for index in range(len(self._texts))
+        ]
+
+    def _part(self, text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
+
+    def _complete(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
+        content = [
+            {**_entry(position.chosen), "top_logprobs": [_entry(top) for top in position.top]}
+            for position in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionAnswer(Answer):
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(
+        self, name: str, model: str, choices: int, include_usage: bool, echoes: Sequence[str] | None
+    ) -> None:
+        """echoes: for each choice the prompt's text, which the answer then begins with."""
+        super().__init__(name, model, choices, include_usage)
+        self._echoes = echoes
+        self._offsets = [0] * choices
+        for index, echo in enumerate(echoes or ()):
+            self._texts[index].append(echo)
+
+    def opening(self) -> list[Json]:
+        return [
+            self.chunk([{"index": index, "text": echo, "logprobs": None, "finish_reason": None}])
+            for index, echo in enumerate(self._echoes or ())
+        ]
+
+    def _part(self, text: str) -> Json:
+        return {"text": text}
+
+    def _complete(self, text: str) -> Json:
+        return {"text": text}
+
+    def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
+        tokens = [_text(position.chosen) for position in logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(token)
+        tops = [{_text(top): top.logprob for top in position.top} for position in logprobs]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [position.chosen.logprob for position in logprobs],
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": offsets,
+        }
+
+
+def _text(entry: common_pb2.TokenLogprob) -> str:
+    return entry.token_bytes.decode("utf-8", "replace")
+
+
+def _entry(entry: common_pb2.TokenLogprob) -> Json:
+    return {"token": _text(entry), "logprob": entry.logprob, "bytes": list(entry.token_bytes)}
+
+
+def _copy(value: list[Any] | None) -> list[Any] | None:
+    return list(value) if value is not None else None

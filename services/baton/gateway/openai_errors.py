@@ -1,0 +1,103 @@
+"""Errors in the OpenAI API's form: {"error": {"message", "type", "param", "code"}} with an HTTP status."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import grpc
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from baton.rpc.errors import BatonError
+
+_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.ALREADY_EXISTS: 409,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.CANCELLED: 499,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.ABORTED: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+# Where the HTTP API calls a field otherwise than baton.v1 does.
+_PARAMS = {"text": "prompt", "tokens.token_ids": "prompt", "chat": "messages", "chat.messages": "messages"}
+
+
+class ApiError(Exception):
+    """An error that HTTP knows and gRPC does not, or a field that only HTTP has."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_ms: int | None = None
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "unsupported_parameter")
+
+
+def from_baton(error: BatonError) -> ApiError:
+    """The same error in HTTP's words."""
+    param = _param(error.field) if error.field is not None else None
+    message = error.message
+    if error.field is not None and param is not None:
+        message = message.replace(error.field, param)
+    api = ApiError(_STATUS.get(error.code, 500), message, param, error.reason.lower())
+    api.retry_after_ms = error.retry_after_ms
+    return api
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body, by the path of its field."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    path = [part for part in first["loc"] if not _names_a_type(part)]
+    param = _path(path)
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['msg']}", None, "invalid_json")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
+    if first["type"] == "missing":
+        return ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
+    return ApiError(400, f"{param}: {first['msg']}", param or None, "invalid_type")
+
+
+def body(error: ApiError) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 499 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def response(error: ApiError) -> JSONResponse:
+    headers = {}
+    if error.status in (429, 503):
+        headers["Retry-After"] = str(max(1, math.ceil((error.retry_after_ms or 1000) / 1000)))
+    return JSONResponse(body(error), status_code=error.status, headers=headers)
+
+
+def _param(field: str) -> str:
+    for prefix, name in _PARAMS.items():
+        if field == prefix or field.startswith(prefix + "["):
+            return name + field[len(prefix) :]
+    return field.removeprefix("sampling.").removeprefix("chat.")
+
+
+def _names_a_type(part: str | int) -> bool:
+    """Parts of a location that name the branch of a union (such as "list[str]") rather than a field."""
+    return isinstance(part, str) and (part in ("str", "int", "none", "nullable") or "[" in part)
+
+
+def _path(parts: list[str | int]) -> str:
+    path = ""
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path

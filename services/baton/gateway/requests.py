@@ -1,0 +1,304 @@
+"""One request, from `start` to its terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.gateway import admission
+from baton.gateway.choice_stream import ChoiceStream
+from baton.gateway.prompt import Prompt, encode_prompt
+from baton.gateway.routing import order_prefill
+from baton.gateway.session import Session
+from baton.gateway.token_log import TokenLog
+from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, internal, to_status
+from baton.rpc.logs import get_logger
+from baton.v1 import common_pb2, decode_pb2, inference_pb2
+
+if TYPE_CHECKING:
+    from baton.gateway.decode_node import DecodeNode
+    from baton.gateway.gateway import Gateway
+
+_RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_log = get_logger("baton.gateway")
+
+
+class Request:
+    """Runs on the event loop. Whatever happens, `log` gets exactly one terminal event, and what the request
+    held at other nodes is let go at that moment (`_settle`).
+
+    on_change: called when `log.take()` has something new; the client's writer takes it when it can.
+    """
+
+    def __init__(
+        self, gateway: Gateway, start: inference_pb2.GenerateStart, on_change: Callable[[], None]
+    ) -> None:
+        self.number = gateway.next_number()
+        self.attempt = 0
+        self.log = TokenLog(
+            start.id,
+            n=start.n if start.HasField("n") else 1,
+            stop=start.sampling.stop,
+            min_tokens=start.sampling.min_tokens,
+            include_token_ids=start.include_token_ids if start.HasField("include_token_ids") else True,
+            await_prompt_logprobs=start.sampling.HasField("prompt_logprobs"),
+        )
+        self.name = f"{gateway.incarnation:016x}-{self.number}"
+        self._gateway = gateway
+        self._start = start
+        self._session: Session | None = None
+        self._on_change = on_change
+        self._started = time.monotonic()
+        self._first_token: float | None = None
+        self._last_token = 0.0
+        self._prompt: Prompt | None = None
+        self._sampling = common_pb2.SamplingParams()
+        self._node: DecodeNode | None = None
+        self._tried: set[str] = set()
+        self._streams: list[ChoiceStream] = []
+        self._stats: decode_pb2.RequestStats | None = None
+        limit = gateway.config.request_seconds
+        self._seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else limit
+        self._timer: asyncio.TimerHandle | None = None
+        self._preparing: asyncio.Task[None] | None = None
+
+    def begin(self, session: Session | None = None) -> None:
+        """Checks the request and starts it. A request that is refused ends here."""
+        try:
+            self._gateway.admit(self, self._start)
+            if session is not None:
+                session.begin(self._start.WhichOneof("prompt") == "chat", len(self.log.choices))
+                self._session = session
+        except BatonError as error:
+            self.fail(error)
+            return
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._seconds, self._expire)
+        self._preparing = loop.create_task(self._prepare(), name=f"request {self.name}")
+
+    def cancel(self, reason: str) -> None:
+        """Ends the request with CANCELLED, unless it has ended. What it held is freed at once."""
+        self.fail(cancelled(reason))
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the request with the error, unless it has ended."""
+        if self.log.fail(to_status(error)):
+            outcome = "cancelled" if error.code is grpc.StatusCode.CANCELLED else "failed"
+            self._settle(outcome, error)
+
+    # Before the decode node.
+
+    async def _prepare(self) -> None:
+        try:
+            self._prompt = await encode_prompt(
+                self._start, self._session, self._gateway.tokenizer, self._remaining()
+            )
+            if self.log.terminal is not None:
+                return
+            self._sampling = admission.fit(
+                self._start.sampling,
+                len(self._prompt.token_ids),
+                self._gateway.model().context_length,
+                self._prompt.field,
+            )
+            self.log.prompt_ids = self._prompt.token_ids
+            self._attempt_decode()
+        except BatonError as error:
+            self.fail(error)
+        except Exception as error:
+            _log.exception("request failed", request=self.name)
+            self.fail(internal(f"{type(error).__name__} while preparing the request"))
+
+    def _attempt_decode(self) -> None:
+        """Gives the request to the best decode node left. Nothing of it has been delivered yet."""
+        session = self._session
+        preferred = session.decode_address if session is not None else ""
+        while (node := self._gateway.pick_node(preferred, self._tried)) is not None:
+            self._tried.add(node.address)
+            self._streams = [
+                ChoiceStream(
+                    self._gateway.tokenizer,
+                    choice,
+                    self.log.prompt_ids,
+                    one_by_one=bool(self._start.sampling.stop),
+                    on_progress=self._on_progress,
+                    on_error=self.fail,
+                )
+                for choice in self.log.choices
+            ]
+            if node.send(self._decode_start(), self):
+                self._node = node
+                if self.attempt == 0:
+                    self._accept()
+                return
+            self._close_streams()
+        raise self._gateway.no_decode_node()
+
+    def _decode_start(self) -> decode_pb2.DecodeStart:
+        session = self._session
+        prefill = order_prefill(
+            self._gateway.config.prefill, self.number, session.prefill_address if session is not None else ""
+        )
+        start = decode_pb2.DecodeStart(
+            request=self.number,
+            attempt=self.attempt,
+            token_ids=self.log.prompt_ids,
+            sampling=self._sampling,
+            n=len(self.log.choices),
+            timeout_ms=max(1, int(self._remaining() * 1000)),
+            prefill=prefill,
+            namespace=self._start.namespace,
+        )
+        if self._start.HasField("priority"):
+            start.priority = self._start.priority
+        return start
+
+    def _accept(self) -> None:
+        prompt_tokens = len(self.log.prompt_ids)
+        self.log.accept(
+            inference_pb2.Accepted(
+                request_id=self.name, prompt_tokens=prompt_tokens, seed=self._sampling.seed
+            )
+        )
+        self._on_change()
+
+    # From the decode node (TokenSink) and the detokenizer.
+
+    def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
+        self.log.cached_tokens = prompt.cached_tokens
+        if self._start.sampling.HasField("prompt_logprobs"):
+            logprobs = list(prompt.prompt_logprobs)
+            self._streams[0].fill_token_bytes(logprobs, lambda: self.log.set_prompt_logprobs(logprobs))
+
+    def on_tokens(self, delta: decode_pb2.TokenDelta) -> None:
+        now = time.monotonic()
+        if self._first_token is None:
+            self._first_token = now
+            self._gateway.metrics.ttft.observe(now - self._started)
+        elif delta.token_ids and delta.choice == 0:
+            self._gateway.metrics.itl.observe((now - self._last_token) / len(delta.token_ids))
+        self._last_token = now
+        wrong = self._check_delta(delta)
+        if wrong:
+            self.fail(internal(f"decode node {self._address()} sent {wrong}", "BAD_PEER"))
+        elif not self.log.choices[delta.choice].finished:
+            # After a stop string the node goes on with this choice until all of the request is cancelled.
+            self._streams[delta.choice].push(delta.token_ids, delta.logprobs, delta.finish_reason)
+
+    def _check_delta(self, delta: decode_pb2.TokenDelta) -> str:
+        """What is wrong with what the node sent; empty: nothing."""
+        if delta.choice >= len(self._streams):
+            return f"tokens of choice {delta.choice}, which was not asked for"
+        stream = self._streams[delta.choice]
+        if stream.ended:
+            return "tokens after a choice's last"
+        if stream.received + len(delta.token_ids) > self._sampling.max_tokens:
+            return "more tokens than max_tokens"
+        if self._sampling.HasField("logprobs") and len(delta.logprobs) != len(delta.token_ids):
+            return f"{len(delta.logprobs)} log-probabilities for {len(delta.token_ids)} tokens"
+        return ""
+
+    def on_finished(self, stats: decode_pb2.RequestStats) -> None:
+        self._stats = stats
+        if not all(stream.ended or stream.log.finished for stream in self._streams):
+            self.fail(internal(f"decode node {self._address()} finished before its last token", "BAD_PEER"))
+            return
+        self._finish_if_complete()
+
+    def on_failed(self, error: BatonError) -> None:
+        self._node = None
+        retry = error.code in _RETRYABLE and self.log.output_tokens == 0
+        if not retry or self._gateway.pick_node("", self._tried) is None:
+            self.fail(error)
+            return
+        _log.info("trying another decode node", request=self.name, error=error.message)
+        self._close_streams()
+        self.attempt += 1
+        self._first_token = None
+        try:
+            self._attempt_decode()
+        except BatonError as last:
+            self.fail(last)
+
+    def _on_progress(self, tokens: int) -> None:
+        self._finish_if_complete()
+        self._on_change()
+
+    def _finish_if_complete(self) -> None:
+        """Ends the request well once all choices have finished and the decode node has nothing to add."""
+        if not self.log.complete:
+            return
+        if self._stats is None and not any(choice.stop_matched for choice in self.log.choices):
+            return
+        stats = self._stats or decode_pb2.RequestStats(cached_tokens=self.log.cached_tokens)
+        stats.prompt_tokens = len(self.log.prompt_ids)
+        stats.output_tokens = self.log.output_tokens
+        usage = inference_pb2.Usage(
+            prompt_tokens=stats.prompt_tokens,
+            output_tokens=stats.output_tokens,
+            cached_tokens=stats.cached_tokens or self.log.cached_tokens,
+        )
+        finished = inference_pb2.Finished(
+            usage=usage,
+            stats=stats,
+            ttft_us=self._microseconds(self._first_token),
+            total_us=self._microseconds(time.monotonic()),
+            decode_address=self._address(),
+        )
+        if self.log.finish(finished):
+            self._commit_session(stats.prefill_address)
+            self._settle("finished", None)
+
+    # The end.
+
+    def _expire(self) -> None:
+        self.fail(deadline_exceeded(f"the request did not finish within {self._seconds:g} s"))
+
+    def _settle(self, outcome: str, error: BatonError | None) -> None:
+        """Lets go of everything, at every node. Called once, with the terminal event."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._preparing is not None and self._preparing is not asyncio.current_task():
+            self._preparing.cancel()
+        if self._node is not None:
+            self._node.cancel(self.number)
+        self._close_streams()
+        if self._session is not None:
+            self._session.end()
+        self._gateway.forget(self, outcome)
+        _log.info(
+            outcome,
+            request=self.name,
+            prompt_tokens=len(self.log.prompt_ids),
+            output_tokens=self.log.output_tokens,
+            seconds=round(time.monotonic() - self._started, 3),
+            reason=error.reason if error is not None else None,
+        )
+        self._on_change()
+
+    def _close_streams(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams = []
+        self._gateway.tokenizer.flush()
+
+    def _commit_session(self, prefill_address: str) -> None:
+        session, prompt = self._session, self._prompt
+        if session is None or prompt is None:
+            return
+        session.decode_address = self._address()
+        session.prefill_address = prefill_address
+        session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)
+
+    def _remaining(self) -> float:
+        return max(0.001, self._started + self._seconds - time.monotonic())
+
+    def _microseconds(self, moment: float | None) -> int:
+        return int((moment - self._started) * 1e6) if moment is not None else 0
+
+    def _address(self) -> str:
+        return self._node.address if self._node is not None else ""

@@ -1,0 +1,184 @@
+"""What a request has produced, and how much of that its client has been given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from google.rpc import status_pb2
+
+from baton.gateway.stop import StopMatcher
+from baton.v1 import common_pb2, inference_pb2
+
+LOGPROBS_PER_DELTA = 512
+"""Bounds the size of a merged delta: a position with 20 alternatives takes about 500 bytes."""
+
+
+class ChoiceLog:
+    """One choice: its output tokens, their log-probabilities and the text that is certain."""
+
+    def __init__(self, index: int, stop: Sequence[str], min_tokens: int) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        self._matcher = StopMatcher(stop)
+        self._min_tokens = min_tokens
+        self._logprobs: list[common_pb2.PositionLogprobs] = []
+        # Invariant: what lies before the marks has been taken by the client's writer.
+        self._taken_tokens = 0
+        self._pieces: list[str] = []
+        self._taken_pieces = 0
+        self._end_taken = False
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.finish_reason)
+
+    @property
+    def text(self) -> str:
+        """All text so far, without what is held back."""
+        return "".join(self._pieces)
+
+    @property
+    def stop_matched(self) -> str:
+        return self._matcher.matched
+
+    def append(
+        self,
+        token_ids: Sequence[int],
+        text: str,
+        logprobs: Sequence[common_pb2.PositionLogprobs] = (),
+        finish_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_UNSPECIFIED,
+    ) -> None:
+        """Appends tokens and the text that became certain with them.
+
+        With stop strings, one token at a time, so that the token that completes a stop string is known; it is
+        the choice's last. No stop string is looked for in the text of the first min_tokens tokens.
+        """
+        if self.finished:
+            raise RuntimeError("a finished choice takes no more tokens")
+        self.token_ids.extend(token_ids)
+        self._logprobs.extend(logprobs)
+        matching = len(self.token_ids) > self._min_tokens
+        shown = self._matcher.feed(text) if matching else text
+        if self._matcher.matched:
+            self.finish_reason = common_pb2.FINISH_REASON_STOP
+        elif finish_reason:
+            shown += self._matcher.flush()
+            self.finish_reason = finish_reason
+        if shown:
+            self._pieces.append(shown)
+
+    def take(self, include_token_ids: bool) -> inference_pb2.Delta | None:
+        """What is new since the last call, merged; None if nothing is."""
+        end = len(self.token_ids)
+        if self._logprobs:
+            end = min(end, self._taken_tokens + LOGPROBS_PER_DELTA)
+        new = slice(self._taken_tokens, end)
+        last = self.finished and end == len(self.token_ids) and not self._end_taken
+        visible = (include_token_ids and new.start < new.stop) or bool(self._logprobs[new])
+        if not (visible or self._taken_pieces < len(self._pieces) or last):
+            self._taken_tokens = end
+            return None
+        text = "".join(self._pieces[self._taken_pieces :])
+        self._taken_pieces = len(self._pieces)
+        self._taken_tokens = end
+        delta = inference_pb2.Delta(choice=self.index, text=text, logprobs=self._logprobs[new])
+        if include_token_ids:
+            delta.token_ids.extend(self.token_ids[new])
+        if last:
+            self._end_taken = True
+            delta.finish_reason = self.finish_reason
+            delta.stop_matched = self.stop_matched
+        return delta
+
+
+class TokenLog:
+    """A request's prompt, output and terminal event.
+
+    The log is the buffer between the decode node and the client: its size is bounded by the request's
+    max_tokens, and a slow client reads later, in larger deltas. `take` hands out every event exactly once:
+    accepted, deltas, and at last the one terminal event.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        *,
+        n: int = 1,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        include_token_ids: bool = True,
+        await_prompt_logprobs: bool = False,
+    ) -> None:
+        self.id = id
+        self.prompt_ids: list[int] = []
+        self.cached_tokens = 0
+        self.choices = [ChoiceLog(index, stop, min_tokens) for index in range(n)]
+        self.terminal: inference_pb2.Finished | status_pb2.Status | None = None
+        self._include_token_ids = include_token_ids
+        self._accepted: inference_pb2.Accepted | None = None
+        self._prompt_logprobs: Sequence[common_pb2.PositionLogprobs] | None = None
+        self._prompt_logprobs_due = await_prompt_logprobs
+        self._terminal_taken = False
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def complete(self) -> bool:
+        """All choices have finished."""
+        return all(choice.finished for choice in self.choices)
+
+    @property
+    def drained(self) -> bool:
+        """Everything, the terminal event included, has been taken."""
+        return self._terminal_taken
+
+    def accept(self, accepted: inference_pb2.Accepted) -> None:
+        self._accepted = accepted
+
+    def set_prompt_logprobs(self, logprobs: Sequence[common_pb2.PositionLogprobs]) -> None:
+        """They go into the first delta; until they are here no delta is taken."""
+        self._prompt_logprobs = logprobs
+
+    def finish(self, finished: inference_pb2.Finished) -> bool:
+        """Ends the request well. False if it has ended before: then nothing changes."""
+        return self._end(finished)
+
+    def fail(self, status: status_pb2.Status) -> bool:
+        """Ends the request badly. False if it has ended before: then nothing changes."""
+        return self._end(status)
+
+    def _end(self, terminal: inference_pb2.Finished | status_pb2.Status) -> bool:
+        if self.terminal is not None:
+            return False
+        self.terminal = terminal
+        return True
+
+    def take(self) -> list[inference_pb2.GenerateResponse]:
+        """The events since the last call, in order; large ones in pieces, so call again until it is empty."""
+        events: list[inference_pb2.GenerateResponse] = []
+        if self._accepted is not None:
+            events.append(inference_pb2.GenerateResponse(id=self.id, accepted=self._accepted))
+            self._accepted = None
+        deltas = self._take_deltas()
+        events += (inference_pb2.GenerateResponse(id=self.id, delta=delta) for delta in deltas)
+        if deltas or self.terminal is None or self._terminal_taken:
+            return events
+        self._terminal_taken = True
+        if isinstance(self.terminal, status_pb2.Status):
+            events.append(inference_pb2.GenerateResponse(id=self.id, failed=self.terminal))
+        else:
+            events.append(inference_pb2.GenerateResponse(id=self.id, finished=self.terminal))
+        return events
+
+    def _take_deltas(self) -> list[inference_pb2.Delta]:
+        if self._prompt_logprobs_due and self._prompt_logprobs is None:
+            return []
+        taken = (choice.take(self._include_token_ids) for choice in self.choices)
+        deltas = [delta for delta in taken if delta is not None]
+        if self._prompt_logprobs is not None and deltas:
+            deltas[0].prompt_logprobs.extend(self._prompt_logprobs)
+            self._prompt_logprobs, self._prompt_logprobs_due = None, False
+        return deltas

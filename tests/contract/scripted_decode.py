@@ -1,0 +1,124 @@
+"""A decode node that follows a script: for what the real one cannot be made to do, such as sending garbage,
+answering never, or dying in mid-sentence. Speaks the real contract; computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from baton.rpc.channel import server_options
+from baton.rpc.errors import BatonError, cancelled, to_status
+from baton.rpc.ids import new_incarnation
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+
+STOP = common_pb2.FINISH_REASON_STOP
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+
+
+@dataclass
+class Running:
+    """A request that the script answers."""
+
+    start: decode_pb2.DecodeStart
+    send: Callable[[decode_pb2.StepEvents], Awaitable[None]]
+
+    async def tokens(self, ids: Sequence[int], *, choice: int = 0, finish: int = 0, logprobs=()) -> None:
+        delta = decode_pb2.TokenDelta(
+            request=self.start.request, choice=choice, token_ids=ids, finish_reason=finish, logprobs=logprobs
+        )
+        await self.send(decode_pb2.StepEvents(step=1, tokens=[delta]))
+
+    async def prompt(self, cached: int = 0, logprobs=()) -> None:
+        done = decode_pb2.PromptDone(cached_tokens=cached, prompt_logprobs=logprobs)
+        await self.event(prompt=done)
+
+    async def finished(self, **stats) -> None:
+        stats = decode_pb2.RequestStats(prompt_tokens=len(self.start.token_ids), **stats)
+        await self.event(finished=decode_pb2.DecodeFinished(stats=stats))
+
+    async def failed(self, error: BatonError) -> None:
+        await self.event(failed=to_status(error))
+
+    async def event(self, **kind) -> None:
+        event = decode_pb2.DecodeEvent(request=self.start.request, attempt=self.start.attempt, **kind)
+        await self.send(decode_pb2.StepEvents(events=[event]))
+
+
+Script = Callable[[Running], Awaitable[None]]
+
+
+class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
+    """script: what happens to each request; it ends early when the request is cancelled."""
+
+    def __init__(self, script: Script, *, fingerprint: str = "f", name: str = "scripted") -> None:
+        self.script = script
+        self.starts: list[decode_pb2.DecodeStart] = []
+        self.cancels: list[int] = []
+        self.address = ""
+        self.running: dict[int, asyncio.Task[None]] = {}
+        self._incarnation = new_incarnation()
+        self._model = node_pb2.ModelInfo(
+            name=name, context_length=256, vocab_size=1024, fingerprint=fingerprint, eos_token_ids=[0]
+        )
+
+    async def __aenter__(self) -> ScriptedDecode:
+        await self.serve(0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.die()
+
+    async def serve(self, port: int) -> None:
+        self._server = grpc.aio.server(options=server_options())
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)
+        node_pb2_grpc.add_NodeServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await self._server.start()
+
+    async def die(self) -> None:
+        for task in list(self.running.values()):
+            task.cancel()
+        await self._server.stop(None)
+
+    async def GetInfo(self, request, context) -> node_pb2.NodeInfo:
+        return node_pb2.NodeInfo(
+            role="decode", incarnation=self._incarnation, address=self.address, model=self._model
+        )
+
+    async def Generate(self, requests, context) -> None:
+        lock = asyncio.Lock()
+
+        async def send(message: decode_pb2.StepEvents) -> None:
+            async with lock:
+                await context.write(message)
+
+        async for command in requests:
+            kind = command.WhichOneof("kind")
+            if kind == "hello":
+                welcome = decode_pb2.DecodeWelcome(incarnation=self._incarnation)
+                await send(decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)]))
+            elif kind == "start":
+                self.starts.append(command.start)
+                running = Running(command.start, send)
+                task = asyncio.create_task(self._run(running))
+                self.running[command.start.request] = task
+            else:
+                self.cancels.append(command.cancel.request)
+                task = self.running.pop(command.cancel.request, None)
+                if task is not None:
+                    task.cancel()
+                    event = decode_pb2.DecodeEvent(
+                        request=command.cancel.request,
+                        attempt=command.cancel.attempt,
+                        failed=to_status(cancelled("cancelled")),
+                    )
+                    await send(decode_pb2.StepEvents(events=[event]))
+
+    async def _run(self, running: Running) -> None:
+        try:
+            await self.script(running)
+        finally:
+            self.running.pop(running.start.request, None)
