@@ -37,7 +37,7 @@ def _start(effect: StartPrefill) -> prefill_pb2.PrefillStart:
         attempt=name_to(effect.name),
         token_ids=effect.token_ids,
         delivered=effect.delivered,
-        sampling=_sampling(request.params),
+        sampling=_sampling(effect.params),
         n=effect.n,
         cached_hint=effect.cached_hint,
         priority=request.priority,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.engine.plan import PlanRow, RowResult, SlotInit, StepPlan, StepResult
-from baton.engine.request import ChunkEvent, Phase, PromptEvent, Sequence
+from baton.engine.request import ChunkEvent, Phase, Sequence
 from baton.kvcache import Holding
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ def _commit_chunk(scheduler: Scheduler, record: Record, row: RowResult) -> None:
         return
     scheduler.prompts.remove(leader)
     scheduler.events.append(ChunkEvent(leader))
-    if not request.forked or len(leader.tokens) == len(request.prompt) + len(request.delivered):
-        scheduler.events.append(PromptEvent(request))
+    scheduler.report_prompt(request)
     for sequence, sample in zip(record.targets, row.samples, strict=True):
         scheduler.take_token(sequence, sample.token, sample.logprobs)
     request.forked = True

@@ -119,6 +119,8 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     forked: bool = False
     """Every choice has its own first token."""
+    reported: bool = False
+    """Its PromptEvent has been emitted; there is one, however often the prompt is computed."""
     cached_tokens: int | None = None
     """Prompt tokens that needed no computing; None until admission."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)

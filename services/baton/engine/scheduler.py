@@ -316,13 +316,18 @@ class Scheduler:
     def first_tokens(self, leader: Sequence, tokens: list[tuple[int, Logprobs | None]]) -> None:
         """Tokens that a prefill node has sampled for a sequence in HANDOFF and those that will fork from it."""
         request = leader.request
-        self.events.append(PromptEvent(request))
+        self.report_prompt(request)
         for sequence, (token, logprobs) in zip([leader, *leader.followers], tokens, strict=True):
             self.take_token(sequence, token, logprobs)
         request.forked = True
         if all(sequence.finish is not None for sequence in (leader, *leader.followers)):
             self._abandon(leader)
             self.settle([leader, *leader.followers])
+
+    def report_prompt(self, request: Request) -> None:
+        if not request.reported:
+            request.reported = True
+            self.events.append(PromptEvent(request))
 
     def arrive(self, leader: Sequence) -> None:
         """The KV of all tokens but the last is in the leader's pages, confirmed: it joins the running batch."""

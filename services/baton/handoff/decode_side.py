@@ -12,7 +12,7 @@ ones (seen in shared memory), or the answer to the release says that the lease s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.engine.plan import Logprobs
 from baton.engine.request import Sequence
@@ -123,6 +123,7 @@ class DecodeSide:
             address=address,
             name=name,
             request=request,
+            params=replace(request.params, seed=leader.seed),
             token_ids=tuple(leader.tokens),
             delivered=len(leader.tokens) - len(request.prompt),
             n=1 + len(leader.followers),

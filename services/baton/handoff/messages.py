@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.engine.plan import Logprobs
 from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
 from baton.handoff.names import AttemptName
 
 # --- from the decode side to its shell -------------------------------------------------------------------
@@ -16,6 +17,8 @@ class StartPrefill:
     address: str
     name: AttemptName
     request: Request
+    params: SamplingParams
+    """The request's, with the seed of the choice that is to be sampled first."""
     token_ids: tuple[int, ...]
     """Prompt and delivered output."""
     delivered: int

@@ -1,0 +1,353 @@
+"""Both sides of the hand-off, real code, over a simulated wire that delays, reorders and breaks.
+
+Prefill nodes and one decode node run the hash model of hash_runner: a page that is stale, foreign or not yet
+written changes the output. Order is kept within a stream and random between streams, as on a network.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+
+import pytest
+from hash_runner import HashRunner, reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.decode.core import DecodeCore, DecodePolicy, Done, Failed, Key, Peer, Prompt, Tokens
+from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.handoff.messages import Beat, CancelPrefill, ReleaseLease, StartPrefill, StartPull
+from baton.handoff.prefill_side import PrefillSide
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+
+SIZE = 4
+
+
+def make_scheduler(pages, **options):
+    cache = KvCache(PageAllocator(pages), PrefixTree(SIZE))
+    hooks = {k: options.pop(k) for k in ("route", "abandon", "may_admit") if k in options}
+    config = SchedulerConfig(context_length=pages * SIZE, **{"token_budget": 16, "max_rows": 8, **options})
+    return Scheduler(cache, config, **hooks)
+
+
+class PrefillNode:
+    def __init__(self, address, pages, grace):
+        scheduler = make_scheduler(pages, prompt_only=True, may_admit=lambda request: self.side.may_admit(request))
+        self.side = PrefillSide(scheduler, lease_grace=grace, max_leased_pages=int(pages * 0.8))
+        self.runner = HashRunner(pages, SIZE, 8)
+        self.address = address
+        self.inbox, self.outbox = deque(), deque()
+        self.up = False
+
+    def step(self, now):
+        self.side.tick(now)
+        step = self.side.plan(now)
+        if step:
+            self.side.commit(step, self.runner.read(self.runner.launch(step.plan)), now)
+        self.flush()
+
+    def flush(self):
+        outputs, self.side.outputs = self.side.outputs, []
+        self.outbox.extend(output for _, output in outputs)
+
+
+class World:
+    """`visible`: the decode side sees the owner's generations (shm); else the release's answer must tell."""
+
+    def __init__(self, rng, prefill_pages=(40, 40), decode_pages=40, visible=True, grace=1e9, silence=1e9):
+        self.rng, self.visible, self.now = rng, visible, 0.0
+        self.nodes = {f"p{i}": PrefillNode(f"p{i}", pages, grace) for i, pages in enumerate(prefill_pages)}
+        policy = DecodePolicy(local_prefill_tokens=3, fallback_tokens=1000, silence_seconds=silence)
+
+        def scheduler(**hooks):
+            return make_scheduler(decode_pages, output_margin=4, watermark=1, **hooks)
+
+        self.core = DecodeCore(scheduler, policy, self.flushed, lambda: None)
+        self.runner = HashRunner(decode_pages, SIZE, 8)
+        self.pulls = []
+        self.tokens = defaultdict(list)
+        self.finished, self.terminal, self.prompts = set(), {}, defaultdict(int)
+        for address in self.nodes:
+            self.connect(address)
+
+    def connect(self, address):
+        node = self.nodes[address]
+        node.up = True
+        node.side.connect("d", self.now)
+        self.core.peer_changed(address, Peer(True, self.now, "shm"), "", self.now)
+
+    def disconnect(self, address):
+        node = self.nodes[address]
+        node.up = False
+        node.inbox.clear()
+        node.outbox.clear()
+        node.side.disconnect("d", self.now)
+        node.side.outputs.clear()
+        self.core.peer_changed(address, Peer(False, self.now), "lost", self.now)
+
+    def start(self, number, prompt, max_tokens=6, seed=1, n=1, candidates=("p0", "p1"), deadline=1e9):
+        params = SamplingParams(max_tokens=max_tokens, seed=seed)
+        key = Key("gateway", number)
+        request = Request(key=key, prompt=tuple(prompt), params=params, n=n, deadline=deadline)
+        self.core.start(key, 77, 0, request, candidates, self.now)
+        return request
+
+    def flushed(self, step, outputs, effects):
+        for _, output in outputs:
+            if isinstance(output, Tokens):
+                assert output.request not in self.terminal
+                name = (output.request, output.choice)
+                assert name not in self.finished, "a token after the last"
+                self.tokens[name].append(output.token)
+                if output.finish:
+                    self.finished.add(name)
+            elif isinstance(output, Prompt):
+                self.prompts[output.request] += 1
+                assert not self.tokens[(output.request, 0)] and self.prompts[output.request] == 1
+            else:
+                assert output.request not in self.terminal, "two terminal events"
+                self.terminal[output.request] = output
+        for effect in effects:
+            if isinstance(effect, StartPull):
+                self.pulls.append([effect, None])
+            elif self.nodes[effect.address].up:
+                self.nodes[effect.address].inbox.append(effect)
+
+    def deliver(self, node):
+        effect, side = node.inbox.popleft(), node.side
+        if isinstance(effect, StartPrefill):
+            request = Request(
+                key=effect.name,
+                prompt=effect.request.prompt,
+                delivered=effect.token_ids[len(effect.request.prompt) :],
+                params=effect.params,
+                n=effect.n,
+            )
+            side.start("d", effect.name, request, True, self.now)
+        elif isinstance(effect, CancelPrefill):
+            side.cancel("d", effect.name, self.now)
+        elif isinstance(effect, ReleaseLease):
+            side.release("d", effect.name, self.now)
+        elif isinstance(effect, Beat):
+            side.heartbeat("d", self.now)
+        node.flush()
+
+    def pull(self, entry):
+        """First call copies the bytes, second reads the generations: anything may happen in between."""
+        effect, copied = entry
+        node = self.nodes[effect.address]
+        if copied is None:
+            for source, target in effect.pairs:
+                self.runner.pool[target] = list(node.runner.pool[source])
+            entry[1] = True
+            return
+        self.pulls.remove(entry)
+        cache = node.side.scheduler.cache
+        generations = [cache.generation(source) for source, _ in effect.pairs] if self.visible else None
+        self.core.handoffs.pull_ended(effect.pull, None, generations, self.now)
+
+    def decode_step(self):
+        self.core.tick(self.now)
+        step = self.core.plan(self.now)
+        self.core.flush(0)
+        if step:
+            self.core.commit(step, self.runner.read(self.runner.launch(step.plan)), self.now)
+        self.core.flush(step.plan.number if step else 0)
+
+    def turn(self):
+        """One thing that could happen next, happens."""
+        self.now += 0.01
+        choices = [self.decode_step]
+        for node in self.nodes.values():
+            choices.append(lambda node=node: node.step(self.now))
+            if node.inbox:
+                choices.append(lambda node=node: self.deliver(node))
+            if node.outbox:
+                choices.append(
+                    lambda node=node: self.core.handoffs.receive(node.address, node.outbox.popleft(), self.now)
+                )
+        choices.extend(lambda entry=entry: self.pull(entry) for entry in self.pulls)
+        self.rng.choice(choices)()
+
+    @property
+    def idle(self):
+        wires = any(node.inbox or node.outbox for node in self.nodes.values())
+        return not (self.core.entries or self.pulls or wires or any(n.side.requests for n in self.nodes.values()))
+
+    def run(self, limit=30000):
+        for _ in range(limit):
+            if self.idle:
+                break
+            self.turn()
+        else:
+            raise AssertionError(f"no end: {self.core.entries}")
+        self.decode_step()
+        for node in self.nodes.values():
+            node.side.scheduler.cache.check(idle=True)
+            assert node.side.scheduler.reservations.total == node.side.scheduler.slots.in_use == 0
+        self.core.scheduler.cache.check(idle=True)
+        assert self.core.scheduler.reservations.total == self.core.scheduler.slots.in_use == 0
+        assert self.core.handoffs.active == self.core.handoffs.pulls == 0
+
+    def check(self, request, partial=False):
+        number = request.key.request
+        for i in range(request.n):
+            expected = reference(list(request.prompt), request.params.seed + i, request.params.max_tokens)
+            got = self.tokens[(number, i)]
+            assert got == (expected[: len(got)] if partial else expected), (number, i)
+        if not partial:
+            assert isinstance(self.terminal[number], Done), self.terminal[number]
+
+
+@pytest.mark.parametrize("visible", [True, False])
+@pytest.mark.parametrize("length", [5, 8, 33])
+@pytest.mark.parametrize("n", [1, 3])
+def test_prompt_is_handed_off(visible, length, n):
+    world = World(random.Random(1), visible=visible)
+    request = world.start(1, range(length), n=n)
+    world.run()
+    world.check(request)
+    stats = world.terminal[1].stats
+    assert stats.prefill_address == "p0" and stats.pulled_pages == -(-length // SIZE)
+    assert stats.transport == "shm" and stats.handoff_retries == 0
+    assert sum(len(r.tokens) for p in world.runner.steps for r in p.rows if r.tokens) == 0
+
+
+def test_only_missing_pages_are_pulled():
+    world = World(random.Random(1))
+    first = world.start(1, range(40), max_tokens=1 + 1)
+    world.run()
+    second = world.start(2, [*range(40), *range(50, 60)])
+    world.run()
+    world.check(first)
+    world.check(second)
+    assert world.terminal[2].stats.pulled_pages == 3
+    assert world.terminal[2].stats.cached_tokens == 40
+
+
+def test_a_request_that_its_first_token_finishes_is_never_pulled():
+    world = World(random.Random(1))
+    request = world.start(1, range(5), max_tokens=1)
+    world.run()
+    world.check(request)
+
+
+def test_short_rest_is_prefilled_here():
+    world = World(random.Random(1))
+    request = world.start(1, range(3))
+    world.run()
+    world.check(request)
+    assert world.terminal[1].stats.prefill_address == "" and world.core.counters.local_prefills == 1
+
+
+def test_no_prefill_node_connected_means_local():
+    world = World(random.Random(1))
+    world.disconnect("p0")
+    world.disconnect("p1")
+    world.now = 100.0
+    request = world.start(1, range(30))
+    world.run()
+    world.check(request)
+
+
+def test_lost_node_after_the_first_token_costs_time_only():
+    world = World(random.Random(1))
+    request = world.start(1, range(30))
+    while not world.tokens[(1, 0)]:
+        world.turn()
+    world.disconnect("p0")
+    world.run()
+    world.check(request)
+    assert world.terminal[1].stats.prefill_address == "p1"
+    assert world.terminal[1].stats.handoff_retries == 1
+
+
+def test_pages_overwritten_during_the_pull_are_dropped():
+    world = World(random.Random(3), prefill_pages=(10,), decode_pages=60)
+    request = world.start(1, range(30), candidates=("p0",))
+    while not world.pulls:
+        world.turn()
+    entry = world.pulls[0]
+    node = world.nodes["p0"]
+    name = next(iter(node.side._attempts))
+    node.side.cancel("x", name, world.now)  # not its holder: refused, nothing happens
+    node.flush()
+    assert node.side.requests == 1 and node.outbox.pop().reason == "UNKNOWN_ATTEMPT"
+    # The lease goes, another prompt takes the pages, and only then the bytes are copied.
+    node.side._fail(node.side._attempts[name], "ABORTED", "LEASE_EXPIRED", "test")
+    side_request = Request(key=name, prompt=tuple(range(500, 538)), params=SamplingParams(max_tokens=1))
+    node.side.scheduler.submit(side_request)
+    for _ in range(5):
+        node.step(world.now)
+    world.pull(entry)
+    world.pull(entry)
+    assert world.core.handoffs.counters.stale == 1
+    node.side.scheduler.close(side_request)
+    world.run()
+    world.check(request)
+
+
+def test_a_stalled_holder_loses_its_lease_and_recovers():
+    world = World(random.Random(1), prefill_pages=(20,), grace=5.0)
+    request = world.start(1, range(30), candidates=("p0",))
+    while not world.pulls:
+        world.turn()
+    world.now += 60  # the decode node stalls; the prefill node's clock goes on
+    world.nodes["p0"].step(world.now)
+    assert world.nodes["p0"].side.counters.expired == 1 and world.nodes["p0"].side.requests == 0
+    world.run()
+    world.check(request)
+
+
+def test_deadline_ends_a_request_wherever_it_is():
+    for stage in range(0, 60, 3):
+        world = World(random.Random(stage))
+        world.start(1, range(30), deadline=0.01 * stage + 0.005)
+        world.run()
+        assert isinstance(world.terminal[1], Done) or world.terminal[1].code == "DEADLINE_EXCEEDED"
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), visible=st.booleans())
+def test_any_order_of_events_and_faults(seed, visible):
+    rng = random.Random(seed)
+    world = World(
+        rng,
+        prefill_pages=(rng.randrange(12, 30), rng.randrange(12, 30)),
+        decode_pages=rng.randrange(14, 40),
+        visible=visible,
+        grace=rng.choice([0.5, 1e9]),
+        silence=rng.choice([0.5, 1e9]),
+    )
+    requests, cancelled = [], set()
+    prefixes = [[rng.randrange(900) for _ in range(rng.randrange(1, 24))] for _ in range(3)]
+    for number in range(1, rng.randrange(2, 14)):
+        prompt = rng.choice(prefixes) + [rng.randrange(900) for _ in range(rng.randrange(0, 8))]
+        candidates = tuple(rng.sample(["p0", "p1"], rng.choice([1, 2, 2])))
+        requests.append(
+            world.start(number, prompt, rng.randrange(1, 9), rng.randrange(99), rng.choice([1, 1, 2]), candidates)
+        )
+        for _ in range(rng.randrange(60)):
+            world.turn()
+        fault = rng.random()
+        if fault < 0.2:
+            victim = rng.choice(requests).key
+            if victim in world.core.entries:
+                cancelled.add(victim.request)
+            world.core.cancel(victim, world.now)
+        elif fault < 0.35:
+            world.disconnect(rng.choice(["p0", "p1"]))
+        elif fault < 0.45:
+            world.now += 1.0
+        for address in ("p0", "p1"):
+            if not world.nodes[address].up and rng.random() < 0.5:
+                world.connect(address)
+    world.run()
+    for request in requests:
+        number = request.key.request
+        ended = world.terminal[number]
+        if isinstance(ended, Failed):
+            assert number in cancelled or ended.code in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"), ended
+        world.check(request, partial=isinstance(ended, Failed))
