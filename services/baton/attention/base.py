@@ -1,0 +1,49 @@
+"""What an attention backend is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from baton.kvcache.pool import KvPool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRow:
+    """Consecutive tokens of one sequence: positions start .. start + count - 1, which attend to all up to
+    their own."""
+
+    start: int
+    count: int
+    pages: Sequence[int]
+    """pages[p // page_size] holds position p; may be longer than needed."""
+
+
+class AttentionBackend(Protocol):
+    """Bound to one pool. `prepare` once per step, then `forward` once per layer, in one thread.
+
+    No two rows of a step belong to the same sequence, and no row writes a page that another row uses.
+    """
+
+    name: str
+
+    @staticmethod
+    def available(device: torch.device) -> str | None:
+        """None if it works here, else the reason why not."""
+        ...
+
+    def __init__(self, pool: KvPool, num_heads: int) -> None: ...
+
+    def prepare(self, rows: Sequence[AttentionRow]) -> None:
+        """Takes in a step's rows; tokens are flattened in this order."""
+        ...
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Writes k and v [tokens, kv heads, head_dim] into the pool's `layer`, then attends with q
+        [tokens, heads, head_dim] into `out`, of q's shape. Scores are scaled by 1 / sqrt(head_dim)."""
+        ...

@@ -1,0 +1,41 @@
+"""Attention backends by name."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.attention.base import AttentionBackend
+from baton.attention.torch_sdpa import TorchAttention
+
+BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention}
+
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("torch",)}
+"""By device type, best first."""
+
+
+class NoBackend(Exception):
+    """No such backend, or it does not work here; the message says which do."""
+
+
+def resolve(name: str, device: torch.device) -> tuple[type[AttentionBackend], str]:
+    """The backend called `name`, or for "auto" the best that works on `device`, and why it was chosen.
+
+    Raises NoBackend.
+    """
+    if name == "auto":
+        reasons: list[str] = []
+        for candidate in _PREFERENCE.get(device.type, ("torch",)):
+            problem = BACKENDS[candidate].available(device)
+            if problem is None:
+                rest = f" ({'; '.join(reasons)})" if reasons else ""
+                return BACKENDS[candidate], f"{candidate}: the best that works on {device.type}{rest}"
+            reasons.append(f"not {candidate}: {problem}")
+        raise NoBackend(f"no attention backend works on {device}: {'; '.join(reasons)}")
+    if name not in BACKENDS:
+        raise NoBackend(
+            f"attention backend {name!r} is not known; known are auto, {', '.join(sorted(BACKENDS))}"
+        )
+    problem = BACKENDS[name].available(device)
+    if problem is not None:
+        raise NoBackend(f"attention backend {name!r} does not work on {device}: {problem}")
+    return BACKENDS[name], f"{name}: asked for"

@@ -1,0 +1,172 @@
+"""Executes step plans: the model, its KV pool, attention and sampling on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from baton.attention.base import AttentionBackend, AttentionRow
+from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, StepPlan, StepResult
+from baton.engine.sampler import Sampler, Samples, TokenLogprobs, token_logprobs
+from baton.kvcache.pool import KvPool
+from baton.models.decoder import Model
+
+_LOGITS_ROWS = 64
+"""Prompt log-probabilities are computed for so many positions at a time, to bound their memory."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launched step: what to read, and to which rows it belongs."""
+
+    number: int
+    rows: tuple[PlanRow, ...]
+    samples: Samples | None
+    """Of all sampling rows' slots, in the order of the plan."""
+    prompts: dict[int, list[TokenLogprobs]]
+    """Prompt log-probabilities, by the row's place in the plan."""
+
+
+class ModelRunner:
+    """Implements `engine.runner.Runner`. Rows of one token use the decode backend, others the prefill one."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KvPool,
+        *,
+        max_slots: int,
+        prefill_attention: type[AttentionBackend],
+        decode_attention: type[AttentionBackend],
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.max_slots = max_slots
+        self.vocab_size = model.config.vocab_size
+        self._model = model
+        self._pool = pool
+        self._device = torch.device(device) if device is not None else model.device
+        heads = model.config.num_heads
+        self._prefill = prefill_attention(pool, heads)
+        self._decode = decode_attention(pool, heads)
+        self._sampler = Sampler(max_slots, self.vocab_size, self._device)
+        self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Flight:
+        """Enqueues the step; on a CPU, computes it."""
+        for source, destination in plan.copies:
+            self._pool.copy_page(source, destination)
+        for init in plan.inits:
+            self._sampler.init(init)
+            if init.last_token is not None:
+                self._last_token[init.slot] = init.last_token
+        if not plan.rows:
+            return Flight(plan.number, (), None, {})
+        # Rows of one token first, so that each backend sees consecutive tokens.
+        order = sorted(range(len(plan.rows)), key=lambda i: plan.rows[i].count > 1)
+        rows = [plan.rows[i] for i in order]
+        hidden, ends = self._forward(rows)
+        samples = self._sample(plan.rows, hidden, dict(zip(order, ends, strict=True)))
+        prompts = {
+            i: self._prompt_logprobs(row, hidden[end - row.count : end])
+            for i, row, end in zip(order, rows, ends, strict=True)
+            if row.prompt_logprobs
+        }
+        return Flight(plan.number, plan.rows, samples, prompts)
+
+    def _forward(self, rows: Sequence[PlanRow]) -> tuple[torch.Tensor, list[int]]:
+        """Final hidden states of all tokens [tokens, hidden], and where each row's end."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        from_slots: list[int] = []
+        at: list[int] = []
+        ends: list[int] = []
+        single = 0
+        for row in rows:
+            if row.tokens is None:
+                at.append(len(tokens))
+                from_slots.append(row.slot)
+                tokens.append(0)
+                positions.append(row.start)
+            else:
+                tokens += row.tokens
+                positions += range(row.start, row.start + len(row.tokens))
+            single += row.count == 1
+            ends.append(len(tokens))
+        ids = torch.tensor(tokens, device=self._device)
+        if at:
+            ids[torch.tensor(at, device=self._device)] = self._last_token[
+                torch.tensor(from_slots, device=self._device)
+            ]
+        meta = [AttentionRow(row.start, row.count, row.pages) for row in rows]
+        if single:
+            self._decode.prepare(meta[:single])
+        if single < len(rows):
+            self._prefill.prepare(meta[single:])
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            if single:
+                self._decode.forward(layer, q[:single], k[:single], v[:single], out[:single])
+            if single < len(rows):
+                self._prefill.forward(layer, q[single:], k[single:], v[single:], out[single:])
+            return out.flatten(1)
+
+        return self._model.forward(ids, torch.tensor(positions, device=self._device), attend), ends
+
+    def _sample(self, rows: Sequence[PlanRow], hidden: torch.Tensor, ends: dict[int, int]) -> Samples | None:
+        slots: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        for i, row in enumerate(rows):
+            slots += row.sample
+            positions += [row.start + row.count] * len(row.sample)
+            last += [ends[i] - 1] * len(row.sample)
+        if not slots:
+            return None
+        logits = self._model.logits(hidden[torch.tensor(last, device=self._device)])
+        samples = self._sampler.sample(logits, np.array(slots), np.array(positions))
+        self._last_token[torch.tensor(slots, device=self._device)] = samples.tokens
+        return samples
+
+    def _prompt_logprobs(self, row: PlanRow, hidden: torch.Tensor) -> list[TokenLogprobs]:
+        assert row.prompt_logprobs is not None
+        targets = torch.tensor(row.prompt_logprobs, device=self._device)
+        return [
+            token_logprobs(self._model.logits(states), wanted, row.prompt_top)
+            for states, wanted in zip(
+                torch.split(hidden[: len(targets)], _LOGITS_ROWS),
+                torch.split(targets, _LOGITS_ROWS),
+                strict=True,
+            )
+        ]
+
+    def read(self, flight: Flight) -> StepResult:
+        """Waits for the step and brings its tokens to the host."""
+        samples = flight.samples
+        tokens: list[int] = [] if samples is None else samples.tokens.tolist()
+        finite: list[bool] = [] if samples is None else samples.peaks.isfinite().tolist()
+        logprobs: dict[int, Logprobs] = {}
+        if samples is not None and samples.logprobs is not None:
+            logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
+        results: list[RowResult] = []
+        first = 0
+        for i, row in enumerate(flight.rows):
+            last = first + len(row.sample)
+            prompt = tuple(
+                entry
+                for part in flight.prompts.get(i, ())
+                for entry in part.read([row.prompt_top] * len(part.tokens))
+            )
+            sampled = tuple(
+                Sampled(slot, tokens[j], logprobs.get(j)) for j, slot in enumerate(row.sample, start=first)
+            )
+            error = None
+            if not all(finite[first:last]):
+                error = "the model's logits are not finite: its weights or its KV are damaged"
+            results.append(RowResult(sampled, prompt, error))
+            first = last
+        return StepResult(flight.number, tuple(results))

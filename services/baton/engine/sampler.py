@@ -1,0 +1,177 @@
+"""Chooses next tokens for all sampled slots of a step at once.
+
+Order, as in Hugging Face transformers and vLLM: repetition, frequency and presence penalties, logit bias and
+min_tokens (stop tokens are forbidden) change the logits; greedy sequences take the maximum of these; the
+others divide by the temperature, then top-k, top-p and min-p restrict, then a token is drawn. Tokens that tie
+with the last one that top-k or top-p keep are kept too. Log-probabilities are of the unmodified logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.engine.plan import Logprobs, SlotInit
+from baton.engine.random import row_keys
+from baton.engine.sampler_ops import draw, penalize, thresholds
+from baton.engine.sampler_state import SlotStates
+
+Slots = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at some positions, still on the device."""
+
+    tokens: torch.Tensor
+    """int64 [positions]"""
+    chosen: torch.Tensor
+    """float32 [positions]"""
+    top_tokens: torch.Tensor
+    """int64 [positions, k]"""
+    top: torch.Tensor
+    """float32 [positions, k], best first"""
+
+    def read(self, wanted: Sequence[int]) -> list[Logprobs]:
+        """On the host; `wanted`: how many of the k each position asked for."""
+        chosen, tokens = self.chosen.tolist(), self.tokens.tolist()
+        top_tokens, top = self.top_tokens.tolist(), self.top.tolist()
+        return [
+            Logprobs(tokens[i], chosen[i], tuple(zip(top_tokens[i][:k], top[i][:k], strict=True)))
+            for i, k in enumerate(wanted)
+        ]
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> TokenLogprobs:
+    """Of `tokens` [positions] and of the `top` most likely, under float32 logits [positions, vocab]."""
+    total = logits.logsumexp(-1, keepdim=True)
+    chosen = logits.gather(1, tokens[:, None]) - total
+    values, indices = logits.topk(min(top, logits.shape[1]), dim=-1)
+    return TokenLogprobs(tokens, chosen.squeeze(1), indices, values - total)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Results for the sampled slots, in their order, still on the device."""
+
+    tokens: torch.Tensor
+    """int64 [slots]"""
+    peaks: torch.Tensor
+    """float32 [slots]: the largest logit; not finite where the logits were garbage."""
+    logprob_rows: list[int]
+    """Which of the slots want log-probabilities."""
+    logprobs: TokenLogprobs | None = None
+    wanted: tuple[int, ...] = ()
+
+
+class Sampler:
+    """Parameters and state of every batch slot. Used by one thread."""
+
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._states = SlotStates(max_slots, vocab_size, device)
+
+    def init(self, init: SlotInit) -> None:
+        self._states.init(init)
+
+    def sample(self, logits: torch.Tensor, slots: Slots, positions: npt.NDArray[np.int64]) -> Samples:
+        """Chooses a token for each slot.
+
+        logits: float32 [slots, vocab], unmodified; positions [slots]: that of the token being sampled.
+        """
+        states = self._states
+        peaks, tokens = logits.max(-1)
+        waiting = states.output_length[slots] < states.min_tokens[slots]
+        special = (~states.plain[slots] | waiting).nonzero()[0]
+        result = Samples(tokens, peaks, [])
+        if special.size:
+            self._special(logits, slots, positions, special, result)
+        states.advance(slots, result.tokens)
+        return result
+
+    def _special(
+        self, logits: torch.Tensor, slots: Slots, positions: Slots, special: Slots, result: Samples
+    ) -> None:
+        """Everything but plain greedy, for the entries `special` of `slots`."""
+        states = self._states
+        every = special.size == slots.size
+        where = self._to_device(special)
+        raw = logits if every else logits[where]
+        own = slots[special]
+        changed = self._modify(raw, own)
+        random = (states.temperature[own] > 0).nonzero()[0]
+        tokens = result.tokens if every else result.tokens[where]
+        if changed is not raw:
+            tokens = changed.argmax(-1)
+        if random.size:
+            rows = self._to_device(random)
+            drawn = self._draw(
+                changed if random.size == own.size else changed[rows], own[random], positions[special][random]
+            )
+            tokens = tokens.index_copy(0, rows, drawn)
+        result.tokens = tokens if every else result.tokens.index_copy(0, where, tokens)
+        wanted = (states.logprobs[own] >= 0).nonzero()[0]
+        if wanted.size:
+            rows = self._to_device(wanted)
+            result.wanted = tuple(states.logprobs[own[wanted]].tolist())
+            result.logprob_rows = special[wanted].tolist()
+            result.logprobs = token_logprobs(raw[rows], tokens[rows], max(result.wanted))
+
+    def _modify(self, logits: torch.Tensor, slots: Slots) -> torch.Tensor:
+        """Penalties, bias and min_tokens: a changed copy of the logits, or these themselves."""
+        states = self._states
+        waiting = states.output_length[slots] < states.min_tokens[slots]
+        penalized = states.penalized[slots].nonzero()[0]
+        biased = states.biased[slots].nonzero()[0]
+        if not (waiting.any() or penalized.size or biased.size):
+            return logits
+        logits = logits.clone()
+        if penalized.size and states.counts is not None and states.prompt is not None:
+            rows, own = self._to_device(penalized), slots[penalized]
+            part = logits[rows]
+            at = self._to_device(own)
+            penalize(
+                part,
+                states.counts[at],
+                states.prompt[at],
+                self._to_device(states.repetition[own]),
+                self._to_device(states.presence[own]),
+                self._to_device(states.frequency[own]),
+            )
+            logits.index_copy_(0, rows, part)
+        for row in biased.tolist():
+            ids, values = states.bias[slots[row]]
+            at = torch.tensor(ids, device=self._device)
+            logits[row, at] += torch.tensor(values, dtype=torch.float32, device=self._device)
+        for row in waiting.nonzero()[0].tolist():
+            logits[row, torch.tensor(states.stop_tokens[slots[row]], device=self._device)] = -torch.inf
+        return logits
+
+    def _draw(self, logits: torch.Tensor, slots: Slots, positions: Slots) -> torch.Tensor:
+        states = self._states
+        # Never 0 / 0: a temperature so small that float32 cannot hold the quotient is greedy.
+        logits = logits - logits.amax(-1, keepdim=True)
+        logits = logits / self._to_device(states.temperature[slots])[:, None]
+        top_k, top_p, min_p = states.top_k[slots], states.top_p[slots], states.min_p[slots]
+        floor = torch.full((slots.size,), -torch.inf, device=self._device)
+        restricted = ((top_k > 0) | (top_p < 1)).nonzero()[0]
+        if restricted.size:
+            rows = self._to_device(restricted)
+            k, p = top_k[restricted], top_p[restricted]
+            on_host = self._device.type == "cpu"
+            bounded = bool((k > 0).all()) and (on_host or not (p < 1).any())
+            floor[rows] = thresholds(
+                logits[rows], self._to_device(k), self._to_device(p), int(k.max()) if bounded else 0
+            )
+        if min_p.any():
+            # Relative to the most likely token, whose logit is 0 here.
+            floor = torch.maximum(floor, self._to_device(min_p).log())
+        keys = self._to_device(row_keys(states.seed[slots], positions.astype(np.uint64)))
+        return draw(logits, floor, keys, sparse=self._device.type == "cpu")
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)

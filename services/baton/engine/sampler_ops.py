@@ -1,0 +1,94 @@
+"""The steps of sampling, each over the rows of a batch at once. Logits are float32 [rows, vocab]."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.engine.random import GUMBEL_RANGE, gumbel
+
+_CANDIDATES = 1024
+
+
+def penalize(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    prompt: torch.Tensor,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> None:
+    """In place. `counts` [rows, vocab]: how often each token was output; `prompt` bool [rows, vocab]: whether
+    it is in the prompt; penalties [rows].
+
+    Repetition (Keskar et al., CTRL, arXiv:1909.05858): logits of tokens in prompt or output are divided by it
+    where positive, multiplied where negative. Presence and frequency (the OpenAI API): subtracted from the
+    logits of tokens in the output, once and once per occurrence.
+    """
+    occurred = counts > 0
+    factor = torch.where(occurred | prompt, repetition[:, None], 1.0)
+    logits.copy_(torch.where(logits > 0, logits / factor, logits * factor))
+    logits.sub_(frequency[:, None] * counts).sub_(presence[:, None] * occurred)
+
+
+def thresholds(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, largest_k: int
+) -> torch.Tensor:
+    """[rows]: the smallest logit that top-k and then top-p keep, -inf where they keep all.
+
+    top-k int64 [rows] (0: all) keeps the k largest; top-p float32 [rows] then the smallest set of the largest
+    whose renormalized probability reaches p. Tokens that tie with the last kept are kept as well, which makes
+    the outcome independent of any order of sorting. `largest_k`: no row's top-k is larger; 0: some row with
+    top-p has no top-k.
+    """
+    vocab = logits.shape[1]
+    width = min(vocab, max(largest_k + 1, 2) if largest_k else _CANDIDATES)
+    if logits.device.type != "cpu" and not largest_k:
+        width = vocab
+    result, covered = _thresholds(logits, top_k, top_p, width)
+    if width < vocab and logits.device.type == "cpu" and not bool(covered.all()):
+        rest = (~covered).nonzero().squeeze(1)
+        result[rest] = _thresholds(logits[rest], top_k[rest], top_p[rest], vocab)[0]
+    return result
+
+
+def _thresholds(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the `width` largest logits alone; and whether they were enough."""
+    vocab = logits.shape[1]
+    largest = logits.topk(width, dim=-1).values if width < vocab else logits.sort(-1, descending=True).values
+    limit = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+    by_k = largest.gather(1, (limit - 1).clamp(max=width - 1)[:, None])
+    inside = largest >= torch.where(limit[:, None] < vocab, by_k, -torch.inf)
+    total = torch.where(
+        limit < vocab, largest.masked_fill(~inside, -torch.inf).logsumexp(-1), logits.logsumexp(-1)
+    )
+    probabilities = (largest - total[:, None]).exp().masked_fill_(~inside, 0.0)
+    before = probabilities.cumsum(-1) - probabilities
+    kept = inside & ((before < top_p[:, None]) | (top_p[:, None] >= 1.0))
+    kept[:, 0] = True
+    result = largest.masked_fill(~kept, torch.inf).amin(-1)
+    unrestricted = (limit >= vocab) & (top_p >= 1.0)
+    # Enough: something below the threshold has been seen.
+    covered = unrestricted | (largest[:, -1] < result) if width < vocab else torch.ones_like(unrestricted)
+    return result.masked_fill(unrestricted, -torch.inf), covered
+
+
+def draw(logits: torch.Tensor, floor: torch.Tensor, keys: torch.Tensor, sparse: bool) -> torch.Tensor:
+    """Samples one token id, int64 [rows], from the softmax of the logits that are >= floor [rows].
+
+    The Gumbel-max trick: argmax of logits plus Gumbel noise, of int64 `keys` [rows] and the token id.
+    `sparse` computes noise for the tokens at or above the floor only: the same result, for less on a CPU.
+    """
+    rows, vocab = logits.shape
+    if not sparse:
+        noise = gumbel(keys[:, None], torch.arange(vocab, device=logits.device))
+        return (logits + noise).masked_fill_(logits < floor[:, None], -torch.inf).argmax(-1)
+    # What lies further below the maximum than noise can reach is never drawn.
+    floor = torch.maximum(floor, logits.amax(-1) - GUMBEL_RANGE)
+    row, token = (logits >= floor[:, None]).nonzero().unbind(1)
+    scores = logits[row, token] + gumbel(keys[row], token)
+    best = scores.new_full((rows,), -torch.inf).scatter_reduce_(0, row, scores, "amax")
+    chosen = token.masked_fill(scores < best[row], vocab)
+    result = torch.full((rows,), vocab, device=logits.device).scatter_reduce_(0, row, chosen, "amin")
+    return result.masked_fill_(result == vocab, 0)

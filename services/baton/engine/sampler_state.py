@@ -1,0 +1,89 @@
+"""What sampling remembers of each batch slot."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from baton.engine.plan import SlotInit
+from baton.engine.sampling import SamplingParams
+
+
+class SlotStates:
+    """Parameters of every slot on the host, as columns; occurrence counts on the device, for penalties.
+
+    The counts are allocated when the first penalized sequence arrives: max_slots * vocab * 5 bytes.
+    """
+
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self.params: list[SamplingParams | None] = [None] * max_slots
+        self.temperature = np.zeros(max_slots, np.float32)
+        self.top_k = np.zeros(max_slots, np.int64)
+        self.top_p = np.ones(max_slots, np.float32)
+        self.min_p = np.zeros(max_slots, np.float32)
+        self.repetition = np.ones(max_slots, np.float32)
+        self.presence = np.zeros(max_slots, np.float32)
+        self.frequency = np.zeros(max_slots, np.float32)
+        self.seed = np.zeros(max_slots, np.uint64)
+        self.output_length = np.zeros(max_slots, np.int64)
+        """Tokens sampled, those of launched steps included."""
+        self.min_tokens = np.zeros(max_slots, np.int64)
+        self.penalized = np.zeros(max_slots, np.bool_)
+        self.biased = np.zeros(max_slots, np.bool_)
+        self.logprobs = np.full(max_slots, -1, np.int64)
+        """-1: none wanted."""
+        self.plain = np.ones(max_slots, np.bool_)
+        """Greedy, and nothing else asked for (but min_tokens, perhaps)."""
+        self.stop_tokens: list[list[int]] = [[]] * max_slots
+        self.bias: list[tuple[list[int], list[float]]] = [([], [])] * max_slots
+        self.counts: torch.Tensor | None = None
+        """float32 [max_slots, vocab]: how often each token was output."""
+        self.prompt: torch.Tensor | None = None
+        """bool [max_slots, vocab]: whether it is in the prompt."""
+
+    def init(self, init: SlotInit) -> None:
+        slot, params = init.slot, init.params
+        self.params[slot] = params
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = params.top_k
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = params.min_p
+        self.repetition[slot] = params.repetition_penalty
+        self.presence[slot] = params.presence_penalty
+        self.frequency[slot] = params.frequency_penalty
+        self.seed[slot] = init.seed
+        self.output_length[slot] = len(init.output)
+        self.stop_tokens[slot] = sorted(t for t in params.stop_token_ids if 0 <= t < self._vocab_size)
+        self.min_tokens[slot] = params.min_tokens if self.stop_tokens[slot] else 0
+        self.penalized[slot] = params.penalized
+        self.biased[slot] = bool(params.logit_bias)
+        self.bias[slot] = (list(params.logit_bias.keys()), list(params.logit_bias.values()))
+        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.plain[slot] = (
+            params.greedy and not params.penalized and not params.logit_bias and params.logprobs is None
+        )
+        if params.penalized:
+            self._count(init)
+
+    def _count(self, init: SlotInit) -> None:
+        if self.counts is None or self.prompt is None:
+            shape = (len(self.params), self._vocab_size)
+            self.counts = torch.zeros(shape, dtype=torch.float32, device=self._device)
+            self.prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        counts, prompt = self.counts[init.slot].zero_(), self.prompt[init.slot].zero_()
+        if init.output:
+            tokens = torch.tensor(init.output, device=self._device)
+            counts.index_add_(0, tokens, torch.ones(len(init.output), device=self._device))
+        if init.prompt:
+            prompt[torch.tensor(init.prompt, device=self._device)] = True
+
+    def advance(self, slots: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: torch.Tensor) -> None:
+        """One more token [slots] was sampled for each slot; no slot occurs twice."""
+        self.output_length[slots] += 1
+        wanted = self.penalized[slots].nonzero()[0]
+        if self.counts is not None and wanted.size:
+            rows = torch.from_numpy(slots[wanted]).to(self._device)
+            tokens = tokens[torch.from_numpy(wanted).to(self._device)]
+            self.counts.index_put_((rows, tokens), torch.ones((), device=self._device), accumulate=True)

@@ -1,0 +1,78 @@
+"""The tensors behind the page ids: one allocation, page-first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """What the bytes of a page mean: [layer, key or value, token, head, dim], contiguous."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    """Tokens per page."""
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token_per_layer(self) -> int:
+        """Of keys and values together."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        return self.num_layers * self.page_size * self.bytes_per_token_per_layer
+
+
+class KvPool:
+    """`num_pages` pages in one allocation: [page, layer, key or value, token, head, dim].
+
+    On a CPU the pool can lie in `storage`, a writable buffer of at least num_pages * page_bytes bytes (a
+    shared mapping, say), which must outlive it. Contents are undefined until written. Raises ValueError for a
+    buffer that is too small, and for one on a device other than the CPU.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        storage: memoryview | None = None,
+    ) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self.device = torch.device(device)
+        size = num_pages * layout.page_bytes
+        if storage is None:
+            raw = torch.empty(size, dtype=torch.uint8, device=self.device)
+        else:
+            if self.device.type != "cpu":
+                raise ValueError(f"a pool on {self.device} cannot lie in a buffer of the host")
+            if storage.nbytes < size:
+                raise ValueError(f"the buffer has {storage.nbytes} bytes, {num_pages} pages need {size}")
+            raw = torch.frombuffer(storage, dtype=torch.uint8, count=size)
+        self.raw = raw.view(num_pages, layout.page_bytes)
+        """uint8 [num_pages, page_bytes]."""
+        self.pages = raw.view(layout.dtype).view(
+            num_pages, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim
+        )
+        self.tokens = self.pages.view(-1, layout.num_kv_heads, layout.head_dim)
+        """[num_pages * num_layers * 2 * page_size, num_kv_heads, head_dim]: one entry per token, layer and
+        kind. The key of `page`, `layer`, `offset` is entry ((page * num_layers + layer) * 2) * page_size +
+        offset; its value follows page_size entries later."""
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer: strided views [num_pages, page_size, num_kv_heads, head_dim]."""
+        view = self.pages[:, index]
+        return view[:, 0], view[:, 1]
+
+    def page_bytes(self, page: int) -> memoryview:
+        """The bytes of a page, writable (CPU only)."""
+        return self.raw[page].numpy().data
+
+    def copy_page(self, source: int, destination: int) -> None:
+        self.raw[destination].copy_(self.raw[source])

@@ -1,0 +1,1 @@
+"""Pieces that decoders are made of: functions of tensors, without state."""
