@@ -7,8 +7,18 @@ from dataclasses import dataclass, field
 
 from baton.engine.batch import Step
 from baton.engine.plan import Logprobs, StepResult
-from baton.engine.request import FailedEvent, FinishedEvent, FinishReason, PromptEvent, Refused, Request, Sequence
-from baton.engine.request import TokenEvent
+from baton.engine.request import (
+    ChunkEvent,
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    FinishReason,
+    PromptEvent,
+    Refused,
+    Request,
+    Sequence,
+    TokenEvent,
+)
 from baton.engine.scheduler import Route, Scheduler
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import DecodeEffect
@@ -144,6 +154,8 @@ class DecodeCore:
     counters: DecodeCounters = field(default_factory=DecodeCounters)
     scheduler: Scheduler = field(init=False)
     handoffs: DecodeSide = field(init=False)
+    _routes: dict[Sequence, str] = field(default_factory=dict)
+    """Where sequences that are being admitted go."""
     _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
     _now: float = 0.0
 
@@ -210,7 +222,7 @@ class DecodeCore:
         step = self.scheduler.plan()
         for leader in list(self.scheduler.handoffs):
             if leader not in self.handoffs:
-                self.handoffs.begin(leader, self._entry(leader).address, now)
+                self.handoffs.begin(leader, self._routes.pop(leader), now)
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
@@ -221,8 +233,8 @@ class DecodeCore:
 
     def flush(self, step: int) -> None:
         for event in self.scheduler.take_events():
-            request = event.request if not hasattr(event, "sequence") else event.sequence.request
-            entry = self.entries.get(request.key)  # type: ignore[call-overload]
+            request = event.sequence.request if isinstance(event, ChunkEvent | TokenEvent) else event.request
+            entry = self.entries.get(request.key) if isinstance(request.key, Key) else None
             if entry is not None:
                 self._take_event(entry, event)
         if self._outputs or self.handoffs.effects:
@@ -231,7 +243,7 @@ class DecodeCore:
             self.flush_to(step, outputs, effects)
         self.observe()
 
-    def _take_event(self, entry: Entry, event: object) -> None:
+    def _take_event(self, entry: Entry, event: Event) -> None:
         caller, number = entry.key.caller, entry.key.request
         if isinstance(event, TokenEvent):
             entry.output_tokens += 1
@@ -262,7 +274,7 @@ class DecodeCore:
         for address in entry.candidates[entry.tried :]:
             peer = self.peers[address]
             if peer.up:
-                entry.address = address
+                entry.address = self._routes[leader] = address
                 return Route.REMOTE
             connecting = connecting or self._now - peer.since < CONNECT_SECONDS
         if connecting:
@@ -288,10 +300,10 @@ class DecodeCore:
     def _pulled(self, leader: Sequence, pages: int) -> None:
         self._entry(leader).pulled_pages += pages
 
-    def _handoff_failed(self, leader: Sequence, reason: str, message: str) -> None:
+    def _handoff_failed(self, leader: Sequence, address: str, reason: str, message: str) -> None:
         entry = self._entry(leader)
-        entry.last_failure = f"{entry.address}: {reason}: {message}"
-        entry.tried = entry.candidates.index(entry.address) + 1
+        entry.last_failure = f"{address}: {reason}: {message}"
+        entry.tried = max(entry.tried, entry.candidates.index(address) + 1)
 
     def _entry(self, leader: Sequence) -> Entry:
         return self.entries[leader.request.key]  # type: ignore[index]

@@ -85,7 +85,7 @@ class DecodeSide:
         silence: float,
         name_of: Callable[[Sequence, str], AttemptName],
         pulled: Callable[[Sequence, int], None],
-        failed: Callable[[Sequence, str, str], None],
+        failed: Callable[[Sequence, str, str, str], None],
     ) -> None:
         self._scheduler = scheduler
         self._silence = silence
@@ -265,7 +265,7 @@ class DecodeSide:
         self.counters.retries += 1
         if tell:
             self.effects.append(CancelPrefill(handoff.address, handoff.name))
-        self._failed(handoff.leader, reason, message)
+        self._failed(handoff.leader, handoff.address, reason, message)
         self._scheduler.requeue(handoff.leader)
 
     def _forget(self, handoff: Handoff) -> None:

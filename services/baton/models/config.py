@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,20 @@ def read_config(path: Path, context_length: int | None = None) -> ModelConfig:
         hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path / 'config.json'} cannot be used: {_first_line(error)}") from error
-    return _convert(hf, context_length)
+    return replace(_convert(hf, context_length), eos_token_ids=_eos_token_ids(path, hf))
+
+
+def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
+    """Of config.json and generation_config.json together: chat models often name their end of turn in the latter only."""
+    found: list[int] = []
+    generation = path / "generation_config.json"
+    try:
+        extra = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+    except ValueError as error:
+        raise ModelError(f"{generation} is damaged: {error}") from error
+    for value in (hf.eos_token_id, extra):
+        found.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return tuple(sorted(set(found)))
 
 
 def _convert(hf: Any, context_length: int | None) -> ModelConfig:
@@ -84,7 +98,6 @@ def _convert(hf: Any, context_length: int | None) -> ModelConfig:
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     if hf.num_attention_heads % hf.num_key_value_heads:
         raise ModelError("num_attention_heads is not a multiple of num_key_value_heads")
-    eos = hf.eos_token_id
     bias = bool(getattr(hf, "attention_bias", False))
     return ModelConfig(
         architecture=architecture,
@@ -103,7 +116,7 @@ def _convert(hf: Any, context_length: int | None) -> ModelConfig:
         mlp_bias=bool(getattr(hf, "mlp_bias", False)),
         rope=_rope(hf, head_dim),
         dtype=_dtype(hf),
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        eos_token_ids=(),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -56,6 +56,17 @@ class Model:
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self._rope = config.rope.table(config.context_length, self.dtype, self.device)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; tied ones count once."""
+        tensors: dict[int, int] = {}
+        for part in (self.weights, *self.weights.layers):
+            for item in fields(part):
+                value = getattr(part, item.name)
+                if isinstance(value, torch.Tensor):
+                    tensors[value.data_ptr()] = value.numel()
+        return sum(tensors.values())
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Token ids and positions, int64 [tokens] -> final normalized hidden states [tokens, hidden]."""

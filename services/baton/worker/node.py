@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -20,7 +21,8 @@ from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
 from baton.transport.base import Receiver
-from baton.v1 import common_pb2, node_pb2
+from baton.transport.page_source import PageSourceServicer
+from baton.v1 import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.engine import Engine, build_engine
 
 _log = get_logger("baton.worker")
@@ -57,7 +59,7 @@ class WorkerNode(Generic[C]):
         self.core_or_none: C | None = None
         self._address = ""
         self._load = node_pb2.Load()
-        self._page_source: Any = None
+        self._page_source: _LatePageSource | None = None
 
     def make_core(self) -> C:
         raise AssertionError("each role makes its own core")
@@ -70,7 +72,10 @@ class WorkerNode(Generic[C]):
         self._address = address
         self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self.role)
         if self._page_source is not None:
-            self._page_source.attach(self.engine.pages_view(), self.page_bytes, self.engine.pool.num_pages)
+            pool = self.engine.pool
+            self._page_source.source = PageSourceServicer(
+                self.engine.pages_view(), self.page_bytes, pool.num_pages
+            )
         core = self.core_or_none = self.make_core()
         self.steps = StepLoop(
             core,
@@ -122,10 +127,7 @@ class WorkerNode(Generic[C]):
 
     def serve_pages(self, server: grpc.aio.Server) -> None:
         """Registers PageSource; it answers once the pool exists."""
-        from baton.transport.grpc import PageSourceServicer
-        from baton.v1 import prefill_pb2_grpc
-
-        self._page_source = PageSourceServicer()
+        self._page_source = _LatePageSource()
         prefill_pb2_grpc.add_PageSourceServicer_to_server(self._page_source, server)
 
     @property
@@ -144,7 +146,9 @@ class WorkerNode(Generic[C]):
         return self.engine.endpoints(self._address)
 
     async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Receiver:
-        return await self.engine.open_receiver(endpoints, address)
+        opened = await self.engine.open_receiver(endpoints, address)
+        _log.info("pool of a peer opened", address=address, transport=opened.reason)
+        return opened.receiver
 
     # --- what others are told ---------------------------------------------------------------------------
 
@@ -212,6 +216,16 @@ class WorkerNode(Generic[C]):
             raise TimeoutError(f"the {self.role} step thread did not answer within {seconds:g} s")
         if failure:
             raise failure[0]
+
+
+class _LatePageSource(prefill_pb2_grpc.PageSourceServicer):
+    """Registered before the pool exists; no call comes in before the node is ready."""
+
+    source: PageSourceServicer
+
+    async def Fetch(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.FetchResponse]:
+        async for response in self.source.Fetch(request_iterator, context):
+            yield response
 
 
 def status_of(code: str, reason: str, message: str, field: str | None = None) -> status_pb2.Status:

@@ -1,0 +1,222 @@
+"""Builds an engine from a configuration: model, KV pool, page accounting, runner."""
+
+from __future__ import annotations
+
+import gc
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.attention.registry import NoBackend
+from baton.attention.registry import resolve as resolve_attention
+from baton.config import WorkerConfig
+from baton.engine.model_runner import ModelRunner
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.pool import KvLayout, KvPool
+from baton.models.config import ModelError
+from baton.models.decoder import Model
+from baton.models.loader import fingerprint, load_model, resolve
+from baton.rpc.errors import failed_precondition, invalid
+from baton.rpc.logs import get_logger
+from baton.transport import (
+    Opened,
+    Segment,
+    SegmentError,
+    check_kinds,
+    offered,
+    open_receiver,
+    reap_orphans,
+)
+from baton.v1 import common_pb2, node_pb2
+
+_log = get_logger("baton.engine")
+
+AUTO_KV_TOKENS = 65536
+AUTO_KV_BYTES = 2**30
+"""A pool whose size nobody gave holds at most this much."""
+LAYOUT_VERSION = 1
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PROGRESS_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class Engine:
+    """What a worker computes with. `close` gives the pool's memory back."""
+
+    runner: ModelRunner
+    cache: KvCache
+    pool: KvPool
+    segment: Segment | None
+    kinds: tuple[str, ...]
+    layout: common_pb2.Layout
+    model_info: node_pb2.ModelInfo
+    device: torch.device
+    attention: str
+    overlap: bool
+
+    def pages_view(self) -> memoryview:
+        """The pool's bytes, for transports that copy on the host."""
+        if self.segment is not None:
+            return self.segment.pages
+        return memoryview(self.pool.raw.numpy()).cast("B")
+
+    def endpoints(self, address: str) -> list[common_pb2.Endpoint]:
+        return offered(self.segment, self.pool.layout.page_bytes, self.pool.num_pages, self.kinds, address)
+
+    async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Opened:
+        return open_receiver(endpoints, self.pages_view(), self.pool.layout.page_bytes, self.kinds, address)
+
+    def close(self) -> None:
+        if self.segment is not None:
+            self.segment.close()
+
+
+def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
+    """Loads the model and makes the pool; blocks. Raises BatonError with one line that says what to do."""
+    try:
+        return _build(config, incarnation, role)
+    except (ModelError, NoBackend, SegmentError) as error:
+        raise failed_precondition(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise failed_precondition(f"not enough device memory: {error}; lower --kv-tokens") from error
+
+
+def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
+    device = _device(config.device)
+    if device.type == "cpu" and config.threads:
+        torch.set_num_threads(config.threads)
+    dtype = _dtype(config.dtype, device)
+    try:
+        kinds = check_kinds(config.transports)
+    except ValueError as error:
+        raise invalid("transport", str(error)) from error
+    for orphan in reap_orphans():
+        _log.info("removed the segment of a worker that is gone", path=str(orphan))
+    path = resolve(config.model)
+    model = _load(config, path, dtype, device)
+    shape = model.config
+    size = config.page_size or (16 if device.type == "cpu" else 64)
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, model.dtype)
+    pages = _num_pages(config, layout, shape.context_length)
+    segment: Segment | None = None
+    if device.type == "cpu" and "shm" in kinds:
+        segment = Segment.create(pages, layout.page_bytes, incarnation)
+    pool = KvPool(layout, pages, device, segment.pages if segment is not None else None)
+    generations = segment.generations if segment is not None else array("Q", bytes(8 * pages))
+    cache = KvCache(PageAllocator(pages, generations), PrefixTree(size, config.eviction))
+    prefill, why_prefill = resolve_attention(config.prefill_attention, device)
+    decode, why_decode = resolve_attention(config.decode_attention, device)
+    runner = ModelRunner(
+        model, pool, max_slots=config.max_rows, prefill_attention=prefill, decode_attention=decode, device=device
+    )
+    context = min(config.context_length or shape.context_length, shape.context_length, pages * size)
+    info = node_pb2.ModelInfo(
+        name=config.model,
+        architecture=shape.architecture.name,
+        context_length=context,
+        vocab_size=shape.vocab_size,
+        eos_token_ids=shape.eos_token_ids,
+        fingerprint=fingerprint(path, model.dtype, config.load_format),
+        dtype=str(model.dtype).removeprefix("torch."),
+        parameters=model.num_parameters,
+    )
+    _log.info(
+        "engine ready",
+        device=str(device),
+        dtype=info.dtype,
+        pages=pages,
+        page_size=size,
+        kv_mib=round(pages * layout.page_bytes / 2**20, 1),
+        prefill_attention=why_prefill,
+        decode_attention=why_decode,
+    )
+    # What has been loaded stays: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    return Engine(
+        runner=runner,
+        cache=cache,
+        pool=pool,
+        segment=segment,
+        kinds=kinds,
+        layout=_layout_message(layout, info.fingerprint),
+        model_info=info,
+        device=device,
+        attention=f"prefill={prefill.name} decode={decode.name}",
+        overlap=device.type != "cpu" if config.overlap is None else config.overlap,
+    )
+
+
+def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Model:
+    started = time.monotonic()
+    model = load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        load_format=config.load_format,
+        progress=_progress_log(),
+        context_length=config.context_length or None,
+    )
+    _log.info("model loaded", model=config.model, seconds=round(time.monotonic() - started, 2))
+    return model
+
+
+def _progress_log() -> Callable[[int, int], None]:
+    """Logs the progress of a long load about once a second."""
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_SECONDS:
+            last = time.monotonic()
+            _log.info("loading weights", percent=round(100 * done / max(1, total)), mib=round(done / 2**20))
+
+    return report
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise invalid("device", f"device {name!r} is not known; use auto, cpu, cuda or cuda:INDEX") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        text = f"device {name!r}: torch {torch.__version__} sees no CUDA device; use --device cpu"
+        raise failed_precondition(text)
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype | None:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    if name not in DTYPES:
+        raise invalid("dtype", f"dtype {name!r} is not known; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _num_pages(config: WorkerConfig, layout: KvLayout, context_length: int) -> int:
+    """Of --kv-tokens, or enough for many contexts within a modest amount of memory."""
+    if config.kv_tokens:
+        if config.kv_tokens < layout.page_size:
+            raise invalid("kv_tokens", f"--kv-tokens must be at least one page ({layout.page_size} tokens)")
+        return config.kv_tokens // layout.page_size
+    fitting = AUTO_KV_BYTES // layout.page_bytes
+    one_context = -(-min(config.context_length or context_length, AUTO_KV_TOKENS) // layout.page_size)
+    return max(min(AUTO_KV_TOKENS // layout.page_size, fitting), one_context)
+
+
+def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layout:
+    group = common_pb2.KvGroup(
+        kind="attention",
+        layers=layout.num_layers,
+        bytes_per_token=layout.bytes_per_token_per_layer,
+        dtype=str(layout.dtype).removeprefix("torch."),
+    )
+    return common_pb2.Layout(
+        model_fingerprint=model_fingerprint, page_size=layout.page_size, groups=[group], version=LAYOUT_VERSION
+    )
