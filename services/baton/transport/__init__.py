@@ -1,6 +1,6 @@
 """How KV pages travel: the owner of a pool publishes endpoints, a receiver opens one and pulls pages. `base`
-is the interface, `registry` chooses, `shm` (over a `segment` in /dev/shm) and `grpc` (served by `page_source`)
-do it. A transport knows nothing of requests or leases."""
+is the interface and `registry` chooses; `shm` (a `segment` in /dev/shm) and `grpc` (from a `page_source`) do
+it. A transport knows nothing of requests or leases."""
 
 from baton.transport.base import Receiver, TransportError
 from baton.transport.registry import Opened, check_kinds, offered, open_receiver

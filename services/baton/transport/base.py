@@ -1,4 +1,4 @@
-"""What a transport is: the receiver pulls pages out of an owner's pool, knowing nothing of requests or leases."""
+"""What a transport is: a receiver pulls pages from a peer's pool. It knows nothing of requests or leases."""
 
 from __future__ import annotations
 

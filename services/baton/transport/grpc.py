@@ -15,8 +15,8 @@ from baton.v1 import prefill_pb2_grpc
 
 PROGRESS_SECONDS = 10.0
 REQUEST_BYTES = 8 * 2**20
-"""A pull asks in requests of about this size, for at most two at a time: what still comes after it was cancelled,
-and keeps others waiting, is bounded."""
+"""A pull asks in requests of about this size, for at most two at a time: what still comes after a cancelled
+one, and keeps others waiting, is bounded."""
 
 
 class GrpcReceiver:

@@ -151,8 +151,8 @@ def _prefix() -> str:
 def _create_locked(path: Path) -> int:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        # Before the lock is ours another worker may take the file for an orphan: then it holds the lock, or has
-        # removed the name already.
+        # Before the lock is ours another worker may take the file for an orphan: then it holds the lock, or
+        # has removed the name already.
         if _lock(descriptor) and os.fstat(descriptor).st_nlink == 1:
             return descriptor
         os.close(descriptor)

@@ -19,8 +19,8 @@ from baton.transport.segment import DIRECTORY, Header, Segment, SegmentError
 from baton.v1 import common_pb2 as pb
 
 BATCH_BYTES = 2**20
-"""Small pages are copied so many bytes at a time: every copy releases the interpreter's lock and may wait 5 ms
-to get it back from a busy thread."""
+"""Small pages are copied so many bytes at a time: every copy releases the interpreter's lock, and may wait
+5 ms to get it back from a busy thread."""
 
 Indexes = npt.NDArray[np.intp]
 
