@@ -270,7 +270,9 @@ async def test_a_peer_killed_in_the_middle_fails_all_pulls() -> None:
         receiver._num_pages = 1024
         everything = [(page, page % 64) for page in range(1024)]
         pulls = [asyncio.create_task(receiver.pull(everything)) for _ in range(3)]
-        while not local.startswith(bytes(8)):
+        for _ in range(10_000):
+            if local.startswith(bytes(8)):
+                break
             await asyncio.sleep(0.001)
         server.kill()
         results = await asyncio.wait_for(asyncio.gather(*pulls, return_exceptions=True), 20)
