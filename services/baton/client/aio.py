@@ -1,0 +1,220 @@
+"""The client for asyncio. The same as baton.client.sync, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import count
+from typing import Any, Unpack
+
+import grpc.aio
+
+from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model, rpc_error
+from baton.client.types import DEFAULT_ADDRESS, Completion, Delta, Message, Model, Options
+from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+MODELS_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
+
+
+class AsyncClient:
+    """A connection to a gateway; tasks of one event loop may share it. All methods raise BatonError."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """address: the gateway's host:port. Connects with the first call. Needs a running event loop."""
+        self.address = address
+        self._channel = open_channel(address, max_message_bytes)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connection; what still runs on it is cancelled."""
+        await self._channel.close()
+
+    async def models(self) -> list[Model]:
+        try:
+            response = await self._stub.ListModels(inference_pb2.ListModelsRequest(), timeout=MODELS_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            raise rpc_error(error) from None
+        return [model(each) for each in response.models]
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: str | Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """Answers one of prompt, messages (a str: one user message) and token_ids, as a whole.
+
+        Cancelling the awaiting task cancels the request.
+        """
+        async with self.stream(prompt, messages=messages, token_ids=token_ids, **options) as stream:
+            return await stream.completion()
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: str | Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncStream:
+        """The same, piece by piece; begins with the first read. Closing it before its end cancels it."""
+        start = make_start("0", prompt, messages, token_ids, options)
+        call = self._stub.Generate(timeout=call_timeout(options))
+
+        async def begin() -> None:
+            await call.write(start)
+            await call.done_writing()
+
+        async def cancel() -> None:
+            call.cancel()
+
+        return AsyncStream(call.read, Collector("0", options.get("n") or 1), begin, cancel)
+
+    def session(self) -> AsyncSession:
+        """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""
+        return AsyncSession(self._stub)
+
+
+class AsyncStream(AsyncIterator[Delta]):
+    """One running request. Iterate it, or await the whole `completion()`."""
+
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[Any]],
+        collector: Collector,
+        begin: Callable[[], Awaitable[None]],
+        cancel: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._read_event = read
+        self._begin: Callable[[], Awaitable[None]] | None = begin
+        self._cancel = cancel
+        self._collector = collector
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def __anext__(self) -> Delta:
+        while not self._collector.ended:
+            event = await self._read()
+            if event is grpc.aio.EOF:
+                raise self._collector.lost()
+            delta = self._collector.add(event)
+            if delta is not None:
+                return delta
+        raise StopAsyncIteration
+
+    async def _read(self) -> Any:
+        try:
+            if self._begin is not None:
+                begin, self._begin = self._begin, None
+                await begin()
+            return await self._read_event()
+        except grpc.aio.AioRpcError as error:
+            self._collector.ended = True
+            raise rpc_error(error) from None
+
+    async def aclose(self) -> None:
+        """Cancels the request, unless it has ended. Idempotent."""
+        if not self._collector.ended:
+            self._collector.ended = True
+            if self._begin is None:
+                await self._cancel()
+
+    async def completion(self) -> Completion:
+        """Waits for the end; returns the whole answer, what has been iterated before included."""
+        async for _ in self:
+            pass
+        return self._collector.completion
+
+    @property
+    def so_far(self) -> Completion:
+        """What has been iterated so far."""
+        return self._collector.completion
+
+
+class AsyncSession:
+    """A conversation, or a text that goes on. One turn at a time.
+
+    What is given to a turn is appended to what the session holds: text or tokens to the token sequence,
+    messages to the conversation (without the earlier ones).
+    """
+
+    def __init__(self, stub: inference_pb2_grpc.InferenceStub) -> None:
+        self._call: Any = stub.Generate()
+        self._turns = count()
+        self._messages = count()
+        self._reading: asyncio.Task[Any] | None = None
+
+    async def __aenter__(self) -> AsyncSession:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the session; a turn that still runs is cancelled. Idempotent."""
+        self._call.cancel()
+        if self._reading is not None:
+            await asyncio.wait({self._reading}, timeout=CLOSE_SECONDS)
+
+    async def send(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: str | Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """The next turn, as a whole."""
+        async with self.stream(prompt, messages=messages, token_ids=token_ids, **options) as stream:
+            return await stream.completion()
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: str | Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncStream:
+        """The next turn, piece by piece. A turn that is closed before its end leaves no trace."""
+        id = f"turn-{next(self._turns)}"
+        collector = Collector(id, options.get("n") or 1)
+        start = make_start(id, prompt, messages, token_ids, options, session="session")
+
+        async def begin() -> None:
+            collector.message = await self._write(start)
+
+        async def cancel() -> None:
+            if not self._call.done():
+                await self._write(make_cancel(id))
+
+        return AsyncStream(self._read, collector, begin, cancel)
+
+    async def _write(self, message: inference_pb2.GenerateRequest) -> int:
+        number = next(self._messages)
+        await self._call.write(message)
+        return number
+
+    async def _read(self) -> Any:
+        # Cancelling a read would cancel the call, and with it the session: a turn's read outlives its task.
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._call.read())
+        try:
+            return await asyncio.shield(self._reading)
+        finally:
+            if self._reading.done():
+                self._reading = None

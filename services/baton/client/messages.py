@@ -1,0 +1,201 @@
+"""Between the client's types and the messages of baton.v1.Inference; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import grpc
+
+from baton.client.types import (
+    Choice,
+    Completion,
+    Delta,
+    FinishReason,
+    Message,
+    Model,
+    Options,
+    PositionLogprobs,
+    Stats,
+    TokenLogprob,
+    Usage,
+)
+from baton.rpc.errors import BatonError, from_rpc_error, from_status, internal, invalid
+from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
+
+_SAMPLING = {each.name for each in common_pb2.SamplingParams.DESCRIPTOR.fields}
+_START = {"model", "n", "priority", "namespace"}
+_FINISH: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+}
+TIMEOUT_MARGIN_SECONDS = 5.0
+"""The gateway's answer to a timeout may take so long; then the client gives up by itself."""
+
+
+def make_start(
+    id: str,
+    prompt: str | None,
+    messages: str | Sequence[Message] | None,
+    token_ids: Sequence[int] | None,
+    options: Options,
+    session: str = "",
+) -> inference_pb2.GenerateRequest:
+    """The first message of a request. Raises BatonError for what the contract cannot express."""
+    start = inference_pb2.GenerateStart(id=id, session=session)
+    if sum(each is not None for each in (prompt, messages, token_ids)) != 1:
+        raise invalid("prompt", "give one of prompt, messages and token_ids")
+    for name, value in options.items():
+        _set(start, name, value)
+    try:
+        if prompt is not None:
+            start.text = prompt
+        elif messages is not None:
+            said = [Message(role="user", content=messages)] if isinstance(messages, str) else messages
+            chat = [tokenizer_pb2.ChatMessage(role=each["role"], content=each["content"]) for each in said]
+            start.chat.CopyFrom(tokenizer_pb2.ChatPrompt(messages=chat))
+        else:
+            start.tokens.CopyFrom(inference_pb2.TokenPrompt(token_ids=token_ids))
+    except (KeyError, TypeError, ValueError) as error:
+        raise invalid("prompt", f"the prompt cannot be sent: {error}") from error
+    return inference_pb2.GenerateRequest(start=start)
+
+
+def _set(start: inference_pb2.GenerateStart, name: str, value: object) -> None:
+    if value is None:
+        return
+    try:
+        if name == "timeout":
+            start.timeout_ms = max(1, int(float(value) * 1000))  # type: ignore[arg-type]
+        elif name in _START:
+            setattr(start, name, value)
+        elif name not in _SAMPLING:
+            raise invalid(name, f"unknown option {name!r}")
+        elif name == "stop":
+            start.sampling.stop.extend([value] if isinstance(value, str) else value)  # type: ignore[arg-type]
+        elif name == "stop_token_ids":
+            start.sampling.stop_token_ids.extend(value)  # type: ignore[arg-type]
+        elif name == "logit_bias":
+            start.sampling.logit_bias.update(value)  # type: ignore[call-overload]
+        else:
+            setattr(start.sampling, name, value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise invalid(name, f"{name}={value!r} cannot be sent: {error}") from error
+
+
+def make_cancel(id: str) -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(cancel=inference_pb2.GenerateCancel(id=id))
+
+
+def call_timeout(options: Options) -> float | None:
+    timeout = options.get("timeout")
+    return timeout + TIMEOUT_MARGIN_SECONDS if timeout is not None else None
+
+
+class Collector:
+    """Puts the events of one request together.
+
+    id: the request's. message: which of the client's messages on its stream started it, counted from 0.
+    """
+
+    def __init__(self, id: str, n: int, message: int = 0) -> None:
+        self.id = id
+        self.message = message
+        self.completion = Completion(choices=[Choice() for _ in range(n)])
+        self.ended = False
+
+    def add(self, event: inference_pb2.GenerateResponse) -> Delta | None:
+        """Takes an event; returns the new output, if it is that. Raises BatonError if the request failed.
+
+        Events of other requests, such as an earlier turn that was cancelled, are passed over.
+        """
+        kind = event.WhichOneof("kind")
+        if kind == "rejected" and event.rejected.message == self.message:
+            self.ended = True
+            raise from_status(event.rejected.status)
+        if event.id != self.id:
+            return None
+        if kind == "accepted":
+            self.completion.request_id = event.accepted.request_id
+            self.completion.seed = event.accepted.seed
+        elif kind == "delta":
+            return self._add_delta(event.delta)
+        elif kind == "finished":
+            self.ended = True
+            self.completion.usage = _usage(event.finished.usage)
+            self.completion.stats = _stats(event.finished)
+        elif kind == "failed":
+            self.ended = True
+            raise from_status(event.failed)
+        return None
+
+    def lost(self) -> BatonError:
+        """The stream has ended before the request."""
+        self.ended = True
+        return internal("the stream ended before the request's terminal event", "STREAM_ENDED")
+
+    def _add_delta(self, message: inference_pb2.Delta) -> Delta:
+        delta = Delta(
+            choice=message.choice,
+            text=message.text,
+            token_ids=list(message.token_ids),
+            logprobs=_positions(message.logprobs),
+            finish_reason=_FINISH.get(message.finish_reason),
+            stop_matched=message.stop_matched,
+        )
+        self.completion.prompt_logprobs.extend(_positions(message.prompt_logprobs))
+        choice = self.completion.choices[delta.choice]
+        choice.text += delta.text
+        choice.token_ids += delta.token_ids
+        choice.logprobs += delta.logprobs
+        choice.finish_reason = delta.finish_reason or choice.finish_reason
+        choice.stop_matched = delta.stop_matched or choice.stop_matched
+        return delta
+
+
+def rpc_error(error: grpc.RpcError) -> BatonError:
+    """A failed call, of either kind of stub, as BatonError."""
+    return from_rpc_error(error)
+
+
+def model(info: node_pb2.ModelInfo) -> Model:
+    return Model(
+        name=info.name,
+        architecture=info.architecture,
+        context_length=info.context_length,
+        vocab_size=info.vocab_size,
+        parameters=info.parameters,
+        chat=info.chat,
+    )
+
+
+def _usage(usage: inference_pb2.Usage) -> Usage:
+    return Usage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
+
+
+def _stats(finished: inference_pb2.Finished) -> Stats:
+    stats = finished.stats
+    return Stats(
+        ttft=finished.ttft_us / 1e6,
+        total=finished.total_us / 1e6,
+        decode_address=finished.decode_address,
+        prefill_address=stats.prefill_address,
+        transport=stats.transport,
+        pulled_pages=stats.pulled_pages,
+        pulled_bytes=stats.pulled_bytes,
+        retractions=stats.retractions,
+        handoff_retries=stats.handoff_retries,
+    )
+
+
+def _positions(positions: Iterable[common_pb2.PositionLogprobs]) -> list[PositionLogprobs]:
+    return [
+        PositionLogprobs(
+            chosen=_token(each.chosen) if each.HasField("chosen") else None,
+            top=[_token(top) for top in each.top],
+        )
+        for each in positions
+    ]
+
+
+def _token(entry: common_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(entry.token_id, entry.logprob, entry.token_bytes)

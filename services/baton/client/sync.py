@@ -1,0 +1,183 @@
+"""The client for programs that use threads, or neither threads nor asyncio."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Any, Unpack
+
+import grpc
+
+from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model, rpc_error
+from baton.client.types import DEFAULT_ADDRESS, Completion, Delta, Message, Model, Options
+from baton.rpc.channel import MAX_MESSAGE_BYTES, client_options
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+MODELS_SECONDS = 10.0
+
+
+class Client:
+    """A connection to a gateway; threads may share it. All methods raise BatonError."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        """address: the gateway's host:port. Connects with the first call."""
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=client_options(max_message_bytes))
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection; what still runs on it is cancelled."""
+        self._channel.close()
+
+    def models(self) -> list[Model]:
+        try:
+            response = self._stub.ListModels(inference_pb2.ListModelsRequest(), timeout=MODELS_SECONDS)
+        except grpc.RpcError as error:
+            raise rpc_error(error) from None
+        return [model(each) for each in response.models]
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: str | Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """Answers one of prompt, messages (a str: one user message) and token_ids, as a whole."""
+        return self.stream(prompt, messages=messages, token_ids=token_ids, **options).completion()
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: str | Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Stream:
+        """The same, piece by piece. Closing the stream before its end cancels the request."""
+        start = make_start("0", prompt, messages, token_ids, options)
+        call = self._stub.Generate(iter([start]), timeout=call_timeout(options))
+        return Stream(call, Collector("0", options.get("n") or 1), call.cancel)
+
+    def session(self) -> Session:
+        """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""
+        return Session(self._stub)
+
+
+class Stream(Iterator[Delta]):
+    """One running request. Iterate it, or ask for the whole `completion()`."""
+
+    def __init__(
+        self,
+        events: Iterator[inference_pb2.GenerateResponse],
+        collector: Collector,
+        cancel: Callable[[], object],
+    ) -> None:
+        self._events = events
+        self._collector = collector
+        self._cancel = cancel
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __next__(self) -> Delta:
+        while not self._collector.ended:
+            try:
+                event = next(self._events)
+            except StopIteration:
+                raise self._collector.lost() from None
+            except grpc.RpcError as error:
+                self._collector.ended = True
+                raise rpc_error(error) from None
+            delta = self._collector.add(event)
+            if delta is not None:
+                return delta
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancels the request, unless it has ended. Idempotent."""
+        if not self._collector.ended:
+            self._collector.ended = True
+            self._cancel()
+
+    def completion(self) -> Completion:
+        """Waits for the end; returns the whole answer, what has been iterated before included."""
+        for _ in self:
+            pass
+        return self._collector.completion
+
+    @property
+    def so_far(self) -> Completion:
+        """What has been iterated so far."""
+        return self._collector.completion
+
+
+class Session:
+    """A conversation, or a text that goes on. One turn at a time; not to be shared by threads.
+
+    What is given to a turn is appended to what the session holds: text or tokens to the token sequence,
+    messages to the conversation (without the earlier ones).
+    """
+
+    def __init__(self, stub: inference_pb2_grpc.InferenceStub) -> None:
+        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._call = stub.Generate(iter(self._outgoing.get, None))
+        self._turns = count()
+        self._messages = count()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the session; a turn that still runs is cancelled. Idempotent."""
+        self._outgoing.put(None)
+        self._call.cancel()
+
+    def send(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: str | Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Completion:
+        """The next turn, as a whole."""
+        return self.stream(prompt, messages=messages, token_ids=token_ids, **options).completion()
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: str | Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        **options: Unpack[Options],
+    ) -> Stream:
+        """The next turn, piece by piece. A turn that is closed before its end leaves no trace."""
+        id = f"turn-{next(self._turns)}"
+        number = self._put(make_start(id, prompt, messages, token_ids, options, session="session"))
+        collector = Collector(id, options.get("n") or 1, number)
+        return Stream(self._call, collector, lambda: self._put(make_cancel(id)))
+
+    def _put(self, message: inference_pb2.GenerateRequest) -> int:
+        self._outgoing.put(message)
+        return next(self._messages)

@@ -1,0 +1,150 @@
+"""What goes into the client and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypedDict
+
+DEFAULT_ADDRESS = "127.0.0.1:50050"
+
+FinishReason = Literal["stop", "length"]
+
+
+class Message(TypedDict):
+    """A chat message. role: "system", "user", "assistant" or "tool"."""
+
+    role: str
+    content: str
+
+
+class Options(TypedDict, total=False):
+    """How to answer. What is left out takes the default of baton.v1.SamplingParams."""
+
+    model: str
+    n: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int
+    prompt_logprobs: int
+    timeout: float
+    """Seconds; the request then fails with DEADLINE_EXCEEDED."""
+    priority: int
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    token_bytes: bytes
+    """The token's own bytes; they need not be valid UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    chosen: TokenLogprob | None
+    """None at a prompt's first position, which nothing predicts."""
+    top: list[TokenLogprob]
+    """The most likely tokens, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one choice."""
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs]
+    finish_reason: FinishReason | None
+    """Set in the choice's last delta."""
+    stop_matched: str
+    """The stop string that ended the choice, if one did."""
+
+
+@dataclass(slots=True)
+class Choice:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_matched: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    output_tokens: int
+    """Over all choices."""
+    cached_tokens: int
+    """Leading prompt tokens that needed no computing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What became of the request. Times in seconds, measured at the gateway."""
+
+    ttft: float
+    total: float
+    decode_address: str
+    prefill_address: str
+    """Empty: the decode node computed the prompt itself."""
+    transport: str
+    """How pages were pulled; empty: none were."""
+    pulled_pages: int
+    pulled_bytes: int
+    retractions: int
+    handoff_retries: int
+
+
+@dataclass(slots=True)
+class Completion:
+    """A whole answer."""
+
+    request_id: str = ""
+    """The gateway's name for the request, as in its log."""
+    seed: int = 0
+    """The seed in use: the same again gives the same tokens."""
+    choices: list[Choice] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    usage: Usage | None = None
+    """None until the request has finished; the same holds for stats."""
+    stats: Stats | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Of the first choice."""
+        return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    architecture: str
+    context_length: int
+    vocab_size: int
+    parameters: int
+    chat: bool
