@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import signal
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 
@@ -119,21 +117,3 @@ class Deployment:
                 await asyncio.gather(self._follow, return_exceptions=True)
             if self._temporary is not None:
                 self._temporary.cleanup()
-
-
-def run_until_signal(main: Callable[[], Coroutine[Any, Any, int]], interrupted: int = 130) -> int:
-    """Runs `main` in an event loop; returns its result, or `interrupted` after a signal.
-
-    SIGINT, SIGTERM and SIGHUP cancel it; a second one cancels once more, which makes a deployment kill its
-    processes instead of waiting for them.
-    """
-
-    async def run() -> int:
-        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(main())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, task.cancel)
-        with contextlib.suppress(asyncio.CancelledError):
-            return await task
-        return interrupted
-
-    return asyncio.run(run())

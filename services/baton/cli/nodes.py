@@ -32,7 +32,7 @@ def reachable(address: str) -> str:
 
 def brief(error: grpc.aio.AioRpcError) -> str:
     """What a failed call says, without gRPC's account of each address it tried."""
-    details = error.details() or error.code().name
+    details: str = error.details() or error.code().name
     return details.rpartition(": ")[2] if error.code() is grpc.StatusCode.UNAVAILABLE else details
 
 

@@ -14,12 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton.cli.nodes import NodeReport, ask_deployment
-from baton.cli.options import fail
+from baton.cli.options import F, fail
 
 _HEALTH = {"SERVING": "[green]serving[/]", "NOT_SERVING": "[yellow]not serving[/]"}
 
 
-def server_option(function: Any) -> Any:
+def server_option(function: F) -> F:
     """`--server ADDRESS`, the gateway to talk to; the argument is called `server`."""
     return click.option(
         "--server",
@@ -100,8 +100,8 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
 def status(server: str, as_json: bool) -> None:
     """Show every process of a running deployment, with health and load.
 
-    The gateway names the processes that it routes to; each is then asked itself. Exits with 1 when one of them
-    does not answer or does not serve.
+    The gateway names the processes that it routes to; each is then asked itself. Exits with 1 when one of
+    them does not answer or does not serve.
 
     \b
     Examples:
@@ -112,9 +112,8 @@ def status(server: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_dict(report) for report in reports], indent=2))
     elif reports[0].info is None:
-        fail(
-            f"no gateway at {server} ({reports[0].error}); start one with 'baton up', or name it with --server"
-        )
+        hint = "start one with 'baton up', or name it with --server"
+        fail(f"no gateway at {server} ({reports[0].error}); {hint}")
     else:
         Console().print(status_table(reports), highlight=False)
     raise SystemExit(0 if all(report.health == "SERVING" for report in reports) else 1)

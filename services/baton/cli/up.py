@@ -11,10 +11,11 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.child import Child, ChildError
-from baton.cli.deployment import Deployment, DeploymentPlan, run_until_signal
+from baton.cli.child import Child
+from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.nodes import ask, reachable
 from baton.cli.options import SectionedCommand, as_flags, config_options, fail, fields_of, given
+from baton.cli.running import run_command
 from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.toml import ROLES, config_file_option
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, WorkerConfig
@@ -191,8 +192,4 @@ def up(
     check_port(plan.host, plan.port, "--port")
     check_port(plan.host, plan.http_port or 0, "--http-port")
     console = Console()
-    try:
-        code = run_until_signal(lambda: _up(plan, console), interrupted=0)
-    except ChildError as error:
-        fail(str(error))
-    raise SystemExit(code)
+    run_command(lambda: _up(plan, console), interrupted=0)

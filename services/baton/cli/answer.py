@@ -1,0 +1,114 @@
+"""What one request brought, with the times that its latencies follow from."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
+
+
+class Answer:
+    """A request that runs or has ended. Times are of the client's monotonic clock, in seconds."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.arrivals: list[tuple[float, int]] = []
+        """When new tokens came, and how many at once."""
+        self.completion = Completion()
+
+    def take(self, delta: Delta) -> None:
+        """Notes when new tokens came."""
+        if delta.token_ids:
+            self.arrivals.append((time.monotonic(), len(delta.token_ids)))
+
+    @property
+    def usage(self) -> Usage:
+        return self.completion.usage or Usage(0, 0, 0)
+
+    @property
+    def stats(self) -> Stats:
+        return self.completion.stats or Stats(0.0, 0.0, "", "", "", 0, 0, 0, 0)
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from the request to its first token."""
+        return self.arrivals[0][0] - self.started if self.arrivals else float("nan")
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per output token, the first excluded."""
+        tokens = sum(count for _, count in self.arrivals)
+        if tokens < 2:
+            return float("nan")
+        return (self.arrivals[-1][0] - self.arrivals[0][0]) / (tokens - 1)
+
+    @property
+    def itl(self) -> list[float]:
+        """Seconds between tokens; those that came in one message came at the same time."""
+        gaps: list[float] = []
+        for (before, _), (now, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
+            gaps += [now - before, *[0.0] * (count - 1)]
+        return gaps
+
+
+def write(text: str) -> None:
+    """To stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def collect(stream: Stream, show: bool = False) -> Answer:
+    """Reads to the end; `show` streams the text to stdout. Raises BatonError."""
+    answer = Answer()
+    for delta in stream:
+        answer.take(delta)
+        if show:
+            write(delta.text)
+    answer.completion = stream.so_far
+    return answer
+
+
+async def collect_async(stream: AsyncStream, show: bool = False) -> Answer:
+    """The same for asyncio; cancelled with the task."""
+    answer = Answer()
+    async with stream:
+        async for delta in stream:
+            answer.take(delta)
+            if show:
+                write(delta.text)
+    answer.completion = stream.so_far
+    return answer
+
+
+def explain(error: BatonError, server: str) -> str:
+    """One line that says what to do."""
+    if error.reason == "UNAVAILABLE" and "connect" in error.message:
+        why = error.message.rpartition(": ")[2]
+        return f"no gateway at {server} ({why}); start one with 'baton up', or name it with --server"
+    return f"{error.message} ({error.reason})"
+
+
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """By linear interpolation between the nearest ranks; nan when there are none."""
+    known = sorted(value for value in values if value == value)
+    if len(known) < 2:
+        return known[0] if known else float("nan")
+    return statistics.quantiles(known, n=1000, method="inclusive")[round(fraction * 1000) - 1]
+
+
+def milliseconds(seconds: float) -> str:
+    """ "12.3 ms"; "-" for nan."""
+    return f"{seconds * 1000:.1f} ms" if seconds == seconds else "-"
+
+
+def size(count: int) -> str:
+    """Bytes in the largest unit that leaves at least 1: "2.5 MiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -1,0 +1,117 @@
+"""`baton chat`: a conversation in the terminal, one session on one stream."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import click
+import grpc
+
+from baton.cli.answer import Answer, collect, explain, milliseconds, write
+from baton.cli.generate import options, sampling_options
+from baton.cli.options import fail
+from baton.cli.status import server_option
+from baton.client import BatonError, Client, Message, Session, Stream
+
+HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+
+
+@contextlib.contextmanager
+def interrupt_closes(stream: Stream) -> Iterator[None]:
+    """Ctrl-C cancels the answer and leaves the session as it was; a second one is KeyboardInterrupt."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, previous)
+        stream.close()
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def turn(session: Session, messages: list[Message], sampling: dict[str, Any]) -> Answer | None:
+    """Asks and streams the answer; None when it was stopped. Raises BatonError."""
+    stream = session.stream(messages=messages, **options(sampling))
+    try:
+        with interrupt_closes(stream):
+            answer = collect(stream, show=True)
+    except BatonError as error:
+        if error.code is grpc.StatusCode.CANCELLED:
+            return None
+        raise
+    return answer if answer.completion.stats is not None else None
+
+
+def _stats(answer: Answer) -> str:
+    usage = answer.usage
+    latency = f"TTFT {milliseconds(answer.ttft)}, TPOT {milliseconds(answer.tpot)}"
+    prompt = f"{usage.prompt_tokens} prompt tokens of which {usage.cached_tokens} cached"
+    return f"({latency}, {prompt}, {usage.output_tokens} new)"
+
+
+def _talk(client: Client, server: str, system: str, sampling: dict[str, Any], stats: bool) -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # line editing and history in input()
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    session, new = client.session(), list(opening)
+    click.secho(HELP, dim=True)
+    while True:
+        try:
+            line = input("> ").strip()
+        except KeyboardInterrupt:
+            write("\n")
+            continue
+        except EOFError:
+            write("\n")
+            break
+        if line in ("/quit", "/exit"):
+            break
+        if line == "/new":
+            session.close()
+            session, new = client.session(), list(opening)
+        elif line.startswith("/"):
+            click.secho(HELP, dim=True)
+        elif line:
+            try:
+                answer = turn(session, [*new, {"role": "user", "content": line}], sampling)
+            except BatonError as error:
+                if error.code is grpc.StatusCode.UNAVAILABLE:
+                    fail(explain(error, server))
+                click.secho(f"\n{explain(error, server)}", fg="red")
+                continue
+            if answer is None:
+                click.secho("\n(stopped; this turn is not remembered)", dim=True)
+                continue
+            new = []
+            write("\n")
+            if stats:
+                click.secho(_stats(answer), dim=True)
+    session.close()
+
+
+@click.command()
+@server_option
+@click.option("--system", default="", metavar="TEXT", help="A system message before the conversation.")
+@sampling_options
+@click.option("--stats", is_flag=True, help="After each answer: latencies and tokens found cached.")
+def chat(server: str, system: str, stats: bool, **sampling: Any) -> None:
+    """Talk with the model. The KV of earlier turns is reused.
+
+    \b
+    Examples:
+      baton chat
+      baton chat --temperature 0 --stats
+      baton chat --system "Answer in one sentence."
+    """
+    try:
+        with Client(server) as client:
+            client.models()  # whether there is a gateway, before the first question
+            _talk(client, server, system, sampling, stats)
+    except BatonError as error:
+        fail(explain(error, server))

@@ -1,0 +1,72 @@
+"""`baton demo` (`make demo`): the whole system at work, in under twenty seconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.console import Console
+
+from baton.cli.answer import Answer, collect_async, write
+from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.cli.generate import stats_table
+from baton.cli.running import run_command
+from baton.cli.texts import topic_text
+from baton.cli.up import process_table
+from baton.client import AsyncClient, Options
+
+PREFIX_CHARACTERS = 2400
+SAMPLING: Options = {"temperature": 0.0, "max_tokens": 48}
+
+
+def questions() -> list[tuple[str, str, dict[str, Any]]]:
+    """Name, what is shown of it, prompt."""
+    prefix = topic_text("assert", PREFIX_CHARACTERS)
+    first = f'{prefix}\n\nThe "assert" statement'
+    second = f"{prefix}\n\ntextwrap.dedent(text)"
+    return [
+        (
+            "long prompt",
+            f'{len(prefix)} characters of documentation, then: The "assert" statement',
+            {"prompt": first},
+        ),
+        ("shared prefix", "the same documentation, then: textwrap.dedent(text)", {"prompt": second}),
+        ("chat", "What does textwrap.dedent do?", {"messages": "What does textwrap.dedent do?"}),
+    ]
+
+
+async def _demo(plan: DeploymentPlan, console: Console) -> int:
+    answers: list[tuple[str, Answer]] = []
+    async with Deployment(plan, console) as deployment:
+        async with AsyncClient(deployment.address) as client:
+            for name, shown, prompt in questions():
+                console.print(f"\n[bold]{name}[/]: {shown}", highlight=False)
+                answers.append((name, await collect_async(client.stream(**prompt, **SAMPLING), show=True)))
+                write("\n")
+        console.print()
+        console.print(process_table(deployment.children))
+        console.print()
+        console.print(stats_table(answers))
+    console.print("\nEverything is stopped again. Next: 'baton up', then 'baton generate' or 'baton chat'.")
+    return 0
+
+
+@click.command()
+@click.option("--model", default="demo", show_default=True, metavar="TEXT", help="Path or Hugging Face id.")
+@click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs.")
+def demo(model: str, verbose: bool) -> None:
+    """Start a deployment, stream some answers, show what happened.
+
+    Starts tokenizer, prefill, decode and gateway as separate processes on free ports, streams three answers
+    through the public gRPC API (the second shares a long prefix with the first) and ends with the processes
+    and what each request took. Everything is stopped again.
+
+    \b
+    Example:
+      baton demo
+    """
+    model_flags = ("--model", model)
+    flags = {"tokenizer": model_flags, "prefill": model_flags, "decode": model_flags}
+    plan = DeploymentPlan(flags=flags, restart=False, drain_seconds=1.0, verbose=verbose)
+    console = Console()
+    run_command(lambda: _demo(plan, console), server="the demo's gateway")

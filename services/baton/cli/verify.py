@@ -1,0 +1,202 @@
+"""`baton verify`: a split deployment against an aggregated one, token for token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from baton.cli.asking import ask_all
+from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.cli.options import SectionedCommand, config_options, fields_of
+from baton.cli.running import run_command
+from baton.cli.texts import topic_prompts
+from baton.cli.up import OWN, pass_through
+from baton.client import AsyncClient, Options
+from baton.config import NodeConfig, WorkerConfig
+
+MODES: dict[str, Options] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0, "top_p": 0.95, "repetition_penalty": 1.1},
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One request of the comparison."""
+
+    mode: str
+    prompt: str
+    sampling: Options
+
+
+def make_cases(prompts: int, max_tokens: int) -> list[Case]:
+    """Each prompt once greedily and once sampled with a seed of its own."""
+    cases = []
+    for mode, parameters in MODES.items():
+        for i, prompt in enumerate(topic_prompts(prompts)):
+            sampling: Options = {**parameters, "max_tokens": max_tokens, "seed": i + 1}
+            cases.append(Case(mode, prompt, sampling))
+    return cases
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Side:
+    """What one deployment answered."""
+
+    token_ids: list[list[int]]
+    cached_tokens: int
+    pulled_pages: int
+
+
+async def ask_side(name: str, address: str, cases: list[Case], concurrency: int, console: Console) -> Side:
+    """All cases, `concurrency` at a time."""
+    questions: list[dict[str, Any]] = [{"prompt": case.prompt, **case.sampling} for case in cases]
+    async with AsyncClient(address) as client:
+        answers = await ask_all(client, questions, concurrency, name, console)
+    return Side(
+        [answer.completion.token_ids for answer in answers],
+        sum(answer.usage.cached_tokens for answer in answers),
+        sum(answer.stats.pulled_pages for answer in answers),
+    )
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """The position of the first token that differs; None when the sequences are equal."""
+    for i, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return i
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def report(cases: list[Case], split: Side, aggregated: Side, console: Console) -> int:
+    """Prints the comparison; returns how many requests differ."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("mode", "requests", "tokens", "equal", "different"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    differences: list[str] = []
+    for mode in MODES:
+        chosen = [i for i, case in enumerate(cases) if case.mode == mode]
+        different = 0
+        for i in chosen:
+            position = first_difference(split.token_ids[i], aggregated.token_ids[i])
+            if position is not None:
+                different += 1
+                differences.append(
+                    f"{mode}, prompt {cases[i].prompt[:32]!r}: output token {position} differs: "
+                    f"{split.token_ids[i][position : position + 4]} split, "
+                    f"{aggregated.token_ids[i][position : position + 4]} aggregated"
+                )
+        tokens = sum(len(split.token_ids[i]) for i in chosen)
+        table.add_row(mode, str(len(chosen)), str(tokens), str(len(chosen) - different), str(different))
+    console.print(table)
+    console.print(
+        f"Split: {split.pulled_pages} pages pulled, {split.cached_tokens} prompt tokens found cached. "
+        f"Aggregated: {aggregated.pulled_pages} and {aggregated.cached_tokens}.",
+        highlight=False,
+    )
+    for line in differences:
+        console.print(line, highlight=False, markup=False, style="red")
+    return len(differences)
+
+
+async def _verify(
+    plan: DeploymentPlan, against: str, cases: list[Case], concurrency: int, console: Console
+) -> int:
+    async def run(name: str, prefill: int) -> Side:
+        console.print(f"Starting a deployment: {name}")
+        async with Deployment(dataclasses.replace(plan, prefill=prefill), console) as deployment:
+            return await ask_side(name, deployment.address, cases, concurrency, console)
+
+    if against:
+        split = await ask_side(against, against, cases, concurrency, console)
+    else:
+        split = await run("split", max(1, plan.prefill))
+    aggregated = await run("aggregated", 0)
+    if not any(split.token_ids):
+        console.print("No request brought a token: nothing was compared.", style="red")
+        return 1
+    different = report(cases, split, aggregated, console)
+    if different:
+        console.print(f"{different} of {len(cases)} requests differ.", style="red")
+    else:
+        console.print("Equal, token for token.", style="green")
+    return 1 if different else 0
+
+
+@click.command(cls=SectionedCommand)
+@click.option(
+    "--prompts",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Prompts; each is asked greedily and with a seed.",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    metavar="N",
+    help="Output tokens of each.",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Requests at a time.",
+)
+@click.option(
+    "--prefill",
+    "prefill_nodes",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Prefill nodes of the split deployment.",
+)
+@click.option(
+    "--decode",
+    "decode_nodes",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Decode nodes of each deployment.",
+)
+@click.option(
+    "--against",
+    default="",
+    metavar="HOST:PORT",
+    help="Compare this running deployment, of the same --model, instead of starting a split one.",
+)
+@config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
+def verify(
+    prompts: int, max_tokens: int, concurrency: int, prefill_nodes: int, decode_nodes: int, against: str,
+    **values: Any,
+) -> None:  # fmt: skip
+    """Compare split with aggregated, token for token.
+
+    Starts a split and an aggregated deployment of the same model, one after the other, asks both the same
+    prompts (short and long, with shared prefixes) and compares every token. Exits with 1 on any difference.
+
+    \b
+    Examples:
+      baton verify
+      baton verify --model ./my-model --prompts 64 --max-tokens 128
+      baton verify --transports grpc
+      baton verify --against 127.0.0.1:50050
+    """
+    values = {name: value for name, value in values.items() if name not in OWN}
+    plan = DeploymentPlan(
+        prefill=prefill_nodes, decode=decode_nodes, http_port=None, flags=pass_through(values), restart=False
+    )
+    cases = make_cases(prompts, max_tokens)
+    console = Console()
+    run_command(lambda: _verify(plan, against, cases, concurrency, console), server=against)
