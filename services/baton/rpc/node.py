@@ -53,7 +53,7 @@ class Node(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Ends what still runs, each with its terminal event, and frees everything; also after a failed start."""
+        """Ends what still runs, each with its terminal event, and frees all; also after a failed start."""
         ...
 
     def info(self) -> node_pb2.NodeInfo:

@@ -1,0 +1,77 @@
+"""From a model's name to its directory. Light: every process can import it, none gets torch by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
+"""What a tokenizer needs of a checkpoint; config.json is among it."""
+ALL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+
+
+class CheckpointError(Exception):
+    """One line that says what is wrong with the model's name or directory, and what to do."""
+
+
+def resolve(model: str, files: tuple[str, ...] = ALL_FILES) -> Path:
+    """The directory of "demo" (the model inside the package), of a path, or of a Hugging Face id.
+
+    A directory is taken as it is. An id is looked up in the Hugging Face cache and fetched where it is
+    missing; of a repository only `files` (patterns) are fetched, never pickles or code.
+    Raises CheckpointError.
+    """
+    if model == "demo":
+        from baton.demo import model_path
+
+        return _checked(model_path(), model)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _checked(path.resolve(), model)
+    if path.exists():
+        raise CheckpointError(f"model {model!r} is a file; give the directory that holds its config.json")
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
+        raise CheckpointError(f"model {model!r}: no such directory; give a directory or a Hugging Face id")
+    return _checked(_fetch(model, files), model)
+
+
+def model_name(model: str) -> str:
+    """The name under which a model is served unless one is given: a directory's own name, or the id."""
+    path = Path(model).expanduser()
+    return path.resolve().name if model != "demo" and path.is_dir() else model
+
+
+def _checked(path: Path, model: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"model {model!r}: {path} has no config.json; give a checkpoint in Hugging Face layout"
+        )
+    return path
+
+
+def _fetch(model: str, files: tuple[str, ...]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(files)))
+    except GatedRepoError as error:
+        raise CheckpointError(f"model {model!r} is gated: accept its licence and set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"model {model!r} is neither a directory here nor a repository at the hub (or it needs HF_TOKEN)"
+        ) from error
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"model {model!r} is neither a directory here nor a well-formed Hugging Face id (owner/name)"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise CheckpointError(
+            f"model {model!r} is not in the local cache and the hub cannot be reached; "
+            "download it first, or give a directory"
+        ) from error

@@ -1,0 +1,86 @@
+"""The tokenizer process: loads a checkpoint's tokenizer in a thread and serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc.aio
+
+from baton import checkpoint
+from baton.config import TokenizerConfig
+from baton.rpc.errors import failed_precondition
+from baton.rpc.ids import new_incarnation
+from baton.rpc.node import run_node
+from baton.tokenizer import vocabulary
+from baton.tokenizer.service import TokenizerService
+from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+
+SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
+
+
+class TokenizerNode:
+    """What run_node runs."""
+
+    role = "tokenizer"
+
+    def __init__(self, config: TokenizerConfig) -> None:
+        self._config = config
+        self._incarnation = new_incarnation()
+        self._threads = ThreadPoolExecutor(max(1, config.threads), thread_name_prefix="vocabulary")
+        self._service = TokenizerService(self._threads)
+
+    def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
+        tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self._service, server)
+        return [SERVICE]
+
+    async def start(self, address: str) -> None:
+        def load() -> vocabulary.Vocabulary:
+            return vocabulary.load(checkpoint.resolve(self._config.model, checkpoint.TOKENIZER_FILES))
+
+        loop = asyncio.get_running_loop()
+        try:
+            self._service.vocabulary = await loop.run_in_executor(self._threads, load)
+        except checkpoint.CheckpointError as error:
+            raise failed_precondition(str(error), "CHECKPOINT") from error
+
+    async def drain(self, seconds: float) -> int:
+        """New calls are refused; token streams of running calls go on."""
+        self._service.draining = True
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + seconds
+        # Polled, because requests end in many places, and 50 ms more are nothing when draining.
+        while self._service.load().requests and clock() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return self._service.load().requests
+
+    async def stop(self) -> None:
+        await self._service.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def info(self) -> node_pb2.NodeInfo:
+        info = node_pb2.NodeInfo(incarnation=self._incarnation)
+        loaded = self._service.vocabulary
+        if loaded is not None:
+            info.model.name = checkpoint.model_name(self._config.model)
+            info.model.context_length = loaded.context_length
+            info.model.vocab_size = loaded.vocab_size
+            info.model.eos_token_ids.extend(loaded.eos_token_ids)
+            info.model.chat = loaded.chat
+        return info
+
+    def load(self) -> node_pb2.Load:
+        return self._service.load()
+
+
+async def serve(
+    config: TokenizerConfig, *, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
+) -> int:
+    """Runs the tokenizer until it is told to stop; see run_node for exit codes and for `stop`."""
+    if stop is None and "torch" not in sys.modules:
+        # A process of its own: transformers imports torch wherever it finds it, which here costs a second and
+        # some hundred MB for nothing. None in sys.modules is Python's way to say "not there".
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    return await run_node(TokenizerNode(config), config, ready=ready, stop=stop)

@@ -1,0 +1,198 @@
+"""Answers the calls of baton.v1.Tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+import grpc.aio
+
+from baton.rpc.errors import (
+    BatonError,
+    abort,
+    deadline_exceeded,
+    failed_precondition,
+    invalid,
+    to_status,
+    unavailable,
+)
+from baton.rpc.validate import check_token_ids
+from baton.tokenizer import detokenize
+from baton.tokenizer.streams import TokenStreams, size
+from baton.tokenizer.vocabulary import NoChatTemplate, TemplateFailed, Vocabulary
+from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+
+ROLES = ("system", "user", "assistant", "tool")
+INLINE_TOKENS = 2048
+"""A message with at most so many tokens is detokenized on the event loop: it takes less than handing it to a
+thread (about a microsecond a token)."""
+WORK_SECONDS = 60.0
+"""A piece of work in a thread may take so long."""
+
+T = TypeVar("T")
+
+
+class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
+    """`vocabulary` is set once it is loaded; until then no call arrives (run_node sees to it)."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.vocabulary: Vocabulary | None = None
+        self.draining = False
+        self._counts = node_pb2.Load()
+        self._streams: set[TokenStreams] = set()
+        self._threads = threads
+        self._calls: set[asyncio.Task[None]] = set()
+        self._stopping = False
+
+    async def Encode(
+        self, request: tokenizer_pb2.EncodeRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.EncodeResponse:
+        vocabulary = await self._vocabulary(context)
+        with self._counted():
+            results = await self._work(context, lambda: encode_all(vocabulary, request.inputs))
+        failed = sum(result.HasField("error") for result in results)
+        self._counts.failed += failed
+        self._counts.finished += len(results) - failed
+        self._counts.prompt_tokens += sum(len(result.token_ids) for result in results)
+        return tokenizer_pb2.EncodeResponse(results=results)
+
+    async def Decode(
+        self, request: tokenizer_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> tokenizer_pb2.DecodeResponse:
+        vocabulary = await self._vocabulary(context)
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+
+        def work() -> list[str]:
+            for index, sequence in enumerate(request.sequences):
+                check_token_ids(sequence.token_ids, vocabulary.vocab_size, f"sequences[{index}].token_ids")
+            return [detokenize.decode(vocabulary.pieces, s.token_ids, skip) for s in request.sequences]
+
+        with self._counted():
+            texts = await self._work(context, work)
+        self._counts.finished += len(texts)
+        self._counts.output_tokens += sum(len(sequence.token_ids) for sequence in request.sequences)
+        return tokenizer_pb2.DecodeResponse(texts=texts)
+
+    async def Detokenize(
+        self,
+        requests: AsyncIterator[tokenizer_pb2.DetokenizeRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
+        streams = TokenStreams(await self._vocabulary(context))
+        self._streams.add(streams)
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            async for request in requests:
+                if sum(map(size, request.items)) <= INLINE_TOKENS:
+                    yield streams.apply(request)
+                else:
+                    yield await self._work(context, partial(streams.apply, request))
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
+            await abort(context, unavailable("the tokenizer is stopping", "STOPPING"))
+        finally:
+            self._calls.discard(task)
+            streams.close()
+            self._streams.discard(streams)
+            _add(self._counts, streams.counts)
+
+    def load(self) -> node_pb2.Load:
+        """Of all calls. `requests`: Encode and Decode calls, and open token streams."""
+        load = node_pb2.Load(draining=self.draining)
+        for counts in (self._counts, *(streams.counts for streams in self._streams)):
+            _add(load, counts)
+        return load
+
+    async def stop(self) -> None:
+        """Ends the open Detokenize calls, each with UNAVAILABLE (STOPPING)."""
+        self._stopping = self.draining = True
+        calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls, timeout=5.0)
+
+    async def _vocabulary(self, context: grpc.aio.ServicerContext) -> Vocabulary:
+        if self.vocabulary is None or self.draining:
+            await abort(context, unavailable("the tokenizer is draining; ask another", "DRAINING"))
+        return self.vocabulary
+
+    async def _work(self, context: grpc.aio.ServicerContext, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(loop.run_in_executor(self._threads, work), WORK_SECONDS)
+        except TimeoutError:
+            await abort(context, deadline_exceeded(f"the work takes longer than {WORK_SECONDS:g} s"))
+        except BatonError as error:
+            self._counts.failed += 1
+            await abort(context, error)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._counts.requests += 1
+        try:
+            yield
+        finally:
+            self._counts.requests -= 1
+
+
+def encode_all(
+    vocabulary: Vocabulary, inputs: Sequence[tokenizer_pb2.EncodeInput]
+) -> list[tokenizer_pb2.EncodeResult]:
+    """One result for each input, in order; each fails by itself."""
+    results = [tokenizer_pb2.EncodeResult() for _ in inputs]
+    batches: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
+    for index, (entry, result) in enumerate(zip(inputs, results, strict=True)):
+        try:
+            text = _text_of(vocabulary, entry, f"inputs[{index}]")
+        except BatonError as error:
+            result.error.CopyFrom(to_status(error))
+            continue
+        if entry.HasField("chat"):
+            result.rendered = text
+        special = entry.add_special_tokens if entry.HasField("add_special_tokens") else entry.HasField("text")
+        batches[special].append((index, text))
+    for special, batch in batches.items():
+        ids = vocabulary.encode([text for _, text in batch], special) if batch else []
+        for (index, _), token_ids in zip(batch, ids, strict=True):
+            results[index].token_ids.extend(token_ids)
+    return results
+
+
+def _text_of(vocabulary: Vocabulary, entry: tokenizer_pb2.EncodeInput, field: str) -> str:
+    kind = entry.WhichOneof("kind")
+    if kind is None:
+        raise invalid(field, f"{field}: give text or chat")
+    if kind == "text":
+        return entry.text
+    field = f"{field}.chat.messages"
+    if not entry.chat.messages:
+        raise invalid(field, f"{field} must not be empty")
+    for index, message in enumerate(entry.chat.messages):
+        if message.role not in ROLES:
+            name = f"{field}[{index}].role"
+            raise invalid(name, f"{name} is {message.role[:40]!r}; use one of {', '.join(ROLES)}")
+    chat = entry.chat
+    start_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    try:
+        return vocabulary.render(
+            [{"role": m.role, "content": m.content} for m in chat.messages], start_answer
+        )
+    except NoChatTemplate:
+        raise failed_precondition("the model has no chat template; send text", "NO_CHAT_TEMPLATE") from None
+    except TemplateFailed as error:
+        raise invalid(
+            field, f"{field}: the model's chat template refuses them: {error}", "TEMPLATE"
+        ) from None
+
+
+def _add(total: node_pb2.Load, counts: node_pb2.Load) -> None:
+    for field, value in counts.ListFields():
+        setattr(total, field.name, getattr(total, field.name) + value)

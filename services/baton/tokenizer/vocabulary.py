@@ -1,0 +1,122 @@
+"""A checkpoint's tokenizer and chat template. Everything here may take long: call it from a thread."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.checkpoint import CheckpointError
+from baton.tokenizer.pieces import Pieces, UnknownDecoder, read_pieces
+
+
+class NoChatTemplate(Exception):
+    """The model has no chat template."""
+
+
+class TemplateFailed(Exception):
+    """The chat template refused the messages; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Thread-safe: nothing changes after load()."""
+
+    pieces: Pieces
+    vocab_size: int
+    """The model's: ids from len(pieces.later) up exist as logits but stand for no text."""
+    eos_token_ids: tuple[int, ...]
+    context_length: int
+    """Positions that the checkpoint was made for; 0: config.json does not say."""
+    chat: bool
+    _tokenizer: Any
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text. An empty text has none but those that the tokenizer adds of its own accord.
+
+        Strings such as "<|im_end|>" in a text become the special token that they name.
+        """
+        backend = self._tokenizer.backend_tokenizer
+        # The backend, rather than the tokenizer: the latter sets padding and truncation on it at every call,
+        # which fails when two threads do so at once.
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+        """Text of a conversation, by the model's template in Jinja's sandbox.
+
+        Raises NoChatTemplate, or TemplateFailed.
+        """
+        if not self.chat:
+            raise NoChatTemplate
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # whatever a template may run into: it is the checkpoint's code
+            raise TemplateFailed(" ".join(str(error).split()) or type(error).__name__) from error
+        return rendered
+
+
+def load(path: Path) -> Vocabulary:
+    """Reads tokenizer files, config.json and generation_config.json. Raises CheckpointError."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    config = _read_json(path / "config.json")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the library raises whatever it runs into
+        raise CheckpointError(f"cannot read the tokenizer in {path}: {_one_line(error)}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(f"{path} has no tokenizer.json, nor files that it can be made from")
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    state = backend.decoder.__getstate__() if backend.decoder is not None else None
+    special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    try:
+        pieces = read_pieces(
+            [backend.id_to_token(index) for index in range(len(tokenizer))],
+            special,
+            None if state is None else json.loads(state),
+        )
+    except UnknownDecoder as error:
+        raise CheckpointError(f"cannot use the tokenizer in {path}: {error}") from error
+    return Vocabulary(
+        pieces=pieces,
+        vocab_size=int(config.get("vocab_size") or len(tokenizer)),
+        eos_token_ids=_eos(path, config, tokenizer),
+        context_length=int(config.get("max_position_embeddings") or 0),
+        chat=bool(tokenizer.chat_template),
+        _tokenizer=tokenizer,
+    )
+
+
+def _eos(path: Path, config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    """Of generation_config.json, else config.json, else the tokenizer."""
+    generation = path / "generation_config.json"
+    for source in (_read_json(generation) if generation.is_file() else {}, config):
+        value = source.get("eos_token_id")
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"cannot read {path}: it is not a JSON object")
+    return content
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
