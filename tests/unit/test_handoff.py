@@ -14,7 +14,8 @@ from hash_runner import HashRunner, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.decode.core import DecodeCore, DecodePolicy, Done, Failed, Key, Peer, Prompt, Tokens
+from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
+from baton.decode.outputs import Done, Failed, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -34,7 +35,9 @@ def make_scheduler(pages, **options):
 
 class PrefillNode:
     def __init__(self, address, pages, grace):
-        scheduler = make_scheduler(pages, prompt_only=True, may_admit=lambda request: self.side.may_admit(request))
+        scheduler = make_scheduler(
+            pages, prompt_only=True, may_admit=lambda request: self.side.may_admit(request)
+        )
         self.side = PrefillSide(scheduler, lease_grace=grace, max_leased_pages=int(pages * 0.8))
         self.runner = HashRunner(pages, SIZE, 8)
         self.address = address
@@ -166,7 +169,9 @@ class World:
                 choices.append(lambda node=node: self.deliver(node))
             if node.outbox:
                 choices.append(
-                    lambda node=node: self.core.handoffs.receive(node.address, node.outbox.popleft(), self.now)
+                    lambda node=node: self.core.handoffs.receive(
+                        node.address, node.outbox.popleft(), self.now
+                    )
                 )
         choices.extend(lambda entry=entry: self.pull(entry) for entry in self.pulls)
         self.rng.choice(choices)()
@@ -174,7 +179,9 @@ class World:
     @property
     def idle(self):
         wires = any(node.inbox or node.outbox for node in self.nodes.values())
-        return not (self.core.entries or self.pulls or wires or any(n.side.requests for n in self.nodes.values()))
+        return not (
+            self.core.entries or self.pulls or wires or any(n.side.requests for n in self.nodes.values())
+        )
 
     def run(self, limit=30000):
         for _ in range(limit):
@@ -327,7 +334,9 @@ def test_any_order_of_events_and_faults(seed, visible):
         prompt = rng.choice(prefixes) + [rng.randrange(900) for _ in range(rng.randrange(0, 8))]
         candidates = tuple(rng.sample(["p0", "p1"], rng.choice([1, 2, 2])))
         requests.append(
-            world.start(number, prompt, rng.randrange(1, 9), rng.randrange(99), rng.choice([1, 1, 2]), candidates)
+            world.start(
+                number, prompt, rng.randrange(1, 9), rng.randrange(99), rng.choice([1, 1, 2]), candidates
+            )
         )
         for _ in range(rng.randrange(60)):
             world.turn()

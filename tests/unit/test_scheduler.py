@@ -10,7 +10,15 @@ from hash_runner import HashRunner, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.request import FailedEvent, FinishedEvent, FinishReason, PromptEvent, Refused, Request, TokenEvent
+from baton.engine.request import (
+    FailedEvent,
+    FinishedEvent,
+    FinishReason,
+    PromptEvent,
+    Refused,
+    Request,
+    TokenEvent,
+)
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
@@ -89,7 +97,9 @@ def request(key, prompt, max_tokens=8, seed=1, n=1, **options):
 def check_outputs(engine, requests, cancelled=()):
     for r in requests:
         for i in range(r.n):
-            expected = reference(list(r.prompt), r.params.seed + i, r.params.max_tokens, r.params.stop_token_ids)
+            expected = reference(
+                list(r.prompt), r.params.seed + i, r.params.max_tokens, r.params.stop_token_ids
+            )
             got = engine.tokens[(r.key, i)]
             if r.key in cancelled:
                 assert got == expected[: len(got)]
@@ -223,7 +233,9 @@ def test_any_mix_of_arrivals_cancels_and_pressure(seed, overlap, pages, policy):
         prompt = rng.choice(prefixes) + [rng.randrange(900) for _ in range(rng.randrange(0, 6))]
         n = rng.choice([1, 1, 1, 2, 3])
         stop = frozenset(rng.sample(range(1000), rng.choice([0, 0, 50])))
-        r = request(key, prompt, max_tokens=rng.randrange(1, 15), seed=rng.randrange(99), n=n, stop_token_ids=stop)
+        r = request(
+            key, prompt, max_tokens=rng.randrange(1, 15), seed=rng.randrange(99), n=n, stop_token_ids=stop
+        )
         r.priority = rng.randrange(3)
         try:
             engine.scheduler.submit(r)

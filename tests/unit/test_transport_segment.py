@@ -179,16 +179,26 @@ def test_create_and_reap_at_once(directory: Path) -> None:
         while not stop.is_set():
             reap_orphans(directory)
 
-    reaper = threading.Thread(target=reap)
-    reaper.start()
+    reapers = [threading.Thread(target=reap) for _ in range(3)]
+    for reaper in reapers:
+        reaper.start()
     try:
-        for incarnation in range(200):
-            segment = Segment.create(1, 1, incarnation, directory)
-            assert segment.path.exists()
+        for _ in range(300):
+            segment = Segment.create(1, 1, 7, directory)  # one name: the hardest case
+            assert segment.path.stat().st_ino == os.fstat(segment._descriptor).st_ino
             segment.close()
+            assert not segment.path.exists()
     finally:
         stop.set()
-        reaper.join()
+        for reaper in reapers:
+            reaper.join()
+
+
+def test_a_lock_that_is_never_given_up_is_an_error(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_module, "_lock", lambda descriptor: False)
+    monkeypatch.setattr(segment_module, "LOCK_SECONDS", 0.05)
+    with pytest.raises(SegmentError, match="another process holds its lock"):
+        Segment.create(1, 1, 1, directory)
 
 
 def test_header_is_checked() -> None:

@@ -1,10 +1,10 @@
-"""The streams of Decode.Generate as seen from inside: what each has started and what it still has to be told."""
+"""The streams of Decode.Generate as seen from inside: what each has started and must still be told."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from baton.decode.core import Done, Failed, Output, Prompt, Tokens
+from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
 from baton.rpc.errors import BatonError, to_status
 from baton.rpc.outbox import Outbox
 from baton.v1 import decode_pb2
@@ -67,7 +67,7 @@ class Caller:
 
 
 def merge(unsent: decode_pb2.StepEvents, new: decode_pb2.StepEvents) -> decode_pb2.StepEvents:
-    """One message for two steps: tokens of one choice are joined, so that its size is bounded by the tokens."""
+    """One message for two steps: tokens of one choice are joined, so the tokens bound its size."""
     known = {(delta.request, delta.choice): delta for delta in unsent.tokens}
     for delta in new.tokens:
         into = known.get((delta.request, delta.choice))

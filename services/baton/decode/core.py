@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from baton.decode.outputs import Done, Failed, Output, Prompt, Stats, Tokens
 from baton.engine.batch import Step
-from baton.engine.plan import Logprobs, StepResult
+from baton.engine.plan import StepResult
 from baton.engine.request import (
     ChunkEvent,
     Event,
     FailedEvent,
     FinishedEvent,
-    FinishReason,
     PromptEvent,
     Refused,
     Request,
@@ -67,57 +67,6 @@ class Peer:
     transport: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    request: int
-    choice: int
-    token: int
-    logprobs: Logprobs | None
-    finish: FinishReason | None
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    request: int
-    attempt: int
-    cached_tokens: int
-    logprobs: tuple[Logprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    pulled_pages: int
-    transport: str
-    prefill_address: str
-    retractions: int
-    handoff_retries: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Terminal."""
-
-    request: int
-    attempt: int
-    stats: Stats
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Terminal. `code` is the name of a gRPC status code."""
-
-    request: int
-    attempt: int
-    code: str
-    reason: str
-    message: str
-    field: str | None = None
-
-
-Output = Tokens | Prompt | Done | Failed
 Flush = Callable[[int, list[tuple[Hashable, Output]], list[DecodeEffect]], None]
 
 
@@ -160,7 +109,9 @@ class DecodeCore:
     _now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.scheduler = self.make_scheduler(route=self._route, abandon=lambda leader: self.handoffs.abandon(leader))
+        self.scheduler = self.make_scheduler(
+            route=self._route, abandon=lambda leader: self.handoffs.abandon(leader)
+        )
         self.handoffs = DecodeSide(
             self.scheduler,
             silence=self.policy.silence_seconds,

@@ -1,4 +1,4 @@
-"""Between the hand-off's plain messages and those of Prefill.Run, as the decode side sends and receives them."""
+"""Between the hand-off's plain messages and those of Prefill.Run, as the decode side sees them."""
 
 from __future__ import annotations
 
@@ -85,11 +85,10 @@ def events_from(response: prefill_pb2.PrefillResponse) -> Iterator[PrefillOutput
         elif kind == "first":
             first = event.first
             tokens = tuple(
-                (t.token_id, logprobs_from(t.logprobs) if t.HasField("logprobs") else None) for t in first.tokens
+                (t.token_id, logprobs_from(t.logprobs) if t.HasField("logprobs") else None)
+                for t in first.tokens
             )
-            yield FirstSampled(
-                name, tokens, first.cached_tokens, prompt_logprobs_from(first.prompt_logprobs)
-            )
+            yield FirstSampled(name, tokens, first.cached_tokens, prompt_logprobs_from(first.prompt_logprobs))
         elif kind == "finished":
             yield LeaseFinished(name, event.finished.stood)
         elif kind == "failed":

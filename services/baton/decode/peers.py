@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -11,7 +12,7 @@ import grpc
 from baton.decode.core import Peer
 from baton.decode.messages import events_from, request_for
 from baton.handoff.messages import DecodeEffect, StartPull
-from baton.rpc.errors import BatonError, failed_precondition
+from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
 from baton.transport.base import Receiver, TransportError
@@ -19,6 +20,8 @@ from baton.v1 import prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
     from baton.decode.server import DecodeNode
+
+MAX_PEERS = 256
 
 _log = get_logger("baton.decode")
 
@@ -31,6 +34,11 @@ class PrefillPeers:
     def __init__(self, node: DecodeNode) -> None:
         self._node = node
         self._peers: dict[str, _Peer] = {}
+
+    def check_room(self, addresses: Sequence[str]) -> None:
+        """Raises BatonError when a caller names more prefill nodes than this node will ever connect to."""
+        if len(self._peers) + len(set(addresses) - self._peers.keys()) > MAX_PEERS:
+            raise invalid("prefill", f"this node connects to at most {MAX_PEERS} prefill nodes")
 
     def connect(self, address: str) -> None:
         """Begins to connect, unless that has been done."""
@@ -92,7 +100,7 @@ class _Peer:
         self._session = 0
         self.link: LinkType = Link(
             address,
-            lambda channel: prefill_pb2_grpc.PrefillStub(channel).Run,  # type: ignore[no-untyped-call]
+            lambda channel: prefill_pb2_grpc.PrefillStub(channel).Run,
             hello=self._hello,
             on_message=self._received,
             on_up=self._welcomed,

@@ -11,7 +11,8 @@ import grpc.aio
 
 from baton.config import DecodeConfig
 from baton.decode.callers import Caller, add_output
-from baton.decode.core import DecodeCore, DecodePolicy, Key, Output
+from baton.decode.core import DecodeCore, DecodePolicy, Key
+from baton.decode.outputs import Output
 from baton.decode.peers import PrefillPeers
 from baton.engine.request import Request
 from baton.handoff.messages import DecodeEffect
@@ -73,7 +74,9 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
     def _flush(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
         self.loop.call_soon_threadsafe(self._deliver, step, outputs, effects)
 
-    def _deliver(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
+    def _deliver(
+        self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]
+    ) -> None:
         messages: dict[Hashable, decode_pb2.StepEvents] = {}
         for caller, output in outputs:
             message = messages.get(caller)
@@ -144,6 +147,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         info = self.model_info
         caller.begin(start.request, start.attempt)
         try:
+            self._peers.check_room(start.prefill)
             if self.draining:
                 raise unavailable("this node is draining; use another decode node", "DRAINING")
             check_start(

@@ -1,7 +1,7 @@
 """Who may enter the batch: the waiting queue, batch slots and page reservations.
 
-Reservations are numbers, not pages: `KvCache.available` (free or evictable pages) never falls below the sum of
-all reservations, so an admitted prompt always finds its pages and two pools cannot deadlock on each other.
+Reservations are numbers, not pages: `KvCache.available` (free or evictable pages) never falls below the sum
+of all reservations, so an admitted prompt always finds its pages and two pools cannot deadlock on each other.
 """
 
 from __future__ import annotations

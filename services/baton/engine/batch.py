@@ -1,12 +1,12 @@
-"""Building a step's ragged batch from the scheduler's queues, and taking its results in."""
+"""Building a step's ragged batch from the scheduler's queues."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.engine.plan import PlanRow, RowResult, SlotInit, StepPlan, StepResult
-from baton.engine.request import ChunkEvent, Phase, Sequence
+from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.request import Phase, Sequence
 from baton.kvcache import Holding
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A page that a forked choice copies before its first row. `holding`, which owns the source, is pinned."""
+    """A page that a forked choice copies before its first row. `holding` owns the source and is pinned."""
 
     holding: Holding
     sequence: Sequence
@@ -44,7 +44,7 @@ class Step:
 
 
 def build_step(scheduler: Scheduler) -> Step | None:
-    """One row for each running sequence, oldest first, then prompt chunks with the rest of the token budget."""
+    """One row for each running sequence, oldest first, then prompt chunks with what is left of the budget."""
     number = scheduler.step_number + 1
     rows: list[PlanRow] = []
     records: list[Record] = []
@@ -79,58 +79,6 @@ def build_step(scheduler: Scheduler) -> Step | None:
     scheduler.step_number = number
     pairs = tuple((copy.source, copy.target) for copy in copies)
     return Step(StepPlan(number, tuple(rows), tuple(inits), pairs), tuple(records), tuple(pinned))
-
-
-def commit_rows(scheduler: Scheduler, step: Step, result: StepResult) -> None:
-    """Applies results in the order of the rows. A row whose sequence has moved on since is dropped."""
-    scheduler.computed_tokens += step.plan.num_tokens
-    for record, row in zip(step.records, result.rows, strict=True):
-        sequence = record.sequence
-        if sequence.epoch != record.epoch or sequence.phase is Phase.ENDED:
-            continue
-        sequence.retired = record.end
-        if row.error is not None:
-            scheduler._fail(sequence.request, "BAD_LOGITS", row.error)
-        elif sequence.phase is Phase.RUNNING:
-            sample = row.samples[0]
-            scheduler.take_token(sequence, sample.token, sample.logprobs)
-            scheduler.settle([sequence])
-        else:
-            _commit_chunk(scheduler, record, row)
-
-
-def _commit_chunk(scheduler: Scheduler, record: Record, row: RowResult) -> None:
-    leader = record.sequence
-    request = leader.request
-    assert leader.holding is not None
-    if row.prompt_logprobs:
-        request.prompt_logprobs.extend(row.prompt_logprobs)
-    if not record.targets:
-        scheduler.cache.commit(leader.holding, leader.tokens[: leader.retired], request.namespace)
-        scheduler.events.append(ChunkEvent(leader))
-        return
-    scheduler.prompts.remove(leader)
-    scheduler.events.append(ChunkEvent(leader))
-    scheduler.report_prompt(request)
-    for sequence, sample in zip(record.targets, row.samples, strict=True):
-        scheduler.take_token(sequence, sample.token, sample.logprobs)
-    request.forked = True
-    if scheduler.config.prompt_only:
-        _lease(scheduler, leader)
-    else:
-        scheduler.complete_prompt(leader)
-
-
-def _lease(scheduler: Scheduler, leader: Sequence) -> None:
-    assert leader.holding is not None
-    known = leader.tokens[: leader.retired]
-    scheduler.cache.commit(leader.holding, known, leader.request.namespace)
-    for sequence in (leader, *leader.followers):
-        if sequence.slot is not None:
-            scheduler.slots.give_back(sequence.slot, sequence.last_step)
-            sequence.slot = None
-        scheduler.reservations.set(sequence, 0)
-        sequence.phase = Phase.LEASED
 
 
 def _wants_row(scheduler: Scheduler, sequence: Sequence) -> bool:
@@ -189,9 +137,8 @@ def _chunk_row(
     inits.extend(_slot_init(target, None) for target in targets)
     wanted: tuple[int, ...] | None = None
     top = 0
-    # The first token of a prompt has no predecessor; later computations of it have been reported already.
-    if params.prompt_logprobs is not None and len(sequence.request.prompt_logprobs) <= start:
-        wanted = tuple(sequence.request.prompt[start + 1 : start + 1 + count])
+    if sequence.request.wants_prompt_logprobs and params.prompt_logprobs is not None:
+        wanted = sequence.request.prompt[start + 1 : start + 1 + count]
         top = params.prompt_logprobs
     return PlanRow(
         slot=sequence.slot,

@@ -6,11 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
-from baton.engine.runner import InFlight, Runner
+from baton.engine.runner import Runner
 
 TICK_SECONDS = 0.5
 """An idle loop still looks at deadlines, leases and heartbeats this often."""
@@ -45,7 +45,7 @@ class StepLoop(Generic[C]):
     def __init__(
         self,
         core: C,
-        runner: Runner,
+        runner: Runner[Any],
         *,
         name: str,
         overlap: bool = False,
@@ -92,7 +92,7 @@ class StepLoop(Generic[C]):
 
     def _turn_until_stopped(self) -> None:
         core = self._core
-        pending: tuple[Step, InFlight] | None = None
+        pending: tuple[Step, Any] | None = None
         while not self._stopping:
             self._wake.clear()
             now = self.last_turn = self._clock()
@@ -113,14 +113,14 @@ class StepLoop(Generic[C]):
             if step is None and not self._inbox:
                 self._wake.wait(TICK_SECONDS)
 
-    def _launch(self, step: Step) -> tuple[Step, InFlight] | None:
+    def _launch(self, step: Step) -> tuple[Step, Any] | None:
         try:
             return step, self._runner.launch(step.plan)
         except Exception as error:
             self._core.fail_step(step, f"the step could not be computed: {error}")
             return None
 
-    def _finish(self, step: Step, flight: InFlight) -> None:
+    def _finish(self, step: Step, flight: Any) -> None:
         try:
             result = self._runner.read(flight)
         except Exception as error:

@@ -54,8 +54,8 @@ class PlanRow:
     The sampled token's position is start + count; it becomes its slot's last token and, for penalties, part
     of its slot's output."""
     prompt_logprobs: tuple[int, ...] | None = None
-    """Only in a prompt chunk: the token that follows each of this row's positions (shorter than the row by one
-    where the prompt ends). The log-probability of each under its position's logits is wanted."""
+    """Only in a prompt chunk: the token that follows each of this row's positions (one less where the
+    prompt ends). The log-probability of each under its position's logits is wanted."""
     prompt_top: int = 0
     """How many most likely tokens to report beside each of them."""
 

@@ -131,6 +131,11 @@ class Request:
         self.sequences = [Sequence(self, index, list(known)) for index in range(self.n)]
 
     @property
+    def wants_prompt_logprobs(self) -> bool:
+        """They are still to be computed; then the whole prompt is, whatever the prefix tree holds."""
+        return self.params.prompt_logprobs is not None and not self.reported
+
+    @property
     def ended(self) -> bool:
         return all(sequence.phase is Phase.ENDED for sequence in self.sequences)
 

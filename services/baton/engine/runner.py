@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from baton.engine.plan import StepPlan, StepResult
 
-
-class InFlight(Protocol):
-    """A launched step."""
-
-    number: int
+F = TypeVar("F")
 
 
-class Runner(Protocol):
+class Runner(Protocol[F]):
     """Executes plans in the order of their launch. Used by one thread.
 
     `launch` enqueues and returns; `read` waits for the step and yields its tokens. A caller may launch
@@ -23,6 +19,8 @@ class Runner(Protocol):
     max_slots: int
     vocab_size: int
 
-    def launch(self, plan: StepPlan) -> InFlight: ...
+    def launch(self, plan: StepPlan) -> F:
+        """F is the runner's own record of a launched step."""
+        ...
 
-    def read(self, flight: InFlight) -> StepResult: ...
+    def read(self, flight: F) -> StepResult: ...

@@ -17,19 +17,16 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.engine.admission import Reservations, Slots, WaitingQueue
-from baton.engine.batch import Copy, Step, build_step, commit_rows
-from baton.engine.plan import Logprobs, StepResult
+from baton.engine.batch import Copy, Step, build_step
+from baton.engine.plan import StepResult
+from baton.engine.progress import commit_rows
 from baton.engine.request import (
     Event,
     FailedEvent,
-    FinishedEvent,
-    FinishReason,
     Phase,
-    PromptEvent,
     Refused,
     Request,
     Sequence,
-    TokenEvent,
 )
 from baton.kvcache import KvCache, OutOfPages
 
@@ -81,7 +78,9 @@ class Scheduler:
         self.slots = Slots(config.max_rows)
         self.reservations = Reservations(cache)
         self.requests: dict[Hashable, Request] = {}
-        self.waiting = WaitingQueue(config.policy, lambda s: cache.match_length(s.tokens, s.request.namespace))
+        self.waiting = WaitingQueue(
+            config.policy, lambda s: cache.match_length(s.tokens, s.request.namespace)
+        )
         self.prompts: list[Sequence] = []
         self.running: list[Sequence] = []
         self.handoffs: list[Sequence] = []
@@ -91,7 +90,7 @@ class Scheduler:
         self.retractions = 0
         self.computed_tokens = 0
         self._route = route
-        self._abandon = abandon
+        self.abandon = abandon
         self._may_admit = may_admit
         self._arrivals = 0
 
@@ -108,7 +107,8 @@ class Scheduler:
         if known + (0 if config.prompt_only else 1) > room:
             raise Refused("PROMPT_TOO_LONG", f"{known} tokens; this node holds at most {room}", "token_ids")
         if not config.prompt_only and len(request.prompt) + request.params.max_tokens > room:
-            text = f"prompt ({len(request.prompt)}) and max_tokens ({request.params.max_tokens}) exceed {room} tokens"
+            wanted = f"prompt ({len(request.prompt)}) and max_tokens ({request.params.max_tokens})"
+            text = f"{wanted} exceed {room} tokens"
             raise Refused("TOO_MANY_TOKENS", text, "sampling.max_tokens")
         if request.n > self.slots.count or (request.n > 1 and request.delivered):
             raise Refused("TOO_MANY_CHOICES", f"n must be at most {self.slots.count}, and 1 on a resume", "n")
@@ -126,11 +126,11 @@ class Scheduler:
         """Ends the request wherever it is (cancelled, out of time, lease over); no event follows."""
         for sequence in request.sequences:
             if sequence.phase is Phase.HANDOFF and sequence in self.handoffs:
-                self._abandon(sequence)
-            self._end(sequence)
+                self.abandon(sequence)
+            self.end(sequence)
         self.requests.pop(request.key, None)
 
-    def _fail(self, request: Request, reason: str, message: str) -> None:
+    def fail(self, request: Request, reason: str, message: str) -> None:
         self.close(request)
         self.events.append(FailedEvent(request, reason, message))
 
@@ -154,13 +154,16 @@ class Scheduler:
         if self.slots.free < 1 + len(followers):
             return False
         known = len(leader.tokens)
-        limit = 0 if request.params.prompt_logprobs is not None and not request.prompt_logprobs else (known - 1) // size
+        # At least one token is computed, for its logits; all of them where the prompt's logits are wanted.
+        limit = 0 if request.wants_prompt_logprobs else (known - 1) // size
         uncached = known - self.cache.match_length(leader.tokens, request.namespace, limit)
         route = self._route(leader, uncached)
         if route is Route.DEFER or leader.phase is not Phase.WAITING:
             return False
         margin = 0 if config.prompt_only else min(config.output_margin, request.params.max_tokens)
-        need = self._pages(known + margin) + len(followers) * (0 if config.prompt_only else 1 + self._pages(margin))
+        need = self.pages(known + margin) + len(followers) * (
+            0 if config.prompt_only else 1 + self.pages(margin)
+        )
         need = min(need, self.cache.counts().total)
         floor = config.watermark if self.prompts or self.running or self.handoffs else 0
         if route is Route.LOCAL:
@@ -185,7 +188,7 @@ class Scheduler:
         (self.prompts if route is Route.LOCAL else self.handoffs).append(leader)
         return True
 
-    def _pages(self, tokens: int) -> int:
+    def pages(self, tokens: int) -> int:
         return -(-tokens // self.cache.page_size)
 
     # --- pages under way --------------------------------------------------------------------------------
@@ -235,8 +238,10 @@ class Scheduler:
     def requeue(self, leader: Sequence) -> None:
         """Takes an admitted sequence's pages and slot away; it waits to be admitted and computed again."""
         if leader.phase is Phase.HANDOFF:
-            self._abandon(leader)
+            self.abandon(leader)
         group = [leader, *leader.followers]
+        if not leader.request.reported:
+            leader.request.prompt_logprobs.clear()
         for sequence in group:
             self._vacate(sequence)
             sequence.phase = Phase.WAITING
@@ -266,7 +271,7 @@ class Scheduler:
         sequence.computed = sequence.retired = sequence.unread = 0
         sequence.epoch += 1
 
-    def _end(self, sequence: Sequence) -> None:
+    def end(self, sequence: Sequence) -> None:
         if sequence.phase is Phase.ENDED:
             return
         if sequence.phase is Phase.WAITING and sequence in list(self.waiting):
@@ -297,86 +302,4 @@ class Scheduler:
             self.cache.unpin(holding)
         for request in {id(r.sequence.request): r.sequence.request for r in step.records}.values():
             if request.key in self.requests:
-                self._fail(request, "STEP_FAILED", message)
-
-    # --- tokens -----------------------------------------------------------------------------------------
-
-    def take_token(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
-        """Appends a token to the sequence's log and decides whether it was the last."""
-        sequence.tokens.append(token)
-        sequence.unread = 0
-        params = sequence.request.params
-        if not self.config.prompt_only:
-            if token in params.stop_token_ids and sequence.num_output > params.min_tokens:
-                sequence.finish = FinishReason.STOP
-            elif sequence.num_output >= params.max_tokens or len(sequence.tokens) >= self.config.context_length:
-                sequence.finish = FinishReason.LENGTH
-        self.events.append(TokenEvent(sequence, token, logprobs, sequence.finish))
-
-    def first_tokens(self, leader: Sequence, tokens: list[tuple[int, Logprobs | None]]) -> None:
-        """Tokens that a prefill node has sampled for a sequence in HANDOFF and those that will fork from it."""
-        request = leader.request
-        self.report_prompt(request)
-        for sequence, (token, logprobs) in zip([leader, *leader.followers], tokens, strict=True):
-            self.take_token(sequence, token, logprobs)
-        request.forked = True
-        if all(sequence.finish is not None for sequence in (leader, *leader.followers)):
-            self._abandon(leader)
-            self.settle([leader, *leader.followers])
-
-    def report_prompt(self, request: Request) -> None:
-        if not request.reported:
-            request.reported = True
-            self.events.append(PromptEvent(request))
-
-    def arrive(self, leader: Sequence) -> None:
-        """The KV of all tokens but the last is in the leader's pages, confirmed: it joins the running batch."""
-        leader.computed = leader.retired = len(leader.tokens) - 1
-        self.handoffs.remove(leader)
-        self.complete_prompt(leader)
-
-    def complete_prompt(self, leader: Sequence) -> None:
-        """Prompt computed, first tokens known: forks the followers and starts decoding."""
-        assert leader.holding is not None
-        group = [leader, *leader.followers]
-        prefix = leader.tokens[: leader.retired]
-        self.cache.commit(leader.holding, prefix, leader.request.namespace)
-        for follower in leader.followers:
-            if follower.finish is None:
-                self._fork(leader, follower, prefix)
-        leader.followers = []
-        if leader.finish is None:
-            leader.phase = Phase.RUNNING
-            self.running.append(leader)
-        self.running.sort(key=lambda s: s.age)
-        self.settle(group)
-
-    def _fork(self, leader: Sequence, follower: Sequence, prefix: list[int]) -> None:
-        """Gives the follower the shared full pages and a copy of the last, partial one."""
-        assert leader.holding is not None
-        full = len(prefix) // self.cache.page_size
-        follower.phase = Phase.RUNNING
-        follower.holding = self.cache.hold(prefix, leader.request.namespace, full)
-        # Each choice takes its own page for the tail and its share of the output margin.
-        share = min(leader.reserved, 1 + self._pages(self.config.output_margin))
-        self.reservations.set(leader, leader.reserved - share)
-        self.reservations.set(follower, share)
-        partial = len(prefix) % self.cache.page_size != 0
-        if len(follower.holding.pages) < full or (partial and not self.extend(follower, full + 1)):
-            self.requeue(follower)
-            return
-        if partial:
-            self.cache.pin(leader.holding)
-            source, target = leader.holding.pages[full], follower.holding.pages[full]
-            self.copies.append(Copy(leader.holding, follower, follower.epoch, source, target))
-        follower.computed = follower.retired = len(prefix)
-        self.running.append(follower)
-
-    def settle(self, sequences: list[Sequence]) -> None:
-        """Ends the finished ones; reports a request whose choices have all finished."""
-        for sequence in sequences:
-            if sequence.finish is not None:
-                self._end(sequence)
-        request = sequences[0].request
-        if request.ended and self.requests.pop(request.key, None) is not None:
-            self.events.append(FinishedEvent(request))
+                self.fail(request, "STEP_FAILED", message)

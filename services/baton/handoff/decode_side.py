@@ -11,10 +11,11 @@ ones (seen in shared memory), or the answer to the release says that the lease s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-from baton.engine.plan import Logprobs
+from baton.engine.progress import arrive, first_tokens
 from baton.engine.request import Sequence
 from baton.engine.scheduler import Scheduler
 from baton.handoff.messages import (
@@ -119,11 +120,14 @@ class DecodeSide:
         handoff = Handoff(name, address, leader, heard=now)
         self._by_leader[leader] = self._by_name[name] = handoff
         cached = self._scheduler.cache.match_length(leader.tokens, request.namespace)
+        params = replace(request.params, seed=leader.seed)
+        if not request.wants_prompt_logprobs:
+            params = replace(params, prompt_logprobs=None)
         start = StartPrefill(
             address=address,
             name=name,
             request=request,
-            params=replace(request.params, seed=leader.seed),
+            params=params,
             token_ids=tuple(leader.tokens),
             delivered=len(leader.tokens) - len(request.prompt),
             n=1 + len(leader.followers),
@@ -152,7 +156,9 @@ class DecodeSide:
         elif handoff.released and message.stood:
             self._arrive(handoff)
         else:
-            self._lose(handoff, "LEASE_LOST", "the lease did not stand until the pages had been copied", tell=False)
+            self._lose(
+                handoff, "LEASE_LOST", "the lease did not stand until the pages had been copied", tell=False
+            )
 
     def peer_down(self, address: str, reason: str) -> None:
         for handoff in [h for h in self._by_leader.values() if h.address == address]:
@@ -177,7 +183,7 @@ class DecodeSide:
         if request.cached_tokens is None:
             request.cached_tokens = message.cached_tokens
         request.prompt_logprobs = request.prompt_logprobs or list(message.prompt_logprobs)
-        self._scheduler.first_tokens(leader, list(message.tokens))
+        first_tokens(self._scheduler, leader, list(message.tokens))
         if leader in self._by_leader:
             self._advance(handoff)
 
@@ -247,7 +253,7 @@ class DecodeSide:
 
     def _arrive(self, handoff: Handoff) -> None:
         self._forget(handoff)
-        self._scheduler.arrive(handoff.leader)
+        arrive(self._scheduler, handoff.leader)
 
     # --- ends -------------------------------------------------------------------------------------------
 
@@ -279,4 +285,6 @@ class DecodeSide:
                 self._lose(handoff, "SILENT", f"nothing heard for {self._silence:g} s")
         if now >= self._next_beat:
             self._next_beat = now + HEARTBEAT_SECONDS
-            self.effects.extend(Beat(address) for address in sorted({h.address for h in self._by_leader.values()}))
+            self.effects.extend(
+                Beat(address) for address in sorted({h.address for h in self._by_leader.values()})
+            )

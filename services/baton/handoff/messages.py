@@ -1,4 +1,4 @@
-"""What the two sides of a hand-off tell each other and their shells. Plain data; the shells put it on the wire."""
+"""What the two sides of a hand-off tell each other and their shells; the shells put it on the wire."""
 
 from __future__ import annotations
 

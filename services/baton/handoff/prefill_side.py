@@ -2,10 +2,11 @@
 
     start -> queued -> computing -> complete -> released (finished: stood)
                  \\         \\            \\
-                  +---------+------------+--> failed (cancelled, out of time, expired, revoked, holder gone: silent)
+                  +---------+------------+--> failed (cancelled, out of time, expired, revoked)
 
-A lease covers all pages of its prompt from the first announcement to the end of the attempt. It lives while its
-holder's heartbeats arrive, plus a grace on this node's monotonic clock.
+A lease covers all pages of its prompt from the first announcement to the end of the attempt. It lives while
+its holder's heartbeats arrive, plus a grace on this node's monotonic clock. When the holder's stream ends,
+everything of the holder's is dropped, and nobody is told.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ class PrefillSide:
         if holder in self._heard:
             self._heard[holder] = now
 
-    def start(self, holder: Hashable, name: AttemptName, request: Request, keep_pages: bool, now: float) -> None:
+    def start(
+        self, holder: Hashable, name: AttemptName, request: Request, keep_pages: bool, now: float
+    ) -> None:
         """Raises nothing; a name in use must have been refused by the caller (`knows`)."""
         self._heard[holder] = now
         attempt = Attempt(name, holder, request, keep_pages)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
-from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler
 from baton.handoff.messages import PrefillOutput
 from baton.handoff.prefill_side import PrefillSide
@@ -17,7 +16,7 @@ Flush = Callable[[int, list[tuple[Hashable, PrefillOutput]]], None]
 
 @dataclass(slots=True, eq=False)
 class PrefillCore:
-    """A core for engine.loop.StepLoop. `flush_to` takes outputs to the shell; `observe` sees each turn's end."""
+    """A core for engine.loop.StepLoop. `flush_to` takes outputs to the shell; `observe` ends each turn."""
 
     side: PrefillSide
     flush_to: Flush
@@ -31,9 +30,6 @@ class PrefillCore:
     @property
     def requests(self) -> int:
         return self.side.requests
-
-    def may_admit(self, request: Request) -> bool:
-        return self.side.may_admit(request)
 
     def close_when_idle(self, holder: Hashable, close: Callable[[], None]) -> None:
         """Calls `close` once nothing of the holder's is left."""

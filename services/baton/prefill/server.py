@@ -51,10 +51,11 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
 
     def make_core(self) -> PrefillCore:
         pages = int(self.engine.pool.num_pages * self._config.max_leased_fraction)
-        scheduler = self.make_scheduler(prompt_only=True, may_admit=lambda request: core.may_admit(request))
-        side = PrefillSide(scheduler, lease_grace=self._config.lease_grace_seconds, max_leased_pages=pages)
-        core = PrefillCore(side, self._flush, self.observe)
-        return core
+        scheduler = self.make_scheduler(prompt_only=True, may_admit=lambda request: side.may_admit(request))
+        side: PrefillSide = PrefillSide(
+            scheduler, lease_grace=self._config.lease_grace_seconds, max_leased_pages=pages
+        )
+        return PrefillCore(side, self._flush, self.observe)
 
     def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput]]) -> None:
         self.loop.call_soon_threadsafe(self._deliver, outputs)
@@ -109,7 +110,10 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
             caller.outbox.close()
 
     def _when_idle(self, core: PrefillCore, caller: _Caller) -> None:
-        core.close_when_idle(caller, lambda: self.loop.call_soon_threadsafe(caller.outbox.close))
+        def close() -> None:
+            self.loop.call_soon_threadsafe(caller.outbox.close)
+
+        core.close_when_idle(caller, close)
 
     def _take(self, message: prefill_pb2.PrefillRequest, caller: _Caller) -> None:
         kind = message.WhichOneof("kind")
@@ -124,12 +128,16 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         elif kind == "heartbeat":
             self.steps.call(lambda core, now: core.side.heartbeat(caller, now))
         else:
-            raise invalid("kind", "each message on Prefill.Run after `hello` sets start, cancel, release or heartbeat")
+            raise invalid(
+                "kind", "each message on Prefill.Run after `hello` sets start, cancel, release or heartbeat"
+            )
 
     def _start(self, start: prefill_pb2.PrefillStart, caller: _Caller) -> None:
         name = name_from(start.attempt)
         if name in caller.names:
-            raise invalid("start.attempt", f"attempt {name} was started twice on this stream", "DUPLICATE_ATTEMPT")
+            raise invalid(
+                "start.attempt", f"attempt {name} was started twice on this stream", "DUPLICATE_ATTEMPT"
+            )
         caller.names.add(name)
         n = start.n if start.HasField("n") else 1
         info = self.model_info
@@ -199,7 +207,9 @@ class _Caller:
         self.error: BatonError | None = None
 
 
-def _merge(unsent: prefill_pb2.PrefillResponse, new: prefill_pb2.PrefillResponse) -> prefill_pb2.PrefillResponse:
+def _merge(
+    unsent: prefill_pb2.PrefillResponse, new: prefill_pb2.PrefillResponse
+) -> prefill_pb2.PrefillResponse:
     unsent.events.extend(new.events)
     return unsent
 
@@ -230,5 +240,3 @@ async def serve(
 ) -> int:
     """Runs the process until it is told to stop. Returns its exit code."""
     return await run_node(PrefillNode(config), config, ready=ready, stop=stop)
-
-

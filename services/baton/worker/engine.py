@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from array import array
 from collections.abc import Callable
@@ -62,7 +61,7 @@ class Engine:
         """The pool's bytes, for transports that copy on the host."""
         if self.segment is not None:
             return self.segment.pages
-        return memoryview(self.pool.raw.numpy()).cast("B")
+        return memoryview(self.pool.raw.numpy()).cast("B")  # type: ignore[arg-type]
 
     def endpoints(self, address: str) -> list[common_pb2.Endpoint]:
         return offered(self.segment, self.pool.layout.page_bytes, self.pool.num_pages, self.kinds, address)
@@ -106,12 +105,17 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     if device.type == "cpu" and "shm" in kinds:
         segment = Segment.create(pages, layout.page_bytes, incarnation)
     pool = KvPool(layout, pages, device, segment.pages if segment is not None else None)
-    generations = segment.generations if segment is not None else array("Q", bytes(8 * pages))
+    generations: Any = segment.generations if segment is not None else array("Q", bytes(8 * pages))
     cache = KvCache(PageAllocator(pages, generations), PrefixTree(size, config.eviction))
     prefill, why_prefill = resolve_attention(config.prefill_attention, device)
     decode, why_decode = resolve_attention(config.decode_attention, device)
     runner = ModelRunner(
-        model, pool, max_slots=config.max_rows, prefill_attention=prefill, decode_attention=decode, device=device
+        model,
+        pool,
+        max_slots=config.max_rows,
+        prefill_attention=prefill,
+        decode_attention=decode,
+        device=device,
     )
     context = min(config.context_length or shape.context_length, shape.context_length, pages * size)
     info = node_pb2.ModelInfo(
@@ -134,9 +138,6 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         prefill_attention=why_prefill,
         decode_attention=why_decode,
     )
-    # What has been loaded stays: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
     return Engine(
         runner=runner,
         cache=cache,
@@ -218,5 +219,8 @@ def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layo
         dtype=str(layout.dtype).removeprefix("torch."),
     )
     return common_pb2.Layout(
-        model_fingerprint=model_fingerprint, page_size=layout.page_size, groups=[group], version=LAYOUT_VERSION
+        model_fingerprint=model_fingerprint,
+        page_size=layout.page_size,
+        groups=[group],
+        version=LAYOUT_VERSION,
     )

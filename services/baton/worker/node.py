@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 import time
@@ -85,13 +86,17 @@ class WorkerNode(Generic[C]):
             crashed=self._crashed,
         )
         self.observe()
+        # What has been loaded stays: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
         self.steps.start()
 
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the running ones; returns how many are left."""
         self.draining = True
         deadline = time.monotonic() + seconds
-        while self._requests() and time.monotonic() < deadline:
+        # The step thread does not signal: a poll costs nothing next to a drain.
+        while self._requests() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         return self._requests()
 

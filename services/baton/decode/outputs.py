@@ -1,0 +1,61 @@
+"""What a decode node tells the callers of its requests. Plain data; `callers` puts it on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.engine.plan import Logprobs
+from baton.engine.request import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    request: int
+    choice: int
+    token: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    request: int
+    attempt: int
+    cached_tokens: int
+    logprobs: tuple[Logprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    pulled_pages: int
+    transport: str
+    prefill_address: str
+    retractions: int
+    handoff_retries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Terminal."""
+
+    request: int
+    attempt: int
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Terminal. `code` is the name of a gRPC status code."""
+
+    request: int
+    attempt: int
+    code: str
+    reason: str
+    message: str
+    field: str | None = None
+
+
+Output = Tokens | Prompt | Done | Failed
