@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -84,7 +85,7 @@ def generate(prompt: str, server: str, chat: bool, stats: bool, **sampling: Any)
       baton generate "Hello!" --chat --temperature 0 --stats
       baton generate - < prompt.txt
     """
-    text = click.get_text_stream("stdin").read() if prompt == "-" else prompt
+    text = sys.stdin.read() if prompt == "-" else prompt
     question: dict[str, Any] = {"messages": text} if chat else {"prompt": text}
     try:
         with Client(server) as client, client.stream(**question, **options(sampling)) as stream:
