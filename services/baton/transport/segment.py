@@ -16,6 +16,7 @@ import os
 import secrets
 import stat
 import struct
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ DIRECTORY = Path("/dev/shm")
 MAGIC = b"BATONKV\0"
 VERSION = 1
 ALIGNMENT = 4096
+LOCK_SECONDS = 5.0
 _HEADER = struct.Struct("<8sQQQQQQ")
 
 
@@ -134,11 +136,10 @@ def reap_orphans(directory: Path = DIRECTORY) -> list[Path]:
             continue
         try:
             about = os.fstat(descriptor)
-            if stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and _lock(descriptor):
+            ours = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid()
+            if ours and _lock(descriptor) and _is_named(descriptor):
                 path.unlink()
                 reaped.append(path)
-        except FileNotFoundError:
-            pass
         finally:
             os.close(descriptor)
     return reaped
@@ -149,14 +150,18 @@ def _prefix() -> str:
 
 
 def _create_locked(path: Path) -> int:
+    deadline = time.monotonic() + LOCK_SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        # Before the lock is ours another worker may take the file for an orphan: then it holds the lock, or
-        # has removed the name already.
-        if _lock(descriptor) and os.fstat(descriptor).st_nlink == 1:
+        # Until the lock is ours another worker may take the file for an orphan: then it is gone afterwards.
+        while not _lock(descriptor):
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock")
+            time.sleep(0.001)
+        if _is_named(descriptor):
             return descriptor
         os.close(descriptor)
-        path.unlink(missing_ok=True)
 
 
 def _lock(descriptor: int) -> bool:
@@ -165,6 +170,11 @@ def _lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _is_named(descriptor: int) -> bool:
+    """Of a locked file. Names go only under the lock, so the name stays as long as the lock does."""
+    return os.fstat(descriptor).st_nlink > 0
 
 
 def _explain(error: Exception, size: int, directory: Path) -> str:
