@@ -81,10 +81,7 @@ def take_token(scheduler: Scheduler, sequence: Sequence, token: int, logprobs: L
     if not scheduler.config.prompt_only:
         if token in params.stop_token_ids and sequence.num_output > params.min_tokens:
             sequence.finish = FinishReason.STOP
-        elif (
-            sequence.num_output >= params.max_tokens
-            or len(sequence.tokens) >= scheduler.config.context_length
-        ):
+        elif min(params.max_tokens - sequence.num_output, context - len(sequence.tokens)) <= 0:
             sequence.finish = FinishReason.LENGTH
     scheduler.events.append(TokenEvent(sequence, token, logprobs, sequence.finish))
 
