@@ -1,0 +1,65 @@
+"""The outbox merges instead of growing, and ends when it is closed and drained."""
+
+import asyncio
+
+import pytest
+
+from baton.rpc.outbox import Outbox, OutboxFull
+
+
+async def test_merges_what_is_unsent_and_only_that():
+    box = Outbox[list[int]](lambda a, b: a + b)
+    box.put([1])
+    box.put([2])
+    assert len(box) == 1
+    assert await anext(box) == [1, 2]
+    box.put([3])
+    assert await anext(box) == [3]
+
+
+async def test_a_slow_reader_gets_everything_in_order():
+    box = Outbox[list[int]](lambda a, b: a + b)
+    got: list[int] = []
+
+    async def read():
+        async for items in box:
+            assert len(box) == 0
+            got.extend(items)
+            await asyncio.sleep(0.001)
+
+    reader = asyncio.create_task(read())
+    for number in range(1000):
+        box.put([number])
+        assert len(box) <= 1
+        if number % 50 == 0:
+            await asyncio.sleep(0)
+    box.close()
+    await asyncio.wait_for(reader, 5)
+    assert got == list(range(1000))
+
+
+async def test_close_wakes_a_waiting_reader_and_refuses_more():
+    box = Outbox[int](max)
+    waiting = asyncio.create_task(anext(box, None))
+    await asyncio.sleep(0)
+    box.close()
+    box.close()
+    assert await asyncio.wait_for(waiting, 1) is None
+    assert box.put(1) is False
+    assert len(box) == 0
+
+
+async def test_what_is_in_a_closed_box_is_still_read():
+    box = Outbox[int](None)
+    box.put(1)
+    box.put(2)
+    box.close()
+    assert [item async for item in box] == [1, 2]
+
+
+async def test_without_merge_it_is_bounded():
+    box = Outbox[int](None, limit=3)
+    for number in range(3):
+        assert box.put(number)
+    with pytest.raises(OutboxFull):
+        box.put(3)
