@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -24,12 +25,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+async def until(condition: Callable[[], object], seconds: float) -> None:
+    """Waits for what nobody announces; fails after so long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.005)  # noqa: ASYNC110
+
+
 @asynccontextmanager
 async def tokenizer(port: int = 0) -> AsyncIterator[str]:
     """A tokenizer process's serve(), in this loop; yields its address."""
     port = port or free_port()
     ready, stop = asyncio.Event(), asyncio.Event()
-    config = TokenizerConfig(port=port, http_port=None)
+    config = TokenizerConfig(port=port, http_port=None, drain_seconds=0.1)
     task = asyncio.create_task(serve_tokenizer(config, ready=ready, stop=stop))
     await asyncio.wait_for(ready.wait(), 30)
     try:
@@ -58,9 +67,9 @@ class Rig:
     async def idle(self) -> None:
         """Nothing is held any more; fails after 2 s."""
         gateway = self.node.gateway
-        async with asyncio.timeout(2):
-            while gateway.load().requests or gateway.load().running or gateway.tokenizer.streams:
-                await asyncio.sleep(0.005)
+        await until(
+            lambda: not (gateway.load().requests or gateway.load().running or gateway.tokenizer.streams), 2
+        )
 
 
 @asynccontextmanager

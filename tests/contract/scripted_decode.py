@@ -12,6 +12,7 @@ import grpc.aio
 from baton.rpc.channel import server_options
 from baton.rpc.errors import BatonError, cancelled, to_status
 from baton.rpc.ids import new_incarnation
+from baton.rpc.outbox import Outbox
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 STOP = common_pb2.FINISH_REASON_STOP
@@ -61,7 +62,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         self.running: dict[int, asyncio.Task[None]] = {}
         self._incarnation = new_incarnation()
         self._model = node_pb2.ModelInfo(
-            name=name, context_length=256, vocab_size=1024, fingerprint=fingerprint, eos_token_ids=[0]
+            name=name, context_length=256, vocab_size=8192, fingerprint=fingerprint, eos_token_ids=[0]
         )
 
     async def __aenter__(self) -> ScriptedDecode:
@@ -89,11 +90,21 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         )
 
     async def Generate(self, requests, context) -> None:
-        lock = asyncio.Lock()
+        # A write that is cancelled would break the stream, so that scripts only fill this box.
+        box: Outbox[decode_pb2.StepEvents] = Outbox(None)
+        writing = asyncio.create_task(self._write(box, context))
+        try:
+            await self._read(requests, box)
+        finally:
+            writing.cancel()
 
+    async def _write(self, box, context) -> None:
+        async for message in box:
+            await context.write(message)
+
+    async def _read(self, requests, box) -> None:
         async def send(message: decode_pb2.StepEvents) -> None:
-            async with lock:
-                await context.write(message)
+            box.put(message)
 
         async for command in requests:
             kind = command.WhichOneof("kind")
@@ -122,3 +133,31 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
             await self.script(running)
         finally:
             self.running.pop(running.start.request, None)
+
+
+def saying(*pieces: Sequence[int], finish: int = LENGTH, pause: float = 0.0, cached: int = 0) -> Script:
+    """Answers every choice with these tokens, one message a piece."""
+
+    async def script(running: Running) -> None:
+        await running.prompt(cached=cached)
+        for number, piece in enumerate(pieces):
+            last = number == len(pieces) - 1
+            for choice in range(running.start.n or 1):
+                await running.tokens(piece, choice=choice, finish=finish if last else 0)
+            await asyncio.sleep(pause)
+        await running.finished(cached_tokens=cached)
+
+    return script
+
+
+async def silent(running: Running) -> None:
+    """Never answers."""
+    await asyncio.Event().wait()
+
+
+async def endless(running: Running) -> None:
+    """A token every 5 ms, until cancelled."""
+    await running.prompt()
+    for token in range(100_000):
+        await running.tokens([40 + token % 50])
+        await asyncio.sleep(0.005)

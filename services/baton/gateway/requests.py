@@ -270,13 +270,15 @@ class Request:
         if self._session is not None:
             self._session.end()
         self._gateway.forget(self, outcome)
+        ending = {"reason": error.reason} if error is not None else {}
+        seconds = round(time.monotonic() - self._started, 3)
         _log.info(
             outcome,
             request=self.name,
             prompt_tokens=len(self.log.prompt_ids),
             output_tokens=self.log.output_tokens,
-            seconds=round(time.monotonic() - self._started, 3),
-            reason=error.reason if error is not None else None,
+            seconds=seconds,
+            **ending,
         )
         self._on_change()
 
