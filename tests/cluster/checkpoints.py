@@ -1,0 +1,93 @@
+"""Small random checkpoints in Hugging Face layout, made by transformers, each with a tokenizer beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+ARCHITECTURES: dict[str, tuple[type, type, bool]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, True),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, False),
+    "llama": (LlamaConfig, LlamaForCausalLM, True),
+    "mistral": (MistralConfig, MistralForCausalLM, False),
+}
+"""Name -> configuration, model, whether output and input embeddings are one."""
+
+VOCABULARY = 320
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ 'assistant' if message.role == 'assistant' else 'user' }}|>"
+    "{{ message.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXT = [
+    "a decode node fetches the pages of a prompt and streams the tokens",
+    "the prefill node keeps the pages under a lease until they are here",
+    "each step is a batch of rows; each row has a page table of its own",
+]
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of VOCABULARY tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0])
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Random weights, wide enough that rounding does not decide which logit is the largest."""
+    config_class, model_class, tied = ARCHITECTURES[name]
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        **({"sliding_window": None} if name == "mistral" else {}),
+        **overrides,
+    }
+    torch.manual_seed(seed)
+    model = model_class(config_class(**options)).float().eval()
+    for parameter_name, parameter in model.named_parameters():
+        if "norm" in parameter_name or parameter_name.endswith("bias"):
+            # As made they are all ones or zeros, which hides a norm or a bias that is left out.
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.2)
+    return model
+
+
+def save(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
