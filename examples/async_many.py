@@ -37,9 +37,8 @@ async def main() -> None:
     async with AsyncClient(args.address) as client:
         tokens = await asyncio.gather(*(ask(client, i, args.max_tokens) for i in range(args.requests)))
     seconds = time.perf_counter() - started
-    print(
-        f"{args.requests} requests, {sum(tokens)} tokens in {seconds:.1f} s: {sum(tokens) / seconds:.0f} tokens/s"
-    )
+    total = sum(tokens)
+    print(f"{args.requests} requests, {total} tokens in {seconds:.1f} s: {total / seconds:.0f} tokens/s")
 
 
 if __name__ == "__main__":

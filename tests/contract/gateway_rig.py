@@ -30,7 +30,7 @@ async def until(condition: Callable[[], object], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.005)  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
