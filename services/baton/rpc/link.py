@@ -159,10 +159,11 @@ class Link(Generic[Req, Resp]):
         except grpc.aio.AioRpcError as failed:
             error = self._failure or from_rpc_error(failed)
         except asyncio.CancelledError:
-            # Either the link is being closed, or reset() cancelled the call under the reader.
-            if self._failure is None:
+            # Either this task is cancelled, or the call was, under the reader (by reset()).
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
                 raise
-            error = self._failure
+            error = self._failure or unavailable(f"the call to {self.address} was cancelled", "STREAM_CLOSED")
         except Exception as unexpected:
             _log.exception("link failed", address=self.address)
             error = internal(f"{type(unexpected).__name__} on the link to {self.address}")

@@ -198,8 +198,9 @@ class _Shell:
             _log.error("stop takes too long; leaving", seconds=STOP_SECONDS)
         except Exception:
             _log.exception("stop failed")
-        await self._server.stop(grace=0.0 if hurry.is_set() else 0.5)
-        await asyncio.to_thread(self._close_metrics)
+        await asyncio.gather(
+            self._server.stop(grace=0.0 if hurry.is_set() else 0.5), asyncio.to_thread(self._close_metrics)
+        )
 
     def info(self) -> node_pb2.NodeInfo:
         info = self._node.info()

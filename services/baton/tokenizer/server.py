@@ -27,6 +27,7 @@ class TokenizerNode:
     role = "tokenizer"
 
     def __init__(self, config: TokenizerConfig) -> None:
+        self.address = ""
         self._config = config
         self._incarnation = new_incarnation()
         self._threads = ThreadPoolExecutor(max(1, config.threads), thread_name_prefix="vocabulary")
@@ -37,6 +38,8 @@ class TokenizerNode:
         return [SERVICE]
 
     async def start(self, address: str) -> None:
+        self.address = address
+
         def load() -> vocabulary.Vocabulary:
             return vocabulary.load(checkpoint.resolve(self._config.model, checkpoint.TOKENIZER_FILES))
 

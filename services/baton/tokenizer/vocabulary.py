@@ -12,6 +12,9 @@ from typing import Any
 from baton.checkpoint import CheckpointError
 from baton.tokenizer.pieces import Pieces, UnknownDecoder, read_pieces
 
+SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+"""Files that hold a vocabulary; a checkpoint needs one of them."""
+
 
 class NoChatTemplate(Exception):
     """The model has no chat template."""
@@ -69,6 +72,9 @@ def load(path: Path) -> Vocabulary:
     from transformers import AutoTokenizer
 
     config = _read_json(path / "config.json")
+    if not any(any(path.glob(pattern)) for pattern in SOURCES):
+        # AutoTokenizer would make an empty tokenizer from config.json alone, and say nothing.
+        raise CheckpointError(f"{path} has no tokenizer files; tokenizer.json is the one to have")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the library raises whatever it runs into
@@ -99,13 +105,16 @@ def load(path: Path) -> Vocabulary:
 
 
 def _eos(path: Path, config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """Of generation_config.json, else config.json, else the tokenizer."""
+    """Of config.json and generation_config.json together, as workers have it; else the tokenizer's."""
     generation = path / "generation_config.json"
-    for source in (_read_json(generation) if generation.is_file() else {}, config):
+    found: dict[int, None] = {}
+    for source in (config, _read_json(generation) if generation.is_file() else {}):
         value = source.get("eos_token_id")
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
-    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+            found.update(dict.fromkeys(value if isinstance(value, list) else [value]))
+    if not found and tokenizer.eos_token_id is not None:
+        found[tokenizer.eos_token_id] = None
+    return tuple(int(token) for token in found)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
