@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from baton.rpc.errors import invalid
 from baton.v1 import common_pb2
@@ -61,9 +61,9 @@ def check_sampling(
     check_token_ids(params.stop_token_ids, vocab_size, f"{field}.stop_token_ids")
 
 
-def check_token_ids(ids: Iterable[int], vocab_size: int | None, field: str) -> None:
+def check_token_ids(ids: Sequence[int], vocab_size: int | None, field: str) -> None:
     """Raises BatonError for the first id that is not in [0, vocab_size)."""
-    if vocab_size is None:
+    if vocab_size is None or not ids or (min(ids) >= 0 and max(ids) < vocab_size):
         return
     for index, token in enumerate(ids):
         if not 0 <= token < vocab_size:

@@ -50,8 +50,9 @@ class TokenStreams:
         self, item: tokenizer_pb2.DetokenizeItem, output: tokenizer_pb2.DetokenizeOutput, field: str
     ) -> None:
         size = self._vocabulary.vocab_size
-        for name in ("context", "token_ids", "token_bytes_of"):
-            check_token_ids(getattr(item, name), size, f"{field}.{name}")
+        check_token_ids(item.context, size, f"{field}.context")
+        check_token_ids(item.token_ids, size, f"{field}.token_ids")
+        check_token_ids(item.token_bytes_of, size, f"{field}.token_bytes_of")
         stream = self._open.get(item.id)
         if stream is None:
             stream = self._open_stream(item)
