@@ -39,6 +39,8 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.so_reuseport", 0),
         # Clients may ping as often as client_options says, and no oftener than twice that.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500)),
+        # A server that was stalled reads the pings of that time all at once: no reason to close connections.
+        ("grpc.http2.max_ping_strikes", 0),
     ]
 
 
