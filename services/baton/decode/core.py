@@ -204,7 +204,9 @@ class DecodeCore:
         elif isinstance(event, PromptEvent):
             cached = entry.request.cached_tokens or 0
             self.counters.cached_tokens += cached
-            prompt = Prompt(number, entry.attempt, cached, tuple(entry.request.prompt_logprobs))
+            asked = entry.request.params.prompt_logprobs is not None
+            logprobs = tuple(entry.request.prompt_logprobs) if asked else None
+            prompt = Prompt(number, entry.attempt, cached, logprobs)
             self._outputs.append((caller, prompt))
         elif isinstance(event, FinishedEvent):
             self.counters.finished += 1

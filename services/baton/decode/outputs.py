@@ -22,7 +22,8 @@ class Prompt:
     request: int
     attempt: int
     cached_tokens: int
-    logprobs: tuple[Logprobs, ...]
+    logprobs: tuple[Logprobs, ...] | None
+    """None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True)

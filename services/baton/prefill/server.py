@@ -223,7 +223,7 @@ def _event(output: PrefillOutput) -> prefill_pb2.PrefillEvent:
         event.chunk.last = output.last
     elif isinstance(output, FirstSampled):
         event.first.cached_tokens = output.cached_tokens
-        event.first.prompt_logprobs.extend(prompt_logprobs_to(output.prompt_logprobs))
+        event.first.prompt_logprobs.extend(prompt_logprobs_to(output.prompt_logprobs or None))
         for token, logprobs in output.tokens:
             sampled = event.first.tokens.add(token_id=token)
             if logprobs is not None:

@@ -87,9 +87,9 @@ def logprobs_from(message: common_pb2.PositionLogprobs) -> Logprobs:
     return Logprobs(message.chosen.token_id, message.chosen.logprob, top)
 
 
-def prompt_logprobs_to(logprobs: Sequence[Logprobs]) -> list[common_pb2.PositionLogprobs]:
-    """One entry a prompt token; nothing predicts the first."""
-    if not logprobs:
+def prompt_logprobs_to(logprobs: Sequence[Logprobs] | None) -> list[common_pb2.PositionLogprobs]:
+    """One entry a prompt token; nothing predicts the first. None: they were not asked for."""
+    if logprobs is None:
         return []
     return [common_pb2.PositionLogprobs(), *(logprobs_to(entry) for entry in logprobs)]
 
