@@ -155,7 +155,7 @@ class Deployment:
         return any(process.alive for process in self.processes)
 
     def assert_idle(self, seconds: float = IDLE_SECONDS) -> None:
-        """Nothing is held in any running process, or will be within `seconds`; every page is free or cached."""
+        """Nothing is held in any running process after at most `seconds`; every page is free or cached."""
         deadline = time.monotonic() + seconds
         waiting = [process for process in self.processes if process.alive]
         while True:

@@ -18,10 +18,10 @@ class Answer:
     tokens: list[int]
     gap: float
     """The smallest distance between the two best logits at any position."""
-    logprobs: list[float]
-    """Of each output token."""
-    prompt_logprobs: list[float]
-    """Of each prompt token but the first."""
+    logprobs: torch.Tensor
+    """[output token, vocabulary], float32."""
+    prompt_logprobs: torch.Tensor
+    """[prompt token but the first, vocabulary], float32."""
 
 
 class Reference:
@@ -48,10 +48,9 @@ class Reference:
         assert len(tokens) == count
         logits = torch.cat(result.logits)
         best = logits.topk(2).values
-        chosen = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
-        whole = self._model(ids).logits[0].log_softmax(-1)
-        before = whole[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
-        return Answer(prompt, tokens, float((best[:, 0] - best[:, 1]).min()), chosen, before)
+        gap = float((best[:, 0] - best[:, 1]).min())
+        whole = self._model(ids).logits[0, :-1].log_softmax(-1)
+        return Answer(prompt, tokens, gap, logits.log_softmax(-1), whole)
 
     def answers(self, lengths: list[int], count: int, seed: int = 0) -> list[Answer]:
         """Random prompts of these lengths whose greedy output of `count` tokens rounding cannot change."""

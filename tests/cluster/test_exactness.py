@@ -73,6 +73,7 @@ async def answer_all(routes: Routes, gateway: Process, **options):
         assert completion.finish_reason == "length"
         assert completion.usage.prompt_tokens == len(answer.prompt)
         assert completion.usage.output_tokens == OUTPUT
+        assert bool(completion.prompt_logprobs) == ("prompt_logprobs" in options)
     return completions
 
 
@@ -123,3 +124,69 @@ async def test_aggregated_in_chunks_of_one_page_under_retraction(routes):
     after = decode.load()
     assert after.retractions > before.retractions
     assert after.pulled_pages == before.pulled_pages
+
+
+SAMPLED = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 1.3, "top_p": 0.8, "min_p": 0.02},
+    {
+        "temperature": 0.9,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {7: 2.0, 9: -100.0},
+    },
+]
+
+
+async def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(routes):
+    prompts = [answer.prompt for answer in routes.answers if len(answer.prompt) in (2, 33, 160, 300)]
+    requests = [
+        {"token_ids": prompt, "max_tokens": 32, "seed": 11 + i, "ignore_eos": True, **sampling}
+        for i, (prompt, sampling) in enumerate(zip(prompts, SAMPLED, strict=True))
+    ]
+    alone = [(await ask(routes.wide_split.address, [request]))[0].token_ids for request in requests]
+    assert all(len(set(tokens)) > 4 for tokens in alone), "these outputs say nothing"
+    others = [greedy(answer.prompt, 24) for answer in routes.answers]
+    for gateway in (routes.wide_split, routes.wide_aggregated, routes.narrow_split, routes.narrow_aggregated):
+        completions = await ask(gateway.address, [*others, *requests])
+        assert [completion.token_ids for completion in completions[len(others) :]] == alone
+    different = [{**request, "seed": request["seed"] + 100} for request in requests]
+    completions = await ask(routes.wide_split.address, different)
+    assert all(c.token_ids != tokens for c, tokens in zip(completions, alone, strict=True))
+
+
+async def test_choices_equal_requests_of_their_own(routes):
+    for gateway in (routes.wide_split, routes.wide_aggregated, routes.narrow_split):
+        for answer in (routes.answers[2], routes.answers[9]):
+            request = {"token_ids": answer.prompt, "max_tokens": 24, "temperature": 1.0, "ignore_eos": True}
+            whole, *parts = await ask(
+                gateway.address,
+                [{**request, "seed": 5, "n": 4}, *({**request, "seed": 5 + i} for i in range(4))],
+            )
+            assert [choice.token_ids for choice in whole.choices] == [part.token_ids for part in parts]
+            assert len({tuple(part.token_ids) for part in parts}) == 4
+            assert whole.usage.output_tokens == 4 * 24
+
+
+async def test_log_probabilities(routes):
+    for gateway in (routes.wide_split, routes.wide_aggregated, routes.narrow_split):
+        completions = await answer_all(routes, gateway, logprobs=3, prompt_logprobs=2)
+        for answer, completion in zip(routes.answers, completions, strict=True):
+            assert completion.usage.cached_tokens == 0  # the whole prompt is computed
+            assert completion.prompt_logprobs[0].chosen is None
+            check_logprobs(completion.prompt_logprobs[1:], answer.prompt[1:], answer.prompt_logprobs, 2)
+            check_logprobs(completion.choices[0].logprobs, answer.tokens, answer.logprobs, 3)
+
+
+def check_logprobs(positions, tokens, expected, top):
+    """expected: float32 [position, vocabulary]."""
+    assert len(positions) == len(tokens) == len(expected)
+    for position, token, row in zip(positions, tokens, expected, strict=True):
+        assert position.chosen.token_id == token
+        best = [entry.logprob for entry in position.top]
+        assert len(best) == top and best == sorted(best, reverse=True)
+        for entry in (position.chosen, *position.top):
+            assert abs(entry.logprob - float(row[entry.token_id])) < 1e-4
+        assert abs(best[-1] - float(row.topk(top).values[-1])) < 1e-4
