@@ -20,17 +20,17 @@ SAMPLING: Options = {"temperature": 0.0, "max_tokens": 48}
 
 
 def questions() -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, what is shown of it, prompt."""
+    """Name, what is shown of it, arguments of AsyncClient.stream."""
     prefix = topic_text("assert", PREFIX_CHARACTERS)
-    first = f'{prefix}\n\nThe "assert" statement'
-    second = f"{prefix}\n\ntextwrap.dedent(text)"
+    # Long enough that the prefill node computes it: a short remainder would stay on the decode node.
+    tail = topic_text("while", 500)
     return [
         (
             "long prompt",
-            f'{len(prefix)} characters of documentation, then: The "assert" statement',
-            {"prompt": first},
+            f"{PREFIX_CHARACTERS} characters of Python's documentation",
+            {"prompt": f'{prefix}\n\nThe "assert" statement'},
         ),
-        ("shared prefix", "the same documentation, then: textwrap.dedent(text)", {"prompt": second}),
+        ("shared prefix", f"the same and {len(tail)} more", {"prompt": f"{prefix}\n\n{tail}"}),
         ("chat", "What does textwrap.dedent do?", {"messages": "What does textwrap.dedent do?"}),
     ]
 
@@ -47,7 +47,7 @@ async def _demo(plan: DeploymentPlan, console: Console) -> int:
         console.print(process_table(deployment.children))
         console.print()
         console.print(stats_table(answers))
-    console.print("\nEverything is stopped again. Next: 'baton up', then 'baton generate' or 'baton chat'.")
+    console.print("\nEverything is stopped again. Next: 'baton up', then 'baton chat'.")
     return 0
 
 

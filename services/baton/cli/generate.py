@@ -49,10 +49,11 @@ def options(sampling: dict[str, Any]) -> Options:
 
 
 def stats_table(answers: list[tuple[str, Answer]]) -> Table:
-    """One row a request: latencies, tokens, and what the caches and the hand-off did."""
+    """One row a request: latencies; prompt tokens and how many of them were found cached; output tokens; what
+    was pulled and over which transport (nothing when the decode node computed the prompt itself)."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("request", no_wrap=True)
-    for column in ("TTFT", "TPOT", "prompt", "output", "cached", "pages", "pulled", "transport"):
+    for column in ("TTFT", "TPOT", "prompt", "cached", "output", "pages", "bytes", "via"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, answer in answers:
         stats, usage = answer.stats, answer.usage
@@ -61,11 +62,11 @@ def stats_table(answers: list[tuple[str, Answer]]) -> Table:
             milliseconds(answer.ttft),
             milliseconds(answer.tpot),
             str(usage.prompt_tokens),
-            str(usage.output_tokens),
             str(usage.cached_tokens),
+            str(usage.output_tokens),
             str(stats.pulled_pages),
             size(stats.pulled_bytes),
-            stats.transport or "none",
+            stats.transport or "-",
         )
     return table
 

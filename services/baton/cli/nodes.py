@@ -11,6 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.rpc.channel import open_channel
 from baton.v1 import node_pb2, node_pb2_grpc
 
+ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeReport:
@@ -56,7 +58,12 @@ async def ask(address: str, role: str = "", seconds: float = 3.0) -> NodeReport:
 
 
 async def ask_deployment(gateway: str, seconds: float = 3.0) -> list[NodeReport]:
-    """The gateway's report, then one for each process that it routes to."""
-    first = await ask(gateway, "gateway", seconds)
-    peers = first.info.peers if first.info is not None else []
-    return [first, *await asyncio.gather(*(ask(peer.address, peer.role, seconds) for peer in peers))]
+    """The reports of the gateway, of the processes that it connects to, and of those that they connect to."""
+    reports: dict[str, NodeReport] = {}
+    wanted = {gateway: "gateway"}
+    while wanted:
+        answers = await asyncio.gather(*(ask(address, role, seconds) for address, role in wanted.items()))
+        reports |= zip(wanted, answers, strict=True)
+        peers = [peer for answer in answers if answer.info is not None for peer in answer.info.peers]
+        wanted = {peer.address: peer.role for peer in peers if peer.address not in reports}
+    return sorted(reports.values(), key=lambda report: ORDER.get(report.role, len(ORDER)))

@@ -100,8 +100,8 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
 def status(server: str, as_json: bool) -> None:
     """Show every process of a running deployment, with health and load.
 
-    The gateway names the processes that it routes to; each is then asked itself. Exits with 1 when one of
-    them does not answer or does not serve.
+    The gateway and its decode nodes name the processes that they connect to; each is asked itself. Exits with
+    1 when one of them does not answer or does not serve.
 
     \b
     Examples:

@@ -38,7 +38,7 @@ def make_cases(prompts: int, max_tokens: int) -> list[Case]:
     cases = []
     for mode, parameters in MODES.items():
         for i, prompt in enumerate(topic_prompts(prompts)):
-            sampling: Options = {**parameters, "max_tokens": max_tokens, "seed": i + 1}
+            sampling: Options = {**parameters, "max_tokens": max_tokens, "seed": i + 1, "ignore_eos": True}
             cases.append(Case(mode, prompt, sampling))
     return cases
 

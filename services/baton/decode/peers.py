@@ -16,7 +16,7 @@ from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
 from baton.transport.base import Receiver, TransportError
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
     from baton.decode.server import DecodeNode
@@ -44,6 +44,18 @@ class PrefillPeers:
         """Begins to connect, unless that has been done."""
         if address not in self._peers:
             self._peers[address] = _Peer(self._node, address)
+
+    def describe(self) -> list[node_pb2.Peer]:
+        """For NodeInfo."""
+        return [
+            node_pb2.Peer(
+                role="prefill",
+                address=peer.address,
+                connected=peer.usable.is_set(),
+                incarnation=peer.incarnation if peer.usable.is_set() else 0,
+            )
+            for peer in self._peers.values()
+        ]
 
     async def wait_connected(self, seconds: float) -> None:
         """Returns when every peer has been reached, or when the time is over: a missing one is no error."""
@@ -96,6 +108,7 @@ class _Peer:
         self.address = address
         self.receiver: Receiver | None = None
         self.usable = asyncio.Event()
+        self.incarnation = 0
         self._node = node
         self._session = 0
         self.link: LinkType = Link(
@@ -134,6 +147,7 @@ class _Peer:
             await receiver.close()
             return
         self.receiver = receiver
+        self.incarnation = welcome.incarnation
         self.usable.set()
         self._changed(Peer(up=True, since=time.monotonic(), transport=receiver.kind), "")
 

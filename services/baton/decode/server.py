@@ -63,6 +63,11 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             self._peers.connect(peer)
         await self._peers.wait_connected(CONNECT_SECONDS)
 
+    def info(self) -> node_pb2.NodeInfo:
+        info = super().info()
+        info.peers.extend(self._peers.describe())
+        return info
+
     async def stop(self) -> None:
         for caller in list(self._callers):
             caller.error = unavailable("the node is stopping", "STOPPING")

@@ -1,0 +1,244 @@
+"""`baton up` with the real processes, and the commands that talk to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+BATON = (sys.executable, "-m", "baton.cli.main")
+
+
+@dataclasses.dataclass
+class Up:
+    """A running `baton up`."""
+
+    process: subprocess.Popen[str]
+    output: Path
+    logs: Path
+    rows: dict[str, list[str]]
+    """Process name -> pid, gRPC address, HTTP address."""
+
+    @property
+    def server(self) -> str:
+        return self.rows["gateway"][1]
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(row[0]) for row in self.rows.values()]
+
+
+def start(folder: Path, *arguments: str) -> Up:
+    output, logs = folder / "stdout", folder / "logs"
+    with output.open("w") as stdout:
+        process = subprocess.Popen(
+            [
+                *BATON,
+                "up",
+                "--port",
+                "0",
+                "--http-port",
+                "0",
+                "--kv-tokens",
+                "4096",
+                "--log-dir",
+                str(logs),
+                *arguments,
+            ],
+            stdout=stdout,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "COLUMNS": "120"},
+        )
+    deadline = time.monotonic() + 120
+    while "Ctrl-C stops everything" not in output.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, output.read_text()
+        time.sleep(0.1)
+    rows = {}
+    for line in output.read_text().splitlines():
+        words = line.split()
+        if len(words) == 4 and words[1].isdigit():
+            rows[words[0]] = words[1:]
+    return Up(process, output, logs, rows)
+
+
+def stop(up: Up, number: signal.Signals = signal.SIGTERM) -> int:
+    if up.process.poll() is None:
+        up.process.send_signal(number)
+    try:
+        return up.process.wait(timeout=30)
+    finally:
+        if up.process.poll() is None:
+            up.process.kill()
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def baton(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BATON, *arguments], input=stdin, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    running = start(tmp_path_factory.mktemp("up"))
+    try:
+        yield running
+    finally:
+        pids = running.pids
+        assert stop(running) == 0, running.output.read_text()
+        assert alive(pids) == []
+
+
+def test_processes_are_separate_and_named(up: Up) -> None:
+    assert list(up.rows) == ["tokenizer", "prefill-0", "decode-0", "gateway"]
+    assert len(set(up.pids)) == 4 and alive(up.pids) == up.pids
+    assert (up.logs / "decode-0.log").read_text()
+    assert "curl http://" in up.output.read_text() and f"--server {up.server}" in up.output.read_text()
+
+
+def test_status(up: Up) -> None:
+    result = baton("status", "--server", up.server, "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    reports = json.loads(result.stdout)
+    assert sorted(report["role"] for report in reports) == ["decode", "gateway", "prefill", "tokenizer"]
+    assert {report["health"] for report in reports} == {"SERVING"}
+    assert {int(report["info"]["pid"]) for report in reports} == set(up.pids)
+    table = baton("status", "--server", up.server)
+    assert table.returncode == 0 and "decode" in table.stdout
+
+
+def test_generate_is_repeatable_and_reads_stdin(up: Up) -> None:
+    arguments = (
+        "--server",
+        up.server,
+        "--max-tokens",
+        "16",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "7",
+        "--stats",
+    )
+    first = baton("generate", "textwrap.dedent(text)", *arguments)
+    again = baton("generate", "-", *arguments, stdin="textwrap.dedent(text)")
+    assert first.returncode == 0 and first.stdout.strip() and first.stdout == again.stdout
+    assert "TTFT" in first.stderr
+
+
+def test_bad_value_is_one_line(up: Up) -> None:
+    result = baton("generate", "x", "--server", up.server, "--temperature", "-1")
+    assert result.returncode == 1 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and "temperature" in result.stderr
+
+
+def test_interrupted_generate_frees_everything(up: Up) -> None:
+    process = subprocess.Popen(
+        [*BATON, "generate", "x", "--server", up.server, "--max-tokens", "1800"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130 and stderr.strip() == ""
+    deadline = time.monotonic() + 10
+    while True:
+        reports = json.loads(baton("status", "--server", up.server, "--json").stdout)
+        if not any(report["load"].get("requests") for report in reports):
+            return
+        assert time.monotonic() < deadline, reports
+        time.sleep(0.1)
+
+
+def test_chat_remembers_and_leaves(up: Up) -> None:
+    lines = "Explain os.path.join.\nAnd textwrap.dedent?\n/new\nHello!\n/quit\n"
+    result = baton(
+        "chat", "--server", up.server, "--max-tokens", "8", "--temperature", "0", "--stats", stdin=lines
+    )
+    assert result.returncode == 0, result.stderr
+    prompts = [
+        int(line.split(" prompt tokens")[0].split()[-1])
+        for line in result.stdout.splitlines()
+        if "TTFT" in line
+    ]
+    assert len(prompts) == 3 and prompts[1] > prompts[0] > prompts[2]
+
+
+def test_bench_against_it(up: Up, tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    sizes = ("--requests", "4", "--prompt-tokens", "40", "--output-tokens", "5", "--shared-prefix", "32")
+    result = baton("bench", "--server", up.server, *sizes, "--json", str(file))
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(file.read_text())
+    assert figures["output_tokens"] == 20 and figures["prompt_tokens"] == 160
+    assert 0 < figures["ttft_seconds"]["p50"] <= figures["ttft_seconds"]["p99"]
+
+
+def test_dead_worker_is_started_again_in_its_place(up: Up) -> None:
+    pid, address, _ = up.rows["decode-0"]
+    os.kill(int(pid), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while "decode-0 is healthy again" not in up.output.read_text():
+        assert time.monotonic() < deadline, up.output.read_text()
+        time.sleep(0.1)
+    text = up.output.read_text()
+    assert f"decode-0 (pid {pid}) was killed by SIGKILL" in text and address in text.split("healthy again")[1]
+    up.rows["decode-0"][0] = text.split("healthy again: pid ")[1].split(",")[0]
+    while (result := baton("generate", "x", "--server", up.server, "--max-tokens", "4")).returncode:
+        assert time.monotonic() < deadline, result.stderr
+        time.sleep(0.2)
+
+
+def test_no_gateway_is_one_line() -> None:
+    for command in (["status"], ["generate", "x"], ["chat"], ["bench"]):
+        result = baton(*command, "--server", "127.0.0.1:1")
+        assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
+        assert "baton up" in result.stderr, command
+
+
+def test_killed_up_leaves_nothing(tmp_path: Path) -> None:
+    up = start(tmp_path, "--prefill", "0")
+    assert list(up.rows) == ["tokenizer", "decode-0", "gateway"]
+    up.process.kill()
+    up.process.wait()
+    deadline = time.monotonic() + 10
+    while alive(up.pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_model_that_is_not_there_ends_it_with_a_reason(tmp_path: Path) -> None:
+    result = baton("up", "--model", str(tmp_path / "nothing"), "--port", "0", "--http-port", "0")
+    assert result.returncode == 1
+    assert "tokenizer exited with code 2" in result.stderr or "prefill-0 exited with code 2" in result.stderr
+    assert str(tmp_path / "nothing") in result.stderr and "Traceback" not in result.stderr
+
+
+def test_verify_split_against_aggregated() -> None:
+    result = baton("verify", "--prompts", "4", "--max-tokens", "8", "--kv-tokens", "4096", timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Equal, token for token." in result.stdout
+    pulled = int(result.stdout.split("Split: ")[1].split()[0])
+    assert pulled > 0
+
+
+def test_demo() -> None:
+    result = baton("demo")
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = {line.split("  ")[0]: line.split() for line in result.stdout.splitlines() if " ms " in line}
+    assert set(rows) == {"long prompt", "shared prefix", "chat"}
+    assert rows["long prompt"][-1] in ("shm", "grpc")
+    assert int(rows["shared prefix"][7]) > 500  # prompt tokens found cached
