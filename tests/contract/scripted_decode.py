@@ -156,8 +156,8 @@ async def silent(running: Running) -> None:
 
 
 async def endless(running: Running) -> None:
-    """A token every 5 ms, until cancelled."""
+    """A token every 20 ms, until cancelled: longer than any test waits for it."""
     await running.prompt()
     for token in range(100_000):
         await running.tokens([40 + token % 50])
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)

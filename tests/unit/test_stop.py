@@ -1,12 +1,13 @@
 """Stop strings: the outcome depends on the text alone, and nothing is held back without need."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.gateway.stop import StopMatcher
 
-TEXT = st.text("abc", max_size=24)
-STOPS = st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=4)
+# Short pieces over few letters: most matches lie across a border.
+PIECES = st.lists(st.text("ab", max_size=4), max_size=8)
+STOPS = st.lists(st.text("ab", min_size=2, max_size=6), min_size=1, max_size=3)
 
 
 def run(stops, pieces):
@@ -25,12 +26,14 @@ def obvious(stops, text):
     return text, ""
 
 
-@given(STOPS, st.lists(TEXT, max_size=8))
+@settings(max_examples=500)
+@given(STOPS, PIECES)
 def test_as_the_obvious_matcher_whatever_the_borders(stops, pieces):
     assert run(stops, pieces) == obvious(stops, "".join(pieces))
 
 
-@given(STOPS, st.lists(TEXT, max_size=8))
+@settings(max_examples=500)
+@given(STOPS, PIECES)
 def test_holds_back_only_what_may_become_a_stop_string(stops, pieces):
     matcher = StopMatcher(stops)
     text = shown = ""
@@ -65,3 +68,9 @@ def test_a_false_alarm_is_shown():
 
 def test_without_stop_strings_everything_passes():
     assert run([], ["a", "b"]) == ("ab", "")
+
+
+def test_the_match_that_ends_first_wins_and_of_those_the_longest():
+    for pieces in (["xabcd"], ["xab", "cd"], list("xabcd")):
+        assert run(["abcd", "bc"], pieces) == ("xa", "bc")
+        assert run(["bc", "abc", "d"], pieces) == ("x", "abc")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.gateway.token_log import ChoiceLog
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.errors import BatonError, from_status, internal
-from baton.v1 import common_pb2, tokenizer_pb2
+from baton.v1 import common_pb2, decode_pb2, tokenizer_pb2
 
 CONTEXT_TOKENS = 8
 """Of the prompt's end: enough for a character that lies across its border."""
@@ -54,6 +54,16 @@ class ChoiceStream:
         self._on_error = on_error
         self._pending: deque[_Item] = deque()
         self._id = tokenizer.open(self)
+
+    def wrong(self, delta: decode_pb2.TokenDelta, sampling: common_pb2.SamplingParams) -> str:
+        """What a decode node must not send; empty: nothing is wrong."""
+        if self.ended:
+            return "tokens after a choice's last"
+        if self.received + len(delta.token_ids) > sampling.max_tokens:
+            return "more tokens than max_tokens"
+        if sampling.HasField("logprobs") and len(delta.logprobs) != len(delta.token_ids):
+            return f"{len(delta.logprobs)} log-probabilities for {len(delta.token_ids)} tokens"
+        return ""
 
     def push(
         self,

@@ -140,9 +140,8 @@ class Request:
 
     def _decode_start(self) -> decode_pb2.DecodeStart:
         session = self._session
-        prefill = order_prefill(
-            self._gateway.config.prefill, self.number, session.prefill_address if session is not None else ""
-        )
+        preferred = session.prefill_address if session is not None else ""
+        prefill = order_prefill(self._gateway.config.prefill, self.number, preferred)
         start = decode_pb2.DecodeStart(
             request=self.number,
             attempt=self.attempt,
@@ -158,12 +157,9 @@ class Request:
         return start
 
     def _accept(self) -> None:
-        prompt_tokens = len(self.log.prompt_ids)
-        self.log.accept(
-            inference_pb2.Accepted(
-                request_id=self.name, prompt_tokens=prompt_tokens, seed=self._sampling.seed
-            )
-        )
+        accepted = inference_pb2.Accepted(request_id=self.name, seed=self._sampling.seed)
+        accepted.prompt_tokens = len(self.log.prompt_ids)
+        self.log.accept(accepted)
         self._on_change()
 
     # From the decode node (TokenSink) and the detokenizer.
@@ -182,25 +178,13 @@ class Request:
         elif delta.token_ids and delta.choice == 0:
             self._gateway.metrics.itl.observe((now - self._last_token) / len(delta.token_ids))
         self._last_token = now
-        wrong = self._check_delta(delta)
+        known = delta.choice < len(self._streams)
+        wrong = self._streams[delta.choice].wrong(delta, self._sampling) if known else "an unknown choice"
         if wrong:
             self.fail(internal(f"decode node {self._address()} sent {wrong}", "BAD_PEER"))
         elif not self.log.choices[delta.choice].finished:
             # After a stop string the node goes on with this choice until all of the request is cancelled.
             self._streams[delta.choice].push(delta.token_ids, delta.logprobs, delta.finish_reason)
-
-    def _check_delta(self, delta: decode_pb2.TokenDelta) -> str:
-        """What is wrong with what the node sent; empty: nothing."""
-        if delta.choice >= len(self._streams):
-            return f"tokens of choice {delta.choice}, which was not asked for"
-        stream = self._streams[delta.choice]
-        if stream.ended:
-            return "tokens after a choice's last"
-        if stream.received + len(delta.token_ids) > self._sampling.max_tokens:
-            return "more tokens than max_tokens"
-        if self._sampling.HasField("logprobs") and len(delta.logprobs) != len(delta.token_ids):
-            return f"{len(delta.logprobs)} log-probabilities for {len(delta.token_ids)} tokens"
-        return ""
 
     def on_finished(self, stats: decode_pb2.RequestStats) -> None:
         self._stats = stats
