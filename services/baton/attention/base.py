@@ -38,7 +38,7 @@ class AttentionBackend(Protocol):
     def __init__(self, pool: KvPool, num_heads: int) -> None: ...
 
     def prepare(self, rows: Sequence[AttentionRow]) -> None:
-        """Takes in a step's rows; tokens are flattened in this order."""
+        """Takes in a step's rows, those of one token first; tokens are flattened in this order."""
         ...
 
     def forward(

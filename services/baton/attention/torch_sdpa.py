@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,45 @@ import torch.nn.functional as F
 from baton.attention.base import AttentionRow
 from baton.kvcache.pool import KvPool
 
+_PADDING = 1.2
+"""Rows of one token are attended together as long as padding them to the longest costs at most this factor.
+Measured on a CPU for 16 rows of 20 to 500 tokens: 1.2 beats row by row by 10 % and one group by half."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows of one token, padded to the longest; `first` to `last` of the rows sorted by length."""
+
+    rows: slice
+    length: int
+    """Keys of the longest."""
+    pages: tuple[torch.Tensor, ...]
+    """Of each layer: entries of `KvPool.halves`, all rows' keys and then all rows' values."""
+    mask: torch.Tensor | None
+    """[rows, 1, 1, length], 0 or -inf; None where nothing is padded."""
+    padding: torch.Tensor | None
+    """Entries of the gathered tokens that belong to no row."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A row of several tokens."""
+
+    tokens: slice
+    end: int
+    """Keys of its last token."""
+    pages: tuple[torch.Tensor, ...] | None
+    """Like a group's; None where nothing precedes the chunk."""
+    mask: torch.Tensor | None
+    """[tokens, end], 0 or -inf; None: causal, nothing precedes the chunk."""
+
 
 class TorchAttention:
-    """Gathers each row's pages, then attends row by row; heads that share a KV head become queries of it."""
+    """Gathers pages into a buffer that all layers share, then attends.
+
+    Rows of one token: in groups of similar length, heads that share a KV head becoming queries of it. Chunks:
+    one by one; one that nothing precedes needs no gathering.
+    """
 
     name = "torch"
 
@@ -22,43 +59,138 @@ class TorchAttention:
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:
         self._pool = pool
+        self._layout = pool.layout
         self._num_heads = num_heads
-        self._group = num_heads // pool.layout.num_kv_heads
-        self._rows: list[tuple[AttentionRow, torch.Tensor, torch.Tensor | None]] = []
-        self._slots = torch.empty(0, dtype=torch.int64)
+        self._layers = torch.arange(pool.layout.num_layers, device=pool.device)[:, None]
+        self._buffer = torch.empty(0, dtype=pool.layout.dtype, device=pool.device)
+        self._single = 0
+        self._order: torch.Tensor | None = None
+        self._groups: list[_Group] = []
+        self._chunks: list[_Chunk] = []
+        self._keys: tuple[torch.Tensor, ...] = ()
+        self._values: tuple[torch.Tensor, ...] = ()
 
     def prepare(self, rows: Sequence[AttentionRow]) -> None:
-        size, device = self._pool.layout.page_size, self._pool.device
-        stride = self._pool.layout.num_layers * 2 * size
-        slots: list[int] = []
-        self._rows = []
+        """Rows of one token come before all others."""
+        size, layers = self._layout.page_size, self._layout.num_layers
+        stride = layers * 2 * size
+        entries: list[int] = []
         for row in rows:
-            end = row.start + row.count
-            slots += [row.pages[p // size] * stride + p % size for p in range(row.start, end)]
-            pages = torch.tensor(row.pages[: -(-end // size)], device=device)
-            mask = None
-            if row.count > 1:
-                positions = torch.arange(row.start, end, device=device).repeat(self._group)
-                mask = torch.arange(end, device=device) <= positions[:, None]
-            self._rows.append((row, pages, mask))
-        self._slots = torch.tensor(slots, device=device)
+            if row.count == 1:
+                entries.append(row.pages[row.start // size] * stride + row.start % size)
+            else:
+                positions = range(row.start, row.start + row.count)
+                entries += [row.pages[p // size] * stride + p % size for p in positions]
+        keys = self._tensor(entries) + self._layers * (2 * size)
+        self._keys, self._values = keys.unbind(0), (keys + size).unbind(0)
+        self._single = next((i for i, row in enumerate(rows) if row.count > 1), len(rows))
+        self._groups, self._order = self._grouped(rows[: self._single])
+        self._chunks = []
+        first = self._single
+        for row in rows[self._single :]:
+            self._chunks.append(self._chunk(row, first))
+            first += row.count
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
-        layout = self._pool.layout
-        slots = self._slots + layer * 2 * layout.page_size
-        self._pool.tokens.index_copy_(0, slots, k)
-        self._pool.tokens.index_copy_(0, slots + layout.page_size, v)
-        keys, values = self._pool.layer(layer)
-        first = 0
-        for row, pages, mask in self._rows:
-            last, end = first + row.count, row.start + row.count
-            row_k = keys[pages].flatten(0, 1)[:end].transpose(0, 1)
-            row_v = values[pages].flatten(0, 1)[:end].transpose(0, 1)
-            shape = (row.count, layout.num_kv_heads, self._group, layout.head_dim)
-            row_q = q[first:last].view(shape).permute(1, 2, 0, 3).flatten(1, 2)
-            result = F.scaled_dot_product_attention(row_q[None], row_k[None], row_v[None], attn_mask=mask)[0]
-            result = result.view(layout.num_kv_heads, self._group, row.count, layout.head_dim)
-            out[first:last].view(shape).copy_(result.permute(2, 0, 1, 3))
-            first = last
+        self._pool.tokens.index_copy_(0, self._keys[layer], k)
+        self._pool.tokens.index_copy_(0, self._values[layer], v)
+        if self._groups:
+            self._decode(layer, q[: self._single], out[: self._single])
+        for chunk in self._chunks:
+            at = chunk.tokens
+            row_q = q[at].transpose(0, 1)[None]
+            if chunk.pages is None:
+                row_k, row_v = k[at].transpose(0, 1)[None], v[at].transpose(0, 1)[None]
+            else:
+                row_k, row_v = self._gather(chunk.pages[layer], 1)[:, :, :, : chunk.end].unbind(0)
+            result = F.scaled_dot_product_attention(
+                row_q, row_k, row_v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
+            )
+            out[at] = result[0].transpose(0, 1)
+
+    def _decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        kv_heads, dim = self._layout.num_kv_heads, self._layout.head_dim
+        shape = (-1, kv_heads, self._num_heads // kv_heads, dim)
+        order = self._order
+        q = q.reshape(shape) if order is None else q[order].view(shape)
+        results = []
+        for group in self._groups:
+            rows = group.rows
+            gathered = self._gather(group.pages[layer], rows.stop - rows.start, group.padding)
+            keys, values = gathered[:, :, :, : group.length].unbind(0)
+            results.append(F.scaled_dot_product_attention(q[rows], keys, values, attn_mask=group.mask))
+        result = results[0] if len(results) == 1 else torch.cat(results)
+        result = result.reshape(-1, self._num_heads, dim)
+        if order is None:
+            out.copy_(result)
+        else:
+            out.index_copy_(0, order, result)
+
+    def _gather(self, pages: torch.Tensor, rows: int, padding: torch.Tensor | None = None) -> torch.Tensor:
+        """[2, rows, kv heads, tokens, head_dim]: keys and values, valid until the next call."""
+        halves = self._pool.halves
+        needed = pages.shape[0] * halves.shape[1]
+        if self._buffer.numel() < needed:
+            self._buffer = self._buffer.new_empty(needed + needed // 4)
+        buffer = self._buffer[:needed].view(pages.shape[0], halves.shape[1])
+        torch.index_select(halves, 0, pages, out=buffer)
+        kv_heads, dim = self._layout.num_kv_heads, self._layout.head_dim
+        if padding is not None:
+            # A weight of 0 does not silence what is not a number, and unwritten memory may hold that.
+            buffer.view(-1, kv_heads * dim).index_fill_(0, padding, 0)
+        return buffer.view(2, rows, -1, kv_heads, dim).transpose(2, 3)
+
+    def _grouped(self, rows: Sequence[AttentionRow]) -> tuple[list[_Group], torch.Tensor | None]:
+        """Groups of rows sorted by length, and that order (None: as given)."""
+        size = self._layout.page_size
+        order = sorted(range(len(rows)), key=lambda i: -rows[i].start)
+        groups: list[_Group] = []
+        first, total = 0, 0
+        for last, i in enumerate(order):
+            needed = rows[i].start // size + 1
+            longest = rows[order[first]].start // size + 1
+            if last > first and longest * (last - first + 1) > (total + needed) * _PADDING:
+                groups.append(self._group([rows[j] for j in order[first:last]], first))
+                first, total = last, 0
+            total += needed
+        if order:
+            groups.append(self._group([rows[j] for j in order[first:]], first))
+        return groups, None if order == list(range(len(order))) else self._tensor(order)
+
+    def _group(self, rows: Sequence[AttentionRow], first: int) -> _Group:
+        size = self._layout.page_size
+        length = rows[0].start + 1
+        width = -(-length // size)
+        table: list[int] = []
+        for row in rows:
+            used = row.start // size + 1
+            table += row.pages[:used]
+            table += [row.pages[0]] * (width - used)
+        mask = padding = None
+        if rows[-1].start + 1 < length:
+            lengths = self._tensor([row.start + 1 for row in rows])[:, None]
+            beyond = torch.arange(width * size, device=self._pool.device) >= lengths
+            mask = torch.zeros(len(rows), 1, 1, length, dtype=self._layout.dtype, device=self._pool.device)
+            mask.masked_fill_(beyond[:, None, None, :length], -torch.inf)
+            padding = beyond.repeat(2, 1).flatten().nonzero().squeeze(1)
+        return _Group(slice(first, first + len(rows)), length, self._halves(table), mask, padding)
+
+    def _chunk(self, row: AttentionRow, first: int) -> _Chunk:
+        tokens, end = slice(first, first + row.count), row.start + row.count
+        if row.start == 0:
+            return _Chunk(tokens, end, None, None)
+        device = self._pool.device
+        positions = torch.arange(row.start, end, device=device)[:, None]
+        mask = torch.zeros(row.count, end, dtype=self._layout.dtype, device=device)
+        mask.masked_fill_(torch.arange(end, device=device) > positions, -torch.inf)
+        return _Chunk(tokens, end, self._halves(row.pages[: -(-end // self._layout.page_size)]), mask)
+
+    def _halves(self, pages: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        """Of each layer: the entries of `KvPool.halves` with the pages' keys, then with their values."""
+        keys = self._tensor(pages) * (2 * self._layout.num_layers) + 2 * self._layers
+        return torch.cat((keys, keys + 1), 1).unbind(0)
+
+    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, device=self._pool.device)

@@ -64,6 +64,9 @@ class KvPool:
         """[num_pages * num_layers * 2 * page_size, num_kv_heads, head_dim]: one entry per token, layer and
         kind. The key of `page`, `layer`, `offset` is entry ((page * num_layers + layer) * 2) * page_size +
         offset; its value follows page_size entries later."""
+        self.halves = self.pages.view(num_pages * layout.num_layers * 2, -1)
+        """[num_pages * num_layers * 2, page_size * num_kv_heads * head_dim]: a page's keys in a layer are
+        entry (page * num_layers + layer) * 2, its values the next."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer: strided views [num_pages, page_size, num_kv_heads, head_dim]."""

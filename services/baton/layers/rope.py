@@ -71,18 +71,18 @@ class RopeConfig:
         return RopeConfig(tuple(base.tolist()), scale)
 
     def table(self, positions: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Cosines and sines of the first positions: [positions, 2, head_dim], computed in float32."""
+        """What `apply_rope` needs of the first positions: [positions, 2, head_dim], computed in float32."""
         frequencies = torch.tensor(self.frequencies, dtype=torch.float32)
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-        angles = torch.cat((angles, angles), -1)
-        return (torch.stack((angles.cos(), angles.sin()), 1) * self.scale).to(device=device, dtype=dtype)
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
+        return table.to(device=device, dtype=dtype)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates x [tokens, heads, head_dim] by cos and sin [tokens, 1, head_dim]."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos + rotated * sin
+    """Rotates x [tokens, heads, head_dim] by cos and sin [tokens, 1, head_dim]; the first half of `sin` is
+    negative, so that it multiplies the swapped halves."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def _llama3(frequencies: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:

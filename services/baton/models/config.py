@@ -59,7 +59,8 @@ def read_config(path: Path, context_length: int | None = None) -> ModelConfig:
 
 
 def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
-    """Of config.json and generation_config.json together: chat models often name their end of turn in the latter only."""
+    """Of config.json and generation_config.json together: chat models often name their end of turn in the
+    latter only."""
     found: list[int] = []
     generation = path / "generation_config.json"
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from baton.layers.linear import Linear
 from baton.layers.rope import apply_rope
 from baton.models.config import ModelConfig
 
@@ -22,20 +23,16 @@ class Attend(Protocol):
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer; matrices are [out, in] as in the checkpoint, merged along `out`."""
+    """One layer; projections that read the same input are merged."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
+    qkv: Linear
+    qk_norm: torch.Tensor | None
+    """[heads + kv heads, head_dim]: the weight of each head's norm."""
+    output: Linear
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 @dataclass(slots=True)
@@ -43,53 +40,55 @@ class Weights:
     embedding: torch.Tensor
     layers: list[LayerWeights]
     norm: torch.Tensor
-    head: torch.Tensor
-    """The embedding itself where the checkpoint ties them."""
+    head: Linear
+    """Its weight is the embedding itself where the checkpoint ties them."""
+
+    def pack(self) -> None:
+        """Brings the matrices into the layout that computes fastest, one by one."""
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                linear.pack()
+        self.head.pack()
 
 
 class Model:
     """A decoder on one device."""
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Weights, num_parameters: int, context_length: int | None = None
+    ) -> None:
+        """`num_parameters`: number of weights, tied ones once; `context_length`: how far positions will go,
+        if less than the checkpoint allows."""
         self.config = config
         self.weights = weights
+        self.num_parameters = num_parameters
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._rope = config.rope.table(config.context_length, self.dtype, self.device)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights; tied ones count once."""
-        tensors: dict[int, int] = {}
-        for part in (self.weights, *self.weights.layers):
-            for item in fields(part):
-                value = getattr(part, item.name)
-                if isinstance(value, torch.Tensor):
-                    tensors[value.data_ptr()] = value.numel()
-        return sum(tensors.values())
+        positions = min(context_length or config.context_length, config.context_length)
+        self._rope = config.rope.table(positions, self.dtype, self.device)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Token ids and positions, int64 [tokens] -> final normalized hidden states [tokens, hidden]."""
         config = self.config
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
         eps, count = config.rms_norm_eps, tokens.shape[0]
         hidden_shape, dim_shape = (config.hidden_size,), (dim,)
         cos, sin = self._rope.index_select(0, positions).unsqueeze(2).unbind(1)
         hidden = F.embedding(tokens, self.weights.embedding)
         for index, w in enumerate(self.weights.layers):
-            x = F.rms_norm(hidden, hidden_shape, w.input_norm, eps)
-            qkv = F.linear(x, w.qkv, w.qkv_bias).view(count, heads + 2 * kv_heads, dim)
-            q, k, v = torch.split(qkv, (heads, kv_heads, kv_heads), 1)
-            if w.q_norm is not None:
-                q = F.rms_norm(q, dim_shape, w.q_norm, eps)
-                k = F.rms_norm(k, dim_shape, w.k_norm, eps)
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-            hidden = hidden + F.linear(attend(index, q, k, v), w.output, w.output_bias)
+            qkv = w.qkv(F.rms_norm(hidden, hidden_shape, w.input_norm, eps)).view(count, all_heads, dim)
+            qk = qkv[:, :rotated]
+            if w.qk_norm is not None:
+                qk = F.rms_norm(qk, dim_shape, None, eps).mul_(w.qk_norm)
+            qk = apply_rope(qk, cos, sin)
+            attended = attend(index, qk[:, :heads], qk[:, heads:], qkv[:, rotated:])
+            hidden = w.output.add_to(hidden, attended)
             x = F.rms_norm(hidden, hidden_shape, w.post_norm, eps)
-            gate, up = F.linear(x, w.gate_up, w.gate_up_bias).chunk(2, -1)
-            hidden = hidden + F.linear(F.silu(gate).mul_(up), w.down, w.down_bias)
+            gate, up = w.gate_up(x).chunk(2, -1)
+            hidden = w.down.add_to(hidden, F.silu(gate).mul_(up))
         return F.rms_norm(hidden, hidden_shape, self.weights.norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> float32 [rows, vocab]."""
-        return F.linear(hidden, self.weights.head).float()
+        return self.weights.head(hidden).float()

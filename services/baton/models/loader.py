@@ -86,7 +86,8 @@ def load_model(
         _read(path, slots, config.tied, report)
     else:
         raise ModelError(f"load format {load_format!r} is not known; known are 'auto' and 'dummy'")
-    return Model(config, weights)
+    weights.pack()
+    return Model(config, weights, sum(slot.shape.numel() for slot in slots.values()), context_length)
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -124,10 +125,10 @@ def _read(path: Path, slots: dict[str, Slot], tied: bool, report: Progress) -> N
                             continue
                         raise ModelError(f"{file.name} holds unexpected tensor {name}")
                     source = tensors.get_tensor(name)
-                    if source.shape != slot.target.shape:
+                    if source.shape != slot.shape:
                         raise ModelError(
                             f"tensor {name} has shape {list(source.shape)}, "
-                            f"config.json asks for {list(slot.target.shape)}"
+                            f"config.json asks for {list(slot.shape)}"
                         )
                     slot.target.copy_(source)
                     done += slot.target.nbytes

@@ -6,17 +6,24 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.layers.linear import Linear
 from baton.models.config import ModelConfig
 from baton.models.decoder import LayerWeights, Weights
 
 
 @dataclass(slots=True)
 class Slot:
-    """Where one tensor of the checkpoint goes: a view of the merged weights."""
+    """Where one tensor of the checkpoint goes."""
 
     target: torch.Tensor
+    """A view of the merged weights. Of a head norm: [heads, head_dim], each head gets a copy."""
     norm: bool = False
     bias: bool = False
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor in the checkpoint."""
+        return self.target.shape[-1:] if self.norm else self.target.shape
 
 
 def allocate(
@@ -35,9 +42,7 @@ def allocate(
         slots[name] = Slot(tensor, norm=True)
         return tensor
 
-    def linear(
-        prefix: str, parts: dict[str, int], width: int, biased: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def linear(prefix: str, parts: dict[str, int], width: int, biased: bool) -> Linear:
         sizes = list(parts.values())
         weight, bias = new(sum(sizes), width), new(sum(sizes)) if biased else None
         for name, view in zip(parts, torch.split(weight, sizes), strict=True):
@@ -45,7 +50,7 @@ def allocate(
         if bias is not None:
             for name, view in zip(parts, torch.split(bias, sizes), strict=True):
                 slots[f"{prefix}.{name}.bias"] = Slot(view, bias=True)
-        return weight, bias
+        return Linear(weight, bias)
 
     embedding = new(config.vocab_size, hidden)
     slots["model.embed_tokens.weight"] = Slot(embedding)
@@ -57,22 +62,17 @@ def allocate(
         output = linear(attention, {"o_proj": hidden}, q, config.output_bias)
         gate_up = linear(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias)
         down = linear(mlp, {"down_proj": hidden}, inner, config.mlp_bias)
-        normed = config.architecture.qk_norm
-        layers.append(
-            LayerWeights(
-                norm(f"{layer}.input_layernorm.weight", hidden),
-                *qkv,
-                norm(f"{attention}.q_norm.weight", config.head_dim) if normed else None,
-                norm(f"{attention}.k_norm.weight", config.head_dim) if normed else None,
-                *output,
-                norm(f"{layer}.post_attention_layernorm.weight", hidden),
-                *gate_up,
-                *down,
-            )
-        )
+        qk_norm: torch.Tensor | None = None
+        if config.architecture.qk_norm:
+            qk_norm = new(config.num_heads + config.num_kv_heads, config.head_dim)
+            slots[f"{attention}.q_norm.weight"] = Slot(qk_norm[: config.num_heads], norm=True)
+            slots[f"{attention}.k_norm.weight"] = Slot(qk_norm[config.num_heads :], norm=True)
+        input_norm = norm(f"{layer}.input_layernorm.weight", hidden)
+        post_norm = norm(f"{layer}.post_attention_layernorm.weight", hidden)
+        layers.append(LayerWeights(input_norm, qkv, qk_norm, output, post_norm, gate_up, down))
     final = norm("model.norm.weight", hidden)
     head = embedding
     if not config.tied:
         head = new(config.vocab_size, hidden)
         slots["lm_head.weight"] = Slot(head)
-    return Weights(embedding, layers, final, head), slots
+    return Weights(embedding, layers, final, Linear(head)), slots
