@@ -177,6 +177,31 @@ def test_chat_remembers_and_leaves(up: Up) -> None:
     assert len(prompts) == 3 and prompts[1] > prompts[0] > prompts[2]
 
 
+def test_interrupt_stops_an_answer_and_the_chat_goes_on(up: Up) -> None:
+    # Hot enough that the end of sequence is as unlikely as any other token.
+    flags = ("--max-tokens", "1800", "--temperature", "100", "--seed", "1")
+    process = subprocess.Popen(
+        [*BATON, "chat", "--server", up.server, *flags],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"Hello!\n")
+    process.stdin.flush()
+    seen = b""
+    while len(seen.partition(b"> ")[2]) < 20:
+        seen += os.read(process.stdout.fileno(), 4096)
+    process.send_signal(signal.SIGINT)
+    while b"not remembered" not in seen:
+        piece = os.read(process.stdout.fileno(), 4096)
+        assert piece, seen
+        seen += piece
+    _, stderr = process.communicate(b"/new\nHello!\n", timeout=60)
+    assert process.returncode == 0, stderr
+
+
 def test_bench_against_it(up: Up, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     sizes = ("--requests", "4", "--prompt-tokens", "40", "--output-tokens", "5", "--shared-prefix", "32")

@@ -17,7 +17,8 @@ from rich.table import Table
 from baton.cli.child import Child, State
 
 _COLOURS = {State.HEALTHY: "green", State.DIED: "red", State.LOADING: "yellow", State.STARTING: "yellow"}
-_TIMESTAMP = re.compile(r"^\S*\d\d:\d\d:\d\d\S*\s+")
+_PREAMBLE = re.compile(r"^((timestamp|level|role)=\S+\s+)+")
+"""What each log line begins with and the table shows anyway."""
 
 
 def shown_state(child: Child) -> State:
@@ -32,15 +33,15 @@ def detail(child: Child) -> str:
     if child.state is State.HEALTHY:
         return child.address
     lines = child.last_lines(1) if child.running else []
-    return _TIMESTAMP.sub("", lines[0]).strip() if lines else ""
+    return _PREAMBLE.sub("", lines[0]).strip() if lines else ""
 
 
 def _table(children: Sequence[Child], started: float, spinner: Spinner) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    table = Table.grid(padding=(0, 2), expand=True)
+    table.add_column(width=1)
+    table.add_column(width=max(len(child.name) for child in children) + len(" starting"), no_wrap=True)
+    table.add_column(width=7, no_wrap=True, justify="right")
+    table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     for child in children:
         state = shown_state(child)
         moving = state in (State.STARTING, State.LOADING)
