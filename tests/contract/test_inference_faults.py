@@ -162,6 +162,9 @@ async def test_lost_tokenizer_fails_running_requests_and_comes_back():
             assert node.cancels == [node.starts[0].request]
             await stream.start("b", text="x")
             assert failure((await stream.until_end("b"))[-1]).reason == "TOKENIZER_UNAVAILABLE"
+            await stream.start("t", tokens={"token_ids": [1]})  # its answer would have no text
+            assert failure((await stream.until_end("t"))[-1]).reason == "TOKENIZER_UNAVAILABLE"
+            assert len(node.starts) == 1
             async with tokenizer(port):
                 assert await rig.node.gateway.wait_until_usable(10)
                 node.script = saying([40, 41])

@@ -219,6 +219,10 @@ async def test_bad_input_names_the_parameter_and_the_connection_goes_on():
             assert (error["param"] or "").startswith(param), (body, error)
             assert set(error) == {"message", "type", "param", "code"} and error["message"]
             assert error["type"] == "invalid_request_error"
+        long = await rig.plain.post("/v1/completions", json={**COMPLETION, "prompt": "word " * 300})
+        assert "exceeds the context of 256" in long.json()["error"]["message"]
+        bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "top_p": 2})
+        assert bad.json()["error"]["message"].startswith("top_p must be")
         assert rig.decode.starts == []
         assert (await rig.plain.post("/v1/completions", json=COMPLETION)).status_code == 200
         await rig.idle()

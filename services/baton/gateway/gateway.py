@@ -110,6 +110,7 @@ class Gateway:
         self._running.add(request)
         self._idle.clear()
         self.model()
+        self.tokenizer.check()
 
     def forget(self, request: Request, outcome: str) -> None:
         """The request has ended."""

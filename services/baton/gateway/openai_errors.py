@@ -50,7 +50,7 @@ def from_baton(error: BatonError) -> ApiError:
     """The same error in HTTP's words."""
     param = _param(error.field) if error.field is not None else None
     message = error.message
-    if error.field is not None and param is not None:
+    if error.field is not None and param is not None and "." in error.field:
         message = message.replace(error.field, param)
     api = ApiError(_STATUS.get(error.code, 500), message, param, error.reason.lower())
     api.retry_after_ms = error.retry_after_ms

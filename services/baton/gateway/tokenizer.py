@@ -67,6 +67,11 @@ class Tokenizer:
         """Token streams that are open."""
         return len(self._sinks)
 
+    def check(self) -> None:
+        """Raises BatonError while the tokenizer cannot be reached."""
+        if not self.connected:
+            raise self._gone()
+
     def start(self) -> None:
         self._link.start()
 
