@@ -1,0 +1,210 @@
+"""Small random checkpoints made and saved by transformers, and a driver that runs plans on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from baton.attention.registry import resolve
+from baton.engine.model_runner import Flight, ModelRunner
+from baton.engine.plan import PlanRow, RowResult, SlotInit, StepPlan
+from baton.engine.sampling import SamplingParams
+from baton.kvcache.pool import KvLayout, KvPool
+from baton.models.decoder import Model
+from baton.models.loader import load_model
+
+VOCAB = 160
+GREEDY = SamplingParams(temperature=0.0)
+
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def _rope(kind: str, **parameters: float) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+VARIANTS: dict[str, tuple[type, dict[str, object]]] = {
+    "qwen3": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-bias": (Qwen3Config, {"head_dim": 16, "attention_bias": True, "num_key_value_heads": 1}),
+    "qwen2": (Qwen2Config, {"num_key_value_heads": 2}),
+    "qwen2-tied": (Qwen2Config, {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama3": (
+        LlamaConfig,
+        _rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "llama-bias-linear": (
+        LlamaConfig,
+        {"attention_bias": True, "mlp_bias": True, **_rope("linear", factor=4.0)},
+    ),
+    "llama-yarn": (LlamaConfig, _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "mistral": (MistralConfig, {"head_dim": 32, "sliding_window": None}),
+}
+
+
+def save_checkpoint(variant: str, path: Path, *, shards: bool = False) -> torch.nn.Module:
+    """Saves the variant's checkpoint to `path`; returns the transformers model, float32."""
+    transformers.utils.logging.disable_progress_bar()
+    make, overrides = VARIANTS[variant]
+    torch.manual_seed(len(variant))
+    model = AutoModelForCausalLM.from_config(make(**{**_SMALL, **overrides})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Neither norms of 1 nor biases of 0, which would hide that they are not applied.
+            if parameter.dim() == 1:
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            else:
+                parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[1]))
+    model.save_pretrained(path, max_shard_size="60KB" if shards else "5GB")
+    return model
+
+
+@dataclass
+class Track:
+    """One sequence that the driver runs in the slot of the same number."""
+
+    slot: int
+    tokens: list[int]
+    """Prompt and output, as far as it has been read."""
+    pages: tuple[int, ...]
+    computed: int = 0
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of each position that sampled."""
+
+
+class Driver:
+    """Launches each step before it reads the one before; records the logits of all sampled positions."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        page_size: int = 16,
+        num_pages: int = 64,
+        slots: int = 8,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model: Model = load_model(path, dtype)
+        config = self.model.config
+        layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
+        self.pool = KvPool(layout, num_pages)
+        self.pool.pages.fill_(math.nan)  # memory that nothing may read before it is written
+        backend, _ = resolve("auto", torch.device("cpu"))
+        self.runner = ModelRunner(
+            self.model, self.pool, max_slots=slots, prefill_attention=backend, decode_attention=backend
+        )
+        self.tracks: dict[int, Track] = {}
+        self.number = 0
+        self._free = torch.randperm(num_pages, generator=torch.Generator().manual_seed(1)).tolist()
+        self._flight: Flight | None = None
+        self._recorded: list[torch.Tensor] = []
+        plain = self.model.logits
+        self.model.logits = lambda hidden: self._record(plain(hidden))  # type: ignore[method-assign]
+
+    def _record(self, logits: torch.Tensor) -> torch.Tensor:
+        self._recorded.append(logits.clone())
+        return logits
+
+    def take(self, tokens: int) -> tuple[int, ...]:
+        """Shuffled free pages for so many tokens."""
+        count = -(-tokens // self.pool.layout.page_size)
+        taken, self._free = self._free[:count], self._free[count:]
+        assert len(taken) == count
+        return tuple(taken)
+
+    def add(
+        self, slot: int, prompt: Sequence[int], room: int, cached: Track | None = None, prefix: int = 0
+    ) -> Track:
+        """A new sequence; the first `prefix` tokens' pages are those of `cached`."""
+        shared = () if cached is None else cached.pages[: prefix // self.pool.layout.page_size]
+        pages = shared + self.take(len(prompt) + room - prefix)
+        self.tracks[slot] = Track(slot, list(prompt), pages, prefix)
+        return self.tracks[slot]
+
+    def chunk(self, track: Track, count: int, *, sample: bool = False) -> PlanRow:
+        start = track.computed
+        track.computed += count
+        tokens = tuple(track.tokens[start : start + count])
+        return PlanRow(track.slot, tokens, start, track.pages, (track.slot,) if sample else ())
+
+    def decode(self, track: Track) -> PlanRow:
+        track.computed += 1
+        return PlanRow(track.slot, None, track.computed - 1, track.pages, (track.slot,))
+
+    def init(self, track: Track, params: SamplingParams = GREEDY, prompt: int | None = None) -> SlotInit:
+        cut = len(track.tokens) if prompt is None else prompt
+        return SlotInit(track.slot, params, params.seed, tuple(track.tokens[:cut]), tuple(track.tokens[cut:]))
+
+    def step(
+        self,
+        rows: Sequence[PlanRow],
+        inits: Sequence[SlotInit] = (),
+        copies: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.number += 1
+        self._recorded.clear()
+        flight = self.runner.launch(StepPlan(self.number, tuple(rows), tuple(inits), tuple(copies)))
+        sampling = [row for row in rows if row.sample]
+        if sampling:
+            for row, logits in zip(sampling, self._recorded[0], strict=True):
+                self.tracks[row.slot].logits[row.start + row.count] = logits
+        self.finish()
+        self._flight = flight
+
+    def finish(self) -> tuple[RowResult, ...]:
+        """Reads the step in flight."""
+        if self._flight is None:
+            return ()
+        result = self.runner.read(self._flight)
+        self._flight = None
+        for row in result.rows:
+            assert row.error is None, row.error
+            for sample in row.samples:
+                self.tracks[sample.slot].tokens.append(sample.token)
+        return result.rows
+
+
+def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def greedy_reference(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def largest_difference(model: torch.nn.Module, track: Track) -> float:
+    """Between the logits that the driver recorded and those of one forward pass over the sequence."""
+    with torch.no_grad():
+        expected = model(torch.tensor([track.tokens])).logits[0].float()
+    return max((logits - expected[at - 1]).abs().max().item() for at, logits in track.logits.items())
