@@ -26,6 +26,7 @@ class AsyncClient:
         self.address = address
         self._channel = open_channel(address, max_message_bytes)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._calls: set[Any] = set()
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -35,7 +36,15 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection; what still runs on it is cancelled."""
+        for call in list(self._calls):  # the channel's own close() misses streams that are being read
+            call.cancel()
         await self._channel.close()
+
+    def _generate(self, timeout: float | None = None) -> Any:
+        call = self._stub.Generate(timeout=timeout)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return call
 
     async def models(self) -> list[Model]:
         try:
@@ -69,7 +78,7 @@ class AsyncClient:
     ) -> AsyncStream:
         """The same, piece by piece; begins with the first read. Closing it before its end cancels it."""
         start = make_start("0", prompt, messages, token_ids, options)
-        call = self._stub.Generate(timeout=call_timeout(options))
+        call = self._generate(call_timeout(options))
 
         async def begin() -> None:
             await call.write(start)
@@ -82,7 +91,7 @@ class AsyncClient:
 
     def session(self) -> AsyncSession:
         """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""
-        return AsyncSession(self._stub)
+        return AsyncSession(self._generate())
 
 
 class AsyncStream(AsyncIterator[Delta]):
@@ -152,8 +161,9 @@ class AsyncSession:
     messages to the conversation (without the earlier ones).
     """
 
-    def __init__(self, stub: inference_pb2_grpc.InferenceStub) -> None:
-        self._call: Any = stub.Generate()
+    def __init__(self, call: Any) -> None:
+        """call: a stream of its own, not written to yet."""
+        self._call = call
         self._turns = count()
         self._messages = count()
         self._reading: asyncio.Task[Any] | None = None

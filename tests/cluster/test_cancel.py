@@ -1,0 +1,286 @@
+"""A request that is cancelled, or whose client leaves, lets go of everything in every process at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from checkpoints import make_model, save
+from deployment import Deployment, held_by
+from polling import until
+from process import Process
+
+from baton.client import AsyncClient
+from baton.client.messages import make_cancel, make_start
+from baton.rpc.channel import open_channel
+from baton.v1 import inference_pb2_grpc
+
+SLOW = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
+LONG = list(range(3, 303)) * 9
+"""A prompt that takes 169 steps of a prefill node with a budget of 16 tokens."""
+SHORT = list(range(3, 40))
+OUTPUT = 3000
+CLIENT = """
+import json, sys
+from baton.client import Client
+Client(sys.argv[1]).generate(**json.loads(sys.argv[2]))
+"""
+FREED_SECONDS = 0.1
+"""From the end of the step in flight."""
+TRIES = 4
+"""The machine may be busy with something else in one of them: the best counts."""
+
+
+@dataclass
+class Cluster:
+    deployment: Deployment
+    split: Process
+    aggregated: Process
+    step_seconds: float = 0.0
+    """A step of either worker takes at most so long."""
+
+    @property
+    def workers(self) -> list[Process]:
+        return [self.deployment.prefill, self.deployment.decode]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, deployments) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("slow")
+    model = save(make_model("qwen3", max_position_embeddings=8192, **SLOW), folder / "model")
+    deployment = Deployment(folder, model)
+    narrow = ("--token-budget", "16", "--max-rows", "3", "--transports", "grpc")
+    prefill, decode = deployment.add_worker("prefill", *narrow), deployment.add_worker("decode", *narrow)
+    split = deployment.add_gateway([decode], [prefill])
+    aggregated = deployment.add_gateway([decode])
+    cluster = Cluster(deployment, split, aggregated)
+    with deployment:
+        deployments.append(deployment)
+        cluster.step_seconds = max(slowest_step(cluster, gateway) for gateway in (split, aggregated))
+        yield cluster
+
+
+def slowest_step(cluster: Cluster, gateway: Process) -> float:
+    """Seconds: twice the mean over the steps of a long prompt, whose chunks fill the token budget."""
+    workers = cluster.workers
+    client = cluster.deployment.client(gateway)
+    before = [worker.load() for worker in workers]
+    started = time.monotonic()
+    client.generate(token_ids=LONG, max_tokens=2, ignore_eos=True, namespace=gateway.name)
+    seconds = time.monotonic() - started
+    steps = max(worker.load().steps - load.steps for worker, load in zip(workers, before, strict=True))
+    assert steps >= 169
+    return 2 * seconds / steps
+
+
+# --- the states ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class State:
+    """A state of a request, how to get one there, and how to see from the workers' loads that it is there."""
+
+    name: str
+    prompt: list[int]
+    aggregated: bool
+    reached: Callable[[Any, Any, Any], bool]
+    """Of the loads of prefill and decode now, and of decode before."""
+    blockers: int = 0
+    """Other requests that hold all rows meanwhile."""
+
+
+STATES = [
+    State("queued", SHORT, True, lambda p, d, b: d.waiting == 1, blockers=3),
+    State("prefilling", LONG, False, lambda p, d, b: p.prefilling == 1 and d.handing_off == 1),
+    State("prefilling-locally", LONG, True, lambda p, d, b: d.prefilling == 1),
+    State(
+        "pulling", LONG, False, lambda p, d, b: d.pulled_pages > b.pulled_pages + 20 and d.handing_off == 1
+    ),
+    State("decoding", SHORT, True, lambda p, d, b: d.running == 1),
+    State("decoding-after-hand-off", LONG[:150], False, lambda p, d, b: d.running == 1 and not p.requests),
+]
+
+
+# --- the ways to end it -------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def by_message(gateway: Process, request: dict[str, Any]) -> AsyncIterator[Callable[[], Any]]:
+    """A cancel on the same stream. Fails unless exactly one terminal event comes: `failed`, CANCELLED."""
+    async with open_channel(gateway.address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate()
+        await call.write(make_start("it", None, None, request["token_ids"], options(request)))
+
+        async def cancel() -> None:
+            await call.write(make_cancel("it"))
+
+        yield cancel
+        await call.done_writing()
+        events = [event async for event in call]
+        terminal = [
+            event for event in events if event.WhichOneof("kind") in ("finished", "failed", "rejected")
+        ]
+        assert len(terminal) == 1 and terminal[0] is events[-1]
+        assert terminal[0].id == "it" and terminal[0].failed.code == 1
+
+
+@asynccontextmanager
+async def by_stream_end(gateway: Process, request: dict[str, Any]) -> AsyncIterator[Callable[[], Any]]:
+    async with AsyncClient(gateway.address) as client:
+        stream = client.stream(**request)
+        reading = asyncio.create_task(read_all(stream))
+        yield stream.aclose
+        reading.cancel()
+        await asyncio.wait({reading}, timeout=5)
+
+
+@asynccontextmanager
+async def by_connection_end(gateway: Process, request: dict[str, Any]) -> AsyncIterator[Callable[[], Any]]:
+    client = AsyncClient(gateway.address)
+    reading = asyncio.create_task(read_all(client.stream(**request)))
+    yield client.close
+    await asyncio.wait({reading}, timeout=5)
+
+
+@asynccontextmanager
+async def by_client_death(gateway: Process, request: dict[str, Any]) -> AsyncIterator[Callable[[], Any]]:
+    """Another process, killed."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CLIENT, gateway.address, json.dumps(request), stderr=subprocess.DEVNULL
+    )
+
+    async def kill() -> None:
+        process.kill()
+
+    try:
+        yield kill
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def by_http_disconnect(
+    gateway: Process, request: dict[str, Any], stream: bool = True
+) -> AsyncIterator[Callable[[], Any]]:
+    body = {**options(request), "prompt": request["token_ids"], "model": "", "stream": stream}
+    body["model"] = gateway.info().model.name
+    data = json.dumps(body).encode()
+    host, _, port = gateway.http.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    await writer.drain()
+
+    async def close() -> None:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    yield close
+    del reader
+
+
+@asynccontextmanager
+async def by_http_disconnect_unstreamed(
+    gateway: Process, request: dict[str, Any]
+) -> AsyncIterator[Callable[[], Any]]:
+    async with by_http_disconnect(gateway, request, stream=False) as close:
+        yield close
+
+
+WAYS = [
+    by_message,
+    by_stream_end,
+    by_connection_end,
+    by_client_death,
+    by_http_disconnect,
+    by_http_disconnect_unstreamed,
+]
+
+
+def options(request: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in request.items() if name != "token_ids"}
+
+
+async def read_all(stream: Any) -> None:
+    with contextlib.suppress(Exception):
+        await stream.completion()
+
+
+# --- the tests ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
+async def test_everything_is_freed_at_once(cluster, state, way, request):
+    gateway = cluster.aggregated if state.aggregated else cluster.split
+    prefill, decode = cluster.workers
+    bound = cluster.step_seconds + FREED_SECONDS
+    best = float("inf")
+    async with AsyncClient(gateway.address) as client:
+        others = [
+            asyncio.create_task(
+                client.generate(token_ids=[i + 1], max_tokens=OUTPUT, ignore_eos=True, timeout=60)
+            )
+            for i in range(state.blockers)
+        ]
+        await until(lambda: decode.load().running == state.blockers, "all rows in use")
+        for attempt in range(TRIES):
+            asked = {
+                "token_ids": state.prompt,
+                "max_tokens": OUTPUT,
+                "ignore_eos": True,
+                # Nothing cached: the state must last.
+                **({"namespace": f"{request.node.name}-{attempt}"} if "http" not in way.__name__ else {}),
+            }
+            if "http" in way.__name__:
+                asked["token_ids"] = [
+                    attempt + 3,
+                    WAYS.index(way) + 3,
+                    STATES.index(state) + 3,
+                    *state.prompt[3:],
+                ]
+            before = gateway.load(), prefill.load(), decode.load()
+            async with way(gateway, asked) as end:
+                await until(
+                    lambda before=before: state.reached(prefill.load(), decode.load(), before[2]), state.name
+                )
+                ending = time.monotonic()
+                await end()
+                await until(lambda: is_free(cluster, gateway, state.blockers), "everything freed", seconds=5)
+                best = min(best, time.monotonic() - ending)
+            for process, load in zip((gateway, decode), (before[0], before[2]), strict=True):
+                after = process.load()
+                assert after.cancelled == load.cancelled + 1, process.name
+                assert (after.finished, after.failed) == (load.finished, load.failed), process.name
+            if best < bound:
+                break
+        assert not any(other.done() for other in others)
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+    assert best < bound, f"{best * 1000:.0f} ms; a step takes {cluster.step_seconds * 1000:.0f} ms at most"
+
+
+def is_free(cluster: Cluster, gateway: Process, blockers: int) -> bool:
+    """Nothing is held beside what the blockers hold: they decode, with a row each."""
+    prefill, decode = cluster.workers
+    if held_by(prefill.load()):
+        return False
+    load = decode.load()
+    if not blockers:
+        return not held_by(load) and not held_by(gateway.load())
+    return (
+        load.requests == load.running == load.rows == gateway.load().requests == blockers and not load.waiting
+    )
