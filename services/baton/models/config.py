@@ -53,9 +53,11 @@ def read_config(path: Path, context_length: int | None = None) -> ModelConfig:
         raise ModelError(f"{path} has no config.json: not a model in Hugging Face layout")
     try:
         hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        return replace(_convert(hf, context_length), eos_token_ids=_eos_token_ids(path, hf))
+    except ModelError:
+        raise
+    except Exception as error:  # whatever transformers and its validators raise for a file from anywhere
         raise ModelError(f"{path / 'config.json'} cannot be used: {_first_line(error)}") from error
-    return replace(_convert(hf, context_length), eos_token_ids=_eos_token_ids(path, hf))
 
 
 def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:

@@ -1,0 +1,96 @@
+"""Attention backends against the definition, over pools of any page size and order."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from baton.attention.base import AttentionRow
+from baton.attention.registry import BACKENDS, NoBackend, resolve
+from baton.kvcache.pool import KvLayout, KvPool
+
+CPU = torch.device("cpu")
+
+
+def expected(q, keys, values, start):
+    """q [count, heads, dim]; keys and values [end, kv heads, dim]; in float64, by the definition."""
+    group = q.shape[1] // keys.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) / math.sqrt(q.shape[2])
+    position = start + torch.arange(q.shape[0])
+    scores.masked_fill_(torch.arange(k.shape[0])[None, :] > position[:, None], -math.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("page_size", "heads", "kv_heads"), [(1, 4, 4), (4, 6, 2), (16, 8, 1)])
+def test_any_mix_of_rows(name, dtype, page_size, heads, kv_heads):
+    torch.manual_seed(page_size)
+    shapes = [(0, 1), (3, 1), (90, 1), (17, 1), (16, 1), (90, 1), (0, 7), (16, 16), (31, 5), (0, 40), (64, 2)]
+    layout = KvLayout(3, kv_heads, 16, page_size, dtype)
+    needed = [-(-(start + count) // page_size) for start, count in shapes]
+    pool = KvPool(layout, sum(needed) + 5)
+    pool.pages.fill_(math.nan)
+    free = torch.randperm(pool.num_pages).tolist()
+    rows, history = [], []
+    layer = 1
+    for (start, count), pages in zip(shapes, needed, strict=True):
+        row = AttentionRow(start, count, tuple(free.pop() for _ in range(pages)))
+        k, v = (torch.randn(start, kv_heads, 16).to(dtype) for _ in range(2))
+        keys, values = pool.layer(layer)
+        for p in range(start):
+            keys[row.pages[p // page_size], p % page_size] = k[p]
+            values[row.pages[p // page_size], p % page_size] = v[p]
+        rows.append(row)
+        history.append((k, v))
+    backend = BACKENDS[name](pool, heads)
+    backend.prepare(rows)
+    total = sum(row.count for row in rows)
+    q, k, v = (torch.randn(total, h, 16).to(dtype) for h in (heads, kv_heads, kv_heads))
+    out = torch.full_like(q, math.nan)
+    with torch.inference_mode():
+        backend.forward(layer, q, k, v, out)
+    first = 0
+    for row, (old_k, old_v) in zip(rows, history, strict=True):
+        at = slice(first, first + row.count)
+        want = expected(q[at], torch.cat((old_k, k[at])), torch.cat((old_v, v[at])), row.start)
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        assert (out[at].double() - want).abs().max().item() < tolerance, row
+        keys, values = pool.layer(layer)
+        for i, p in enumerate(range(row.start, row.start + row.count)):
+            page, offset = row.pages[p // page_size], p % page_size
+            assert torch.equal(keys[page, offset], k[first + i])
+            assert torch.equal(values[page, offset], v[first + i])
+        first += row.count
+    written = sum(start + count for start, count in shapes) * 2 * kv_heads * 16
+    assert int(pool.pages.isfinite().sum()) == written
+
+
+def test_resolve():
+    backend, reason = resolve("auto", CPU)
+    assert backend.available(CPU) is None and backend.name in reason
+    assert resolve("torch", CPU)[0].name == "torch"
+    with pytest.raises(NoBackend, match="known are auto, torch"):
+        resolve("magic", CPU)
+
+
+def test_pool_views_are_of_one_allocation():
+    layout = KvLayout(2, 3, 4, 5, torch.bfloat16)
+    storage = bytearray(7 * layout.page_bytes + 3)
+    pool = KvPool(layout, 7, "cpu", memoryview(storage))
+    assert layout.page_bytes == 2 * 5 * layout.bytes_per_token_per_layer == 2 * 2 * 5 * 3 * 4 * 2
+    pool.raw.zero_()
+    pool.layer(1)[1][4, 2, 0, 3] = 1.5
+    assert pool.pages[4, 1, 1, 2, 0, 3].item() == 1.5
+    at = ((1 * 2 + 1) * 5 + 2) * 3 * 4 + 3
+    page = pool.page_bytes(4)
+    assert page.nbytes == layout.page_bytes and not page.readonly
+    assert torch.frombuffer(page, dtype=torch.bfloat16)[at].item() == 1.5
+    assert bytes(page) == bytes(storage[4 * layout.page_bytes : 5 * layout.page_bytes])
+    pool.copy_page(4, 0)
+    assert bytes(storage[: layout.page_bytes]) == bytes(page)
+    with pytest.raises(ValueError, match="8 pages need"):
+        KvPool(layout, 8, "cpu", memoryview(storage))

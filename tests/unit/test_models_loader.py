@@ -1,0 +1,172 @@
+"""Checkpoints on disk: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from checkpoints import VARIANTS, save_checkpoint
+from safetensors.torch import load_file, save_file
+
+from baton.models.config import ModelError, read_config
+from baton.models.loader import fingerprint, load_model, resolve
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save_checkpoint("qwen3", tmp_path)
+    return tmp_path
+
+
+def edit_config(path, **changes):
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config.update(changes)
+    file.write_text(json.dumps(config))
+
+
+def edit_weights(path, edit):
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_shards_and_progress(tmp_path):
+    save_checkpoint("llama3", tmp_path, shards=True)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    seen = []
+    model = load_model(tmp_path, torch.float32, progress=lambda done, total: seen.append((done, total)))
+    assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1]
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    reference = save_checkpoint("llama3", tmp_path / "again")
+    assert model.num_parameters == sum(p.numel() for p in reference.parameters())
+
+
+def test_missing_shard(tmp_path):
+    save_checkpoint("llama3", tmp_path, shards=True)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=shard.name):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            "lacks tensor model.layers.1.mlp.up_proj.weight",
+        ),
+        (lambda t: t.update(surprise=torch.zeros(3)), "unexpected tensor surprise"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight has shape \[3\], config.json asks for \[64\]",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.zeros(4, 32)}),
+            r"q_norm.weight has shape \[4, 32\], config.json asks for \[32\]",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(checkpoint, edit, words):
+    edit_weights(checkpoint, edit)
+    with pytest.raises(ModelError, match=words):
+        load_model(checkpoint)
+
+
+def test_damaged_or_absent_files(checkpoint, tmp_path_factory):
+    (checkpoint / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
+        load_model(checkpoint)
+    with pytest.raises(ModelError, match="safetensors"):
+        fingerprint(checkpoint, torch.float32)
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        load_model(checkpoint)
+    (checkpoint / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be used"):
+        load_model(checkpoint)
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        load_model(tmp_path_factory.mktemp("empty"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM is not supported"),
+        ({"architectures": None}, "none named"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type 'dynamic' is not supported",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        ({"num_key_value_heads": 3}, "multiple"),
+        ({"hidden_size": "wide"}, "cannot be used"),
+    ],
+)
+def test_what_is_not_computed_is_refused_in_one_line(checkpoint, changes, words):
+    edit_config(checkpoint, **changes)
+    with pytest.raises(ModelError, match=words) as caught:
+        read_config(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_sliding_window_matters_only_below_the_context(tmp_path):
+    save_checkpoint("mistral", tmp_path)
+    edit_config(tmp_path, sliding_window=64)
+    with pytest.raises(ModelError, match="window of 64 tokens is shorter than the context of 256"):
+        load_model(tmp_path)
+    assert load_model(tmp_path, context_length=64).config.context_length == 256
+    edit_config(tmp_path, sliding_window=256)
+    load_model(tmp_path)
+
+
+def test_fingerprint(checkpoint):
+    first = fingerprint(checkpoint, torch.float32)
+    assert first == fingerprint(checkpoint, torch.float32) != fingerprint(checkpoint, torch.bfloat16)
+    assert first != fingerprint(checkpoint, torch.float32, "dummy")
+    edit_weights(checkpoint, lambda t: t["model.layers.1.mlp.up_proj.weight"].mul_(1.01))
+    second = fingerprint(checkpoint, torch.float32)
+    assert second != first
+    edit_config(checkpoint, rms_norm_eps=1e-5)
+    assert fingerprint(checkpoint, torch.float32) not in (first, second)
+
+
+def test_dummy_weights_are_always_the_same_and_need_no_files(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    a, b = (load_model(checkpoint, torch.float32, load_format="dummy") for _ in range(2))
+    assert torch.equal(a.weights.embedding, b.weights.embedding)
+    tokens, positions = torch.arange(9), torch.arange(9)
+    with torch.inference_mode():
+        logits = a.logits(a.forward(tokens, positions, lambda layer, q, k, v: q.reshape(9, -1)))
+    assert 0.1 < logits.std().item() < 100
+    with pytest.raises(ModelError, match="load format"):
+        load_model(checkpoint, load_format="pickle")
+
+
+def test_resolve(checkpoint, monkeypatch):
+    assert resolve(str(checkpoint)) == checkpoint
+    assert (resolve("demo") / "config.json").is_file()
+    for name in ("nowhere", "./nowhere", "/no/where", "a/b/c"):
+        with pytest.raises(ModelError, match="neither a directory"):
+            resolve(name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="cannot be reached"):
+        resolve("nobody/no-such-model")
+
+
+def test_every_variant_is_of_a_supported_architecture():
+    assert {make.__name__ for make, _ in VARIANTS.values()} == {
+        "Qwen3Config",
+        "Qwen2Config",
+        "LlamaConfig",
+        "MistralConfig",
+    }
