@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from pathlib import Path
@@ -78,8 +79,11 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
         console.print("\nTry it in another terminal:")
         console.print(examples, highlight=False, markup=False, soft_wrap=True)
         console.print(f"\nLogs: {deployment.log_folder}. Ctrl-C stops everything.", highlight=False)
-        error = await deployment.supervisor.failed()
-        console.print("Stopping the other processes.")
+        try:
+            error = await deployment.supervisor.failed()
+        except asyncio.CancelledError:
+            console.print("\nStopping; Ctrl-C again stops at once.", highlight=False)
+            raise
         raise error
 
 
