@@ -1,0 +1,215 @@
+"""Workers are killed in the middle of streams: clients are told, the others go on, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from asking import ask, greedy
+from checkpoints import make_model, save
+from deployment import Deployment
+from polling import until
+from process import Process
+from reference import Answer, Reference
+
+from baton.client import AsyncClient, BatonError
+
+SLOW = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
+OUTPUT = 48
+TRANSPORTS = ["shm", "grpc"]
+TOLD_SECONDS = 5.0
+"""A client whose request cannot go on hears of it within this time."""
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory) -> tuple[Path, list[Answer]]:
+    """A checkpoint whose prompts take a while, and the answers to some."""
+    model = make_model("qwen3", max_position_embeddings=4096, **SLOW)
+    folder = save(model, tmp_path_factory.mktemp("slow") / "model")
+    return folder, Reference(model).answers([1500, 900, 1200, 700, 1000, 1300, 800, 1100], OUTPUT)
+
+
+@pytest.fixture(scope="module")
+def pair(slow, tmp_path_factory, deployments) -> Iterator[Deployment]:
+    """Two prefill nodes, one for each transport, and two decode nodes."""
+    deployment = Deployment(tmp_path_factory.mktemp("pair"), slow[0])
+    worker = ("--token-budget", "32", "--max-rows", "16", "--kv-tokens", "16384")
+    prefill = [deployment.add_worker("prefill", *worker, "--transports", kind) for kind in TRANSPORTS]
+    decode = [deployment.add_worker("decode", *worker) for _ in range(2)]
+    deployment.add_gateway(decode, prefill)
+    with deployment:
+        deployments.append(deployment)
+        yield deployment
+
+
+def all_of(answers: list[Answer], **options) -> list[dict]:
+    return [greedy(answer.prompt, OUTPUT, **options) for answer in answers]
+
+
+def check(answers, completions) -> None:
+    for answer, completion in zip(answers, completions, strict=True):
+        assert completion.token_ids == answer.tokens
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_killed_prefill_node_costs_time_only(pair, slow, transport):
+    """Its prompts go to the other one, while pages of some had been pulled already."""
+    victim = pair.of("prefill")[TRANSPORTS.index(transport)]
+    (other,) = set(pair.of("prefill")) - {victim}
+    decodes = pair.of("decode")
+    old = victim.segments()
+    assert len(old) == (1 if transport == "shm" else 0)
+    asking = asyncio.create_task(ask(pair.gateway.address, all_of(slow[1], namespace=f"{transport} killed")))
+    await until(
+        lambda: victim.load().requests and sum(d.load().pulled_pages for d in decodes) > 20, "pages pulled"
+    )
+    # Decode nodes copy from it; with shm they have mapped its memory.
+    victim.kill()
+    completions = await asking
+    check(slow[1], completions)
+    assert sum(completion.stats.handoff_retries for completion in completions) > 0
+    assert {completion.stats.prefill_address for completion in completions} <= {
+        other.address,
+        victim.address,
+        "",
+    }
+    assert all(decode.alive for decode in decodes)
+    assert all(path.exists() for path in old), "nobody but a starting worker reaps it"
+    victim.start()
+    victim.wait_ready()
+    assert not any(path.exists() for path in old), "the segment of the killed incarnation"
+    await until(lambda: connected(decodes, victim), "decode nodes connected to the new incarnation")
+    completions = await ask(pair.gateway.address, all_of(slow[1], namespace=f"{transport} restarted"))
+    check(slow[1], completions)
+    again = [c for c in completions if c.stats.prefill_address == victim.address]
+    assert again and all(c.stats.transport == transport and c.stats.pulled_pages for c in again)
+
+
+def connected(decodes: list[Process], prefill: Process) -> bool:
+    peers = [peer for decode in decodes for peer in decode.info().peers]
+    found = [peer for peer in peers if peer.address == prefill.address and peer.connected]
+    return len(found) == len(decodes) and all(peer.incarnation == prefill.incarnation for peer in found)
+
+
+async def test_without_any_prefill_node_decode_computes_prompts_itself(pair, slow):
+    asking = asyncio.create_task(ask(pair.gateway.address, all_of(slow[1], namespace="no prefill")))
+    await until(lambda: all(prefill.load().prefilling for prefill in pair.of("prefill")), "prompts computed")
+    for prefill in pair.of("prefill"):
+        prefill.kill()
+    completions = await asking
+    check(slow[1], completions)
+    assert any(c.stats.prefill_address == "" and c.stats.handoff_retries for c in completions)
+    pair.start_all(pair.of("prefill"))
+
+
+async def test_a_killed_decode_node_fails_its_streams_and_no_others(pair, slow):
+    """UNAVAILABLE where tokens had been delivered; the rest goes to the other decode node."""
+    victim, other = pair.of("decode")
+    old = victim.segments()
+    async with AsyncClient(pair.gateway.address) as client:
+        requests = all_of(slow[1], namespace="decode killed")
+        streams = [client.stream(**request) for request in requests]
+        tasks = [asyncio.create_task(stream.completion()) for stream in streams]
+        await until(lambda: victim.load().running and victim.load().output_tokens, "decoding")
+        await until(lambda: any(stream.so_far.token_ids for stream in streams), "tokens delivered")
+        victim.kill()
+        killed = time.monotonic()
+        survivors = 0
+        for answer, stream, task in zip(slow[1], streams, tasks, strict=True):
+            try:
+                assert (await asyncio.wait_for(task, 60)).token_ids == answer.tokens
+                survivors += 1
+                assert task.result().stats.decode_address in (other.address, victim.address)
+            except BatonError as error:
+                assert error.code is grpc.StatusCode.UNAVAILABLE and error.reason == "DECODE_LOST", error
+                assert stream.so_far.token_ids == answer.tokens[: len(stream.so_far.token_ids)]
+                assert time.monotonic() - killed < 60
+        assert 0 < survivors < len(streams)
+    victim.start()
+    victim.wait_ready()
+    assert not any(path.exists() for path in old)
+    await until(lambda: all(peer.connected for peer in pair.gateway.info().peers), "gateway connected again")
+    completions = await ask(pair.gateway.address, all_of(slow[1], namespace="decode restarted"))
+    check(slow[1], completions)
+    assert {completion.stats.decode_address for completion in completions} == {victim.address, other.address}
+
+
+async def test_clients_of_a_lost_decode_node_hear_of_it_in_time(pair, slow):
+    """With no other decode node left there is nothing to wait for."""
+    first, second = pair.of("decode")
+    second.kill()
+    async with AsyncClient(pair.gateway.address) as client:
+        tasks = [
+            asyncio.create_task(client.generate(**request)) for request in all_of(slow[1], namespace="both")
+        ]
+        await until(lambda: first.load().requests == len(tasks), "all requests there")
+        first.kill()
+        killed = time.monotonic()
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert time.monotonic() - killed < TOLD_SECONDS
+        for error in errors:
+            assert isinstance(error, BatonError) and error.code is grpc.StatusCode.UNAVAILABLE, error
+        with pytest.raises(BatonError) as refused:
+            await client.generate(token_ids=[1], max_tokens=1)
+        assert refused.value.reason == "NO_DECODE_NODE"
+    pair.start_all([first, second])
+    await until(lambda: all(peer.connected for peer in pair.gateway.info().peers), "gateway connected again")
+
+
+async def test_a_killed_gateway_frees_everything_at_the_workers(pair, slow):
+    async with AsyncClient(pair.gateway.address) as client:
+        tasks = [
+            asyncio.create_task(client.generate(**request))
+            for request in all_of(slow[1], namespace="gateway")
+        ]
+        await until(
+            lambda: all(decode.load().requests for decode in pair.of("decode")), "requests at both nodes"
+        )
+        pair.gateway.kill()
+        errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), TOLD_SECONDS)
+        assert all(isinstance(e, BatonError) and e.code is grpc.StatusCode.UNAVAILABLE for e in errors), (
+            errors
+        )
+    pair.assert_idle()
+    pair.gateway.start()
+    pair.gateway.wait_ready()
+    check(slow[1][:2], await ask(pair.gateway.address, all_of(slow[1][:2])))
+
+
+async def test_a_killed_tokenizer_fails_requests_and_comes_back(pair, slow):
+    async with AsyncClient(pair.gateway.address) as client:
+        request = greedy(slow[1][0].prompt[:40], 2000)
+        tasks = [asyncio.create_task(client.generate(**request)) for _ in range(4)]
+        await until(lambda: sum(decode.load().running for decode in pair.of("decode")) == 4, "decoding")
+        pair.tokenizer.kill()
+        errors = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), TOLD_SECONDS)
+        assert all(isinstance(e, BatonError) and e.code is grpc.StatusCode.UNAVAILABLE for e in errors), (
+            errors
+        )
+        pair.assert_idle()
+        pair.tokenizer.start()
+        pair.tokenizer.wait_ready()
+        await until(
+            lambda: all(peer.connected for peer in pair.gateway.info().peers), "gateway connected again"
+        )
+        check(slow[1][:2], await ask(pair.gateway.address, all_of(slow[1][:2])))
+
+
+async def test_a_new_deployment_reaps_what_killed_workers_left(slow, tmp_path, deployments):
+    first = Deployment.split(tmp_path, slow[0], worker=("--kv-tokens", "8192")).start()
+    workers = [first.prefill, first.decode]
+    left = [path for worker in workers for path in worker.segments()]
+    assert len(left) == 2
+    for process in first.processes:
+        process.kill()
+    assert all(path.exists() for path in left)
+    (tmp_path / "second").mkdir()
+    with Deployment.split(tmp_path / "second", slow[0], worker=("--kv-tokens", "8192")) as second:
+        assert not any(path.exists() for path in left)
+        answer = slow[1][3]
+        check([answer], await ask(second.gateway.address, [greedy(answer.prompt, OUTPUT)]))
+        second.assert_idle()

@@ -1,0 +1,102 @@
+"""`baton up`, the real command with the real supervisor: restarts what dies, leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from process import ENVIRONMENT, SHM
+from reference import Answer
+
+from baton.client import BatonError, Client
+
+OUTPUT = 48
+
+
+@pytest.fixture
+def up(qwen3, tmp_path) -> Iterator[tuple[subprocess.Popen[bytes], Path, int]]:
+    """The process, what it prints, and the gateway's port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    printed = tmp_path / "up.log"
+    command = [sys.executable, "-m", "baton.cli.main", "up", "--model", str(qwen3[0]), "--port", str(port)]
+    flags = ["--http-port", "0", "--threads", "1", "--kv-tokens", "8192", "--log-dir", str(tmp_path / "logs")]
+    environment = {**os.environ, **ENVIRONMENT, "COLUMNS": "200"}
+    with printed.open("wb") as output:
+        process = subprocess.Popen([*command, *flags], stdout=output, stderr=output, env=environment)
+    try:
+        yield process, printed, port
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+
+
+def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
+    process, printed, port = up
+    until(lambda: "Ctrl-C stops" in printed.read_text() or process.poll() is not None, "up")
+    assert process.poll() is None, printed.read_text()
+    table = {
+        name: int(pid) for name, pid in re.findall(r"^(\S+) +(\d+) +127", printed.read_text(), re.MULTILINE)
+    }
+    assert len(table) == 4
+    answer = qwen3[1].answers([200], OUTPUT)[0]
+    seen, segments = set(), set()
+    with Client(f"127.0.0.1:{port}") as client:
+        until(lambda: right(client, answer), "an answer")
+        for name in [name for name in table if name.startswith(("prefill", "decode"))]:
+            seen |= family(process)
+            segments |= {path for pid in family(process) for path in mapped(pid)}
+            os.kill(table[name], signal.SIGKILL)
+            until(lambda name=name: f"{name} is healthy again" in printed.read_text(), f"{name} restarted")
+        until(lambda: right(client, answer), "an answer after the restarts")
+        seen |= family(process)
+        segments |= {path for pid in family(process) for path in mapped(pid)}
+    assert set(table.values()) < seen and len(seen) >= 6 and len(segments) == 4
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0, printed.read_text()
+    assert not [pid for pid in seen if psutil.pid_exists(pid)]
+    assert not [path for path in segments if path.exists()]
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def right(client: Client, answer: Answer) -> bool:
+    """False: not there yet. A wrong answer fails."""
+    try:
+        completion = client.generate(
+            token_ids=answer.prompt, max_tokens=OUTPUT, temperature=0.0, ignore_eos=True
+        )
+    except BatonError as error:
+        assert error.code is grpc.StatusCode.UNAVAILABLE, error
+        return False
+    assert completion.token_ids == answer.tokens
+    return True
+
+
+def family(process: subprocess.Popen[bytes]) -> set[int]:
+    return {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+
+
+def mapped(pid: int) -> set[Path]:
+    """Baton's shared memory that a process has mapped."""
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return {Path(path) for path in re.findall(rf"{SHM}/baton-\S+", maps)}
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
