@@ -35,11 +35,11 @@ def slow(tmp_path_factory) -> tuple[Path, list[Answer]]:
 
 @pytest.fixture(scope="module")
 def pair(slow, tmp_path_factory, deployments) -> Iterator[Deployment]:
-    """Two prefill nodes, one for each transport, and two decode nodes."""
+    """Two prefill nodes, one for each transport, and two decode nodes, one with a step always in flight."""
     deployment = Deployment(tmp_path_factory.mktemp("pair"), slow[0])
     worker = ("--token-budget", "32", "--max-rows", "16", "--kv-tokens", "16384")
     prefill = [deployment.add_worker("prefill", *worker, "--transports", kind) for kind in TRANSPORTS]
-    decode = [deployment.add_worker("decode", *worker) for _ in range(2)]
+    decode = [deployment.add_worker("decode", *worker, overlap) for overlap in ("--overlap", "--no-overlap")]
     deployment.add_gateway(decode, prefill)
     with deployment:
         deployments.append(deployment)

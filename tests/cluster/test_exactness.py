@@ -15,8 +15,8 @@ from reference import Answer, Reference
 OUTPUT = 64
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
 """Around page borders, and more rows than the narrow workers have."""
-NARROW = ("--token-budget", "16", "--max-rows", "8", "--page-size", "16", "--transports", "grpc")
-"""Chunks of one page at most, pages over gRPC."""
+NARROW = ("--token-budget", "16", "--max-rows", "8", "--page-size", "16", "--transports", "grpc", "--overlap")
+"""Chunks of one page at most, pages over gRPC, each step launched before the last one's tokens are read."""
 TIGHT = ("--kv-tokens", "400", "--output-margin", "1", "--watermark", "0")
 """Pages for one of the long prompts at a time, none set aside for output: sequences are retracted."""
 
@@ -148,7 +148,7 @@ async def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(routes
     ]
     alone = [(await ask(routes.wide_split.address, [request]))[0].token_ids for request in requests]
     assert all(len(set(tokens)) > 4 for tokens in alone), "these outputs say nothing"
-    others = [greedy(answer.prompt, 24) for answer in routes.answers]
+    others = [greedy(answer.prompt, 24) for answer in [*routes.answers, *routes.answers[-4:]]]
     for gateway in (routes.wide_split, routes.wide_aggregated, routes.narrow_split, routes.narrow_aggregated):
         completions = await ask(gateway.address, [*others, *requests])
         assert [completion.token_ids for completion in completions[len(others) :]] == alone
@@ -168,6 +168,21 @@ async def test_choices_equal_requests_of_their_own(routes):
             assert [choice.token_ids for choice in whole.choices] == [part.token_ids for part in parts]
             assert len({tuple(part.token_ids) for part in parts}) == 4
             assert whole.usage.output_tokens == 4 * 24
+
+
+async def test_an_output_of_one_token_is_never_pulled(routes):
+    """Whether max_tokens or a stop token ends it."""
+    decode = routes.wide[1]
+    long = [answer for answer in routes.answers if len(answer.prompt) > 64]
+    before = decode.load()
+    ending = ({"max_tokens": 1}, {"stop_token_ids": [answer.tokens[0] for answer in long]})
+    for number, end in enumerate(ending):
+        requests = [{**greedy(answer.prompt, OUTPUT, namespace=f"one {number}"), **end} for answer in long]
+        completions = await ask(routes.wide_split.address, requests)
+        assert [completion.token_ids for completion in completions] == [answer.tokens[:1] for answer in long]
+        assert {completion.finish_reason for completion in completions} == {("length", "stop")[number]}
+        assert {completion.stats.prefill_address for completion in completions} == {routes.wide[0].address}
+    assert decode.load().pulled_pages == before.pulled_pages
 
 
 async def test_log_probabilities(routes):
