@@ -10,7 +10,7 @@ from checkpoints import VARIANTS, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from baton.models.config import ModelError, read_config
-from baton.models.loader import fingerprint, load_model, resolve
+from baton.models.loader import fingerprint, load_model
 
 
 @pytest.fixture
@@ -150,17 +150,6 @@ def test_dummy_weights_are_always_the_same_and_need_no_files(checkpoint):
     assert 0.1 < logits.std().item() < 100
     with pytest.raises(ModelError, match="load format"):
         load_model(checkpoint, load_format="pickle")
-
-
-def test_resolve(checkpoint, monkeypatch):
-    assert resolve(str(checkpoint)) == checkpoint
-    assert (resolve("demo") / "config.json").is_file()
-    for name in ("nowhere", "./nowhere", "/no/where", "a/b/c"):
-        with pytest.raises(ModelError, match="neither a directory"):
-            resolve(name)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="cannot be reached"):
-        resolve("nobody/no-such-model")
 
 
 def test_every_variant_is_of_a_supported_architecture():

@@ -1,4 +1,4 @@
-"""From a name to a model on a device: find the checkpoint, read it, tell its version."""
+"""From a checkpoint to a model on a device: read it, tell its version."""
 
 from __future__ import annotations
 
@@ -17,50 +17,6 @@ from baton.models.weights import Slot, allocate
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
-
-_PATTERNS = ("*.json", "*.safetensors", "tokenizer*", "merges.txt", "vocab.*", "*.jinja")
-
-
-def resolve(model: str) -> Path:
-    """The checkpoint's directory: of "demo", of a local path, or of a Hugging Face id, downloaded if need be.
-
-    Raises ModelError when there is none, or when it cannot be fetched.
-    """
-    if model == "demo":
-        from baton.demo import model_path
-
-        return model_path()
-    path = Path(model).expanduser()
-    if path.exists():
-        return path.resolve()
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
-        raise ModelError(f"model {model!r} is neither a directory here nor a Hugging Face id (owner/name)")
-    return _download(model)
-
-
-def _download(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=list(_PATTERNS)))
-    except GatedRepoError as error:
-        raise ModelError(f"model {model!r} is gated: accept its licence and set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"model {model!r} does not exist at the hub, or needs HF_TOKEN") from error
-    except HFValidationError as error:
-        raise ModelError(f"{model!r} is not a model id: {error}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ModelError(
-            f"model {model!r} is not in the local cache and the hub cannot be reached; "
-            "download it first, or give a directory"
-        ) from error
 
 
 def load_model(

@@ -13,13 +13,14 @@ import torch
 
 from baton.attention.registry import NoBackend
 from baton.attention.registry import resolve as resolve_attention
+from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.models.config import ModelError
 from baton.models.decoder import Model
-from baton.models.loader import fingerprint, load_model, resolve
+from baton.models.loader import fingerprint, load_model
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.transport import (
@@ -79,7 +80,7 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     """Loads the model and makes the pool; blocks. Raises BatonError with one line that says what to do."""
     try:
         return _build(config, incarnation, role)
-    except (ModelError, NoBackend, SegmentError) as error:
+    except (CheckpointError, ModelError, NoBackend, SegmentError) as error:
         raise failed_precondition(str(error)) from error
     except torch.OutOfMemoryError as error:
         raise failed_precondition(f"not enough device memory: {error}; lower --kv-tokens") from error
@@ -120,7 +121,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     )
     context = min(config.context_length or shape.context_length, shape.context_length, pages * size)
     info = node_pb2.ModelInfo(
-        name=config.model,
+        name=model_name(config.model),
         architecture=shape.architecture.name,
         context_length=context,
         vocab_size=shape.vocab_size,

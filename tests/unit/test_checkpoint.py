@@ -1,0 +1,35 @@
+"""From a model's name to its directory."""
+
+import pytest
+
+from baton.checkpoint import CheckpointError, model_name, resolve
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_resolve(checkpoint, monkeypatch):
+    assert resolve(str(checkpoint)) == checkpoint
+    assert (resolve("demo") / "config.json").is_file()
+    for name in ("./nowhere", "/no/where", "a/b/c", ""):
+        with pytest.raises(CheckpointError, match="no such directory"):
+            resolve(name)
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve(str(checkpoint / "config.json"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match="cannot be reached"):
+        resolve("nobody/no-such-model")
+
+
+def test_a_directory_is_served_under_its_own_name(checkpoint):
+    assert model_name(str(checkpoint)) == checkpoint.name
+    assert model_name("demo") == "demo"
+    assert model_name("owner/name") == "owner/name"
+
+
+def test_a_directory_without_config_is_no_model(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        resolve(str(tmp_path))
