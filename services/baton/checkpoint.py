@@ -25,9 +25,9 @@ def resolve(model: str, files: tuple[str, ...] = ALL_FILES) -> Path:
 
         return _checked(model_path(), model)
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return _checked(path.resolve(), model)
-    if path.exists():
+    if model and path.exists():
         raise CheckpointError(f"model {model!r} is a file; give the directory that holds its config.json")
     if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
         raise CheckpointError(f"model {model!r}: no such directory; give a directory or a Hugging Face id")
