@@ -267,3 +267,12 @@ def test_demo() -> None:
     assert set(rows) == {"long prompt", "shared prefix", "chat"}
     assert rows["long prompt"][-1] in ("shm", "grpc")
     assert int(rows["shared prefix"][7]) > 500  # prompt tokens found cached
+
+
+@pytest.mark.parametrize("command", ["up", "verify", "bench"])
+def test_a_wrong_model_is_one_line_before_anything_starts(command: str) -> None:
+    done = baton(command, "--model", "./no-such-model", timeout=20)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "baton: model './no-such-model': no such directory; give a directory or a Hugging Face id"
+    ]

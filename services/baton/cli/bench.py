@@ -21,7 +21,7 @@ from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import F, SectionedCommand, config_options, fields_of
 from baton.cli.running import run_command
 from baton.cli.texts import random_prompt
-from baton.cli.up import OWN, pass_through
+from baton.cli.up import OWN, fetch_model, pass_through
 from baton.client import AsyncClient, Options
 from baton.config import NodeConfig, WorkerConfig
 
@@ -172,6 +172,7 @@ def bench(
       baton bench --prompt-tokens 1024 --shared-prefix 960 --json figures.json
     """
     values = {name: value for name, value in values.items() if name not in OWN}
+    fetch_model(values)
     plan = DeploymentPlan(
         prefill=prefill, decode=decode, http_port=None, flags=pass_through(values), restart=False
     )

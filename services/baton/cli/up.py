@@ -25,6 +25,18 @@ OWN = ("host", "port", "http_port", "advertise", "drain_seconds", "tokenizer", "
 """Fields that the supervisor sets itself."""
 
 
+def fetch_model(values: dict[str, Any]) -> None:
+    """Finds the model that was named before any process starts: a download shows its progress here, once, and
+    a wrong name ends the command with one line."""
+    from baton.checkpoint import CheckpointError, resolve
+
+    if values.get("model"):
+        try:
+            resolve(values["model"])
+        except CheckpointError as error:
+            fail(str(error), code=2)
+
+
 def pass_through(values: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Role -> the flags of `baton serve ROLE` for what was given."""
     flags = {}
@@ -180,6 +192,7 @@ def up(
       baton up --transports grpc                  pages over gRPC instead of shared memory
       baton up --config baton.toml --port 0       settings from a file, a free port
     """
+    fetch_model(values)
     default_port, default_http = DEFAULT_PORTS["gateway"]
     plan = DeploymentPlan(
         prefill=prefill_nodes,

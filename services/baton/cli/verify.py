@@ -14,7 +14,7 @@ from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of
 from baton.cli.running import run_command
 from baton.cli.texts import topic_prompts
-from baton.cli.up import OWN, pass_through
+from baton.cli.up import OWN, fetch_model, pass_through
 from baton.client import AsyncClient, Options
 from baton.config import NodeConfig, WorkerConfig
 
@@ -194,6 +194,7 @@ def verify(
       baton verify --against 127.0.0.1:50050
     """
     values = {name: value for name, value in values.items() if name not in OWN}
+    fetch_model(values)
     plan = DeploymentPlan(
         prefill=prefill_nodes, decode=decode_nodes, http_port=None, flags=pass_through(values), restart=False
     )
