@@ -102,6 +102,7 @@ class StepLoop(Generic[C]):
             step = core.plan(now)
             core.flush(0)
             launched = self._launch(step) if step is not None else None
+            read = pending is not None
             if pending is not None:
                 self._finish(*pending)
             pending = None
@@ -110,7 +111,8 @@ class StepLoop(Generic[C]):
                     pending = launched
                 else:
                     self._finish(*launched)
-            if step is None and not self._inbox:
+            # What has just been read may have freed what the next step lacked.
+            if step is None and not read and not self._inbox:
                 self._wake.wait(TICK_SECONDS)
 
     def _launch(self, step: Step) -> tuple[Step, Any] | None:
