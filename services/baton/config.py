@@ -54,7 +54,7 @@ class WorkerConfig(NodeConfig):
     page_size: int = 0
     """Tokens per page; 0: 16 on a CPU, 64 on a GPU."""
     kv_tokens: int = 0
-    """Size of the KV pool; 0: 65536 on a CPU, or what the memory left holds, if that is less."""
+    """Size of the KV pool; 0: 65536 on a CPU, or what fits into 1 GiB, if that is less, but one context at least."""
     max_rows: int = 64
     """Sequences in a batch at most."""
     token_budget: int = 512

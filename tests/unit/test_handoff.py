@@ -19,7 +19,7 @@ from baton.decode.outputs import Done, Failed, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.handoff.messages import Beat, CancelPrefill, ReleaseLease, StartPrefill, StartPull
+from baton.handoff.messages import Alive, Beat, CancelPrefill, ReleaseLease, StartPrefill, StartPull
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 
@@ -137,6 +137,12 @@ class World:
             side.heartbeat("d", self.now)
         node.flush()
 
+    def receive(self, node):
+        message = node.outbox.popleft()
+        self.core.handoffs.hear(node.address, self.now)
+        if not isinstance(message, Alive):
+            self.core.handoffs.receive(node.address, message, self.now)
+
     def pull(self, entry):
         """First call copies the bytes, second reads the generations: anything may happen in between."""
         effect, copied = entry
@@ -168,11 +174,7 @@ class World:
             if node.inbox:
                 choices.append(lambda node=node: self.deliver(node))
             if node.outbox:
-                choices.append(
-                    lambda node=node: self.core.handoffs.receive(
-                        node.address, node.outbox.popleft(), self.now
-                    )
-                )
+                choices.append(lambda node=node: self.receive(node))
         choices.extend(lambda entry=entry: self.pull(entry) for entry in self.pulls)
         self.rng.choice(choices)()
 
@@ -234,11 +236,57 @@ def test_only_missing_pages_are_pulled():
     assert world.terminal[2].stats.cached_tokens == 40
 
 
-def test_a_request_that_its_first_token_finishes_is_never_pulled():
-    world = World(random.Random(1))
-    request = world.start(1, range(5), max_tokens=1)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_request_that_its_first_token_finishes_is_never_pulled(seed):
+    world = World(random.Random(seed))
+    requests = [world.start(1, range(40), max_tokens=1), world.start(2, range(50, 70), max_tokens=1, n=2)]
+    world.run()
+    for request in requests:
+        world.check(request)
+        assert world.terminal[request.key.request].stats.pulled_pages == 0
+    assert world.core.handoffs._next_pull == 1, "a pull was begun"
+
+
+def test_a_prompt_that_waits_in_a_long_queue_is_not_given_up():
+    """Silence is the peer's, not the prompt's: its step thread answers heartbeats while others compute."""
+    world = World(random.Random(1), prefill_pages=(40,), silence=5.0)
+    node = world.nodes["p0"]
+    node.side._max_leased = -1  # nothing is admitted
+    request = world.start(1, range(30), candidates=("p0",))
+    for _ in range(400):
+        world.now += 0.1
+        world.turn()
+    assert world.core.handoffs.active == 1 and not world.core.entries[request.key].retries
+    node.side._max_leased = 40
     world.run()
     world.check(request)
+    assert world.terminal[1].stats.handoff_retries == 0
+
+
+def test_a_peer_that_says_nothing_is_given_up():
+    world = World(random.Random(1), silence=5.0)
+    request = world.start(1, range(30))
+    world.decode_step()
+    world.nodes["p0"].inbox.clear()
+    world.now += 6.0
+    world.run()
+    world.check(request)
+    assert world.terminal[1].stats.handoff_retries == 1 and world.terminal[1].stats.prefill_address == "p1"
+
+
+def test_a_prompt_that_waits_for_a_connection_holds_up_nobody():
+    world = World(random.Random(1), prefill_pages=(40, 40))
+    world.core.peers["p9"] = Peer(False, world.now)
+    waiting = world.start(1, range(30), candidates=("p9",))
+    other = world.start(2, range(30), candidates=("p0",))
+    while 2 not in world.terminal:
+        world.turn()
+        assert world.now < 1.9, "held up"
+    assert 1 not in world.terminal
+    world.core.cancel(waiting.key, world.now)
+    world.run()
+    world.check(other)
+    assert not world.core._routes
 
 
 def test_short_rest_is_prefilled_here():
@@ -246,7 +294,7 @@ def test_short_rest_is_prefilled_here():
     request = world.start(1, range(3))
     world.run()
     world.check(request)
-    assert world.terminal[1].stats.prefill_address == "" and world.core.counters.local_prefills == 1
+    assert world.terminal[1].stats.prefill_address == "" and world.core.scheduler.local_prompts == 1
 
 
 def test_no_prefill_node_connected_means_local():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -24,6 +25,8 @@ from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import DecodeEffect
 from baton.handoff.names import AttemptName
 
+REMEMBERED_TRIES = 16384
+"""Names whose tries are counted on. More than a prefill node remembers of one stream."""
 CONNECT_SECONDS = 2.0
 """How long a prompt waits for a prefill node whose connection is being made."""
 
@@ -47,12 +50,12 @@ class Entry:
     candidates: tuple[str, ...]
     tried: int = 0
     """Candidates given up so far."""
-    tries: int = 0
-    """Hand-offs begun so far; names the next."""
     address: str = ""
     """Where the prompt is computed; empty: here."""
-    local: bool = False
-    """Being prefilled here although there are prefill nodes."""
+    fallback: bool = False
+    """Its prompt is computed here because no prefill node could be had."""
+    retries: int = 0
+    """Hand-offs that failed."""
     pulled_pages: int = 0
     output_tokens: int = 0
     last_failure: str = ""
@@ -78,7 +81,6 @@ class DecodeCounters:
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
-    local_prefills: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class DecodeCore:
     _routes: dict[Sequence, str] = field(default_factory=dict)
     """Where sequences that are being admitted go."""
     _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
+    _tries: OrderedDict[tuple[int, int, int], int] = field(default_factory=OrderedDict)
     _now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -173,7 +176,8 @@ class DecodeCore:
         step = self.scheduler.plan()
         for leader in list(self.scheduler.handoffs):
             if leader not in self.handoffs:
-                self.handoffs.begin(leader, self._routes.pop(leader), now)
+                self.handoffs.begin(leader, self._routes[leader], now)
+        self._routes.clear()
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
@@ -220,9 +224,9 @@ class DecodeCore:
     def _route(self, leader: Sequence, uncached: int) -> Route:
         """In the caller's order: the first prefill node that is connected and not yet given up; else here."""
         entry = self._entry(leader)
-        entry.address, entry.local = "", False
+        entry.address, entry.fallback = "", False
         if not entry.candidates or uncached <= self.policy.local_prefill_tokens:
-            return self._local(entry)
+            return Route.LOCAL
         connecting = False
         for address in entry.candidates[entry.tried :]:
             peer = self.peers[address]
@@ -232,29 +236,34 @@ class DecodeCore:
             connecting = connecting or self._now - peer.since < CONNECT_SECONDS
         if connecting:
             return Route.DEFER
-        fallback = sum(len(e.request.prompt) for e in self.entries.values() if e.local and e is not entry)
-        if fallback and fallback + uncached > self.policy.fallback_tokens:
+        under_way = sum(s.missing for s in self.scheduler.prompts if self._entry(s).fallback)
+        if under_way and under_way + uncached > self.policy.fallback_tokens:
             text = entry.last_failure or "none is connected"
             message = f"no prefill node could take the prompt ({text}), and this node prefills no more itself"
             self._fail(entry, "RESOURCE_EXHAUSTED", "NO_PREFILL_NODE", message)
             return Route.DEFER
-        entry.local = True
-        return self._local(entry)
-
-    def _local(self, entry: Entry) -> Route:
-        self.counters.local_prefills += 1
+        entry.fallback = True
         return Route.LOCAL
 
     def _name(self, leader: Sequence, address: str) -> AttemptName:
+        """A request number is unique on its caller's stream only, and a caller may have several: tries are
+        counted over all of them, so that no two hand-offs ever have the same name."""
         entry = self._entry(leader)
-        entry.tries += 1
-        return AttemptName(entry.gateway, entry.key.request, entry.attempt, entry.tries - 1)
+        attempt = (entry.gateway, entry.key.request, entry.attempt)
+        number = self._tries.pop(attempt, 0)
+        while self.handoffs.knows(AttemptName(*attempt, number)):
+            number += 1
+        self._tries[attempt] = number + 1
+        while len(self._tries) > REMEMBERED_TRIES:
+            self._tries.popitem(last=False)
+        return AttemptName(*attempt, number)
 
     def _pulled(self, leader: Sequence, pages: int) -> None:
         self._entry(leader).pulled_pages += pages
 
     def _handoff_failed(self, leader: Sequence, address: str, reason: str, message: str) -> None:
         entry = self._entry(leader)
+        entry.retries += 1
         entry.last_failure = f"{address}: {reason}: {message}"
         entry.tried = max(entry.tried, entry.candidates.index(address) + 1)
 
@@ -273,7 +282,7 @@ class DecodeCore:
             transport=peer.transport if peer is not None and entry.pulled_pages else "",
             prefill_address=entry.address,
             retractions=entry.request.retractions,
-            handoff_retries=max(0, entry.tries - 1),
+            handoff_retries=entry.retries,
         )
 
     def _fail(self, entry: Entry, code: str, reason: str, message: str, field: str | None = None) -> None:

@@ -149,6 +149,9 @@ class _Peer:
         self.receiver = receiver
         self.incarnation = welcome.incarnation
         self.usable.set()
+        if welcome.lease_grace_ms:
+            grace = welcome.lease_grace_ms / 1000
+            self._node.steps.call(lambda core, now: core.handoffs.shorten_beat(grace))
         self._changed(Peer(up=True, since=time.monotonic(), transport=receiver.kind), "")
 
     def _received(self, response: prefill_pb2.PrefillResponse) -> None:
@@ -156,6 +159,7 @@ class _Peer:
         messages = list(events_from(response))
 
         def receive(core: Any, now: float) -> None:
+            core.handoffs.hear(address, now)
             for message in messages:
                 core.handoffs.receive(address, message, now)
 

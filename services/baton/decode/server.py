@@ -18,6 +18,7 @@ from baton.engine.request import Request
 from baton.handoff.messages import DecodeEffect
 from baton.rpc.errors import BatonError, abort, invalid, not_found, unavailable
 from baton.rpc.node import run_node
+from baton.rpc.streams import STREAM_ENDED, first_message
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
 from baton.worker.convert import check_start, sampling_from
 from baton.worker.node import WorkerNode
@@ -98,10 +99,13 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
     # --- the service ------------------------------------------------------------------------------------
 
     async def Generate(self, request_iterator: Any, context: Any) -> AsyncIterator[decode_pb2.StepEvents]:
-        first = await anext(aiter(request_iterator), None)
-        if first is None or first.WhichOneof("kind") != "hello" or not first.hello.incarnation:
-            text = "the first message on Decode.Generate must be `hello` with a non-zero incarnation"
-            await abort(context, invalid("hello.incarnation", text))
+        try:
+            first = await first_message(request_iterator, "Decode.Generate")
+            if first.WhichOneof("kind") != "hello" or not first.hello.incarnation:
+                text = "the first message on Decode.Generate must be `hello` with a non-zero incarnation"
+                raise invalid("hello.incarnation", text)
+        except BatonError as error:
+            await abort(context, error)
         caller = Caller(first.hello.incarnation)
         self._callers.add(caller)
         reader = self.tasks.spawn(self._read(request_iterator, caller), "decode reader")
@@ -126,6 +130,8 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         except BatonError as error:
             caller.error = error
             caller.outbox.close()
+        except STREAM_ENDED:
+            pass  # the writer's end of the call tells the core
 
     def _take(self, command: decode_pb2.GenerateCommand, caller: Caller) -> None:
         kind = command.WhichOneof("kind")
@@ -198,7 +204,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             load.finished = counters.finished
             load.failed = counters.failed
             load.cancelled = counters.cancelled
-            load.local_prefills = counters.local_prefills
+            load.local_prefills = core.scheduler.local_prompts
         return load
 
 

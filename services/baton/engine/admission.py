@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from baton.engine.request import Sequence
 from baton.kvcache import KvCache
 
+POLICIES = ("fcfs", "lpm", "priority")
+
 LPM_WINDOW = 64
 """Waiting sequences that longest-prefix-match looks at; beyond it, first come first served."""
 
@@ -25,8 +27,8 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: str, match_length: Callable[[Sequence], int]) -> None:
-        if policy not in ("fcfs", "lpm", "priority"):
-            raise ValueError(f"unknown scheduling policy {policy!r}; choose fcfs, lpm or priority")
+        if policy not in POLICIES:
+            raise ValueError(f"unknown scheduling policy {policy!r}; choose {', '.join(POLICIES)}")
         self._policy = policy
         self._match_length = match_length
         self._items: list[Sequence] = []

@@ -89,6 +89,8 @@ class Scheduler:
         self.step_number = 0
         self.retractions = 0
         self.computed_tokens = 0
+        self.local_prompts = 0
+        """Prompts whose computation here has begun."""
         self._route = route
         self.abandon = abandon
         self._may_admit = may_admit
@@ -144,11 +146,12 @@ class Scheduler:
         for sequence in self.waiting.in_order():
             if not self._may_admit(sequence.request):
                 continue
-            if not self._try_admit(sequence):
-                # Nobody overtakes: small requests must not starve a large one.
+            if sequence.phase is Phase.WAITING and not self._try_admit(sequence):
+                # Nobody overtakes for want of room: small requests must not starve a large one.
                 break
 
     def _try_admit(self, leader: Sequence) -> bool:
+        """False: there is no room for it now. True: admitted, or not to be admitted for another reason."""
         request, config, size = leader.request, self.config, self.cache.page_size
         followers = [] if request.forked else request.sequences[1:]
         if self.slots.free < 1 + len(followers):
@@ -159,7 +162,7 @@ class Scheduler:
         uncached = known - self.cache.match_length(leader.tokens, request.namespace, limit)
         route = self._route(leader, uncached)
         if route is Route.DEFER or leader.phase is not Phase.WAITING:
-            return False
+            return True
         margin = 0 if config.prompt_only else min(config.output_margin, request.params.max_tokens)
         need = self.pages(known + margin) + len(followers) * (
             0 if config.prompt_only else 1 + self.pages(margin)
@@ -176,6 +179,7 @@ class Scheduler:
             leader.computed = leader.retired = len(holding.pages) * size
             if request.cached_tokens is None:
                 request.cached_tokens = leader.computed
+                self.local_prompts += 1
         elif self.reservations.headroom - floor < need:
             return False
         self.waiting.remove(leader)

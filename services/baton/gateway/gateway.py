@@ -158,6 +158,13 @@ class Gateway:
         """Refuses a decode node that is none, or that serves another model than the others."""
         if info.role != "decode" or not info.HasField("model"):
             raise failed_precondition(f"{info.address} is no decode node but {info.role or 'unknown'}")
+        tokenizer = self.tokenizer.info
+        if tokenizer is not None and tokenizer.model.vocab_size != info.model.vocab_size:
+            raise failed_precondition(
+                f"decode node {info.address} has a vocabulary of {info.model.vocab_size} tokens, the tokenizer "
+                f"one of {tokenizer.model.vocab_size}: start all with the same model",
+                "MODEL_MISMATCH",
+            )
         model = self._model()
         if model is not None and model.fingerprint != info.model.fingerprint:
             raise failed_precondition(

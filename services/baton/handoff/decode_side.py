@@ -101,6 +101,9 @@ class DecodeSide:
         self._ended = RecentNames()
         self._next_pull = 1
         self._next_beat = 0.0
+        self._beat = HEARTBEAT_SECONDS
+        self._heard: dict[str, float] = {}
+        """When each peer's step thread last said anything."""
 
     @property
     def active(self) -> int:
@@ -112,6 +115,10 @@ class DecodeSide:
 
     def __contains__(self, leader: Sequence) -> bool:
         return leader in self._by_leader
+
+    def knows(self, name: AttemptName) -> bool:
+        """Whether a hand-off under way has this name."""
+        return name in self._by_name
 
     def begin(self, leader: Sequence, address: str, now: float) -> None:
         """Asks the node at `address` for the prompt of an admitted sequence."""
@@ -161,6 +168,7 @@ class DecodeSide:
             )
 
     def peer_down(self, address: str, reason: str) -> None:
+        self._heard.pop(address, None)
         for handoff in [h for h in self._by_leader.values() if h.address == address]:
             self._lose(handoff, "PEER_LOST", reason, tell=False)
 
@@ -197,7 +205,7 @@ class DecodeSide:
         if handoff.here is None and handoff.pages:
             handoff.here = scheduler.adopt_cached(leader, len(self._prefix(handoff)))
         here = handoff.here or 0
-        if here < len(handoff.pages):
+        if here < len(handoff.pages) and (handoff.first or not self._one_token(leader)):
             if not scheduler.extend(leader, len(handoff.pages)):
                 # Reserved pages are always there; this is a prompt larger than was admitted.
                 self._lose(handoff, "NO_PAGES", "no pages left to pull into")
@@ -212,6 +220,11 @@ class DecodeSide:
             self.effects.append(StartPull(handoff.address, number, pairs))
         elif handoff.announced_all and handoff.first and not handoff.released:
             self._confirm(handoff)
+
+    @staticmethod
+    def _one_token(leader: Sequence) -> bool:
+        """Whether the first token is bound to be the last: then its pages are of no use here."""
+        return leader.num_output + 1 >= leader.request.params.max_tokens
 
     def _prefix(self, handoff: Handoff) -> list[int]:
         """The tokens whose KV the announced pages hold: all but the first tokens sampled there."""
@@ -279,12 +292,20 @@ class DecodeSide:
         del self._by_name[handoff.name]
         self._ended.add(handoff.name)
 
+    def hear(self, address: str, now: float) -> None:
+        """The peer's step thread has said something, if only that it heard a heartbeat."""
+        self._heard[address] = now
+
+    def shorten_beat(self, grace: float) -> None:
+        """A peer's leases end `grace` seconds after a heartbeat: they are to come much more often."""
+        self._beat = min(self._beat, grace / 4)
+
     def tick(self, now: float) -> None:
         for handoff in list(self._by_leader.values()):
-            if now - handoff.heard > self._silence:
+            if now - max(handoff.heard, self._heard.get(handoff.address, 0.0)) > self._silence:
                 self._lose(handoff, "SILENT", f"nothing heard for {self._silence:g} s")
         if now >= self._next_beat:
-            self._next_beat = now + HEARTBEAT_SECONDS
+            self._next_beat = now + self._beat
             self.effects.extend(
                 Beat(address) for address in sorted({h.address for h in self._by_leader.values()})
             )

@@ -96,4 +96,10 @@ class PrefillFailed:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The step thread has heard a heartbeat. Belongs to no attempt."""
+
+
 PrefillOutput = ChunkAnnounced | FirstSampled | LeaseFinished | PrefillFailed
+"""What an attempt's holder is told."""

@@ -19,7 +19,14 @@ from baton.engine.batch import Step
 from baton.engine.plan import Logprobs, StepResult
 from baton.engine.request import ChunkEvent, FailedEvent, Phase, PromptEvent, Refused, Request, TokenEvent
 from baton.engine.scheduler import Scheduler
-from baton.handoff.messages import ChunkAnnounced, FirstSampled, LeaseFinished, PrefillFailed, PrefillOutput
+from baton.handoff.messages import (
+    Alive,
+    ChunkAnnounced,
+    FirstSampled,
+    LeaseFinished,
+    PrefillFailed,
+    PrefillOutput,
+)
 from baton.handoff.names import AttemptName, RecentNames
 
 REVOKE_AFTER_SECONDS = 2.0
@@ -58,7 +65,7 @@ class PrefillSide:
 
     def __init__(self, scheduler: Scheduler, *, lease_grace: float, max_leased_pages: int) -> None:
         self.scheduler = scheduler
-        self.outputs: list[tuple[Hashable, PrefillOutput]] = []
+        self.outputs: list[tuple[Hashable, PrefillOutput | Alive]] = []
         self.counters = PrefillCounters()
         self._grace = lease_grace
         self._max_leased = max_leased_pages
@@ -83,12 +90,19 @@ class PrefillSide:
     def heartbeat(self, holder: Hashable, now: float) -> None:
         if holder in self._heard:
             self._heard[holder] = now
+            self.outputs.append((holder, Alive()))
 
     def start(
         self, holder: Hashable, name: AttemptName, request: Request, keep_pages: bool, now: float
     ) -> None:
-        """Raises nothing; a name in use must have been refused by the caller (`knows`)."""
+        """Raises nothing. A name in use is refused: it is another holder's, for the shell lets no holder use
+        a name twice."""
         self._heard[holder] = now
+        if name in self._attempts:
+            self.counters.failed += 1
+            text = f"attempt {name} was started by another caller and is still running"
+            self.outputs.append((holder, PrefillFailed(name, "INVALID_ARGUMENT", "DUPLICATE_ATTEMPT", text)))
+            return
         attempt = Attempt(name, holder, request, keep_pages)
         try:
             self.scheduler.submit(request)
@@ -100,9 +114,6 @@ class PrefillSide:
             return
         self._attempts[name] = attempt
         self.counters.prompt_tokens += len(request.prompt)
-
-    def knows(self, name: AttemptName) -> bool:
-        return name in self._attempts
 
     def cancel(self, holder: Hashable, name: AttemptName, now: float) -> None:
         attempt = self._owned(holder, name)

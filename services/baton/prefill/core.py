@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
 from baton.engine.scheduler import Scheduler
-from baton.handoff.messages import PrefillOutput
+from baton.handoff.messages import Alive, PrefillOutput
 from baton.handoff.prefill_side import PrefillSide
 
-Flush = Callable[[int, list[tuple[Hashable, PrefillOutput]]], None]
+Flush = Callable[[int, list[tuple[Hashable, PrefillOutput | Alive]]], None]
 
 
 @dataclass(slots=True, eq=False)

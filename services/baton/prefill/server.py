@@ -11,7 +11,14 @@ import grpc.aio
 
 from baton.config import PrefillConfig
 from baton.engine.request import Request
-from baton.handoff.messages import ChunkAnnounced, FirstSampled, LeaseFinished, PrefillFailed, PrefillOutput
+from baton.handoff.messages import (
+    Alive,
+    ChunkAnnounced,
+    FirstSampled,
+    LeaseFinished,
+    PrefillFailed,
+    PrefillOutput,
+)
 from baton.handoff.names import RecentNames
 from baton.handoff.prefill_side import PrefillSide
 from baton.prefill.core import PrefillCore
@@ -19,6 +26,7 @@ from baton.rpc.errors import BatonError, abort, failed_precondition, invalid, to
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
 from baton.rpc.outbox import Outbox
+from baton.rpc.streams import STREAM_ENDED, first_message
 from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.convert import (
     check_start,
@@ -57,13 +65,15 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         )
         return PrefillCore(side, self._flush, self.observe)
 
-    def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput]]) -> None:
+    def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
         self.loop.call_soon_threadsafe(self._deliver, outputs)
 
-    def _deliver(self, outputs: list[tuple[Hashable, PrefillOutput]]) -> None:
+    def _deliver(self, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
         batches: dict[Hashable, list[prefill_pb2.PrefillEvent]] = {}
         for holder, output in outputs:
-            batches.setdefault(holder, []).append(_event(output))
+            events = batches.setdefault(holder, [])
+            if not isinstance(output, Alive):
+                events.append(_event(output))
         for holder, events in batches.items():
             assert isinstance(holder, _Caller)
             holder.outbox.put(prefill_pb2.PrefillResponse(events=events))
@@ -72,9 +82,10 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
 
     async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         try:
-            first = await anext(aiter(request_iterator), None)
-            if first is None or first.WhichOneof("kind") != "hello":
-                raise invalid("hello", "the first message on Prefill.Run must be `hello`")
+            first = await first_message(request_iterator, "Prefill.Run")
+            if first.WhichOneof("kind") != "hello" or not first.hello.incarnation:
+                text = "the first message on Prefill.Run must be `hello` with a non-zero incarnation"
+                raise invalid("hello.incarnation", text)
             if first.hello.HasField("layout") and first.hello.layout != self.layout:
                 raise failed_precondition(
                     "the caller's pages are laid out differently: same model, weights, dtype and page size "
@@ -108,6 +119,8 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         except BatonError as error:
             caller.error = error
             caller.outbox.close()
+        except STREAM_ENDED:
+            pass  # the writer's end of the call tells the core
 
     def _when_idle(self, core: PrefillCore, caller: _Caller) -> None:
         def close() -> None:

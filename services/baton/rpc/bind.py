@@ -41,6 +41,8 @@ def bind_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[str
 
 def bind_problem(host: str, port: int, flag: str = "--port") -> BatonError | None:
     """Why host:port cannot be bound now, or None; gRPC itself does not tell. `flag` sets the port."""
+    if not 0 <= port <= 65535:
+        return _cannot(host, port, "there is no such port", f"choose one up to 65535 with {flag}")
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

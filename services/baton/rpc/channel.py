@@ -38,7 +38,7 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         # Without this two servers could share a port, and "port taken" would go unnoticed.
         ("grpc.so_reuseport", 0),
         # Clients may ping as often as client_options says, and no oftener than twice that.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500)),
+        ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500)),
         # A server that was stalled reads the pings of that time all at once: no reason to close connections.
         ("grpc.http2.max_ping_strikes", 0),
     ]

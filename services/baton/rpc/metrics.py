@@ -14,7 +14,7 @@ COUNTERS = {
     "steps": "Steps of the engine.",
     "prompt_tokens": "Prompt tokens of admitted requests.",
     "cached_tokens": "Prompt tokens that needed no computing.",
-    "computed_tokens": "Prompt tokens computed here.",
+    "computed_tokens": "Tokens computed here: of prompts, and one for each decode row of a step.",
     "output_tokens": "Tokens sampled.",
     "pulled_pages": "KV pages pulled.",
     "pulled_bytes": "Bytes of KV pages pulled.",

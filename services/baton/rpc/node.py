@@ -79,7 +79,11 @@ async def run_node(
     A second signal during the drain stops at once.
     """
     if not logs.is_configured():
-        logs.configure(node.role, config.log_level, config.log_json)
+        try:
+            logs.configure(node.role, config.log_level, config.log_json)
+        except ValueError as error:
+            print(f"baton {node.role}: --log-level: {error}", file=sys.stderr, flush=True)
+            return 2
     shell = _Shell(node, config, serve_metrics_http, registry or CollectorRegistry(auto_describe=False))
     stopping = stop or asyncio.Event()
     hurry = asyncio.Event()

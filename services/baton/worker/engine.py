@@ -15,8 +15,10 @@ from baton.attention.registry import NoBackend
 from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
+from baton.engine.admission import POLICIES
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.eviction import make_policy
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.models.config import ModelError
 from baton.models.decoder import Model
@@ -65,8 +67,9 @@ class Engine:
             return self.segment.pages
         return memoryview(self.pool.raw.numpy()).cast("B")  # type: ignore[arg-type]
 
-    def endpoints(self, address: str) -> list[common_pb2.Endpoint]:
-        return offered(self.segment, self.pool.layout.page_bytes, self.pool.num_pages, self.kinds, address)
+    def endpoints(self) -> list[common_pb2.Endpoint]:
+        """Page bytes are served where Prefill is: at whatever address a receiver has reached this node by."""
+        return offered(self.segment, self.pool.layout.page_bytes, self.pool.num_pages, self.kinds)
 
     async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Opened:
         return open_receiver(endpoints, self.pages_view(), self.pool.layout.page_bytes, self.kinds, address)
@@ -87,6 +90,7 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
 
 
 def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
+    _check(config)
     device = _device(config.device)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
@@ -179,6 +183,20 @@ def _progress_log() -> Callable[[int, int], None]:
             _log.info("loading weights", percent=round(100 * done / max(1, total)), mib=round(done / 2**20))
 
     return report
+
+
+def _check(config: WorkerConfig) -> None:
+    """What would otherwise fail only after the model has been loaded. Raises BatonError."""
+    if config.policy not in POLICIES:
+        raise invalid("policy", f"--policy {config.policy!r} is not known; use {', '.join(POLICIES)}")
+    try:
+        make_policy(config.eviction)
+    except ValueError as error:
+        raise invalid("eviction", f"--eviction: {error}") from error
+    if config.max_rows < 1 or config.token_budget < config.max_rows:
+        rows = f"--max-rows ({config.max_rows})"
+        text = f"--token-budget ({config.token_budget}) must be at least {rows}, and that 1"
+        raise invalid("token_budget", text)
 
 
 def _device(name: str) -> torch.device:

@@ -148,7 +148,7 @@ class WorkerNode(Generic[C]):
         return self.engine.layout
 
     def endpoints(self) -> list[common_pb2.Endpoint]:
-        return self.engine.endpoints(self._address)
+        return self.engine.endpoints()
 
     async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Receiver:
         opened = await self.engine.open_receiver(endpoints, address)
