@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from baton.attention.base import AttentionBackend, AttentionRow
-from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, StepPlan, StepResult
+from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
+from baton.engine.results import row_results
 from baton.engine.sampler import Sampler, Samples, TokenLogprobs, token_logprobs
 from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
@@ -152,21 +153,4 @@ class ModelRunner:
         logprobs: dict[int, Logprobs] = {}
         if samples is not None and samples.logprobs is not None:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
-        results: list[RowResult] = []
-        first = 0
-        for i, row in enumerate(flight.rows):
-            last = first + len(row.sample)
-            prompt = tuple(
-                entry
-                for part in flight.prompts.get(i, ())
-                for entry in part.read([row.prompt_top] * len(part.tokens))
-            )
-            sampled = tuple(
-                Sampled(slot, tokens[j], logprobs.get(j)) for j, slot in enumerate(row.sample, start=first)
-            )
-            error = None
-            if not all(finite[first:last]):
-                error = "the model's logits are not finite: its weights or its KV are damaged"
-            results.append(RowResult(sampled, prompt, error))
-            first = last
-        return StepResult(flight.number, tuple(results))
+        return StepResult(flight.number, row_results(flight.rows, tokens, finite, logprobs, flight.prompts))

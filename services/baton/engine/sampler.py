@@ -19,6 +19,7 @@ from baton.engine.plan import Logprobs, SlotInit
 from baton.engine.random import row_keys
 from baton.engine.sampler_ops import draw, penalize, thresholds
 from baton.engine.sampler_state import SlotStates
+from baton.engine.upload import to_device
 
 Slots = npt.NDArray[np.int64]
 
@@ -77,6 +78,17 @@ class Sampler:
 
     def init(self, init: SlotInit) -> None:
         self._states.init(init)
+
+    def simple(
+        self, slots: Slots, positions: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None:
+        """Temperatures (0: greedy) and generator states [slots] if these are all that the slots' sampling
+        depends on, for the caller to sample by; None, and nothing changed, if it takes more."""
+        states = self._states
+        if not states.simple[slots].all() or (states.output_length[slots] < states.min_tokens[slots]).any():
+            return None
+        states.output_length[slots] += 1
+        return states.temperature[slots], row_keys(states.seed[slots], positions.astype(np.uint64))
 
     def sample(self, logits: torch.Tensor, slots: Slots, positions: npt.NDArray[np.int64]) -> Samples:
         """Chooses a token for each slot.
@@ -145,10 +157,10 @@ class Sampler:
             logits.index_copy_(0, rows, part)
         for row in biased.tolist():
             ids, values = states.bias[slots[row]]
-            at = torch.tensor(ids, device=self._device)
-            logits[row, at] += torch.tensor(values, dtype=torch.float32, device=self._device)
+            at = self._to_device(np.array(ids))
+            logits[row, at] += self._to_device(np.array(values, np.float32))
         for row in waiting.nonzero()[0].tolist():
-            logits[row, torch.tensor(states.stop_tokens[slots[row]], device=self._device)] = -torch.inf
+            logits[row].index_fill_(0, self._to_device(np.array(states.stop_tokens[slots[row]])), -torch.inf)
         return logits
 
     def _draw(self, logits: torch.Tensor, slots: Slots, positions: Slots) -> torch.Tensor:
@@ -174,4 +186,4 @@ class Sampler:
         return draw(logits, floor, keys, sparse=self._device.type == "cpu")
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        return to_device(array, self._device)

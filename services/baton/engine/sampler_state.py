@@ -7,6 +7,7 @@ import torch
 
 from baton.engine.plan import SlotInit
 from baton.engine.sampling import SamplingParams
+from baton.engine.upload import to_device
 
 
 class SlotStates:
@@ -36,6 +37,8 @@ class SlotStates:
         """-1: none wanted."""
         self.plain = np.ones(max_slots, np.bool_)
         """Greedy, and nothing else asked for (but min_tokens, perhaps)."""
+        self.simple = np.ones(max_slots, np.bool_)
+        """A temperature, and nothing else asked for (but min_tokens, perhaps)."""
         self.stop_tokens: list[list[int]] = [[]] * max_slots
         self.bias: list[tuple[list[int], list[float]]] = [([], [])] * max_slots
         self.counts: torch.Tensor | None = None
@@ -61,9 +64,10 @@ class SlotStates:
         self.biased[slot] = bool(params.logit_bias)
         self.bias[slot] = (list(params.logit_bias.keys()), list(params.logit_bias.values()))
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
-        self.plain[slot] = (
-            params.greedy and not params.penalized and not params.logit_bias and params.logprobs is None
-        )
+        unmodified = not params.penalized and not params.logit_bias and params.logprobs is None
+        self.plain[slot] = params.greedy and unmodified
+        unrestricted = params.top_k == 0 and params.top_p >= 1.0 and params.min_p == 0.0
+        self.simple[slot] = unmodified and (params.greedy or unrestricted)
         if params.penalized:
             self._count(init)
 
@@ -74,16 +78,16 @@ class SlotStates:
             self.prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
         counts, prompt = self.counts[init.slot].zero_(), self.prompt[init.slot].zero_()
         if init.output:
-            tokens = torch.tensor(init.output, device=self._device)
+            tokens = to_device(np.array(init.output), self._device)
             counts.index_add_(0, tokens, torch.ones(len(init.output), device=self._device))
         if init.prompt:
-            prompt[torch.tensor(init.prompt, device=self._device)] = True
+            prompt.index_fill_(0, to_device(np.array(init.prompt), self._device), True)
 
     def advance(self, slots: np.ndarray[tuple[int], np.dtype[np.int64]], tokens: torch.Tensor) -> None:
         """One more token [slots] was sampled for each slot; no slot occurs twice."""
         self.output_length[slots] += 1
         wanted = self.penalized[slots].nonzero()[0]
         if self.counts is not None and wanted.size:
-            rows = torch.from_numpy(slots[wanted]).to(self._device)
-            tokens = tokens[torch.from_numpy(wanted).to(self._device)]
+            rows = to_device(slots[wanted], self._device)
+            tokens = tokens[to_device(wanted, self._device)]
             self.counts.index_put_((rows, tokens), torch.ones((), device=self._device), accumulate=True)

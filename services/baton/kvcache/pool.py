@@ -32,7 +32,8 @@ class KvPool:
     """`num_pages` pages in one allocation: [page, layer, key or value, token, head, dim].
 
     On a CPU the pool can lie in `storage`, a writable buffer of at least num_pages * page_bytes bytes (a
-    shared mapping, say), which must outlive it. Contents are undefined until written. Raises ValueError for a
+    shared mapping, say), which must outlive it. `spare` pages more follow the last one: nobody owns them, and
+    rows that pad a batch are written there. Contents are undefined until written. Raises ValueError for a
     buffer that is too small, and for one on a device other than the CPU.
     """
 
@@ -42,11 +43,14 @@ class KvPool:
         num_pages: int,
         device: torch.device | str = "cpu",
         storage: memoryview | None = None,
+        spare: int = 0,
     ) -> None:
         self.layout = layout
         self.num_pages = num_pages
+        self.spare = spare
         self.device = torch.device(device)
-        size = num_pages * layout.page_bytes
+        total = num_pages + spare
+        size = total * layout.page_bytes
         if storage is None:
             raw = torch.empty(size, dtype=torch.uint8, device=self.device)
         else:
@@ -55,16 +59,16 @@ class KvPool:
             if storage.nbytes < size:
                 raise ValueError(f"the buffer has {storage.nbytes} bytes, {num_pages} pages need {size}")
             raw = torch.frombuffer(storage, dtype=torch.uint8, count=size)
-        self.raw = raw.view(num_pages, layout.page_bytes)
-        """uint8 [num_pages, page_bytes]."""
+        self.raw = raw.view(total, layout.page_bytes)
+        """uint8 [num_pages + spare, page_bytes]."""
         self.pages = raw.view(layout.dtype).view(
-            num_pages, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim
+            total, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim
         )
         self.tokens = self.pages.view(-1, layout.num_kv_heads, layout.head_dim)
         """[num_pages * num_layers * 2 * page_size, num_kv_heads, head_dim]: one entry per token, layer and
         kind. The key of `page`, `layer`, `offset` is entry ((page * num_layers + layer) * 2) * page_size +
         offset; its value follows page_size entries later."""
-        self.halves = self.pages.view(num_pages * layout.num_layers * 2, -1)
+        self.halves = self.pages.view(total * layout.num_layers * 2, -1)
         """[num_pages * num_layers * 2, page_size * num_kv_heads * head_dim]: a page's keys in a layer are
         entry (page * num_layers + layer) * 2, its values the next."""
 
