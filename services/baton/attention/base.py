@@ -31,8 +31,10 @@ class AttentionBackend(Protocol):
     name: str
 
     @staticmethod
-    def available(device: torch.device) -> str | None:
-        """None if it works here, else the reason why not."""
+    def available(
+        device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
+    ) -> str | None:
+        """None if it works here, with keys of this dtype and heads of this size if given; else why not."""
         ...
 
     def __init__(self, pool: KvPool, num_heads: int) -> None: ...

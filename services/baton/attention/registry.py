@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from baton.attention.base import AttentionBackend
+from baton.attention.fa3 import Fa3Attention
 from baton.attention.torch_sdpa import TorchAttention
 
-BACKENDS: dict[str, type[AttentionBackend]] = {"torch": TorchAttention}
+BACKENDS: dict[str, type[AttentionBackend]] = {"fa3": Fa3Attention, "torch": TorchAttention}
 
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("torch",)}
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("fa3", "torch")}
 """By device type, best first."""
 
 
@@ -17,15 +18,17 @@ class NoBackend(Exception):
     """No such backend, or it does not work here; the message says which do."""
 
 
-def resolve(name: str, device: torch.device) -> tuple[type[AttentionBackend], str]:
+def resolve(
+    name: str, device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
+) -> tuple[type[AttentionBackend], str]:
     """The backend called `name`, or for "auto" the best that works on `device`, and why it was chosen.
 
-    Raises NoBackend.
+    `dtype` and `head_dim` None: whatever they will be. Raises NoBackend.
     """
     if name == "auto":
         reasons: list[str] = []
         for candidate in _PREFERENCE.get(device.type, ("torch",)):
-            problem = BACKENDS[candidate].available(device)
+            problem = BACKENDS[candidate].available(device, dtype, head_dim)
             if problem is None:
                 rest = f" ({'; '.join(reasons)})" if reasons else ""
                 return BACKENDS[candidate], f"{candidate}: the best that works on {device.type}{rest}"
@@ -35,7 +38,7 @@ def resolve(name: str, device: torch.device) -> tuple[type[AttentionBackend], st
         raise NoBackend(
             f"attention backend {name!r} is not known; known are auto, {', '.join(sorted(BACKENDS))}"
         )
-    problem = BACKENDS[name].available(device)
+    problem = BACKENDS[name].available(device, dtype, head_dim)
     if problem is not None:
         raise NoBackend(f"attention backend {name!r} does not work on {device}: {problem}")
     return BACKENDS[name], f"{name}: asked for"

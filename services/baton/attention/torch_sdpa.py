@@ -54,7 +54,9 @@ class TorchAttention:
     name = "torch"
 
     @staticmethod
-    def available(device: torch.device) -> str | None:
+    def available(
+        device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
+    ) -> str | None:
         return None
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:

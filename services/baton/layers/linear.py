@@ -39,6 +39,11 @@ class Linear:
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes y of a layer without bias into `out` [rows, out]; not on a CPU."""
+        assert self.weight is not None and self.bias is None
+        torch.mm(x, self.weight.t(), out=out)
+
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, [rows, out]; `residual` may be overwritten."""
         if self._packed is not None:

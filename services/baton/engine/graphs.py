@@ -1,0 +1,148 @@
+"""CUDA graphs of pure decode steps: one per batch size, over static buffers."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Progress = Callable[[int, int], None]
+"""Called with (graphs captured, graphs in all)."""
+
+Work = Callable[["Inputs"], None]
+"""Part of a decode step over the inputs' rows: up to their logits, or from these to their result."""
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, ... up to `most`, which is always one of them."""
+    sizes = [size for size in (1, 2, 4, *range(8, most, 8)) if size < most]
+    return (*sizes, most)
+
+
+@dataclass(slots=True)
+class Inputs:
+    """Of the first rows of a step; views of the static buffers."""
+
+    keys: torch.Tensor
+    """int64: generator states."""
+    slots: torch.Tensor
+    """int32"""
+    positions: torch.Tensor
+    """int32: of the rows' input tokens."""
+    temperatures: torch.Tensor
+    """float32"""
+    logits: torch.Tensor
+    """[rows, vocab]"""
+    result: torch.Tensor
+    """int32 [rows, 2]: the token, and the bits of the largest logit."""
+
+
+@dataclass(slots=True)
+class _Graph:
+    forward: torch.cuda.CUDAGraph
+    choose: torch.cuda.CUDAGraph
+
+
+class DecodeGraphs:
+    """Captured largest first in one memory pool; a batch is padded to the next size.
+
+    Padding rows have the slot after the last, whose page table names a spare page.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, ...],
+        num_slots: int,
+        logits: torch.Tensor,
+        forward: Work,
+        choose: Work,
+        progress: Progress | None = None,
+    ) -> None:
+        """`logits`: a buffer [rows, vocab] for the largest size."""
+        self._sizes = tuple(sorted(sizes))
+        self._rows = self._sizes[-1] + self._sizes[-1] % 2
+        self._padding_slot = num_slots
+        self._logits = logits
+        self._device = device = logits.device
+        self._static = self._host(0)[0].to(device)
+        self._result = torch.zeros(self._rows, 2, dtype=torch.int32, device=device)
+        self._graphs: dict[int, _Graph] = {}
+        report = progress or (lambda done, total: None)
+        started = time.monotonic()
+        free = torch.cuda.mem_get_info(device)[0]
+        pool = torch.cuda.graph_pool_handle()
+        for done, size in enumerate(reversed(self._sizes)):
+            report(done, len(self._sizes))
+            self._graphs[size] = self._capture(size, pool, forward, choose)
+        torch.cuda.synchronize(device)
+        report(len(self._sizes), len(self._sizes))
+        self.seconds = time.monotonic() - started
+        self.bytes = free - torch.cuda.mem_get_info(device)[0]
+        """Device memory that the graphs took, and what torch reserved to warm up for them."""
+
+    @property
+    def largest(self) -> int:
+        return self._sizes[-1]
+
+    def run(
+        self,
+        slots: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        sampling: tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None,
+    ) -> Inputs:
+        """Enqueues a step for these slots, whose last tokens are at `positions`; `sampling`: temperatures and
+        generator states, None: the caller samples from the logits. Returns the rows' buffers."""
+        count = len(slots)
+        host, lanes = self._host(count)
+        lanes[2, :count] = slots
+        lanes[3, :count] = positions
+        if sampling is not None:
+            lanes[:2].reshape(-1).view(np.int64)[:count] = sampling[1]
+            lanes[4].view(np.float32)[:count] = sampling[0]
+        self._static.copy_(host, non_blocking=True)
+        graph = self._graphs[self._sizes[bisect.bisect_left(self._sizes, count)]]
+        graph.forward.replay()
+        if sampling is not None:
+            graph.choose.replay()
+        return self._inputs(count)
+
+    def _host(self, rows: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
+        """A host image of the static inputs, int32 [5, rows]: keys (two lanes), slots, positions,
+        temperatures; `rows` of it are going to be filled."""
+        host = torch.zeros(5, self._rows, dtype=torch.int32, pin_memory=True)
+        lanes = host.numpy()
+        lanes[2, rows:] = self._padding_slot
+        return host, lanes
+
+    def _inputs(self, size: int) -> Inputs:
+        static = self._static
+        keys = static[:2].view(-1).view(torch.int64)
+        return Inputs(
+            keys[:size],
+            static[2, :size],
+            static[3, :size],
+            static[4].view(torch.float32)[:size],
+            self._logits[:size],
+            self._result[:size],
+        )
+
+    def _capture(self, size: int, pool: Any, forward: Work, choose: Work) -> _Graph:
+        inputs = self._inputs(size)
+        # Libraries allocate and kernels compile at their first use, which a capture does not allow.
+        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            forward(inputs)
+            choose(inputs)
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = _Graph(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+        for work, part in ((forward, graph.forward), (choose, graph.choose)):
+            with torch.cuda.graph(part, pool=pool, stream=side):
+                work(inputs)
+        return graph

@@ -1,0 +1,110 @@
+"""Triton: head norms, rotation and the write of keys and values into the pool, in one launch a layer.
+
+Needs a GPU: import it where one is in use.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_HEAD_BLOCK = 8
+
+
+@triton.jit
+def _write_qkv(
+    qkv,
+    weight,
+    rope,
+    positions,
+    slots,
+    tables,
+    cache,
+    table_stride,
+    page_stride,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    half: tl.constexpr = DIM // 2
+    token = tl.program_id(0)
+    heads = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
+    columns = tl.arange(0, HALF_BLOCK)
+    inside = columns < half
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token).to(tl.int64)
+    page = tl.load(tables + slot * table_stride + position // PAGE).to(tl.int64)
+    mask = (heads < HEADS + 2 * KV_HEADS)[:, None] & inside[None, :]
+    row = qkv + token.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * DIM)
+    at = heads[:, None] * DIM + columns[None, :]
+    low = tl.load(row + at, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(row + at + half, mask=mask, other=0.0).to(tl.float32)
+    # Queries and keys are normalized and rotated, values are only moved.
+    turned = (heads < HEADS + KV_HEADS)[:, None]
+    x, y = low, high
+    if NORM:
+        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+        x = low * scale * tl.load(weight + at, mask=mask & turned, other=0.0).to(tl.float32)
+        y = high * scale * tl.load(weight + at + half, mask=mask & turned, other=0.0).to(tl.float32)
+    angle = rope + position.to(tl.int64) * DIM + columns
+    cos = tl.load(angle, mask=inside, other=0.0)[None, :]
+    sin = tl.load(angle + half, mask=inside, other=0.0)[None, :]
+    low = tl.where(turned, x * cos - y * sin, low)
+    high = tl.where(turned, y * cos + x * sin, high)
+    query = (heads < HEADS)[:, None]
+    tl.store(row + at, low, mask=mask & query)
+    tl.store(row + at + half, high, mask=mask & query)
+    kv = heads - HEADS
+    value = (kv >= KV_HEADS).to(tl.int32)
+    offset = (value * PAGE + position % PAGE) * (KV_HEADS * DIM) + (kv - value * KV_HEADS) * DIM
+    target = cache + page * page_stride + offset[:, None] + columns[None, :]
+    tl.store(target, low, mask=mask & (query == 0))
+    tl.store(target + half, high, mask=mask & (query == 0))
+
+
+def write_qkv(
+    qkv: torch.Tensor,
+    weight: torch.Tensor | None,
+    rope: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    cache: torch.Tensor,
+    num_heads: int,
+    eps: float,
+) -> None:
+    """Normalizes (where there is a weight) and rotates queries in place; keys too, into the pool, as values.
+
+    qkv: [tokens, (heads + 2 kv heads) * head_dim], contiguous; weight: [heads + kv heads, head_dim];
+    rope: float32 [positions, head_dim], cosines and then sines; positions, slots: int32 [tokens];
+    tables: int32 [slots, pages]; cache: a layer's pages, [pages, 2, page_size, kv heads, head_dim], each page
+    contiguous. Computes in float32 and rounds once.
+    """
+    _, _, page_size, kv_heads, dim = cache.shape
+    blocks = triton.cdiv(num_heads + 2 * kv_heads, _HEAD_BLOCK)
+    _write_qkv[(qkv.shape[0], blocks)](
+        qkv,
+        rope if weight is None else weight,
+        rope,
+        positions,
+        slots,
+        tables,
+        cache,
+        tables.stride(0),
+        cache.stride(0),
+        eps,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        PAGE=page_size,
+        NORM=weight is not None,
+        HEAD_BLOCK=_HEAD_BLOCK,
+        HALF_BLOCK=triton.next_power_of_2(dim // 2),
+        num_warps=4,
+    )

@@ -1,0 +1,67 @@
+"""The decoder's forward pass on a GPU's kernels: the same function as `Model.forward`, in fewer launches.
+
+A layer: fused add and norm, projection, head norms with rotation and KV write, attention, projection, fused
+add and norm, projection, SiLU and product, projection. Needs a GPU: import it where one is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from sgl_kernel import fused_add_rmsnorm, rmsnorm, silu_and_mul
+
+from baton.kvcache.pool import KvPool
+from baton.layers.kernels.qkv import write_qkv
+from baton.models.decoder import Model
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""(layer, q [tokens, heads, head_dim], out of that shape); keys and values are in the pool."""
+
+
+class FusedDecoder:
+    """Bound to one pool and the page tables of its batch slots."""
+
+    def __init__(self, model: Model, pool: KvPool, tables: torch.Tensor, context_length: int) -> None:
+        """`tables`: int32 [slots, pages]; `context_length`: positions that will be used."""
+        self.model = model
+        self._tables = tables
+        self._caches = [pool.pages[:, index] for index in range(pool.layout.num_layers)]
+        config = model.config
+        table = config.rope.table(context_length, torch.float32, model.device)
+        half = config.head_dim // 2
+        # Cosines, then the sines of the second half, which are the positive ones.
+        self._rope = torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Token ids, positions and batch slots, int32 [tokens] -> final normalized hidden states
+        [tokens, hidden]."""
+        config, weights = self.model.config, self.model.weights
+        heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
+        residual = F.embedding(tokens, weights.embedding)
+        norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
+        x: torch.Tensor = rmsnorm(residual, weights.layers[0].input_norm, eps)
+        for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
+            qkv = w.qkv(x)
+            write_qkv(
+                qkv,
+                w.qk_norm,
+                self._rope,
+                positions,
+                slots,
+                self._tables,
+                self._caches[index],
+                heads,
+                eps,
+            )
+            q = qkv.view(tokens.shape[0], -1, dim)[:, :heads]
+            attended = torch.empty(tokens.shape[0], heads, dim, dtype=x.dtype, device=x.device)
+            attend(index, q, attended)
+            x = w.output(attended.flatten(1))
+            fused_add_rmsnorm(x, residual, w.post_norm, eps)
+            x = w.down(silu_and_mul(w.gate_up(x)))
+            fused_add_rmsnorm(x, residual, following, eps)
+        return x
