@@ -1,0 +1,153 @@
+"""A small random checkpoint, runners over it, and a scheduler that drives them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from baton.attention.registry import BACKENDS
+from baton.engine.cuda_runner import CudaRunner
+from baton.engine.model_runner import ModelRunner
+from baton.engine.request import FailedEvent, Request, TokenEvent
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.pool import KvLayout, KvPool
+from baton.models.config import read_config
+from baton.models.loader import load_model
+from baton.models.weights import allocate
+
+VOCAB = 1000
+CONTEXT = 1024
+CUDA = torch.device("cuda")
+GREEDY = SamplingParams(temperature=0.0)
+
+_CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": CONTEXT,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def save_checkpoint(path: Path, **overrides: object) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**_CONFIG, **overrides}))
+    config = read_config(path)
+    _, slots = allocate(config, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(7)
+    tensors = {}
+    for name, slot in slots.items():
+        noise = torch.randn(slot.shape, generator=generator)
+        if slot.norm:
+            tensors[name] = 1 + 0.2 * noise
+        else:
+            tensors[name] = noise * (0.2 if slot.bias else 1.5 / math.sqrt(slot.shape[-1]))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def make(
+    path: Path,
+    kind: str,
+    dtype: torch.dtype,
+    *,
+    page_size: int = 16,
+    num_pages: int = 400,
+    slots: int = 16,
+    poison: float = 0.0,
+):
+    """A runner and its cache; kind: "cpu"; on the GPU "plain" (ModelRunner with the torch backend), "fa3" (the
+    same with FA3), "graphs" or "eager" (CudaRunner)."""
+    device = torch.device("cpu") if kind == "cpu" else CUDA
+    model = load_model(path, dtype, device)
+    config = model.config
+    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
+    pool = KvPool(layout, num_pages, device, spare=1)
+    pool.pages.fill_(poison)
+    if kind in ("graphs", "eager"):
+        runner = CudaRunner(model, pool, max_slots=slots, context_length=CONTEXT, graphs=kind == "graphs")
+    else:
+        backend = BACKENDS["fa3" if kind == "fa3" else "torch"]
+        runner = ModelRunner(
+            model, pool, max_slots=slots, prefill_attention=backend, decode_attention=backend, device=device
+        )
+    return runner, KvCache(PageAllocator(num_pages), PrefixTree(page_size))
+
+
+def generate(
+    runner, cache, prompts, params, *, budget: int = 256, overlap: bool = True, around=None
+) -> list[list[int]]:
+    """Output tokens of each prompt. `around`: a context manager for each launch."""
+    scheduler = Scheduler(
+        cache, SchedulerConfig(context_length=CONTEXT, token_budget=budget, max_rows=runner.max_slots)
+    )
+    output: dict[int, list[int]] = {}
+    for key, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+        output[key] = []
+        scheduler.submit(Request(key, tuple(prompt), own))
+    pending = None
+    while True:
+        step = scheduler.plan()
+        launched = None
+        if step is not None:
+            if around is None:
+                launched = step, runner.launch(step.plan)
+            else:
+                with around():
+                    launched = step, runner.launch(step.plan)
+        if not overlap and launched is not None:
+            scheduler.commit(launched[0], runner.read(launched[1]))
+            launched = None
+        if pending is not None:
+            scheduler.commit(pending[0], runner.read(pending[1]))
+        pending = launched
+        for event in scheduler.take_events():
+            assert not isinstance(event, FailedEvent), event
+            if isinstance(event, TokenEvent):
+                output[event.sequence.request.key].append(event.token)
+        if step is None and pending is None and not scheduler.requests:
+            break
+    cache.check(idle=True)
+    return list(output.values())
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def reference_logits(path: Path, tokens: list[int]) -> torch.Tensor:
+    """float32 on the CPU: logits [tokens, vocab] of the whole sequence in one pass."""
+    model = load_model(path, torch.float32, "cpu")
+    config = model.config
+    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, CONTEXT, torch.float32)
+    backend = BACKENDS["torch"](KvPool(layout, 1), config.num_heads)
+    from baton.attention.base import AttentionRow
+
+    backend.prepare([AttentionRow(0, len(tokens), (0,))])
+
+    def attend(layer, q, k, v):
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        backend.forward(layer, q, k, v, out)
+        return out.flatten(1)
+
+    with torch.inference_mode():
+        hidden = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+        return model.logits(hidden)

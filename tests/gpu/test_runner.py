@@ -1,0 +1,173 @@
+"""Both runners on a GPU against the CPU in float32; graphs, overlap, and that launching never waits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint
+
+from baton.engine.graphs import batch_sizes
+from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.sampling import SamplingParams
+
+LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def greedy(count, tokens=24):
+    return [dataclasses.replace(GREEDY, max_tokens=tokens + i % 3) for i in range(count)]
+
+
+def assert_greedy(path, prompts, outputs, tolerance):
+    """Each token is the reference's maximum, or is within the tolerance of it."""
+    wrong = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = reference_logits(path, prompt + output)[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
+        gap = logits.amax(1) - chosen
+        wrong += int((gap > 0).sum())
+        assert gap.max().item() <= tolerance
+    # Rounding decides between near ties alone.
+    assert wrong <= 0.1 * sum(map(len, outputs))
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_float32_tokens_equal_those_of_the_cpu(checkpoint, page_size):
+    prompts = prompts_of(*LENGTHS)
+    params = greedy(len(prompts))
+    want = generate(*make(checkpoint, "cpu", torch.float32), prompts, params)
+    got = generate(*make(checkpoint, "plain", torch.float32, page_size=page_size), prompts, params)
+    assert got == want
+    assert_greedy(checkpoint, prompts, got, 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "fa3", "eager", "graphs"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_bfloat16_is_greedy_by_float32_logits(checkpoint, kind, overlap):
+    prompts = prompts_of(*LENGTHS)
+    params = greedy(len(prompts))
+    got = generate(*make(checkpoint, kind, torch.bfloat16), prompts, params, overlap=overlap)
+    assert [len(o) for o in got] == [p.max_tokens for p in params]
+    assert_greedy(checkpoint, prompts, got, 0.3)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"head_dim": 128, "num_key_value_heads": 8},
+        {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_attention_heads": 4},
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True},
+    ],
+)
+@pytest.mark.parametrize("page_size", [64, 128])
+def test_other_shapes_and_architectures(tmp_path, overrides, page_size):
+    path = save_checkpoint(tmp_path, **overrides)
+    prompts = prompts_of(*LENGTHS)
+    runner, cache = make(path, "graphs", torch.bfloat16, page_size=page_size, num_pages=120)
+    assert_greedy(path, prompts, generate(runner, cache, prompts, greedy(len(prompts))), 0.3)
+
+
+def test_a_recycled_pool_and_a_cached_prefix(checkpoint):
+    """Two rounds over a small pool; the second finds the first's prompts cached."""
+    prompts = prompts_of(*LENGTHS)
+    runner, cache = make(checkpoint, "graphs", torch.bfloat16, num_pages=90)
+    for _ in range(2):
+        assert_greedy(
+            checkpoint, prompts, generate(runner, cache, prompts, greedy(len(prompts)), budget=64), 0.3
+        )
+
+
+SAMPLED = [
+    SamplingParams(temperature=0.6, seed=3, max_tokens=20),
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(temperature=1.0, top_k=40, top_p=0.9, seed=4, max_tokens=25),
+    SamplingParams(temperature=0.9, min_p=0.05, repetition_penalty=1.2, seed=9, max_tokens=22, logprobs=2),
+    SamplingParams(temperature=1.0, logit_bias={3: 5.0}, seed=11, max_tokens=12),
+    SamplingParams(temperature=0.0, min_tokens=6, stop_token_ids=frozenset({1, 2}), max_tokens=9),
+]
+
+
+def test_sampling_does_not_depend_on_overlap_or_on_being_launched_ahead(checkpoint):
+    prompts = prompts_of(*LENGTHS[: len(SAMPLED)])
+    first, second = (
+        generate(*make(checkpoint, "eager", torch.bfloat16), prompts, SAMPLED, overlap=overlap)
+        for overlap in (False, True)
+    )
+    assert first == second
+    assert [len(o) for o in first] == [p.max_tokens for p in SAMPLED]
+
+
+def test_launching_never_waits_for_the_device(checkpoint):
+    @contextlib.contextmanager
+    def strictly():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    prompts = prompts_of(*LENGTHS[: len(SAMPLED)])
+    for kind in ("graphs", "eager"):
+        runner, cache = make(checkpoint, kind, torch.bfloat16)
+        with pytest.raises(RuntimeError, match="synchronizing"), strictly():
+            torch.ones(1, device=CUDA).item()
+        generate(runner, cache, prompts, SAMPLED, around=strictly, budget=64)
+        wanted = [dataclasses.replace(SAMPLED[0], prompt_logprobs=2)]
+        generate(runner, cache, prompts_of(40, seed=5), wanted, around=strictly)
+
+
+def test_replay_equals_the_same_step_without_a_graph(checkpoint):
+    runner, _ = make(checkpoint, "graphs", torch.bfloat16, slots=24)
+    prompts = prompts_of(*range(20, 44))
+    pages = 6
+    for slot, prompt in enumerate(prompts):
+        row = PlanRow(slot, tuple(prompt), 0, tuple(range(slot * pages, slot * pages + pages)), (slot,))
+        init = SlotInit(slot, SamplingParams(temperature=slot % 3 * 0.5, seed=slot), slot, (), ())
+        runner.read(runner.launch(StepPlan(1, (row,), (init,))))
+    graphs = runner.graphs
+    last = runner._last_token.clone()
+    for count in batch_sizes(24):
+        slots = np.arange(count)
+        positions = np.array([len(p) for p in prompts[:count]])
+        sampling = runner._sampler.simple(slots, positions + 1)
+        runner._last_token.copy_(last)
+        inputs = graphs.run(slots, positions, sampling)
+        logits, result = inputs.logits.clone(), inputs.result.clone()
+        runner._last_token.copy_(last)
+        inputs.logits.zero_()
+        inputs.result.zero_()
+        with torch.inference_mode():
+            runner._decode(inputs)
+            runner._sample_plain(inputs)
+        assert torch.equal(inputs.logits, logits), count
+        assert torch.equal(inputs.result, result), count
+        assert logits.isfinite().all()
+
+
+def test_padding_changes_nothing_for_others(checkpoint):
+    """Sequences of 3, 5 and 11 rows, all padded, and the spare page they share."""
+    for count in (3, 5, 11):
+        prompts = prompts_of(*LENGTHS, 71)[:count]
+        runner, cache = make(checkpoint, "graphs", torch.bfloat16)
+        assert_greedy(checkpoint, prompts, generate(runner, cache, prompts, greedy(count)), 0.3)
+
+
+def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(checkpoint):
+    runner, _ = make(checkpoint, "graphs", torch.bfloat16)
+    prompts = prompts_of(20, 30)
+    rows = [PlanRow(s, tuple(p), 0, (2 * s, 2 * s + 1), (s,)) for s, p in enumerate(prompts)]
+    inits = tuple(SlotInit(s, GREEDY, 0, (), ()) for s in range(2))
+    runner.read(runner.launch(StepPlan(1, tuple(rows), inits)))
+    runner._pool.pages[2].fill_(math.nan)
+    rows = [PlanRow(s, None, len(p), (2 * s, 2 * s + 1), (s,)) for s, p in enumerate(prompts)]
+    good, bad = runner.read(runner.launch(StepPlan(2, tuple(rows)))).rows
+    assert good.error is None and bad.error is not None
