@@ -37,3 +37,13 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
     """A small checkpoint and what transformers makes of it."""
     model = make_model("qwen3")
     return save(model, tmp_path_factory.mktemp("qwen3")), Reference(model)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory, deployments: list[Deployment]) -> Iterator[Deployment]:
+    """The demo model, split. Whatever tests send to it, no process may log a traceback."""
+    with Deployment.split(tmp_path_factory.mktemp("demo"), "demo") as deployment:
+        deployments.append(deployment)
+        yield deployment
+        for process in deployment.processes:
+            assert "Traceback" not in process.log.read_text(), process.log

@@ -14,6 +14,9 @@ from baton.v1 import common_pb2, inference_pb2, node_pb2
 MAX_ID_CHARACTERS = 128
 MAX_NAME_CHARACTERS = 256
 MAX_PRIORITY = 100
+MAX_TOKEN_BYTES = 256
+"""No vocabulary has longer tokens: a text with more bytes than that for each token of the context is refused
+without being encoded, which would take seconds."""
 
 
 def check_id(id: str) -> None:
@@ -36,7 +39,7 @@ def check_start(
             field="model",
         )
     vocab_size = model.vocab_size if model is not None else None
-    _check_prompt(start, config.max_prompt_bytes, vocab_size)
+    _check_prompt(start, _max_prompt_bytes(config, model), vocab_size)
     check_sampling(start.sampling, vocab_size)
     if start.HasField("n"):
         check_choices(start.n)
@@ -48,6 +51,12 @@ def check_start(
     for field in ("session", "namespace"):
         if len(getattr(start, field)) > MAX_NAME_CHARACTERS:
             raise invalid(field, f"{field} must have at most {MAX_NAME_CHARACTERS} characters")
+
+
+def _max_prompt_bytes(config: GatewayConfig, model: node_pb2.ModelInfo | None) -> int:
+    if model is None:
+        return config.max_prompt_bytes
+    return min(config.max_prompt_bytes, MAX_TOKEN_BYTES * model.context_length)
 
 
 def _check_prompt(start: inference_pb2.GenerateStart, max_bytes: int, vocab_size: int | None) -> None:

@@ -65,11 +65,14 @@ class _ClientStream:
 
     async def read(self, requests: AsyncIterator[inference_pb2.GenerateRequest]) -> None:
         """Handles the client's messages until it closes its side or goes away."""
+        messages = aiter(requests)
         number = 0
         try:
-            async for message in requests:
+            while True:
                 try:
-                    self._handle(message)
+                    self._handle(await anext(messages))
+                except StopAsyncIteration:
+                    return
                 except BatonError as error:
                     rejected = inference_pb2.Rejected(message=number, status=to_status(error))
                     self._rejected.append(inference_pb2.GenerateResponse(rejected=rejected))

@@ -23,6 +23,7 @@ from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.errors import BatonError
 from baton.rpc.health import HealthServicer
 from baton.rpc.interceptor import ReadyGate
+from baton.rpc.malformed import Malformed
 from baton.rpc.metrics import LoadCollector
 from baton.v1 import node_pb2, node_pb2_grpc
 
@@ -141,7 +142,7 @@ class _Shell:
         self._http_address = ""
         self.address = ""
         limit = int(getattr(config, "max_message_bytes", MAX_MESSAGE_BYTES))
-        self._server = grpc.aio.server(options=server_options(limit), interceptors=[self._gate])
+        self._server = grpc.aio.server(options=server_options(limit), interceptors=[self._gate, Malformed()])
 
     async def bind(self) -> None:
         """Binds both ports and serves health (NOT_SERVING), reflection and Node."""

@@ -13,6 +13,7 @@ MAX_PENALTY = 2.0
 MAX_LOGIT_BIAS = 100.0
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
@@ -101,3 +102,7 @@ def _check_stop(params: common_pb2.SamplingParams, field: str, allowed: bool) ->
     for index, text in enumerate(params.stop):
         if not text:
             raise invalid(f"{field}[{index}]", f"{field}[{index}] must not be empty")
+        if len(text) > MAX_STOP_CHARACTERS:
+            raise invalid(
+                f"{field}[{index}]", f"{field}[{index}] must have at most {MAX_STOP_CHARACTERS} characters"
+            )

@@ -1,0 +1,147 @@
+"""Messages that cannot be parsed, turned into errors that name the field.
+
+gRPC parses before a servicer sees anything, and ends the call with UNKNOWN and a traceback in the log when
+that fails. Here the failure becomes a BatonError instead: raised by the iterator of a stream, which can be
+read on, or the answer to the call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from baton.rpc.errors import BatonError, abort, invalid
+
+MAX_DEPTH = 16
+_LENGTH_DELIMITED = 2
+
+
+class Malformed(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Applies to every service of a server."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None or not _is_async(handler):
+            return handler
+        kind = getattr(handler.request_deserializer, "__self__", None)
+        lenient = _lenient(handler.request_deserializer, getattr(kind, "DESCRIPTOR", None))
+        if handler.stream_stream is not None:
+            return handler._replace(
+                request_deserializer=lenient, stream_stream=_checked_stream(handler.stream_stream)
+            )
+        return handler._replace(request_deserializer=lenient, unary_unary=_checked_unary(handler.unary_unary))
+
+
+def _is_async(handler: Any) -> bool:
+    behaviour = handler.stream_stream or handler.unary_unary
+    return inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)
+
+
+def _lenient(parse: Callable[[bytes], Message], descriptor: Descriptor | None) -> Callable[[bytes], Any]:
+    """Returns the error instead of raising it: the deserializer runs where nobody could catch it."""
+
+    def deserialize(data: bytes) -> Message | BatonError:
+        try:
+            return parse(data)
+        except DecodeError:
+            return error_of(data, descriptor)
+
+    return deserialize
+
+
+def error_of(data: bytes, descriptor: Descriptor | None) -> BatonError:
+    """Why these bytes are no message of that type."""
+    name = descriptor.full_name if descriptor is not None else "message"
+    field = _not_utf8(data, descriptor)
+    if field:
+        return invalid(field, f"{field} is not valid UTF-8", "INVALID_UTF8")
+    return invalid("message", f"the message cannot be parsed as {name}", "MALFORMED_MESSAGE")
+
+
+def _not_utf8(data: bytes, descriptor: Descriptor | None, depth: int = 0) -> str:
+    """Path of the first string that is not UTF-8; empty: there is none, or the bytes are broken otherwise."""
+    if descriptor is None:
+        return ""
+    try:
+        fields = UnknownFieldSet(Empty.FromString(data))
+    except DecodeError:
+        return ""
+    counts: dict[int, int] = {}
+    for each in map(fields.__getitem__, range(len(fields))):
+        field = descriptor.fields_by_number.get(each.field_number)
+        if field is None or each.wire_type != _LENGTH_DELIMITED:
+            continue
+        index = counts[field.number] = counts.get(field.number, -1) + 1
+        name = f"{field.name}[{index}]" if field.is_repeated else field.name
+        if field.type == FieldDescriptor.TYPE_STRING:
+            try:
+                each.data.decode()
+            except UnicodeDecodeError:
+                return name
+        elif field.type == FieldDescriptor.TYPE_MESSAGE and depth < MAX_DEPTH:
+            inner = _not_utf8(each.data, field.message_type, depth + 1)
+            if inner:
+                return f"{name}.{inner}"
+    return ""
+
+
+class _Checked:
+    """A stream of requests. What cannot be parsed is raised in its turn; the next can be read after it."""
+
+    def __init__(self, requests: AsyncIterator[Any]) -> None:
+        self._requests = aiter(requests)
+
+    def __aiter__(self) -> _Checked:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await anext(self._requests)
+        if isinstance(request, BatonError):
+            raise request
+        return request
+
+
+def _checked_stream(behaviour: Any) -> Any:
+    """Of the same kind as `behaviour`, by which gRPC tells how to call it. An error that the servicer lets
+    through is what the caller is told."""
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def generate(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            try:
+                async with aclosing(behaviour(_Checked(requests), context)) as responses:
+                    async for response in responses:
+                        yield response
+            except BatonError as error:
+                await abort(context, error)
+
+        return generate
+
+    async def run(requests: Any, context: grpc.aio.ServicerContext) -> None:
+        try:
+            await behaviour(_Checked(requests), context)
+        except BatonError as error:
+            await abort(context, error)
+
+    return run
+
+
+def _checked_unary(behaviour: Any) -> Any:
+    async def check(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        if isinstance(request, BatonError):
+            await abort(context, request)
+        return await behaviour(request, context)
+
+    return check
