@@ -29,6 +29,8 @@ from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2
 
 ECHO_SECONDS = 10.0
+BODY_SECONDS = 30.0
+"""A body must have arrived by then."""
 
 _log = get_logger("baton.gateway")
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -61,6 +63,7 @@ def make_app(gateway: Gateway) -> FastAPI:
         starts = completion_starts(body)
         async with _job(gateway, starts, request) as job:
             await job.begin()
+            await job.wait_for_output()
             echoes = (
                 [await _echo(gateway, start) for start in starts for _ in range(job.n)] if body.echo else None
             )
@@ -105,7 +108,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
+        message = f"{request.method[:20]} {request.url.path[:256]}: {str(error.detail).lower()}"
         answer = openai_errors.response(ApiError(error.status_code, message))
         answer.headers.update(error.headers or {})
         return answer
@@ -116,16 +119,20 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 async def _read(request: Request, kind: type[_Body], limit: int) -> _Body:
-    """The checked body. Raises ApiError: 415, 413, or 400 naming the field."""
+    """The checked body. Raises ApiError: 415, 413, 408, or 400 naming the field."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        raise ApiError(415, f"the content type must be application/json, not {content_type or 'absent'}")
+        given = content_type[:80] or "absent"
+        raise ApiError(415, f"the content type must be application/json, not {given}")
     body = bytearray()
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise ApiError(413, f"the body is larger than the {limit} bytes allowed here")
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise ApiError(413, f"the body is larger than the {limit} bytes allowed here")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
         raise ApiError(499, "the client has gone") from None
     try:

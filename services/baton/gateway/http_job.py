@@ -23,6 +23,7 @@ class Job:
         self._wake = asyncio.Event()
         self._requests = [gateway.request(start, self._wake.set) for start in starts]
         self._left = set(range(len(starts)))
+        self._unaccepted = set(self._left)
         self._taken: deque[tuple[int, Event]] = deque()
 
     @property
@@ -39,12 +40,20 @@ class Job:
             request.cancel(reason)
 
     async def wait_for_output(self) -> None:
-        """Returns when there is output, or everything has finished. Raises ApiError for a failure."""
-        while not self._taken and self._left:
+        """Returns when there is output, or everything has finished. Raises ApiError for a failure.
+
+        Before any output all prompts must have been accepted, so that one that is wrong fails the HTTP
+        request, and not its stream.
+        """
+        while self._waiting:
             self._wake.clear()
             self._take()
-            if not self._taken and self._left:
+            if self._waiting:
                 await self._wake.wait()
+
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._left) and (not self._taken or bool(self._unaccepted))
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Deltas with the choice's number over all prompts, and each request's end. Raises ApiError."""
@@ -65,6 +74,8 @@ class Job:
         kind = event.WhichOneof("kind")
         if kind == "delta":
             self._taken.append((number * self.n + event.delta.choice, event.delta))
+        elif kind == "accepted":
+            self._unaccepted.discard(number)
         elif kind == "finished":
             self._left.discard(number)
             self._taken.append((number, event.finished))
@@ -74,6 +85,9 @@ class Job:
 
     def _error(self, number: int, event: inference_pb2.GenerateResponse) -> ApiError:
         error = from_baton(from_status(event.failed))
-        if len(self._requests) > 1 and error.param == "prompt":
-            error.param = f"prompt[{number}]"
+        param = error.param
+        if len(self._requests) > 1 and param is not None and (param + "[").startswith("prompt["):
+            error.param = f"prompt[{number}]{param.removeprefix('prompt')}"
+            if param != "prompt":
+                error.message = error.message.replace(param, error.param)
         return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import grpc
@@ -58,8 +59,15 @@ def from_baton(error: BatonError) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a body, by the path of its field."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    """What is wrong with a body, by the path of the field: the first, and of a field that may have several
+    forms what is wrong with the form that fits best."""
+    errors = error.errors(include_url=False, include_input=False)
+    forms = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    wrong = Counter(each["loc"][:-1] for each in forms)
+    first = max(
+        forms,
+        key=lambda each: (len(each["loc"]), -wrong[each["loc"][:-1]], not each["type"].endswith("_type")),
+    )
     path = [part for part in first["loc"] if not _names_a_type(part)]
     param = _path(path)
     if first["type"] == "json_invalid":
@@ -68,7 +76,7 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
-    return ApiError(400, f"{param}: {first['msg']}", param or None, "invalid_type")
+    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param or None, "invalid_type")
 
 
 def body(error: ApiError) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def _sampling(request: CommonRequest) -> common_pb2.SamplingParams:
     sampling.stop.extend([stop] if isinstance(stop, str) else stop or [])
     sampling.stop_token_ids.extend(request.stop_token_ids or [])
     for key, bias in (request.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and int(key) < 2**32):
-            raise ApiError(400, f"logit_bias: {key!r} is no token id", "logit_bias", "invalid_value")
+        # The length first: int() refuses very long numbers.
+        if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 2**32):
+            raise ApiError(400, f"logit_bias: {key[:40]!r} is no token id", "logit_bias", "invalid_value")
         sampling.logit_bias[int(key)] = bias
     return sampling
