@@ -107,7 +107,8 @@ class Link(Generic[Req, Resp]):
         backoff = FIRST_BACKOFF_SECONDS
         while not self._closed:
             was_up, error = await self._session()
-            if was_up:
+            if was_up and error.code is not grpc.StatusCode.FAILED_PRECONDITION:
+                # A peer that answers but cannot be used is not asked again and again at once.
                 backoff = FIRST_BACKOFF_SECONDS
             if self._closed:
                 return
