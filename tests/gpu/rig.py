@@ -73,8 +73,8 @@ def make(
     slots: int = 16,
     poison: float = 0.0,
 ):
-    """A runner and its cache; kind: "cpu"; on the GPU "plain" (ModelRunner with the torch backend), "fa3" (the
-    same with FA3), "graphs" or "eager" (CudaRunner)."""
+    """A runner and its cache; kind: "cpu", or on the GPU "plain" (ModelRunner with the torch backend), "fa3"
+    (the same with FA3), "graphs" or "eager" (CudaRunner)."""
     device = torch.device("cpu") if kind == "cpu" else CUDA
     model = load_model(path, dtype, device)
     config = model.config

@@ -135,22 +135,22 @@ def test_replay_equals_the_same_step_without_a_graph(checkpoint):
         runner.read(runner.launch(StepPlan(1, (row,), (init,))))
     graphs = runner.graphs
     last = runner._last_token.clone()
-    for count in batch_sizes(24):
-        slots = np.arange(count)
-        positions = np.array([len(p) for p in prompts[:count]])
-        sampling = runner._sampler.simple(slots, positions + 1)
-        runner._last_token.copy_(last)
-        inputs = graphs.run(slots, positions, sampling)
-        logits, result = inputs.logits.clone(), inputs.result.clone()
-        runner._last_token.copy_(last)
-        inputs.logits.zero_()
-        inputs.result.zero_()
-        with torch.inference_mode():
+    with torch.inference_mode():
+        for count in batch_sizes(24):
+            slots = np.arange(count)
+            positions = np.array([len(p) for p in prompts[:count]])
+            sampling = runner._sampler.simple(slots, positions + 1)
+            runner._last_token.copy_(last)
+            inputs = graphs.run(slots, positions, sampling)
+            logits, result = inputs.logits.clone(), inputs.result.clone()
+            runner._last_token.copy_(last)
+            inputs.logits.zero_()
+            inputs.result.zero_()
             runner._decode(inputs)
             runner._sample_plain(inputs)
-        assert torch.equal(inputs.logits, logits), count
-        assert torch.equal(inputs.result, result), count
-        assert logits.isfinite().all()
+            assert torch.equal(inputs.logits, logits), count
+            assert torch.equal(inputs.result, result), count
+            assert logits.isfinite().all()
 
 
 def test_padding_changes_nothing_for_others(checkpoint):
