@@ -43,6 +43,9 @@ def pair(slow, tmp_path_factory, deployments) -> Iterator[Deployment]:
     deployment.add_gateway(decode, prefill)
     with deployment:
         deployments.append(deployment)
+        # A decode node connects with the first request; until then the first node connected gets them all.
+        asyncio.run(ask(deployment.gateway.address, all_of(slow[1][:2])))
+        asyncio.run(until(lambda: all(connected(decode, each) for each in prefill), "all connected"))
         yield deployment
 
 
