@@ -8,7 +8,9 @@ Writes DIR/gpu_offline.json and prints a table. `--profile` adds the kernels of 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import itertools
 import json
 import platform
 import random
@@ -154,7 +156,7 @@ class Bench:
         total = clock() - started
         steady = [
             (b[0] - a[0]) * 1e3
-            for a, b in zip(ends, ends[1:], strict=False)
+            for a, b in itertools.pairwise(ends)
             if a[2] and b[2] and b[1] == len(work) and a[1] == b[1]
         ]
         parts = [statistics.median(part) * 1e3 for part in zip(*host, strict=True)] if host else [0.0] * 4
@@ -226,10 +228,8 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
     }
     for name in ("triton", "sglang-kernel"):
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            pass
     try:
         import sgl_kernel
 
@@ -284,7 +284,7 @@ def main() -> None:
             )
             (options.out / "gpu_offline.json").write_text(json.dumps(report, indent=1))
         if options.profile:
-            for count, length in ((1, 128), (64, 1024)):
+            for count, length in ((1, 128), (64, 128), (256, 128)):
                 print(f"-- {name}, {count} rows of {length}: us and calls a decode step (prompts included)")
                 for key, us, calls in bench.profile(count, length, options.out):
                     print(f"{us:9.1f} {calls:7.1f}  {key[:90]}", flush=True)

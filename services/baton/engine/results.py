@@ -19,14 +19,16 @@ def row_results(
 ) -> tuple[RowResult, ...]:
     """`tokens`, `finite` (whether the logits were numbers) and the keys of `logprobs` count the rows' sampled
     slots, in order; `prompts` holds prompt log-probabilities by the row's place."""
+    if not logprobs and not prompts and all(finite) and all(len(row.sample) == 1 for row in rows):
+        return tuple(
+            RowResult((Sampled(row.sample[0], token),)) for row, token in zip(rows, tokens, strict=True)
+        )
     results: list[RowResult] = []
     first = 0
     for i, row in enumerate(rows):
         last = first + len(row.sample)
         prompt = tuple(
-            entry
-            for part in prompts.get(i, ())
-            for entry in part.read([row.prompt_top] * len(part.tokens))
+            entry for part in prompts.get(i, ()) for entry in part.read([row.prompt_top] * len(part.tokens))
         )
         sampled = tuple(
             Sampled(slot, tokens[j], logprobs.get(j)) for j, slot in enumerate(row.sample, start=first)

@@ -1,7 +1,8 @@
 """The decoder's forward pass on a GPU's kernels: the same function as `Model.forward`, in fewer launches.
 
 A layer: fused add and norm, projection, head norms with rotation and KV write, attention, projection, fused
-add and norm, projection, SiLU and product, projection. Needs a GPU: import it where one is in use.
+add and norm, projection, SiLU and product, projection. For one token: projections that norm what they read and
+gate or add what they write. Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from sgl_kernel import fused_add_rmsnorm, rmsnorm, silu_and_mul
 
 from baton.kvcache.pool import KvPool
+from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.qkv import write_qkv
 from baton.models.decoder import Model
 
@@ -42,6 +44,8 @@ class FusedDecoder:
         config, weights = self.model.config, self.model.weights
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         residual = F.embedding(tokens, weights.embedding)
+        if tokens.shape[0] == 1:
+            return self._forward_one(residual, positions, slots, attend)
         norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
         x: torch.Tensor = rmsnorm(residual, weights.layers[0].input_norm, eps)
         for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
@@ -65,3 +69,33 @@ class FusedDecoder:
             x = w.down(silu_and_mul(w.gate_up(x)))
             fused_add_rmsnorm(x, residual, following, eps)
         return x
+
+    def _forward_one(
+        self, residual: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """The same for one token, of which `residual` [1, hidden] is the embedding."""
+        config, weights = self.model.config, self.model.weights
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        eps = config.rms_norm_eps
+        qkv, inner = (
+            residual.new_empty(1, size) for size in ((heads + 2 * kv_heads) * dim, config.intermediate_size)
+        )
+        attended = residual.new_empty(1, heads, dim)
+        for index, w in enumerate(weights.layers):
+            gemv(residual, w.qkv, qkv, norm=w.input_norm, eps=eps)
+            write_qkv(
+                qkv,
+                w.qk_norm,
+                self._rope,
+                positions,
+                slots,
+                self._tables,
+                self._caches[index],
+                heads,
+                eps,
+            )
+            attend(index, qkv.view(1, -1, dim)[:, :heads], attended)
+            gemv(attended.flatten(1), w.output, residual, add=True)
+            gemv(residual, w.gate_up, inner, norm=w.post_norm, eps=eps, gated=True)
+            gemv(inner, w.down, residual, add=True)
+        return rmsnorm(residual, weights.norm, eps)  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _HEAD_BLOCK = 8
 
@@ -31,7 +32,11 @@ def _write_qkv(
     NORM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     half: tl.constexpr = DIM // 2
     token = tl.program_id(0)
     heads = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
@@ -78,13 +83,14 @@ def write_qkv(
     cache: torch.Tensor,
     num_heads: int,
     eps: float,
+    pdl: bool = True,
 ) -> None:
     """Normalizes (where there is a weight) and rotates queries in place; keys too, into the pool, as values.
 
     qkv: [tokens, (heads + 2 kv heads) * head_dim], contiguous; weight: [heads + kv heads, head_dim];
     rope: float32 [positions, head_dim], cosines and then sines; positions, slots: int32 [tokens];
     tables: int32 [slots, pages]; cache: a layer's pages, [pages, 2, page_size, kv heads, head_dim], each page
-    contiguous. Computes in float32 and rounds once.
+    contiguous. Computes in float32 and rounds once. `pdl`: starts while the kernel before ends, and waits for it.
     """
     _, _, page_size, kv_heads, dim = cache.shape
     blocks = triton.cdiv(num_heads + 2 * kv_heads, _HEAD_BLOCK)
@@ -106,5 +112,7 @@ def write_qkv(
         NORM=weight is not None,
         HEAD_BLOCK=_HEAD_BLOCK,
         HALF_BLOCK=triton.next_power_of_2(dim // 2),
+        PDL=pdl,
         num_warps=4,
+        launch_pdl=pdl,
     )
