@@ -15,7 +15,7 @@ from deployment import Deployment
 
 PROTO = Path(__file__).parents[2] / "proto"
 SECONDS = 60.0
-CLIENT = r'''
+CLIENT = r"""
 import json, queue, sys
 
 import grpc
@@ -72,7 +72,8 @@ for service in ("", "baton.v1.Inference"):
     say(health=service, status=health_pb2.HealthCheckResponse.ServingStatus.Name(status))
 
 asked = reflection_pb2.ServerReflectionRequest(list_services="")
-listed = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]), timeout=5))
+reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+listed = next(reflection.ServerReflectionInfo(iter([asked]), timeout=5))
 say(services=sorted(service.name for service in listed.list_services_response.service))
 
 models = stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5).models
@@ -103,7 +104,7 @@ say(whole=third, prompt=finished.usage.prompt_tokens)
 
 call.requests.put(None)
 say(left=len(list(call.responses)))
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,8 @@ def said(demo: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     paths = [str(folder), *(path for path in sys.path if path.endswith("site-packages"))]
     boot = (
         "import sys, runpy; "
-        f"sys.path[:] = [path for path in sys.path if 'site-packages' not in path]; sys.path[:0] = {paths!r}; "
+        "sys.path[:] = [path for path in sys.path if 'site-packages' not in path]; "
+        f"sys.path[:0] = {paths!r}; "
         "runpy.run_path('client.py', run_name='__main__'); "
         f"import baton; assert list(baton.__path__) == [{str(folder / 'baton')!r}], baton.__path__"
     )

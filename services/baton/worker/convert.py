@@ -63,6 +63,8 @@ def check_start(
         raise invalid("delivered", "delivered must be less than the number of token_ids")
     check_choices(n, "n")
     check_sampling(sampling, vocab_size, "sampling", allow_stop=False)
+    if sampling.HasField("max_tokens") and delivered >= sampling.max_tokens:
+        raise invalid("delivered", "delivered must be less than sampling.max_tokens: nothing is left to do")
 
 
 def name_from(message: common_pb2.Attempt) -> AttemptName:
