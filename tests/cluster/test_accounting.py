@@ -150,10 +150,13 @@ async def test_clients_of_a_lost_decode_node_hear_of_it_in_time(pair, slow):
             asyncio.create_task(client.generate(**request)) for request in all_of(slow[1], namespace="both")
         ]
         await until(lambda: first.load().requests == len(tasks), "all requests there")
+        prefill = pair.of("prefill")
+        await until(lambda: all(each.load().prefilling for each in prefill), "prompts computed for it")
         first.kill()
         killed = time.monotonic()
         errors = await asyncio.gather(*tasks, return_exceptions=True)
         assert time.monotonic() - killed < TOLD_SECONDS
+        pair.assert_idle()  # the prefill nodes have let go, long before a lease would have run out
         for error in errors:
             assert isinstance(error, BatonError) and error.code is grpc.StatusCode.UNAVAILABLE, error
         with pytest.raises(BatonError) as refused:
