@@ -54,7 +54,10 @@ class WorkerConfig(NodeConfig):
     page_size: int = 0
     """Tokens per page; 0: 16 on a CPU, 64 on a GPU."""
     kv_tokens: int = 0
-    """Size of the KV pool; 0: 65536 on a CPU, or what fits into 1 GiB, if that is less, but one context at least."""
+    """Size of the KV pool; 0: on a CPU 65536, or what fits into 1 GiB, if that is less, but one context at
+    least; on a GPU what --memory-fraction leaves."""
+    memory_fraction: float = 0.9
+    """Part of a GPU's memory for weights and KV pool; the rest is for activations and CUDA graphs."""
     max_rows: int = 64
     """Sequences in a batch at most."""
     token_budget: int = 512

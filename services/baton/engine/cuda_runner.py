@@ -232,9 +232,12 @@ class CudaRunner:
                 self._attention.attend(layer, q[single:], out[single:], chunks)
 
         tokens = torch.where(ids < 0, self._last_token.index_select(0, token_slots), ids)
-        hidden = self._decoder.forward(tokens, positions, token_slots, attend)
+        whole = any(row.prompt_logprobs for row in rows)
+        hidden = self._decoder.forward(
+            tokens, positions, token_slots, attend, wanted=None if whole else last_there
+        )
         if slots.size:
-            logits = self._model.weights.head(hidden.index_select(0, last_there))
+            logits = self._model.weights.head(hidden.index_select(0, last_there) if whole else hidden)
             if simple is not None:
                 result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
                 self._choose(logits, temperatures_there, keys_there, slots_there, self._last_token, result)

@@ -1,8 +1,8 @@
 """The decoder's forward pass on a GPU's kernels: the same function as `Model.forward`, in fewer launches.
 
 A layer: fused add and norm, projection, head norms with rotation and KV write, attention, projection, fused
-add and norm, projection, SiLU and product, projection. For one token: projections that norm what they read and
-gate or add what they write. Needs a GPU: import it where one is in use.
+add and norm, projection, SiLU and product, projection. For one token: projections that norm what they read
+and gate or add what they write. Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -37,15 +37,21 @@ class FusedDecoder:
         self._rope = torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids, positions and batch slots, int32 [tokens] -> final normalized hidden states
-        [tokens, hidden]."""
+        [tokens, hidden], or only those of the tokens `wanted` [n]: what follows the last layer's attention is
+        not computed for others."""
         config, weights = self.model.config, self.model.weights
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         residual = F.embedding(tokens, weights.embedding)
         if tokens.shape[0] == 1:
-            return self._forward_one(residual, positions, slots, attend)
+            return self._forward_one(residual, positions, slots, attend, wanted)
         norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
         x: torch.Tensor = rmsnorm(residual, weights.layers[0].input_norm, eps)
         for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
@@ -61,17 +67,27 @@ class FusedDecoder:
                 heads,
                 eps,
             )
+            if wanted is not None and following is weights.norm and not wanted.shape[0]:
+                return x[:0]
             q = qkv.view(tokens.shape[0], -1, dim)[:, :heads]
             attended = torch.empty(tokens.shape[0], heads, dim, dtype=x.dtype, device=x.device)
             attend(index, q, attended)
-            x = w.output(attended.flatten(1))
+            attended = attended.flatten(1)
+            if wanted is not None and following is weights.norm:
+                attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
+            x = w.output(attended)
             fused_add_rmsnorm(x, residual, w.post_norm, eps)
             x = w.down(silu_and_mul(w.gate_up(x)))
             fused_add_rmsnorm(x, residual, following, eps)
         return x
 
     def _forward_one(
-        self, residual: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, attend: Attend
+        self,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         """The same for one token, of which `residual` [1, hidden] is the embedding."""
         config, weights = self.model.config, self.model.weights
@@ -98,4 +114,6 @@ class FusedDecoder:
             gemv(attended.flatten(1), w.output, residual, add=True)
             gemv(residual, w.gate_up, inner, norm=w.post_norm, eps=eps, gated=True)
             gemv(inner, w.down, residual, add=True)
+        if wanted is not None:
+            residual = residual.index_select(0, wanted)
         return rmsnorm(residual, weights.norm, eps)  # type: ignore[no-any-return]

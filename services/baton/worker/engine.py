@@ -16,7 +16,7 @@ from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.admission import POLICIES
-from baton.engine.model_runner import ModelRunner
+from baton.engine.runner import Runner
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.eviction import make_policy
 from baton.kvcache.pool import KvLayout, KvPool
@@ -29,28 +29,31 @@ from baton.transport import (
     Opened,
     Segment,
     SegmentError,
+    TransportError,
     check_kinds,
     offered,
     open_receiver,
     reap_orphans,
 )
 from baton.v1 import common_pb2, node_pb2
+from baton.worker.memory import num_pages
+from baton.worker.runners import make_runner
 
 _log = get_logger("baton.engine")
 
-AUTO_KV_TOKENS = 65536
-AUTO_KV_BYTES = 2**30
-"""A pool whose size nobody gave holds at most this much."""
 LAYOUT_VERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROGRESS_SECONDS = 1.0
+_NO_TRANSPORT = (
+    "KV pages on a GPU cannot be pulled yet; run decode nodes that compute prompts themselves (--prefill 0)"
+)
 
 
 @dataclass(slots=True)
 class Engine:
     """What a worker computes with. `close` gives the pool's memory back."""
 
-    runner: ModelRunner
+    runner: Runner[Any]
     cache: KvCache
     pool: KvPool
     segment: Segment | None
@@ -62,13 +65,17 @@ class Engine:
     overlap: bool
 
     def pages_view(self) -> memoryview:
-        """The pool's bytes, for transports that copy on the host."""
+        """The pool's bytes, for transports that copy on the host. Raises TransportError if it is elsewhere."""
+        if self.device.type != "cpu":
+            raise TransportError(_NO_TRANSPORT)
         if self.segment is not None:
             return self.segment.pages
         return memoryview(self.pool.raw.numpy()).cast("B")  # type: ignore[arg-type]
 
     def endpoints(self) -> list[common_pb2.Endpoint]:
         """Page bytes are served where Prefill is: at whatever address a receiver has reached this node by."""
+        if self.device.type != "cpu":
+            return []
         return offered(self.segment, self.pool.layout.page_bytes, self.pool.num_pages, self.kinds)
 
     async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Opened:
@@ -92,6 +99,8 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
 def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     _check(config)
     device = _device(config.device)
+    if role == "prefill" and device.type != "cpu":
+        raise failed_precondition(_NO_TRANSPORT)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
     dtype = _dtype(config.dtype, device)
@@ -106,24 +115,21 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     shape = model.config
     size = config.page_size or (16 if device.type == "cpu" else 64)
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, model.dtype)
-    pages = _num_pages(config, layout, shape.context_length)
+    pages = num_pages(config, layout, shape.context_length, device)
     segment: Segment | None = None
     if device.type == "cpu" and "shm" in kinds:
         segment = Segment.create(pages, layout.page_bytes, incarnation)
-    pool = KvPool(layout, pages, device, segment.pages if segment is not None else None)
+    on_gpu = device.type == "cuda"
+    pool = KvPool(layout, pages, device, segment.pages if segment is not None else None, spare=int(on_gpu))
+    if on_gpu:
+        # Kernels weigh what lies behind a sequence's end with 0, which what is not a number outlives.
+        pool.raw.zero_()
     generations: Any = segment.generations if segment is not None else array("Q", bytes(8 * pages))
     cache = KvCache(PageAllocator(pages, generations), PrefixTree(size, config.eviction))
-    prefill, why_prefill = resolve_attention(config.prefill_attention, device)
-    decode, why_decode = resolve_attention(config.decode_attention, device)
-    runner = ModelRunner(
-        model,
-        pool,
-        max_slots=config.max_rows,
-        prefill_attention=prefill,
-        decode_attention=decode,
-        device=device,
-    )
+    prefill, why_prefill = resolve_attention(config.prefill_attention, device, model.dtype, shape.head_dim)
+    decode, why_decode = resolve_attention(config.decode_attention, device, model.dtype, shape.head_dim)
     context = min(config.context_length or shape.context_length, shape.context_length, pages * size)
+    runner = make_runner(model, pool, prefill, decode, config.max_rows, context)
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture.name,
@@ -193,6 +199,8 @@ def _check(config: WorkerConfig) -> None:
         make_policy(config.eviction)
     except ValueError as error:
         raise invalid("eviction", f"--eviction: {error}") from error
+    if not 0.0 < config.memory_fraction <= 1.0:
+        raise invalid("memory_fraction", "--memory-fraction must be above 0 and at most 1")
     if config.max_rows < 1 or config.token_budget < config.max_rows:
         rows = f"--max-rows ({config.max_rows})"
         text = f"--token-budget ({config.token_budget}) must be at least {rows}, and that 1"
@@ -218,17 +226,6 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     if name not in DTYPES:
         raise invalid("dtype", f"dtype {name!r} is not known; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _num_pages(config: WorkerConfig, layout: KvLayout, context_length: int) -> int:
-    """Of --kv-tokens, or enough for many contexts within a modest amount of memory."""
-    if config.kv_tokens:
-        if config.kv_tokens < layout.page_size:
-            raise invalid("kv_tokens", f"--kv-tokens must be at least one page ({layout.page_size} tokens)")
-        return config.kv_tokens // layout.page_size
-    fitting = AUTO_KV_BYTES // layout.page_bytes
-    one_context = -(-min(config.context_length or context_length, AUTO_KV_TOKENS) // layout.page_size)
-    return max(min(AUTO_KV_TOKENS // layout.page_size, fitting), one_context)
 
 
 def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layout:

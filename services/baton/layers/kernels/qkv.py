@@ -90,7 +90,8 @@ def write_qkv(
     qkv: [tokens, (heads + 2 kv heads) * head_dim], contiguous; weight: [heads + kv heads, head_dim];
     rope: float32 [positions, head_dim], cosines and then sines; positions, slots: int32 [tokens];
     tables: int32 [slots, pages]; cache: a layer's pages, [pages, 2, page_size, kv heads, head_dim], each page
-    contiguous. Computes in float32 and rounds once. `pdl`: starts while the kernel before ends, and waits for it.
+    contiguous. Computes in float32 and rounds once. `pdl`: starts while the kernel before
+    ends, and waits for it.
     """
     _, _, page_size, kv_heads, dim = cache.shape
     blocks = triton.cdiv(num_heads + 2 * kv_heads, _HEAD_BLOCK)

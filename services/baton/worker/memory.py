@@ -1,0 +1,47 @@
+"""How many pages a worker's KV pool gets."""
+
+from __future__ import annotations
+
+import torch
+
+from baton.config import WorkerConfig
+from baton.kvcache.pool import KvLayout
+from baton.rpc.errors import failed_precondition, invalid
+
+AUTO_KV_TOKENS = 65536
+AUTO_KV_BYTES = 2**30
+"""A pool on the host whose size nobody gave holds at most this much."""
+LEAST_TOKENS = 1024
+"""A pool on a GPU that holds less than this, or than one context, is not worth starting with."""
+GIB = 2**30
+
+
+def num_pages(config: WorkerConfig, layout: KvLayout, context_length: int, device: torch.device) -> int:
+    """Of --kv-tokens; else on a GPU of what --memory-fraction leaves beside the weights, which are there by
+    now, and on a CPU enough for many contexts within a modest amount of memory. Raises BatonError."""
+    size = layout.page_size
+    if config.kv_tokens:
+        if config.kv_tokens < size:
+            raise invalid("kv_tokens", f"--kv-tokens must be at least one page ({size} tokens)")
+        return config.kv_tokens // size
+    context = min(config.context_length or context_length, context_length)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return _fitting(free, total, config.memory_fraction, layout, min(context, LEAST_TOKENS))
+    fitting = AUTO_KV_BYTES // layout.page_bytes
+    return max(min(AUTO_KV_TOKENS // size, fitting), -(-min(context, AUTO_KV_TOKENS) // size))
+
+
+def _fitting(free: int, total: int, fraction: float, layout: KvLayout, least: int) -> int:
+    """Pages, a spare one among them not counted."""
+    used = total - free
+    room = int(total * fraction) - used
+    pages = room // layout.page_bytes - 1
+    if pages * layout.page_size < least:
+        token = layout.page_bytes / layout.page_size
+        raise failed_precondition(
+            f"the model does not fit: with its weights {used / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are "
+            f"in use, {fraction:.0%} may be, and {least} tokens of KV take {least * token / GIB:.2f} GiB more; "
+            "free memory, raise --memory-fraction, or take a smaller model or dtype"
+        )
+    return pages

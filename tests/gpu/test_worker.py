@@ -1,0 +1,57 @@
+"""A worker's engine on a GPU: pool sized from what is left, the fast runner, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rig import _CONFIG, GREEDY, generate, prompts_of, save_checkpoint
+from test_runner import assert_greedy, greedy
+
+pytest.importorskip("structlog")
+
+from baton.config import WorkerConfig
+from baton.engine.cuda_runner import CudaRunner
+from baton.engine.model_runner import ModelRunner
+from baton.rpc.errors import BatonError
+from baton.worker.engine import build_engine
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def config(path, **options):
+    return WorkerConfig(model=str(path), **{"device": "cuda", "dtype": "bfloat16", "max_rows": 16} | options)
+
+
+def test_engine(checkpoint):
+    engine = build_engine(config(checkpoint, memory_fraction=0.5), 1, "decode")
+    free, total = torch.cuda.mem_get_info()
+    assert isinstance(engine.runner, CudaRunner) and engine.overlap
+    assert abs((total - free) / total - 0.5) < 0.05
+    assert engine.cache.counts().total == engine.pool.num_pages
+    assert engine.endpoints() == []
+    prompts = prompts_of(5, 100, 33)
+    assert_greedy(checkpoint, prompts, generate(engine.runner, engine.cache, prompts, greedy(3)), 0.3)
+
+
+def test_float32_gets_the_plain_runner(checkpoint):
+    engine = build_engine(config(checkpoint, dtype="float32", kv_tokens=4096), 1, "decode")
+    assert isinstance(engine.runner, ModelRunner)
+    assert len(generate(engine.runner, engine.cache, prompts_of(9), [GREEDY])[0]) == 1
+
+
+def test_random_weights_need_no_files(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(_CONFIG))
+    engine = build_engine(config(tmp_path, load_format="dummy", kv_tokens=4096), 1, "decode")
+    assert len(generate(engine.runner, engine.cache, prompts_of(9), [GREEDY])[0]) == 1
+
+
+def test_a_model_that_does_not_fit_and_a_pool_that_cannot_be_pulled(checkpoint):
+    with pytest.raises(BatonError, match=r"does not fit: with its weights .* GiB are in use, 0% may be"):
+        build_engine(config(checkpoint, memory_fraction=0.001), 1, "decode")
+    with pytest.raises(BatonError, match="cannot be pulled yet"):
+        build_engine(config(checkpoint), 1, "prefill")
