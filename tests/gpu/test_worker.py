@@ -1,4 +1,4 @@
-"""A worker's engine on a GPU: pool sized from what is left, the fast runner, and errors that say what to do."""
+"""A worker's engine on a GPU: pool sized from what is left, the fast runner, errors that say what to do."""
 
 from __future__ import annotations
 

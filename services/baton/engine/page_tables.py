@@ -23,9 +23,7 @@ class PageTables:
         self._width = width
         self._known: list[tuple[int, ...]] = [()] * slots
 
-    def changes(
-        self, rows: Iterable[PlanRow]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None:
+    def changes(self, rows: Iterable[PlanRow]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None:
         """Entries of the flattened table to write, and their values; None: all is known.
 
         The caller must write them before the next step, in the order of the calls.

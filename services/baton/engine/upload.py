@@ -46,8 +46,6 @@ class Upload:
             raw[offset : offset + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
         there = host.to(device, non_blocking=True)
         return [
-            there[offset : offset + array.nbytes]
-            .view(torch.from_numpy(array[:0]).dtype)
-            .view(array.shape)
+            there[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
             for offset, array in self._parts
         ]

@@ -65,7 +65,7 @@ class Engine:
     overlap: bool
 
     def pages_view(self) -> memoryview:
-        """The pool's bytes, for transports that copy on the host. Raises TransportError if it is elsewhere."""
+        """The pool's bytes, for transports that copy on the host. Raises TransportError on a GPU."""
         if self.device.type != "cpu":
             raise TransportError(_NO_TRANSPORT)
         if self.segment is not None:
