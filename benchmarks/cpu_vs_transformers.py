@@ -9,10 +9,15 @@ alternate, so that a noisy machine disturbs both. "8x512" is a random Qwen3 of 8
 
 from __future__ import annotations
 
+import os
+
+# Threads of both sides spin alike while they wait: what `baton up` sets for its workers (cli/supervisor.py).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import argparse
 import asyncio
 import json
-import os
 import platform
 import random
 import shutil

@@ -17,6 +17,7 @@ from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.admission import POLICIES
 from baton.engine.runner import Runner
+from baton.engine.threads import TunedRunner
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.eviction import make_policy
 from baton.kvcache.pool import KvLayout, KvPool
@@ -129,7 +130,10 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     prefill, why_prefill = resolve_attention(config.prefill_attention, device, model.dtype, shape.head_dim)
     decode, why_decode = resolve_attention(config.decode_attention, device, model.dtype, shape.head_dim)
     context = min(config.context_length or shape.context_length, shape.context_length, pages * size)
-    runner = make_runner(model, pool, prefill, decode, config.max_rows, context)
+    runner: Runner[Any] = make_runner(model, pool, prefill, decode, config.max_rows, context)
+    if not on_gpu:
+        runner = tuned = TunedRunner(runner)
+        _log.info("threads measured", small_steps=tuned.small_step_threads, others=tuned.threads)
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture.name,

@@ -1,0 +1,57 @@
+"""The number of threads for small steps is measured, and used for small steps only."""
+
+import time
+
+import pytest
+import torch
+
+from baton.engine.plan import PlanRow, StepPlan, StepResult
+from baton.engine.threads import SMALL_STEP_TOKENS, TunedRunner
+
+
+class Costly:
+    """A runner whose steps take as long as `cost` says for the threads in use."""
+
+    max_slots, vocab_size = 4, 10
+
+    def __init__(self, cost):
+        self.cost = cost
+        self.used = []
+
+    def launch(self, plan):
+        self.used.append(torch.get_num_threads())
+        time.sleep(self.cost[self.used[-1]])
+        return plan.number
+
+    def read(self, flight):
+        return StepResult(flight)
+
+
+@pytest.fixture
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def plan(tokens):
+    return StepPlan(1, (PlanRow(0, tuple(range(tokens)), 0, tuple(range(tokens))),))
+
+
+@pytest.mark.parametrize(
+    ("cost", "chosen"),
+    [
+        ({1: 0.008, 2: 0.004, 4: 0.002}, 4),
+        ({1: 0.008, 2: 0.002, 4: 0.004}, 2),
+        ({1: 0.003, 2: 0.003, 4: 0.003}, 1),
+    ],
+)
+def test_the_fastest_is_chosen_and_the_fewest_of_equals(four_threads, cost, chosen):
+    runner = Costly(cost)
+    tuned = TunedRunner(runner)
+    assert tuned.small_step_threads == chosen
+    runner.used.clear()
+    for tokens in (1, SMALL_STEP_TOKENS + 1, SMALL_STEP_TOKENS):
+        tuned.read(tuned.launch(plan(tokens)))
+    assert runner.used == [chosen, 4, chosen]
