@@ -41,7 +41,7 @@ def _fitting(free: int, total: int, fraction: float, layout: KvLayout, least: in
         token = layout.page_bytes / layout.page_size
         raise failed_precondition(
             f"the model does not fit: with its weights {used / GIB:.1f} of the GPU's {total / GIB:.1f} GiB "
-            f"are in use, {fraction:.0%} may be, and {least} tokens of KV take {least * token / GIB:.2f} GiB; "
-            "free memory, raise --memory-fraction, or take a smaller model or dtype"
+            f"are in use, {fraction:.0%} may be, and {least} tokens of KV take {least * token / GIB:.2f} "
+            "GiB; free memory, raise --memory-fraction, or take a smaller model or dtype"
         )
     return pages
