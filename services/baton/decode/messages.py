@@ -16,6 +16,7 @@ from baton.handoff.messages import (
     StartPrefill,
 )
 from baton.rpc.errors import from_status
+from baton.rpc.validate import check_token_ids
 from baton.v1 import common_pb2, prefill_pb2
 from baton.worker.convert import logprobs_from, name_from, name_to, prompt_logprobs_from
 
@@ -72,8 +73,11 @@ def _sampling(params: SamplingParams) -> common_pb2.SamplingParams:
     return message
 
 
-def events_from(response: prefill_pb2.PrefillResponse) -> Iterator[PrefillOutput]:
-    """The events of a message; kinds of later versions of the contract are passed over."""
+def events_from(response: prefill_pb2.PrefillResponse, vocab_size: int) -> Iterator[PrefillOutput]:
+    """The events of a message; kinds of later versions of the contract are passed over.
+
+    Raises BatonError for a token outside the vocabulary: in a step it would fail everybody's rows.
+    """
     for event in response.events:
         name = name_from(event.attempt)
         kind = event.WhichOneof("kind")
@@ -84,6 +88,7 @@ def events_from(response: prefill_pb2.PrefillResponse) -> Iterator[PrefillOutput
             )
         elif kind == "first":
             first = event.first
+            check_token_ids([t.token_id for t in first.tokens], vocab_size, "first.tokens")
             tokens = tuple(
                 (t.token_id, logprobs_from(t.logprobs) if t.HasField("logprobs") else None)
                 for t in first.tokens

@@ -156,7 +156,13 @@ class _Peer:
 
     def _received(self, response: prefill_pb2.PrefillResponse) -> None:
         address = self.address
-        messages = list(events_from(response))
+        try:
+            messages = list(events_from(response, self._node.model_info.vocab_size))
+        except BatonError as error:
+            self.link.reset(
+                failed_precondition(f"{address} sent what cannot be: {error.message}", "PROTOCOL")
+            )
+            return
 
         def receive(core: Any, now: float) -> None:
             core.handoffs.hear(address, now)

@@ -173,8 +173,11 @@ class DecodeSide:
             self._lose(handoff, "PEER_LOST", reason, tell=False)
 
     def _announced(self, handoff: Handoff, chunk: ChunkAnnounced) -> None:
-        if handoff.announced_all or chunk.first_page != len(handoff.pages):
-            self._lose(handoff, "PROTOCOL", f"page {chunk.first_page} announced out of turn")
+        size, end = self._scheduler.cache.page_size, chunk.first_page + len(chunk.pages)
+        expected = not handoff.announced_all and chunk.first_page == len(handoff.pages)
+        if not expected or end > -(-len(self._prefix(handoff)) // size):
+            text = f"pages {chunk.first_page} to {end} were announced out of turn, or the prompt has fewer"
+            self._lose(handoff, "PROTOCOL", text)
             return
         handoff.pages.extend(chunk.pages)
         handoff.generations.extend(chunk.generations)
@@ -189,7 +192,7 @@ class DecodeSide:
         handoff.first = True
         request = leader.request
         if request.cached_tokens is None:
-            request.cached_tokens = message.cached_tokens
+            request.cached_tokens = min(message.cached_tokens, len(leader.tokens))
         request.prompt_logprobs = request.prompt_logprobs or list(message.prompt_logprobs)
         first_tokens(self._scheduler, leader, list(message.tokens))
         if leader in self._by_leader:
