@@ -161,8 +161,8 @@ class Gateway:
         tokenizer = self.tokenizer.info
         if tokenizer is not None and tokenizer.model.vocab_size != info.model.vocab_size:
             raise failed_precondition(
-                f"decode node {info.address} has a vocabulary of {info.model.vocab_size} tokens, the tokenizer "
-                f"one of {tokenizer.model.vocab_size}: start all with the same model",
+                f"decode node {info.address} has a vocabulary of {info.model.vocab_size} tokens, the "
+                f"tokenizer one of {tokenizer.model.vocab_size}: start all with the same model",
                 "MODEL_MISMATCH",
             )
         model = self._model()
