@@ -12,7 +12,7 @@ from google.rpc import code_pb2
 from streams import Inference, inference
 
 from baton.rpc.errors import from_status
-from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
+from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc, tokenizer_pb2
 
 Sampling = common_pb2.SamplingParams
 HELLO = {"text": "hello"}
@@ -192,6 +192,27 @@ def test_half_closed_streams(demo: Deployment):
         refused.half_close()
         check(refused.terminal().failed, INVALID, "text")
         assert refused.next() is None
+
+
+def test_clients_that_leave_while_they_are_sent_to(demo: Deployment):
+    """They read nothing, so that the gateway waits in a write. The `demo` fixture looks for tracebacks."""
+    narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+    calls = []
+    for _ in range(3):
+        channel = grpc.insecure_channel(
+            demo.gateway.address, [*narrow, ("grpc.use_local_subchannel_pool", 1)]
+        )
+        sampling = Sampling(max_tokens=400, ignore_eos=True, logprobs=20)
+        start = inference_pb2.GenerateStart(id="deaf", text="hello", sampling=sampling)
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        calls.append((channel, stub.Generate(iter([inference_pb2.GenerateRequest(start=start)]), timeout=30)))
+    demo.assert_idle(20.0)
+    for channel, call in calls:
+        call.cancel()
+        channel.close()
+    with inference(demo.gateway.address) as stream:
+        stream.serves()
+    assert "Traceback" not in demo.gateway.log.read_text()
 
 
 def test_prompt_longer_than_a_pool(tmp_path, deployments: list[Deployment]):

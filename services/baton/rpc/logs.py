@@ -49,6 +49,7 @@ def configure(role: str, level: str = "info", json: bool = False, name: str = ""
     formatter = structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=ending)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
+    handler.addFilter(_call_lost)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
@@ -63,6 +64,14 @@ def configure(role: str, level: str = "info", json: bool = False, name: str = ""
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+
+
+def _call_lost(record: logging.LogRecord) -> bool:
+    """A peer that leaves while a message is being sent to it is no error; gRPC logs one, with its traceback."""
+    if record.exc_info and type(record.exc_info[1]).__name__ == "ExecuteBatchError":
+        record.levelno, record.levelname, record.exc_info = logging.INFO, "INFO", None
+        record.msg, record.args = "a peer has left while it was being sent to", ()
+    return True
 
 
 def is_configured() -> bool:
