@@ -67,7 +67,7 @@ def configure(role: str, level: str = "info", json: bool = False, name: str = ""
 
 
 def _call_lost(record: logging.LogRecord) -> bool:
-    """A peer that leaves while a message is being sent to it is no error; gRPC logs one, with its traceback."""
+    """A peer that leaves while it is sent to is no error; gRPC logs one, with its traceback."""
     if record.exc_info and type(record.exc_info[1]).__name__ == "ExecuteBatchError":
         record.levelno, record.levelname, record.exc_info = logging.INFO, "INFO", None
         record.msg, record.args = "a peer has left while it was being sent to", ()
