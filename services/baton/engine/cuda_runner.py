@@ -95,10 +95,15 @@ class CudaRunner:
         self._init_slots(plan)
         flight = CudaFlight(plan.number, plan.rows, torch.cuda.Event())  # type: ignore[no-untyped-call]
         if plan.rows:
-            if self.graphs is not None and _is_decode(plan.rows) and len(plan.rows) <= self.graphs.largest:
-                self._launch_graph(self.graphs, plan.rows, flight)
-            else:
-                self._launch_eager(plan.rows, flight)
+            graphs = self.graphs
+            try:
+                if graphs is not None and _is_decode(plan.rows) and len(plan.rows) <= graphs.largest:
+                    self._launch_graph(graphs, plan.rows, flight)
+                else:
+                    self._launch_eager(plan.rows, flight)
+            except BaseException:
+                self._tables.forget()
+                raise
         flight.done.record()
         return flight
 

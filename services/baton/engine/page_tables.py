@@ -45,5 +45,9 @@ class PageTables:
             return None
         return np.array(entries, np.int64), np.array(values, np.int32)
 
+    def forget(self) -> None:
+        """What was to be written may not have been: every row is written anew."""
+        self._known = [()] * len(self._known)
+
     def write(self, entries: torch.Tensor, values: torch.Tensor) -> None:
         self.table.view(-1).index_copy_(0, entries, values)

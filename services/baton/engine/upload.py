@@ -35,6 +35,7 @@ class Upload:
 
     def add(self, array: npt.NDArray[Any]) -> int:
         """The array's place in what `send` returns."""
+        array = np.ascontiguousarray(array)
         self._parts.append((self._size, array))
         self._size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return len(self._parts) - 1
@@ -43,7 +44,7 @@ class Upload:
         host = torch.empty(self._size, dtype=torch.uint8, pin_memory=device.type != "cpu")
         raw = host.numpy()
         for offset, array in self._parts:
-            raw[offset : offset + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+            raw[offset : offset + array.nbytes] = array.view(np.uint8).reshape(-1)
         there = host.to(device, non_blocking=True)
         return [
             there[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
