@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from checkpoints import (
+from random_checkpoints import (
     GREEDY,
     VARIANTS,
     VOCAB,

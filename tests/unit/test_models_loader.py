@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from checkpoints import VARIANTS, save_checkpoint
+from random_checkpoints import VARIANTS, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from baton.models.config import ModelError, read_config
