@@ -171,14 +171,15 @@ async def test_choices_equal_requests_of_their_own(routes):
 
 
 async def test_an_output_of_one_token_is_never_pulled(routes):
-    """Whether max_tokens or a stop token ends it."""
+    """Whether max_tokens or a stop token ends it. (A stop token cannot be foreseen: what earlier chunks of the
+    prompt announced has been pulled by then. So one prompt at a time here, each a single chunk.)"""
     decode = routes.wide[1]
     long = [answer for answer in routes.answers if len(answer.prompt) > 64]
     before = decode.load()
     ending = ({"max_tokens": 1}, {"stop_token_ids": [answer.tokens[0] for answer in long]})
     for number, end in enumerate(ending):
         requests = [{**greedy(answer.prompt, OUTPUT, namespace=f"one {number}"), **end} for answer in long]
-        completions = await ask(routes.wide_split.address, requests)
+        completions = [(await ask(routes.wide_split.address, [request]))[0] for request in requests]
         assert [completion.token_ids for completion in completions] == [answer.tokens[:1] for answer in long]
         assert {completion.finish_reason for completion in completions} == {("length", "stop")[number]}
         assert {completion.stats.prefill_address for completion in completions} == {routes.wide[0].address}

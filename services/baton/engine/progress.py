@@ -50,10 +50,11 @@ def _commit_chunk(scheduler: Scheduler, record: Record, row: RowResult) -> None:
         scheduler.events.append(ChunkEvent(leader))
         return
     scheduler.prompts.remove(leader)
-    scheduler.events.append(ChunkEvent(leader))
     report_prompt(scheduler, request)
     for sequence, sample in zip(record.targets, row.samples, strict=True):
         take_token(scheduler, sequence, sample.token, sample.logprobs)
+    # After the tokens: a receiver whose request they finish need not begin to pull.
+    scheduler.events.append(ChunkEvent(leader))
     request.forked = True
     if scheduler.config.prompt_only:
         _lease(scheduler, leader)
