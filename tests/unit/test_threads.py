@@ -28,7 +28,8 @@ class Costly:
 
 
 @pytest.fixture
-def four_threads():
+def four_threads(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -55,3 +56,9 @@ def test_the_fastest_is_chosen_and_the_fewest_of_equals(four_threads, cost, chos
     for tokens in (1, SMALL_STEP_TOKENS + 1, SMALL_STEP_TOKENS):
         tuned.read(tuned.launch(plan(tokens)))
     assert runner.used == [chosen, 4, chosen]
+
+
+def test_one_core_is_left_to_others(four_threads, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    tuned = TunedRunner(Costly({1: 0.008, 2: 0.002, 4: 0.001}))
+    assert tuned.small_step_threads == 1 and tuned.threads == 4

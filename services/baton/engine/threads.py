@@ -8,6 +8,7 @@ threads.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from typing import Any
@@ -47,11 +48,16 @@ class TunedRunner:
         return self._runner.read(flight)
 
     def _measure(self) -> int:
-        """The fewest threads that no larger number beats by much: 1, 2, 4, ... and all are tried."""
-        candidates = [1 << power for power in range(self.threads.bit_length()) if 1 << power < self.threads]
+        """The fewest threads that no larger number beats by much: 1, 2, 4, ... and the most are tried.
+
+        One core is left for what goes on between tokens (this process's event loop, gateway, tokenizer):
+        nothing disturbs the measurement here, but later a thread that waits for such a core delays them all.
+        """
+        most = min(self.threads, max(1, (os.cpu_count() or 1) - 1))
+        candidates = [1 << power for power in range(most.bit_length()) if 1 << power < most]
         best, count = float("inf"), 1
         deadline = time.monotonic() + BUDGET_SECONDS
-        for threads in [*candidates, self.threads]:
+        for threads in [*candidates, most]:
             seconds = self._seconds(threads)
             if seconds < best * GAIN:
                 best, count = seconds, threads
