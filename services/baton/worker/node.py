@@ -29,6 +29,7 @@ from baton.worker.engine import Engine, build_engine
 _log = get_logger("baton.worker")
 
 DRAIN_POLL_SECONDS = 0.02
+SNAPSHOT_SECONDS = 0.02
 
 
 class WorkerCore(Core, Protocol):
@@ -60,6 +61,7 @@ class WorkerNode(Generic[C]):
         self.core_or_none: C | None = None
         self._address = ""
         self._load = node_pb2.Load()
+        self._observed = 0.0
         self._page_source: _LatePageSource | None = None
 
     def make_core(self) -> C:
@@ -168,10 +170,12 @@ class WorkerNode(Generic[C]):
         return info
 
     def observe(self) -> None:
-        """Takes a snapshot for `load`. Called in the step thread, at the end of each turn."""
-        core = self.core_or_none
-        if core is None:
+        """Takes a snapshot for `load`. Called in the step thread, at the end of each turn; while there is work,
+        a snapshot is good for a while, since taking one costs as much as planning a step."""
+        core, now = self.core_or_none, time.monotonic()
+        if core is None or (core.requests and now - self._observed < SNAPSHOT_SECONDS):
             return
+        self._observed = now
         scheduler = core.scheduler
         counts = scheduler.cache.counts()
         pages = node_pb2.PageCounts(
