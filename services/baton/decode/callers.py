@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 
 from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
@@ -25,6 +26,7 @@ class Caller:
         self._running: dict[int, int] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._half_closed = False
+        self._urgent = asyncio.Event()
 
     def begin(self, request: int, attempt: int) -> None:
         self._running[request] = attempt
@@ -41,7 +43,19 @@ class Caller:
         self._half_closed = True
         self._close_if_done()
 
+    async def pause(self, seconds: float) -> None:
+        """Lets tokens gather in the outbox, which merges them, for so long at most: a message with events (a
+        request's first token, its end) ends the pause."""
+        self._urgent.clear()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._urgent.wait()
+        except TimeoutError:
+            return
+
     def send(self, message: decode_pb2.StepEvents) -> None:
+        if message.events:
+            self._urgent.set()
         for event in message.events:
             if event.WhichOneof("kind") in ("finished", "failed"):
                 self._end(event.request)
@@ -52,6 +66,7 @@ class Caller:
         event = decode_pb2.DecodeEvent(request=request, attempt=attempt, failed=to_status(error))
         if self._running.get(request) == attempt:
             self._end(request)
+        self._urgent.set()
         self.outbox.put(decode_pb2.StepEvents(events=[event]))
         self._close_if_done()
 

@@ -23,6 +23,9 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
 from baton.worker.convert import check_start, sampling_from
 from baton.worker.node import WorkerNode
 
+MESSAGE_SECONDS = 0.005
+"""Least time between two messages of tokens to a caller; steps shorter than this share one. Each token of a model
+that makes hundreds a second by itself would cost the other processes as much as the model."""
 CONNECT_SECONDS = 10.0
 """How long a starting node waits for the prefill nodes of its own configuration."""
 
@@ -114,6 +117,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             yield decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)])
             async for message in caller.outbox:
                 yield message
+                await caller.pause(MESSAGE_SECONDS)
             if caller.error is not None:
                 await abort(context, caller.error)
         finally:
