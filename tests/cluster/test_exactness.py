@@ -171,8 +171,8 @@ async def test_choices_equal_requests_of_their_own(routes):
 
 
 async def test_an_output_of_one_token_is_never_pulled(routes):
-    """Whether max_tokens or a stop token ends it. (A stop token cannot be foreseen: what earlier chunks of the
-    prompt announced has been pulled by then. So one prompt at a time here, each a single chunk.)"""
+    """Whether max_tokens or a stop token ends it. (A stop token cannot be foreseen: what earlier chunks of
+    the prompt announced has been pulled by then. So one prompt at a time here, each a single chunk.)"""
     decode = routes.wide[1]
     long = [answer for answer in routes.answers if len(answer.prompt) > 64]
     before = decode.load()

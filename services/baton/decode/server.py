@@ -24,8 +24,8 @@ from baton.worker.convert import check_start, sampling_from
 from baton.worker.node import WorkerNode
 
 MESSAGE_SECONDS = 0.005
-"""Least time between two messages of tokens to a caller; steps shorter than this share one. Each token of a model
-that makes hundreds a second by itself would cost the other processes as much as the model."""
+"""Least time between two messages of tokens to a caller; steps shorter than this share one. Each token of a
+model that makes hundreds a second by itself would cost the other processes as much as the model."""
 CONNECT_SECONDS = 10.0
 """How long a starting node waits for the prefill nodes of its own configuration."""
 
