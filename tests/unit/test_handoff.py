@@ -90,8 +90,18 @@ class World:
         node.side.outputs.clear()
         self.core.peer_changed(address, Peer(False, self.now), "lost", self.now)
 
-    def start(self, number, prompt, max_tokens=6, seed=1, n=1, candidates=("p0", "p1"), deadline=1e9):
-        params = SamplingParams(max_tokens=max_tokens, seed=seed)
+    def start(
+        self,
+        number,
+        prompt,
+        max_tokens=6,
+        seed=1,
+        n=1,
+        candidates=("p0", "p1"),
+        deadline=1e9,
+        stop=frozenset(),
+    ):
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop)
         key = Key("gateway", number)
         request = Request(key=key, prompt=tuple(prompt), params=params, n=n, deadline=deadline)
         self.core.start(key, 77, 0, request, candidates, self.now)
@@ -244,6 +254,18 @@ def test_a_request_that_its_first_token_finishes_is_never_pulled(seed):
     for request in requests:
         world.check(request)
         assert world.terminal[request.key.request].stats.pulled_pages == 0
+    assert world.core.handoffs._next_pull == 1, "a pull was begun"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_stop_token_that_comes_first_begins_no_pull(seed):
+    """Its prompt is a single chunk here: what earlier chunks announced may have been pulled by then."""
+    world = World(random.Random(seed))
+    prompt = list(range(12))
+    first = reference(prompt, 1, 1)
+    world.start(1, prompt, stop=frozenset(first))
+    world.run()
+    assert world.tokens[(1, 0)] == first and isinstance(world.terminal[1], Done)
     assert world.core.handoffs._next_pull == 1, "a pull was begun"
 
 
