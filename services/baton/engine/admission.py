@@ -75,6 +75,9 @@ class Slots:
     def in_use(self) -> int:
         return self.count - len(self._free)
 
+    def is_free(self, slot: int) -> bool:
+        return slot in self._free
+
     def take(self) -> int:
         return heapq.heappop(self._free)
 

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
-from baton.engine.batch import Step
-from baton.engine.plan import StepResult
 from baton.engine.runner import Runner
+from baton.engine.turns import C, Turns
 
 TICK_SECONDS = 0.5
 """An idle loop still looks at deadlines, leases and heartbeats this often."""
-
-
-class Core(Protocol):
-    """A node's pure core, driven by the loop. No method raises for what a peer sent."""
-
-    def tick(self, now: float) -> None:
-        """Looks at deadlines and heartbeats."""
-
-    def plan(self, now: float) -> Step | None: ...
-
-    def commit(self, step: Step, result: StepResult, now: float) -> None: ...
-
-    def fail_step(self, step: Step, message: str) -> None: ...
-
-    def flush(self, step: int) -> None:
-        """Hands everything decided since the last call to the shell; must not block."""
-
-
-C = TypeVar("C", bound=Core)
 
 
 class StepLoop(Generic[C]):
@@ -52,12 +31,9 @@ class StepLoop(Generic[C]):
         clock: Callable[[], float] = time.monotonic,
         crashed: Callable[[BaseException], None],
     ) -> None:
-        self._core = core
-        self._runner = runner
-        self._overlap = overlap
+        self._turns = Turns(core, runner, overlap, clock)
         self._clock = clock
         self._crashed = crashed
-        self._inbox: deque[Callable[[C, float], None]] = deque()
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -73,7 +49,7 @@ class StepLoop(Generic[C]):
 
     def call(self, function: Callable[[C, float], None]) -> None:
         """Runs `function(core, now)` in the step thread, between steps; in order, from any thread."""
-        self._inbox.append(function)
+        self._turns.inbox.append(function)
         self._wake.set()
 
     def stop(self, timeout: float = 10.0) -> bool:
@@ -91,42 +67,12 @@ class StepLoop(Generic[C]):
             self._crashed(error)
 
     def _turn_until_stopped(self) -> None:
-        core = self._core
-        pending: tuple[Step, Any] | None = None
+        turns = self._turns
         while not self._stopping:
             self._wake.clear()
-            now = self.last_turn = self._clock()
-            while self._inbox:
-                self._inbox.popleft()(core, now)
-            core.tick(now)
-            step = core.plan(now)
-            core.flush(0)
-            launched = self._launch(step) if step is not None else None
-            read = pending is not None
-            if pending is not None:
-                self._finish(*pending)
-            pending = None
-            if launched is not None:
-                if self._overlap:
-                    pending = launched
-                else:
-                    self._finish(*launched)
-            # What has just been read may have freed what the next step lacked.
-            if step is None and not read and not self._inbox:
+            self.last_turn = self._clock()
+            due = turns.begin()
+            if due is not None:
+                turns.finish(due)
+            if turns.idle and not turns.inbox:
                 self._wake.wait(TICK_SECONDS)
-
-    def _launch(self, step: Step) -> tuple[Step, Any] | None:
-        try:
-            return step, self._runner.launch(step.plan)
-        except Exception as error:
-            self._core.fail_step(step, f"the step could not be computed: {error}")
-            return None
-
-    def _finish(self, step: Step, flight: Any) -> None:
-        try:
-            result = self._runner.read(flight)
-        except Exception as error:
-            self._core.fail_step(step, f"the step's results could not be read: {error}")
-        else:
-            self._core.commit(step, result, self._clock())
-        self._core.flush(step.plan.number)

@@ -15,8 +15,9 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from baton.config import WorkerConfig
-from baton.engine.loop import Core, StepLoop
+from baton.engine.loop import StepLoop
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.turns import Core
 from baton.rpc.errors import BatonError, to_status
 from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger

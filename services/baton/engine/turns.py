@@ -1,0 +1,96 @@
+"""What a step loop does, without the thread: one turn after the other, around a core and its runner."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from baton.engine.batch import Step
+from baton.engine.plan import StepResult
+from baton.engine.runner import Runner
+
+
+class Core(Protocol):
+    """A node's pure core, driven by the loop. No method raises for what a peer sent."""
+
+    def tick(self, now: float) -> None:
+        """Looks at deadlines and heartbeats."""
+
+    def plan(self, now: float) -> Step | None: ...
+
+    def commit(self, step: Step, result: StepResult, now: float) -> None: ...
+
+    def fail_step(self, step: Step, message: str) -> None: ...
+
+    def flush(self, step: int) -> None:
+        """Hands everything decided since the last call to the shell; must not block."""
+
+
+C = TypeVar("C", bound=Core)
+
+Launched = tuple[Step, Any]
+"""A step and the runner's record of it."""
+
+
+class Turns(Generic[C]):
+    """A turn is `begin`, then, where that returns something, `finish` of it.
+
+    With `overlap`, step N+1 is planned and launched before step N's tokens are read.
+    """
+
+    def __init__(self, core: C, runner: Runner[Any], overlap: bool, clock: Callable[[], float]) -> None:
+        self.core = core
+        self.inbox: deque[Callable[[C, float], None]] = deque()
+        """Calls into the core, made at the beginning of the next turn, in order."""
+        self.idle = False
+        """The last turn found nothing to do: without a new call, the next may wait."""
+        self._runner = runner
+        self._overlap = overlap
+        self._clock = clock
+        self._pending: Launched | None = None
+        self._unlaunched: tuple[Step, str] | None = None
+        """A step whose launch failed while the one before it is in flight: it fails after that has retired,
+        for what it would have used may be in use by the other."""
+
+    def begin(self) -> Launched | None:
+        """Calls, deadlines, the next step's launch. Returns the step to be read before the next turn."""
+        core, now = self.core, self._clock()
+        while self.inbox:
+            self.inbox.popleft()(core, now)
+        core.tick(now)
+        step = core.plan(now)
+        core.flush(0)
+        launched = self._launch(step) if step is not None else None
+        due = launched
+        if self._overlap:
+            due, self._pending = self._pending, launched
+        if due is None:
+            self._fail_unlaunched()
+        # What is about to be read may free what the next step lacked.
+        self.idle = step is None and due is None
+        return due
+
+    def finish(self, launched: Launched) -> None:
+        """Reads a step's results, which waits for the device, and commits them."""
+        step, flight = launched
+        try:
+            result = self._runner.read(flight)
+        except Exception as error:
+            self.core.fail_step(step, f"the step's results could not be read: {error}")
+        else:
+            self.core.commit(step, result, self._clock())
+        self._fail_unlaunched()
+        self.core.flush(step.plan.number)
+
+    def _launch(self, step: Step) -> Launched | None:
+        try:
+            return step, self._runner.launch(step.plan)
+        except Exception as error:
+            self._unlaunched = (step, f"the step could not be computed: {error}")
+            return None
+
+    def _fail_unlaunched(self) -> None:
+        if self._unlaunched is not None:
+            unlaunched, self._unlaunched = self._unlaunched, None
+            self.core.fail_step(*unlaunched)

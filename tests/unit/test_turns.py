@@ -1,0 +1,122 @@
+"""engine.turns: what the step loop does, without its thread."""
+
+from __future__ import annotations
+
+import pytest
+from hash_runner import HashRunner, reference
+
+from baton.engine.request import FailedEvent, Request, TokenEvent
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.turns import Turns
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.pages import PageState
+
+SIZE = 4
+
+
+class Runner(HashRunner):
+    def __init__(self, pages):
+        super().__init__(pages, SIZE, 4)
+        self.fail_launch = self.fail_read = False
+
+    def launch(self, plan):
+        if self.fail_launch:
+            self.fail_launch = False
+            raise MemoryError("no memory left")
+        return super().launch(plan)
+
+    def read(self, flight):
+        result = super().read(flight)
+        if self.fail_read:
+            self.fail_read = False
+            raise RuntimeError("no answer")
+        return result
+
+
+class Core:
+    """A scheduler as a node's core."""
+
+    def __init__(self, pages=32):
+        self.allocator = PageAllocator(pages)
+        config = SchedulerConfig(context_length=pages * SIZE, token_budget=32, max_rows=4)
+        self.scheduler = Scheduler(KvCache(self.allocator, PrefixTree(SIZE)), config)
+        self.events = []
+        self.calls = []
+
+    def tick(self, now):
+        self.calls.append(now)
+
+    def plan(self, now):
+        return self.scheduler.plan()
+
+    def commit(self, step, result, now):
+        self.scheduler.commit(step, result)
+
+    def fail_step(self, step, message):
+        self.scheduler.fail_step(step, message)
+
+    def flush(self, step):
+        self.events += self.scheduler.take_events()
+
+
+def make(overlap):
+    core, runner = Core(), Runner(32)
+    turns = Turns(core, runner, overlap, lambda: 7.0)
+    request = Request("a", tuple(range(10)), SamplingParams(max_tokens=6, seed=1))
+    turns.inbox.append(lambda core, now: core.scheduler.submit(request))
+    return core, runner, turns
+
+
+def run(turns):
+    for _ in range(30):
+        due = turns.begin()
+        if due is not None:
+            turns.finish(due)
+        if turns.idle and not turns.inbox:
+            return
+    raise AssertionError("never idle")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_turns_go_on_until_there_is_nothing_to_do(overlap):
+    core, _, turns = make(overlap)
+    run(turns)
+    tokens = [event.token for event in core.events if isinstance(event, TokenEvent)]
+    assert tokens == reference(list(range(10)), 1, 6)
+    assert set(core.calls) == {7.0}
+    core.scheduler.cache.check(idle=True)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("where", ["fail_launch", "fail_read"])
+@pytest.mark.parametrize("turn", range(5))
+def test_a_step_that_fails_fails_its_requests_and_frees_everything(overlap, where, turn):
+    core, runner, turns = make(overlap)
+    for _ in range(turn):
+        due = turns.begin()
+        if due is not None:
+            turns.finish(due)
+    setattr(runner, where, True)
+    run(turns)
+    failed = [event for event in core.events if isinstance(event, FailedEvent)]
+    assert [event.reason for event in failed] == ["STEP_FAILED"]
+    core.scheduler.cache.check(idle=True)
+    assert core.scheduler.slots.in_use == core.scheduler.reservations.total == 0
+
+
+def test_a_launch_that_fails_frees_nothing_that_the_step_in_flight_uses():
+    core, runner, turns = make(overlap=True)
+    assert turns.begin() is None  # the prompt's step is launched
+    turns.finish(turns.begin())
+    assert turns.begin() is None  # step 2 is launched; its read is due after step 3's launch
+    pages = runner.steps[1].rows[0].pages
+    runner.fail_launch = True
+    due = turns.begin()
+    assert due is not None and due[0].plan.number == 2 and not runner.fail_launch
+    assert all(core.allocator.state(page) is not PageState.FREE for page in pages), "freed in flight"
+    assert not core.scheduler.slots.is_free(runner.steps[1].rows[0].slot)
+    turns.finish(due)
+    assert any(isinstance(event, FailedEvent) for event in core.events)
+    run(turns)
+    core.scheduler.cache.check(idle=True)
