@@ -308,3 +308,25 @@ def test_check_at_idle_names_what_is_left() -> None:
 def test_two_caches_do_not_share_holdings() -> None:
     with pytest.raises(AccountingError, match="another cache"):
         make().release(make().hold([]), 0)
+
+
+def test_commit_beside_pages_of_others_locks_no_more_than_it_may():
+    cache = make(total=8)
+    tokens = list(range(3 * PAGE))
+    first, second = cache.hold([]), cache.hold([])
+    cache.extend(first, 3)
+    cache.extend(second, 3)
+    cache.commit(first, tokens)
+    assert cache.available == 2
+    cache.release(first, 0)
+    assert cache.available == 5, "the tree's three pages can be evicted"
+    cache.commit(second, tokens, spare=2)
+    assert (cache.available, second.committed) == (5, 0), (
+        "three pages more would be locked: nothing is entered"
+    )
+    cache.commit(second, tokens[: 2 * PAGE], spare=2)
+    assert (cache.available, second.committed) == (3, 2)
+    cache.commit(second, tokens, spare=1)
+    assert (cache.available, second.committed) == (2, 3)
+    cache.release(second, 0)
+    cache.check(idle=True)

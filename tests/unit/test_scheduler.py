@@ -26,7 +26,7 @@ from baton.kvcache.pages import PageState
 
 
 class Engine:
-    """Drives a scheduler and a HashRunner as engine.loop does, with or without overlap."""
+    """Drives a scheduler and a HashRunner as engine.turns does, with or without overlap."""
 
     def __init__(self, pages=64, size=4, rows=8, budget=32, overlap=False, **config):
         self.allocator = PageAllocator(pages)
@@ -53,6 +53,7 @@ class Engine:
             self.finish_step(*launched)
             self.pending = None
         self.cache.check()
+        assert self.scheduler.reservations.total <= self.cache.available, "promised more than there is"
         return step is not None or launched is not None
 
     def check_in_use(self, plan):

@@ -46,7 +46,7 @@ def _commit_chunk(scheduler: Scheduler, record: Record, row: RowResult) -> None:
     if row.prompt_logprobs:
         request.prompt_logprobs.extend(row.prompt_logprobs)
     if not record.targets:
-        scheduler.cache.commit(leader.holding, leader.tokens[: leader.retired], request.namespace)
+        scheduler.enter(leader)
         scheduler.events.append(ChunkEvent(leader))
         return
     scheduler.prompts.remove(leader)
@@ -63,9 +63,7 @@ def _commit_chunk(scheduler: Scheduler, record: Record, row: RowResult) -> None:
 
 
 def _lease(scheduler: Scheduler, leader: Sequence) -> None:
-    assert leader.holding is not None
-    known = leader.tokens[: leader.retired]
-    scheduler.cache.commit(leader.holding, known, leader.request.namespace)
+    scheduler.enter(leader)
     for sequence in (leader, *leader.followers):
         if sequence.slot is not None:
             scheduler.slots.give_back(sequence.slot, sequence.last_step)
@@ -114,10 +112,9 @@ def arrive(scheduler: Scheduler, leader: Sequence) -> None:
 
 def complete_prompt(scheduler: Scheduler, leader: Sequence) -> None:
     """Prompt computed, first tokens known: forks the followers and starts decoding."""
-    assert leader.holding is not None
     group = [leader, *leader.followers]
     prefix = leader.tokens[: leader.retired]
-    scheduler.cache.commit(leader.holding, prefix, leader.request.namespace)
+    scheduler.enter(leader)
     for follower in leader.followers:
         if follower.finish is None:
             _fork(scheduler, leader, follower, prefix)
@@ -134,6 +131,10 @@ def _fork(scheduler: Scheduler, leader: Sequence, follower: Sequence, prefix: li
     assert leader.holding is not None
     full = len(prefix) // scheduler.cache.page_size
     follower.phase = Phase.RUNNING
+    if leader.holding.committed < full:
+        # Not in the tree: it would lock what belongs to nobody it may take it from.
+        scheduler.requeue(follower)
+        return
     follower.holding = scheduler.cache.hold(prefix, leader.request.namespace, full)
     # Each choice takes its own page for the tail and its share of the output margin.
     share = min(leader.reserved, 1 + scheduler.pages(scheduler.config.output_margin))

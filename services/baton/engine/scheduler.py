@@ -226,6 +226,13 @@ class Scheduler:
         self.reservations.use(sequence, len(sequence.holding.pages))
         return len(sequence.holding.pages)
 
+    def enter(self, sequence: Sequence) -> None:
+        """Enters the full pages of the sequence's final tokens into the prefix tree: all of them, or none
+        while that would lock pages that have been promised to others."""
+        assert sequence.holding is not None
+        tokens, spare = sequence.tokens[: sequence.retired], max(0, self.reservations.headroom)
+        self.cache.commit(sequence.holding, tokens, sequence.request.namespace, spare)
+
     def extend_or_retract(self, sequence: Sequence, pages: int) -> bool:
         """Like `extend`, at the cost of younger sequences. False: the sequence sits out this step."""
         while not self.extend(sequence, pages):
@@ -262,8 +269,7 @@ class Scheduler:
                 queue.remove(sequence)
         if sequence.holding is not None:
             if sequence.phase is not Phase.HANDOFF and sequence.retired:
-                tokens = sequence.tokens[: sequence.retired]
-                self.cache.commit(sequence.holding, tokens, sequence.request.namespace)
+                self.enter(sequence)
             self.cache.release(sequence.holding, sequence.last_step)
             sequence.holding = None
         if sequence.slot is not None:

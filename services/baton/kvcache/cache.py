@@ -100,11 +100,15 @@ class KvCache:
         holding.owned.update(pages)
         return pages
 
-    def commit(self, holding: Holding, tokens: Sequence[int], namespace: str = "") -> None:
+    def commit(
+        self, holding: Holding, tokens: Sequence[int], namespace: str = "", spare: int | None = None
+    ) -> None:
         """Enters into the tree the full pages that `tokens`, the sequence from its start, cover.
 
         The caller knows that their contents are final once all launched steps have run. May be called again
-        as the sequence grows. Pages that the tree holds already under other ids stay owned.
+        as the sequence grows. Pages that the tree holds already under other ids stay owned, and those of the
+        tree are locked: `available` falls by as many of them as nobody had locked. Where these are more than
+        `spare`, nothing is entered now. None: whatever it takes.
         Raises ValueError when the page table is shorter than the tokens or the namespace not the holding's.
         """
         self._require_held(holding)
@@ -119,8 +123,13 @@ class KvCache:
         for page in pages:
             if page not in holding.owned:
                 raise AccountingError(f"page {page} is not owned by its holding and cannot be cached")
-        # Unlocked first, so that the tree may lengthen a node that nobody else has locked.
         fresh = tokens[holding.committed * self.page_size :]
+        if (
+            spare is not None
+            and self._tree.unlocked_length(fresh, len(pages), namespace, holding._node) > spare
+        ):
+            return
+        # Unlocked first, so that the tree may lengthen a node that nobody else has locked.
         self._tree.unlock(holding._node)
         try:
             insertion = self._tree.insert(fresh, pages, namespace, after=holding._node)

@@ -65,6 +65,18 @@ class PrefixTree:
         """Pages that `match` would find; changes nothing."""
         return len(self._descend(self._root, self._encode(tokens, max_pages), namespace)[2])
 
+    def unlocked_length(self, tokens: Sequence[int], pages: int, namespace: str, after: Node) -> int:
+        """Of the first `pages` pages of tokens that follow `after`: those in the tree that nobody has locked.
+        Changes nothing."""
+        node, inside, _ = self._descend(after, self._encode(tokens, pages), namespace)
+        count, size = 0, inside
+        while node is not after and node.locks == 0:
+            assert node.parent is not None
+            count += size
+            node = node.parent
+            size = len(node.pages)
+        return count
+
     def lock(self, node: Node) -> None:
         """Keeps the node and its ancestors from eviction, until as many calls of `unlock`."""
         if node.parent is None and node is not self._root:
