@@ -6,6 +6,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_TORCH_ARGS ?=
 
+# How long `make soak` goes on.
+SECONDS ?= 600
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -14,7 +17,7 @@ GRPC := 1.75.1
 GRPC_PACKAGES := grpcio grpcio-health-checking grpcio-reflection grpcio-status grpcio-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint stubs lock clean
+.PHONY: help demo test soak lint stubs lock clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +27,9 @@ demo: $(VENV)/installed ## Start the services, stream answers, show what happene
 
 test: $(VENV)/installed-test ## Run all tests (ARGS="-k name" for some)
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(VENV)/installed ## Simulate deployments with faults, from a random seed on (SECONDS=600)
+	@$(BIN)/baton sim --seconds $(SECONDS)
 
 lint: $(VENV)/installed-test ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/ruff check .

@@ -24,6 +24,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "status": ("status:status", "Every process of a running deployment, with health and load."),
         "bench": ("bench:bench", "Measure TTFT, TPOT, ITL and tokens per second."),
         "verify": ("verify:verify", "Compare split with aggregated, token for token."),
+        "sim": ("sim:sim", "Run the core of all processes in simulated time, with faults, from a seed."),
         "doctor": ("doctor:doctor", "What this machine can run, and why not."),
     },
 }

@@ -120,6 +120,10 @@ class DecodeSide:
         """Whether a hand-off under way has this name."""
         return name in self._by_name
 
+    def under_way(self) -> list[tuple[AttemptName, str]]:
+        """Names of the hand-offs under way, and the addresses of their nodes."""
+        return [(handoff.name, handoff.address) for handoff in self._by_leader.values()]
+
     def begin(self, leader: Sequence, address: str, now: float) -> None:
         """Asks the node at `address` for the prompt of an admitted sequence."""
         request = leader.request

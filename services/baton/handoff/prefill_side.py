@@ -173,6 +173,14 @@ class PrefillSide:
         """Whether anything of the holder's is left here."""
         return any(attempt.holder == holder for attempt in self._attempts.values())
 
+    def knows(self, name: AttemptName) -> bool:
+        """Whether an attempt of this name has not ended here."""
+        return name in self._attempts
+
+    def under_way(self) -> list[tuple[AttemptName, Hashable]]:
+        """Names and holders of the attempts that have not ended."""
+        return [(attempt.name, attempt.holder) for attempt in self._attempts.values()]
+
     @property
     def requests(self) -> int:
         return len(self._attempts)

@@ -1,0 +1,196 @@
+"""`baton sim`: the deterministic simulator, one seed or many."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from baton.sim.bugs import BUGS, planted
+from baton.sim.run import Outcome, run_scenario
+from baton.sim.scenario import Scenario, make_scenario
+from baton.sim.shrink import shrink
+from baton.sim.soak import run_many
+
+LINE_SECONDS = 10.0
+"""How often progress is said where there is no terminal."""
+
+
+def _range(ctx: click.Context, param: click.Parameter, value: str | None) -> range | None:
+    """`A-B`, both ends included."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+)-(\d+)", value)
+    if match is None or int(match[1]) > int(match[2]):
+        raise click.BadParameter(f"{value!r} is no range of seeds; write for instance 0-1999")
+    return range(int(match[1]), int(match[2]) + 1)
+
+
+@click.command()
+@click.option("--seed", type=click.IntRange(min=0), help="One run. Default: a random seed, which is printed.")
+@click.option("--seeds", metavar="A-B", callback=_range, help="All of these, on all cores.")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Seeds from --from on, so long.")
+@click.option(
+    "--from", "first", type=click.IntRange(min=0), help="First seed with --seconds.  [default: random]"
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), help="End a run after so many events, unjudged at its end."
+)
+@click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write every event of one run here.",
+)
+@click.option(
+    "--shrink", "smaller", is_flag=True, help="Make a failing run small, and say what is left of it."
+)
+@click.option(
+    "--bug",
+    type=click.Choice(sorted(BUGS)),
+    metavar="NAME",
+    help="Plant a bug; NAME as in --list-bugs.",
+)
+@click.option("--list-bugs", is_flag=True, help="Name the bugs that can be planted, and stop.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes for many seeds.  [default: one per core]")
+def sim(
+    seed: int | None,
+    seeds: range | None,
+    seconds: float | None,
+    first: int | None,
+    steps: int | None,
+    trace: Path | None,
+    smaller: bool,
+    bug: str | None,
+    list_bugs: bool,
+    jobs: int | None,
+) -> int:
+    """Run the real core of all processes in simulated time, with faults, from a seed.
+
+    Networks delay, break and part; processes crash, stall and start again; clients cancel. Every token is
+    compared with a reference and every rule of docs/design.md is checked at every step. The same seed gives
+    the same run, event for event. Exits with 1 when a rule was broken.
+
+    \b
+    Examples:
+      baton sim --seed 7                        one run
+      baton sim --seeds 0-1999                  two thousand
+      baton sim --seconds 600                   as many as go into ten minutes
+      baton sim --seed 7 --trace run.txt        what happened, event by event
+      baton sim --seed 7 --bug lease-timer --shrink    does it bite?
+    """
+    bug = bug or ""
+    if list_bugs:
+        width = max(map(len, BUGS))
+        for name, planted_bug in BUGS.items():
+            click.echo(f"{name:{width}}  {planted_bug.text}")
+        return 0
+    if sum(option is not None for option in (seed, seeds, seconds)) > 1:
+        raise click.UsageError("--seed, --seeds and --seconds exclude each other: give one")
+    if seeds is None and seconds is None:
+        with planted(bug):
+            return _one(secrets.randbits(32) if seed is None else seed, steps, trace, smaller)
+    if trace is not None or smaller:
+        raise click.UsageError("--trace and --shrink are for one run: give --seed")
+    start = secrets.randbits(32) if first is None else first
+    source: Iterable[int] = seeds if seeds is not None else _from(start)
+    outcomes = run_many(source, max_steps=steps, jobs=jobs, seconds=seconds, bug=bug)
+    return _many(outcomes, len(seeds) if seeds is not None else None, start if seeds is None else None, bug)
+
+
+def _from(start: int) -> Iterable[int]:
+    while True:
+        yield start
+        start += 1
+
+
+def _one(seed: int, steps: int | None, trace: Path | None, smaller: bool) -> int:
+    scenario = make_scenario(seed)
+    outcome = run_scenario(scenario, steps)
+    click.echo(str(outcome))
+    if smaller and outcome.rule:
+        scenario, outcome = shrink(scenario, outcome.rule, _say_size)
+        click.echo(f"shrunk: {outcome}")
+        for line in _describe(scenario):
+            click.echo(f"  {line}")
+    if trace is not None:
+        with trace.open("w") as file:
+            run_scenario(scenario, steps, lambda line: print(line, file=file))
+    return 1 if outcome.failure else 0
+
+
+def _say_size(scenario: Scenario) -> None:
+    click.echo(f"  {len(scenario.requests)} requests, {len(scenario.faults)} faults", err=True)
+
+
+def _describe(scenario: Scenario) -> list[str]:
+    """What is left of a shrunken scenario."""
+    lines = [f"prefill p{i}: {worker} {rest}" for i, (worker, rest) in enumerate(scenario.prefill)]
+    lines += [f"decode d{i}: {worker} {rest}" for i, (worker, rest) in enumerate(scenario.decode)]
+    lines += [f"request {spec}" for spec in scenario.requests]
+    return lines + [f"fault at {fault}" for fault in scenario.faults]
+
+
+def _many(outcomes: Iterable[Outcome], total: int | None, start: int | None, bug: str) -> int:
+    ends: Counter[str] = Counter()
+    runs = failed = tokens = 0
+    with _Progress(total) as advance:
+        for outcome in outcomes:
+            runs += 1
+            tokens += outcome.tokens
+            ends.update(outcome.requests)
+            if outcome.failure:
+                failed += 1
+                planted_too = f" --bug {bug}" if bug else ""
+                click.echo(f"{outcome}; replay: baton sim --seed {outcome.seed}{planted_too} --trace FILE")
+            advance(failed)
+    where = f" from seed {start} on" if start is not None else ""
+    requests = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
+    click.echo(
+        f"{runs} runs{where}: {failed or 'none'} failed; {tokens} tokens compared; requests: {requests}"
+    )
+    return 1 if failed else 0
+
+
+class _Progress:
+    """A bar on a terminal, else a line now and then, both on stderr."""
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._runs = 0
+        self._said = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Callable[[int], None]:
+        if sys.stderr.isatty():
+            self._bar = Progress(
+                TextColumn("seeds"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[failed]} failed"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+            self._bar.add_task("seeds", total=self._total, failed=0)
+            self._bar.start()
+        return self._advance
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _advance(self, failed: int) -> None:
+        self._runs += 1
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, failed=failed)
+        elif time.monotonic() - self._said > LINE_SECONDS:
+            self._said = time.monotonic()
+            of = f" of {self._total}" if self._total is not None else ""
+            click.echo(f"{self._runs} runs{of}, {failed} failed", err=True)

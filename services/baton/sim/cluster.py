@@ -1,0 +1,192 @@
+"""A simulated deployment: its processes, what befalls them, and whether it comes to rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
+from baton.handoff.messages import CancelPrefill, ReleaseLease, StartPrefill
+from baton.handoff.names import AttemptName
+from baton.kvcache import Holding
+from baton.sim.audit import Audit
+from baton.sim.decode import SimDecode
+from baton.sim.gateway import SimGateway
+from baton.sim.ledger import Ledger
+from baton.sim.network import Endpoint, Network
+from baton.sim.prefill import SimPrefill
+from baton.sim.process import Process, Worker
+from baton.sim.scenario import Fault, RequestSpec, Scenario
+from baton.sim.wire import Hello
+from baton.sim.world import Actor, Trace, Violation, World
+
+_LOOK_EVERY = 16
+"""Events between two looks whether everything has come to rest."""
+
+_STEP_SECONDS = 3.0
+"""A device that was to fail and has had no step to do by then is well again."""
+
+
+class Cluster:
+    def __init__(self, scenario: Scenario, trace: Trace | None = None) -> None:
+        self.world = World(scenario.seed, trace)
+        self.scenario = scenario
+        self.ledger = Ledger(self.world, scenario)
+        self.network = Network(self.world, scenario.latency)
+        self.processes: dict[str, SimGateway | SimPrefill | SimDecode] = {}
+        self._fate = Actor("fate")
+        self._lives: dict[str, int] = {}
+        self._asked: dict[int, SimGateway] = {}
+        self._prefill = {f"p{i}": settings for i, settings in enumerate(scenario.prefill)}
+        self._decode = {f"d{i}": settings for i, settings in enumerate(scenario.decode)}
+        gateways = [f"g{i}" for i in range(scenario.gateways)]
+        for name in (*self._prefill, *self._decode, *gateways):
+            self._start(name)
+        Audit(self.world, self.network, self.processes)
+        for spec in scenario.requests:
+            self.world.at(spec.at, self._fate, _bind(self._ask, spec))
+        for fault in scenario.faults:
+            self.world.at(fault.at, self._fate, _bind(self._strike, fault))
+
+    def run(self, max_steps: int | None = None) -> None:
+        """Until everything has come to rest, or for so many events. Raises Violation."""
+        world = self.world
+        while max_steps is None or world.steps < max_steps:
+            if not world.step():
+                return
+            if world.now > self.scenario.end:
+                raise Violation(f"quiescence: no rest at {world.now:.1f} s: {self._busy()}")
+            if world.steps % _LOOK_EVERY == 0 and self._at_rest():
+                for process in self.processes.values():
+                    if isinstance(process, Worker):
+                        process.check_idle()
+                return
+
+    def _at_rest(self) -> bool:
+        return self.world.now > self.scenario.calm and self.ledger.complete and not self._busy()
+
+    def _busy(self) -> str:
+        said = (f"{process.who} has {process.busy}" for process in self.processes.values() if process.busy)
+        return "; ".join(said)
+
+    # --- processes --------------------------------------------------------------------------------------
+
+    def _start(self, name: str) -> None:
+        life = self._lives[name] = self._lives.get(name, 0) + 1
+        if name in self._prefill:
+            self.processes[name] = SimPrefill(self.network, name, life, *self._prefill[name])
+        elif name in self._decode:
+            self.processes[name] = SimDecode(self.network, name, life, *self._decode[name])
+        else:
+            peers = (tuple(self._decode), tuple(self._prefill))
+            self.processes[name] = SimGateway(self.network, name, life, self.ledger, *peers)
+        self.world.note(name, f"starts, life {life}")
+
+    def _ask(self, spec: RequestSpec) -> None:
+        gateway = self.processes.get(f"g{spec.gateway}")
+        if not isinstance(gateway, SimGateway):
+            self.ledger.lost(spec.number)  # nobody listens: the client cannot even connect
+            return
+        self.world.note("client", f"{spec.number} asks {gateway.who}: {len(spec.prompt)} tokens, n {spec.n}")
+        self._asked[spec.number] = gateway
+        self.world.at(0.0, gateway.loop, lambda: gateway.ask(spec))
+        if spec.cancel_after is not None:
+            self.world.at(spec.cancel_after, gateway.loop, lambda: gateway.cancel(spec))
+
+    # --- faults -----------------------------------------------------------------------------------------
+
+    def _strike(self, fault: Fault) -> None:
+        self.world.note("fault", str(fault))
+        if fault.kind == "cut":
+            self.network.cut(fault.target, fault.other, fault.seconds)
+        elif fault.kind == "drop":
+            self.network.drop(fault.target, fault.other)
+        elif fault.kind == "slow":
+            self.network.slow(fault.target, fault.other, float(fault.value), fault.seconds)
+        else:
+            process = self.processes.get(fault.target)
+            if process is not None:
+                self._strike_process(fault, process)
+
+    def _strike_process(self, fault: Fault, process: SimGateway | SimPrefill | SimDecode) -> None:
+        if fault.kind == "crash":
+            self._crash(process, fault.seconds, silently=bool(fault.value))
+        elif fault.kind == "stall":
+            process.stall(fault.seconds, fault.value)
+        elif fault.kind == "drain":
+            process.draining = True
+            self.world.at(fault.seconds, self._fate, lambda: self._stop(process))
+        elif fault.kind == "pull" and isinstance(process, SimDecode):
+            process.pull_fails_after = fault.value
+        elif fault.kind == "step" and isinstance(process, Worker):
+            process.fail_next_read = bool(fault.value)
+            process.runner.fail_next_launch = not fault.value
+            self.world.at(_STEP_SECONDS, self._fate, lambda: _repair(process))
+        elif fault.kind == "squeeze" and isinstance(process, Worker):
+            self._squeeze(process, fault)
+        elif fault.kind == "stranger":
+            _Stranger(self.network, fault, self.processes)
+
+    def _crash(self, process: Process, seconds: float, silently: bool) -> None:
+        name = process.name
+        if self.processes.get(name) is process:
+            process.crash(silently)
+            del self.processes[name]
+            for number in [n for n, gateway in self._asked.items() if gateway is process]:
+                self.ledger.lost(number)
+            self.world.at(seconds, self._fate, lambda: self._start(name))
+
+    def _stop(self, process: Process) -> None:
+        """A drained process ends, and is started again at once."""
+        self._crash(process, 0.0, silently=False)
+
+    def _squeeze(self, worker: Worker, fault: Fault) -> None:
+        """Takes pages that nobody has been promised, for a while."""
+
+        def take() -> None:
+            scheduler = worker.scheduler
+            count = min(fault.value, scheduler.reservations.headroom)
+            holding = scheduler.cache.hold(())
+            scheduler.cache.extend(holding, max(0, count))
+            self.world.at(fault.seconds, worker.steps, lambda: give_back(holding))
+
+        def give_back(holding: Holding) -> None:
+            worker.scheduler.cache.release(holding, 0)
+
+        self.world.at(0.0, worker.steps, take)
+
+
+def _repair(worker: Worker) -> None:
+    worker.fail_next_read = worker.runner.fail_next_launch = False
+
+
+class _Stranger:
+    """Somebody who says to a prefill node what only an attempt's holder may say."""
+
+    def __init__(
+        self, network: Network, fault: Fault, processes: dict[str, SimGateway | SimPrefill | SimDecode]
+    ) -> None:
+        self.name = "stranger"
+        self.loop = Actor("stranger")
+        gateway = processes.get(fault.other)
+        endpoint = network.connect(self, fault.target)
+        if endpoint is None or gateway is None:
+            return
+        endpoint.send(Hello(1))
+        for number in range(1, 1 + fault.value):
+            name = AttemptName(gateway.incarnation, number, 0, 0)
+            endpoint.send(ReleaseLease(fault.target, name))
+            endpoint.send(CancelPrefill(fault.target, name))
+            prompt, params = tuple(range(6)), SamplingParams()
+            request = Request(name, prompt, params)
+            endpoint.send(StartPrefill(fault.target, name, request, params, prompt, 0, 1, 0, fault.seconds))
+        network.world.at(fault.seconds, self.loop, lambda: endpoint.close("bored"))
+
+    def accept(self, endpoint: Endpoint) -> None:
+        raise AssertionError("a stranger serves nothing")
+
+
+def _bind(
+    function: Callable[[Fault], None] | Callable[[RequestSpec], None], item: object
+) -> Callable[[], None]:
+    return lambda: function(item)  # type: ignore[arg-type]

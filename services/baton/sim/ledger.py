@@ -1,0 +1,125 @@
+"""What clients were promised and what they got: compared at every token and every end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.sim.model import reference
+from baton.sim.scenario import RequestSpec, Scenario
+from baton.sim.world import Violation, World
+
+BOUND_SECONDS = 0.5
+"""How much later than its deadline a client may hear of its request's end, while its gateway runs."""
+
+_OUTAGES = ("crash", "stall", "cut", "drop", "drain", "slow")
+EXCUSES = {
+    "UNAVAILABLE": _OUTAGES,
+    "INTERNAL": ("step",),
+}
+"""A request may fail with such a code only after one of these faults; with any other never."""
+
+
+@dataclass(slots=True)
+class _Account:
+    spec: RequestSpec
+    expected: tuple[tuple[int, ...], ...]
+    got: list[list[int]] = field(default_factory=list)
+    ended: str = ""
+    cancelled: bool = False
+
+
+class Ledger:
+    """For all clients of a run."""
+
+    def __init__(self, world: World, scenario: Scenario) -> None:
+        self._world = world
+        self._scenario = scenario
+        self._accounts = {spec.number: _account(spec) for spec in scenario.requests}
+        self.tokens = 0
+
+    @property
+    def complete(self) -> bool:
+        return all(account.ended for account in self._accounts.values())
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """How many requests ended in which way."""
+        counts: dict[str, int] = {}
+        for account in self._accounts.values():
+            counts[account.ended or "open"] = counts.get(account.ended or "open", 0) + 1
+        return dict(sorted(counts.items()))
+
+    def deliver(self, number: int, choice: int, token: int) -> None:
+        account = self._open(number, f"token {token}")
+        got, expected = account.got[choice], account.expected[choice]
+        if len(got) >= len(expected):
+            raise Violation(f"tokens: request {number} choice {choice} got a token after its last")
+        if token != expected[len(got)]:
+            raise Violation(
+                f"tokens: request {number} choice {choice} got {token} for its token {len(got)}, "
+                f"the reference is {expected[len(got)]}"
+            )
+        got.append(token)
+        self.tokens += 1
+
+    def cancelled(self, number: int) -> bool:
+        """The client no longer wants it. False: it has ended."""
+        account = self._accounts[number]
+        account.cancelled = True
+        return not account.ended
+
+    def finished(self, number: int) -> None:
+        account = self._open(number, "finished")
+        account.ended = "finished"
+        self._world.note("client", f"{number} finished {account.got}")
+        if tuple(tuple(choice) for choice in account.got) != account.expected:
+            raise Violation(f"tokens: request {number} finished with tokens missing")
+
+    def failed(self, number: int, code: str, reason: str, message: str) -> None:
+        account = self._open(number, f"{code} {reason}")
+        account.ended = code
+        self._world.note("client", f"{number} {code} {reason} {account.got}")
+        if not self._excused(account, code):
+            raise Violation(
+                f"excuse: request {number} failed with {code} ({reason}: {message}), and nothing that "
+                "happened excuses it"
+            )
+
+    def lost(self, number: int) -> None:
+        """The client's own connection has ended with its gateway."""
+        if not self._accounts[number].ended:
+            self._accounts[number].ended = "gateway died"
+
+    def overdue(self, number: int) -> None:
+        """The request's deadline and the bound have passed."""
+        account = self._accounts[number]
+        if not account.ended:
+            raise Violation(f"deadline: request {number} has not ended within its deadline and a bound")
+
+    def _open(self, number: int, what: str) -> _Account:
+        account = self._accounts[number]
+        if account.ended:
+            raise Violation(f"terminal: request {number} got {what} after it had ended ({account.ended})")
+        return account
+
+    def _excused(self, account: _Account, code: str) -> bool:
+        spec, now = account.spec, self._world.now
+        if code == "CANCELLED":
+            return account.cancelled
+        if code == "DEADLINE_EXCEEDED":
+            return now >= spec.at + spec.timeout - 0.001 and not spec.probe
+        if code == "RESOURCE_EXHAUSTED":
+            return (
+                not spec.probe
+            )  # overload is enough: leases revoked, pages overwritten, nothing left to try
+        kinds = EXCUSES.get(code, ())
+        return not spec.probe and any(f.kind in kinds and f.at <= now for f in self._scenario.faults)
+
+
+def _account(spec: RequestSpec) -> _Account:
+    params = spec.params
+    expected = tuple(
+        reference(spec.prompt, params.seed + i, params.max_tokens, params.stop_token_ids)
+        for i in range(spec.n)
+    )
+    return _Account(spec, expected, [[] for _ in expected])

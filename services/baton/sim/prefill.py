@@ -1,0 +1,136 @@
+"""A simulated prefill process: the shell of prefill/server.py around the real core."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engine.request import Request
+from baton.handoff.messages import (
+    Alive,
+    Beat,
+    CancelPrefill,
+    PrefillFailed,
+    PrefillOutput,
+    ReleaseLease,
+    StartPrefill,
+)
+from baton.handoff.names import AttemptName
+from baton.handoff.prefill_side import PrefillSide
+from baton.prefill.core import PrefillCore
+from baton.sim.network import Endpoint, Host, Network
+from baton.sim.process import HOP_SECONDS, StepDriver, Worker, WorkerSettings
+from baton.sim.wire import Hello, Welcome
+from baton.sim.world import Violation
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSettings:
+    lease_grace: float
+    max_leased_fraction: float
+    shared: bool
+    """Receivers share its memory and see its generations (shm); else it is asked for pages (grpc)."""
+
+
+class _Holder:
+    """One stream of a decode node; its identity names it to the core."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.names: set[AttemptName] = set()
+
+
+class SimPrefill(Worker):
+    def __init__(
+        self, network: Network, name: str, life: int, worker: WorkerSettings, settings: PrefillSettings
+    ) -> None:
+        super().__init__(network, name, life, worker)
+        self.prefill = settings
+        self.scheduler = self.make_scheduler(
+            prompt_only=True, may_admit=lambda request: self.side.may_admit(request)
+        )
+        self.side: PrefillSide = PrefillSide(
+            self.scheduler,
+            lease_grace=settings.lease_grace,
+            max_leased_pages=int(worker.pages * settings.max_leased_fraction),
+        )
+        self.core = PrefillCore(self.side, self._flush, lambda: None)
+        self.driver = StepDriver(self, self.core)
+        self._terminal: set[AttemptName] = set()
+
+    @property
+    def busy(self) -> str:
+        """What it still holds; empty: nothing."""
+        held = (self.side.requests, len(self.flights), len(self.driver.turns.inbox))
+        return "{} attempts, {} steps, {} calls".format(*held) if any(held) else ""
+
+    def under_way(self) -> list[tuple[AttemptName, Host]]:
+        """Attempts that have not ended, and the hosts at the other ends of their open streams."""
+        found = []
+        for name, holder in self.side.under_way():
+            assert isinstance(holder, _Holder)
+            peer = holder.endpoint.peer
+            if holder.endpoint.open and peer is not None and peer.open:
+                found.append((name, peer.owner))
+        return found
+
+    def accept(self, endpoint: Endpoint) -> None:
+        holder = _Holder(endpoint)
+        endpoint.on_message = lambda message: self._hello(holder, message)
+        endpoint.on_end = lambda reason: self._gone(holder)
+
+    def _hello(self, holder: _Holder, message: Hello) -> None:
+        holder.endpoint.on_message = lambda command: self._take(holder, command)
+        self.driver.call(lambda core, now: core.side.connect(holder, now))
+        pool = self.pool if self.prefill.shared else None
+        holder.endpoint.send(Welcome(self.incarnation, self.prefill.lease_grace, pool))
+
+    def _gone(self, holder: _Holder) -> None:
+        self.driver.call(lambda core, now: core.side.disconnect(holder, now))
+
+    def _take(self, holder: _Holder, message: Any) -> None:
+        if isinstance(message, StartPrefill):
+            self._start(holder, message)
+        elif isinstance(message, CancelPrefill):
+            self.driver.call(lambda core, now: core.side.cancel(holder, message.name, now))
+        elif isinstance(message, ReleaseLease):
+            self.driver.call(lambda core, now: core.side.release(holder, message.name, now))
+        else:
+            assert isinstance(message, Beat)
+            self.driver.call(lambda core, now: core.side.heartbeat(holder, now))
+
+    def _start(self, holder: _Holder, start: StartPrefill) -> None:
+        if start.name in holder.names:
+            raise Violation(f"names: {start.name} was started twice on one stream of {self.who}")
+        holder.names.add(start.name)
+        if self.draining:
+            failed = PrefillFailed(start.name, "UNAVAILABLE", "DRAINING", "this node is draining")
+            holder.endpoint.send((failed,))
+            return
+        cut = len(start.token_ids) - start.delivered
+        request = Request(
+            key=start.name,
+            prompt=start.token_ids[:cut],
+            delivered=start.token_ids[cut:],
+            params=start.params,
+            n=start.n,
+            priority=start.request.priority,
+            deadline=self.clock() + start.remaining,
+        )
+        self.driver.call(lambda core, now: core.side.start(holder, start.name, request, True, now))
+
+    def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
+        self.world.at(HOP_SECONDS, self.loop, lambda: self._deliver(outputs))
+
+    def _deliver(self, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
+        batches: dict[Hashable, list[PrefillOutput]] = {}
+        for holder, output in outputs:
+            events = batches.setdefault(holder, [])
+            if not isinstance(output, Alive):
+                events.append(output)
+                if self.world.traced:
+                    self.world.note(self.who, f"says   {output}")
+        for holder, events in batches.items():
+            assert isinstance(holder, _Holder)
+            holder.endpoint.send(tuple(events))

@@ -1,0 +1,244 @@
+"""What the simulated processes share: a life, threads, a clock of their own, and the step loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from baton.engine.loop import TICK_SECONDS
+from baton.engine.plan import StepPlan
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.turns import C, Launched, Turns
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.pages import PageState
+from baton.sim.model import Flight, SimPool, SimRunner
+from baton.sim.network import Endpoint, Network, SimLink
+from baton.sim.world import Actor, Violation, World
+
+HOP_SECONDS = 0.0001
+"""From one thread of a process to another; the same always, so that calls keep their order."""
+
+
+class Process:
+    """One life of a process. `name` is its address, the same in every life."""
+
+    def __init__(self, network: Network, name: str, life: int) -> None:
+        self.name = name
+        self.network = network
+        self.world: World = network.world
+        rng = self.world.rng(f"life {name}")
+        self.incarnation = rng.getrandbits(63) | 1
+        self._offset = rng.uniform(0.0, 1e5)
+        who = f"{name}#{life}"
+        self.who = who
+        self.loop, self.steps, self.copies, self.device = (
+            Actor(f"{who}.{thread}") for thread in ("loop", "steps", "copies", "device")
+        )
+        self.draining = False
+        network.register(self)
+
+    @property
+    def alive(self) -> bool:
+        return self.loop.alive
+
+    def clock(self) -> float:
+        """Monotonic, and unlike any other process's."""
+        return self.world.now + self._offset
+
+    def accept(self, endpoint: Endpoint) -> None:
+        raise AssertionError(f"{self.name} serves nothing")
+
+    def crash(self, silently: bool) -> None:
+        for actor in (self.loop, self.steps, self.copies, self.device):
+            actor.alive = False
+        self.network.died(self, silently)
+
+    def stall(self, seconds: float, which: int) -> None:
+        """Stands still: 0 all threads, 1 the step thread, 2 the copying thread. The device goes on."""
+        until = self.world.now + seconds
+        if which != 2:
+            self.steps.stall(until)
+        if which != 1:
+            self.copies.stall(until)
+        if which == 0:
+            self.loop.stall(until)
+            self.network.stalled(self, until)
+
+    def link(
+        self,
+        address: str,
+        hello: Callable[[], Any],
+        on_up: Callable[[Any], None],
+        on_message: Callable[[Any], None],
+        on_down: Callable[[str], None],
+    ) -> SimLink:
+        return SimLink(self.network, self, address, hello, on_up, on_message, on_down)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What differs between simulated workers."""
+
+    pages: int
+    page_size: int
+    max_rows: int
+    token_budget: int
+    overlap: bool
+    policy: str
+    eviction: str
+    step_seconds: float
+    """A step's usual time on the device."""
+    output_margin: int
+    watermark: int
+
+
+class StepDriver(Generic[C]):
+    """Drives engine.turns in virtual time, as engine.loop does in a thread."""
+
+    def __init__(self, process: Worker, core: C) -> None:
+        self.turns = Turns(core, process.runner, process.settings.overlap, process.clock)
+        self._process = process
+        self._world = process.world
+        self._rng = self._world.rng(f"steps {process.name}")
+        self._busy = True
+        self._serial = 0
+        self._schedule(0.0)
+
+    def call(self, function: Callable[[C, float], None]) -> None:
+        """As StepLoop.call: in the step thread, at the beginning of its next turn."""
+        self.turns.inbox.append(function)
+        if not self._busy:
+            self._busy = True
+            self._schedule(HOP_SECONDS)
+
+    def _schedule(self, delay: float) -> None:
+        self._serial += 1
+        serial = self._serial
+
+        def turn() -> None:
+            if serial == self._serial:
+                self._turn()
+
+        self._world.at(delay, self._process.steps, turn)
+
+    def _turn(self) -> None:
+        self._busy = True
+        called = bool(self.turns.inbox)
+        due = self.turns.begin()
+        if called or due is not None:
+            self._process.check()
+        if due is not None:
+            flight: Flight = due[1]
+            delay = max(0.0, flight.done_at - self._world.now) + HOP_SECONDS
+            self._world.at(delay, self._process.steps, lambda: self._finish(due))
+        elif self.turns.idle and not self.turns.inbox:
+            self._busy = False
+            self._schedule(TICK_SECONDS)
+        else:
+            self._schedule(self._rng.uniform(0.0001, 0.001))
+
+    def _finish(self, due: Launched) -> None:
+        self.turns.finish(due)
+        self._process.retired = due[0].plan.number
+        self._process.check()
+        self._schedule(self._rng.uniform(0.0001, 0.001))
+
+
+class Worker(Process):
+    """A process with a KV pool and a device. Steps run on the device one after the other."""
+
+    scheduler: Scheduler
+
+    def __init__(self, network: Network, name: str, life: int, settings: WorkerSettings) -> None:
+        super().__init__(network, name, life)
+        self.settings = settings
+        self.pool = SimPool(settings.pages, settings.page_size)
+        self.allocator = PageAllocator(settings.pages, self.pool.generations)
+        self.cache = KvCache(self.allocator, PrefixTree(settings.page_size, settings.eviction))
+        self.runner = SimRunner(self.pool, settings.max_rows, self._submit, self._check_write)
+        self.flights: list[Flight] = []
+        """Launched and not yet retired."""
+        self.retired = 0
+        """The last step whose results have been read."""
+        self.fail_next_read = False
+        self._device_free = 0.0
+        self._device_rng = self.world.rng(f"device {name}")
+
+    def make_scheduler(self, prompt_only: bool = False, **hooks: Any) -> Scheduler:
+        settings = self.settings
+        config = SchedulerConfig(
+            context_length=settings.pages * settings.page_size,
+            token_budget=settings.token_budget,
+            max_rows=settings.max_rows,
+            max_waiting=64,
+            policy=settings.policy,
+            output_margin=settings.output_margin,
+            watermark=settings.watermark,
+            prompt_only=prompt_only,
+        )
+        return Scheduler(self.cache, config, **hooks)
+
+    def _submit(self, flight: Flight) -> None:
+        """The device begins with it when it has done what came before."""
+        self.flights.append(flight)
+        usual = self.settings.step_seconds * (1 + flight.plan.num_tokens / 16)
+        start = max(self._device_free, self.world.now)
+        run_at = start + usual * self._device_rng.uniform(0.1, 1.0)
+        flight.done_at = self._device_free = run_at + usual * self._device_rng.uniform(0.0, 0.5)
+        if self.fail_next_read:
+            self.fail_next_read = False
+            flight.error = "the device gave no answer"
+        self.world.at(run_at - self.world.now, self.device, lambda: self._execute(flight))
+        if self.world.traced:
+            rows = [
+                (r.slot, r.start, r.count, r.pages[r.start // self.pool.page_size :])
+                for r in flight.plan.rows
+            ]
+            self.world.note(self.who, f"launch {flight.plan.number} {rows} {flight.plan.copies}")
+
+    def _execute(self, flight: Flight) -> None:
+        self.runner.execute(flight)
+        if self.world.traced:
+            tokens = [s.token for row in flight.result.rows for s in row.samples] if flight.result else []
+            self.world.note(self.who, f"ran    {flight.plan.number} {tokens}")
+
+    def _check_write(self, plan: StepPlan, page: int) -> None:
+        state = self.allocator.state(page)
+        if state is not PageState.OWNED:
+            raise Violation(
+                f"writer: step {plan.number} of {self.who} writes page {page}, which is {state.name}"
+            )
+
+    def check(self) -> None:
+        """Books of the pool; and design rule 5: what a step in flight uses is neither free nor given anew."""
+        self.cache.check()
+        if self.scheduler.reservations.total > self.cache.available:
+            raise Violation(f"promises: {self.who} has promised more pages than it has")
+        self.flights = [flight for flight in self.flights if flight.plan.number > self.retired]
+        slots = self.scheduler.slots
+        size = self.pool.page_size
+        for flight in self.flights:
+            for row in flight.plan.rows:
+                for page in row.pages[: -(-(row.start + row.count) // size)]:
+                    if self.allocator.state(page) is PageState.FREE:
+                        raise Violation(
+                            f"free late: page {page} of {self.who} is free, step {flight.plan.number} uses it"
+                        )
+                for slot in (row.slot, *row.sample):
+                    if slots.is_free(slot):
+                        raise Violation(
+                            f"free late: slot {slot} of {self.who} is free, step {flight.plan.number} uses it"
+                        )
+
+    def check_idle(self) -> None:
+        """Design rule 5 at quiescence."""
+        self.cache.check(idle=True)
+        counts = self.cache.counts()
+        if counts.free + counts.cached + counts.quarantined != counts.total:
+            raise Violation(f"quiescence: pages of {self.who}: {counts}")
+        if self.scheduler.reservations.total or self.scheduler.slots.in_use:
+            raise Violation(
+                f"quiescence: {self.who} still promises {self.scheduler.reservations.total} pages and has "
+                f"{self.scheduler.slots.in_use} slots in use"
+            )

@@ -1,0 +1,218 @@
+"""What happens in one simulated run, as plain data: drawn from a seed, and made smaller by `shrink`."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from baton.engine.sampling import SamplingParams
+from baton.sim.decode import DecodeSettings
+from baton.sim.model import VOCAB, reference
+from baton.sim.prefill import PrefillSettings
+from baton.sim.process import WorkerSettings
+
+PAGE_SIZE = 4
+FAULTS = ("crash", "stall", "cut", "drop", "slow", "pull", "step", "drain", "squeeze", "stranger")
+CALM_SECONDS = 12.0
+"""After the last fault: time for every stream to be given up and opened again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    number: int
+    """Counts the requests of a scenario."""
+    at: float
+    gateway: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    n: int
+    priority: int
+    timeout: float
+    cancel_after: float | None = None
+    """The client cancels, or leaves, so many seconds after it has asked."""
+    probe: bool = False
+    """Asked when all faults are over: it must finish."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at: float
+    kind: str
+    target: str
+    other: str = ""
+    seconds: float = 0.0
+    value: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.at:.3f} s: {self.kind} {self.target} {self.other} {self.seconds:.3f} s {self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    latency: float
+    gateways: int
+    prefill: tuple[tuple[WorkerSettings, PrefillSettings], ...]
+    decode: tuple[tuple[WorkerSettings, DecodeSettings], ...]
+    requests: tuple[RequestSpec, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def calm(self) -> float:
+        """When the last fault has been over for some time."""
+        return max((fault.at + fault.seconds for fault in self.faults), default=0.0) + CALM_SECONDS
+
+    @property
+    def end(self) -> float:
+        """By then everything must have come to rest."""
+        return max([self.calm, *(r.at + r.timeout for r in self.requests)]) + 15.0
+
+
+def make_scenario(seed: int) -> Scenario:
+    """The same for a seed, always."""
+    rng = random.Random(f"scenario {seed}")
+    # In a tight scenario pages that are given back are soon another prompt's, while slow pulls still read.
+    tight = rng.random() < 0.4
+    decode = tuple(_decode(rng, tight) for _ in range(rng.choice((2, 3) if tight else (1, 1, 2, 2, 3))))
+    prefill = tuple(_prefill(rng, tight) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3))))
+    gateways = rng.choice((1, 1, 2))
+    room = min(worker.pages for worker, _ in decode) * PAGE_SIZE
+    requests = _requests(rng, gateways, room, tight)
+    names = (
+        [f"p{i}" for i in range(len(prefill))],
+        [f"d{i}" for i in range(len(decode))],
+        [f"g{i}" for i in range(gateways)],
+    )
+    quiet = rng.random() < 0.1
+    faults = () if quiet else tuple(sorted(_faults(rng, tight, *names), key=lambda fault: fault.at))
+    scenario = Scenario(seed, rng.choice((0.0005, 0.003, 0.02)), gateways, prefill, decode, requests, faults)
+    probes = tuple(
+        _request(rng, len(requests) + i, scenario.calm + i * 0.05, gateways, room, [], probe=True)
+        for i in range(len(decode))
+    )
+    return Scenario(seed, scenario.latency, gateways, prefill, decode, (*requests, *probes), faults)
+
+
+def _worker(rng: random.Random, pages: int) -> WorkerSettings:
+    rows = rng.randrange(3, 9)
+    return WorkerSettings(
+        pages=pages,
+        page_size=PAGE_SIZE,
+        max_rows=rows,
+        token_budget=rng.choice((8, 16, 32)),
+        overlap=rng.random() < 0.5,
+        policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
+        eviction=rng.choice(("lru", "lru", "lfu", "fifo", "mru")),
+        step_seconds=rng.choice((0.002, 0.01, 0.05)),
+        output_margin=rng.choice((0, 2, 4, 8)),
+        watermark=rng.choice((0, 1, 2)),
+    )
+
+
+def _prefill(rng: random.Random, tight: bool) -> tuple[WorkerSettings, PrefillSettings]:
+    settings = PrefillSettings(
+        lease_grace=rng.choice((1.0, 1.0, 3.0)),
+        max_leased_fraction=rng.choice((0.3, 0.8)),
+        shared=rng.random() < (0.8 if tight else 0.5),
+    )
+    pages = rng.randrange(8, 14) if tight else rng.choice((rng.randrange(8, 16), rng.randrange(12, 40)))
+    worker = _worker(rng, pages)
+    return (replace(worker, token_budget=rng.choice((8, 16, 24))) if tight else worker), settings
+
+
+def _decode(rng: random.Random, tight: bool) -> tuple[WorkerSettings, DecodeSettings]:
+    settings = DecodeSettings(
+        local_prefill_tokens=rng.choice((0, 3, 3, 8)),
+        fallback_tokens=rng.choice((8, 64)),
+        silence=rng.choice((1.0, 4.0)),
+        pull_pace=rng.choice((0.005, 0.02, 0.1, 0.2) if tight else (0.0002, 0.002, 0.02, 0.2)),
+    )
+    return _worker(rng, rng.randrange(12, 40)), settings
+
+
+def _requests(rng: random.Random, gateways: int, room: int, tight: bool) -> tuple[RequestSpec, ...]:
+    prefixes = [tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))) for _ in range(3)]
+    gap = rng.choice((0.1, 0.2, 0.4) if tight else (0.0, 0.02, 0.2, 0.5))
+    count = rng.randrange(12, 30) if tight else rng.choice((rng.randrange(2, 8), rng.randrange(6, 24)))
+    at, requests = 1.0, []
+    for number in range(count):
+        at += rng.expovariate(1 / gap) if gap else 0.0
+        spec = _request(rng, number, at, gateways, room, [] if tight else prefixes, tight)
+        requests.append(spec)
+        if spec.n == 1 and not spec.params.stop_token_ids:
+            # A session's next turn begins with all of this one.
+            prefixes.append((*spec.prompt, *reference(spec.prompt, spec.params.seed, spec.params.max_tokens)))
+    return tuple(requests)
+
+
+def _request(
+    rng: random.Random,
+    number: int,
+    at: float,
+    gateways: int,
+    room: int,
+    prefixes: list[tuple[int, ...]],
+    tight: bool = False,
+    probe: bool = False,
+) -> RequestSpec:
+    max_tokens = rng.choice((1, 2, 5, 10, rng.randrange(1, 16)))
+    prompt = rng.choice(prefixes) if prefixes else ()
+    more = rng.randrange(12, 33) if tight else rng.randrange(0 if prompt else 1, 12)
+    prompt += tuple(rng.randrange(VOCAB) for _ in range(more))
+    n = rng.choice((1, 1, 1, 1, 2, 3))
+    stop = frozenset(rng.sample(range(VOCAB), rng.choice((0, 0, 0, 100))))
+    params = SamplingParams(max_tokens=max_tokens, seed=rng.getrandbits(64), stop_token_ids=stop)
+    return RequestSpec(
+        number=number,
+        at=at,
+        gateway=rng.randrange(gateways),
+        prompt=prompt[: room - max_tokens],
+        params=params,
+        n=1 if probe else n,
+        priority=rng.randrange(3),
+        timeout=60.0 if probe else rng.choice((6.0, 15.0) if tight else (0.3, 2.0, 6.0, 15.0)),
+        cancel_after=None if probe or rng.random() > 0.15 else rng.uniform(0.0, 1.0),
+        probe=probe,
+    )
+
+
+def _faults(
+    rng: random.Random, tight: bool, prefill: list[str], decode: list[str], gateways: list[str]
+) -> list[Fault]:
+    workers = [*prefill, *decode]
+    pairs = [(d, p) for d in decode for p in prefill] * 2 + [(g, d) for g in gateways for d in decode]
+    faults = []
+    # Few kinds at a time find more than all at once: swarm testing (Groce et al., 2012).
+    kinds = rng.sample(FAULTS, rng.choice((1, 2, 3, len(FAULTS)))) + ["cut", "cut", "stall"] * tight
+    for _ in range(rng.choice((1, 2, 3, 5, 8, 12))):
+        kind = rng.choice(kinds)
+        at = rng.uniform(0.9, rng.choice((1.5, 3.0, 6.0)))
+        seconds = rng.choice((0.05, 0.5, 2.0, 5.0)) * rng.uniform(0.2, 1.0)
+        target, other, value = rng.choice(workers), "", 0
+        if kind in ("cut", "drop", "slow"):
+            target, other = rng.choice(pairs)
+            seconds *= 1 + tight
+            value = rng.choice((10, 100)) if kind == "slow" else 0
+        elif kind in ("crash", "stall"):
+            # A gateway too, now and then. A crash of value 1 is silent.
+            target = rng.choice([*workers, *workers, *gateways])
+            value = rng.randrange(2) if kind == "crash" else rng.randrange(3)
+        elif kind == "pull":
+            target, value, seconds = rng.choice(decode), rng.randrange(6), 0.0
+        elif kind == "step":
+            value, seconds = rng.randrange(2), 0.0
+        elif kind == "squeeze":
+            value = rng.randrange(1, 30)
+        elif kind == "stranger":
+            target, other, value = rng.choice(prefill), rng.choice(gateways), rng.randrange(1, 9)
+        faults.append(Fault(at, kind, target, other, seconds if kind != "drop" else 0.0, value))
+    for _ in range(rng.choice((0, 3, 9)) if tight else 0):
+        # A copy stands still while its lease runs out unseen, then goes on before the stream is given up.
+        at, seconds, target, other = (
+            rng.uniform(1.2, 6.0),
+            rng.uniform(1.3, 3.0),
+            *rng.choice(pairs[: len(decode) * len(prefill)]),
+        )
+        faults.append(Fault(at, "stall", target, "", seconds, 2))
+        faults.append(Fault(at + rng.uniform(-0.2, 0.2), "cut", target, other, seconds + 2.0))
+    return faults

@@ -1,0 +1,142 @@
+"""Simulated pulls: real bytes, half a page at a time, with anything in between.
+
+Shared: a thread of the receiver copies out of the owner's memory, which outlives the owner, then the owner's
+generations are read. Asked: the process that answers at the address now reads each piece and sends it.
+Either way the end is reported when no copy is running any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from baton.kvcache.pages import PageState
+from baton.sim.model import SimPool
+from baton.sim.world import Violation
+
+if TYPE_CHECKING:
+    from baton.sim.decode import SimDecode
+    from baton.sim.prefill import SimPrefill
+
+PAUSE_SECONDS = 2.0
+"""A pull by asking fails after so long without a byte."""
+_PIECES = 2
+
+Ended = Callable[[str | None, list[int] | None], None]
+"""Error or None, and the owner's generations if they can be seen."""
+
+
+class Pull:
+    """One pull under way."""
+
+    def __init__(
+        self,
+        node: SimDecode,
+        pairs: Sequence[tuple[int, int]],
+        pool: SimPool | None,
+        server: SimPrefill | None,
+        ended: Ended,
+        fail_after: int | None,
+    ) -> None:
+        """Exactly one of `pool` (shared) and `server` (asked). `fail_after`: breaks after so many pieces."""
+        self._node = node
+        self._world = node.world
+        self._pairs = pairs
+        self._pool = pool
+        self._server = server
+        self._ended = ended
+        self._fail_after = fail_after
+        self._pieces = [(s, t, part) for s, t in pairs for part in range(_PIECES)]
+        self._next = 0
+        self._interrupted = ""
+        self._waiting = False
+        self._rng = self._world.rng(f"pull {node.name}")
+        self._pace = node.pull_pace
+        self.targets = {target for _, target in pairs}
+        self._world.at(self._delay(), node.copies, self._begin)
+
+    def close(self, reason: str) -> None:
+        """The peer is lost. A copy out of shared memory goes on; what is asked for ends early."""
+        if self._pool is None:
+            self._interrupted = reason
+
+    def _delay(self) -> float:
+        return self._pace * self._rng.uniform(0.1, 2.0)
+
+    def _begin(self) -> None:
+        pages = self._pool.num_pages if self._pool is not None else 0
+        if self._server is not None:
+            pages = self._server.pool.num_pages
+        wrong = [source for source, _ in self._pairs if not 0 <= source < pages]
+        if wrong:
+            self._end(f"page {wrong[0]} is not one of the peer's {pages}")
+        else:
+            self._step()
+
+    def _step(self) -> None:
+        if self._interrupted:
+            self._end(self._interrupted)
+        elif self._fail_after is not None and self._next >= self._fail_after:
+            self._end("the transport failed")
+        elif self._next == len(self._pieces):
+            self._end(None)
+        elif self._pool is not None:
+            self._copy(self._read(self._pool))
+        else:
+            self._ask()
+
+    def _ask(self) -> None:
+        """One piece from the server, as it is at the moment when the server reads it."""
+        server, node = self._server, self._node
+        assert server is not None
+        network = node.network
+        if not server.alive:
+            self._end("the page stream broke")
+            return
+        if network.is_cut(node.name, server.name):
+            self._world.at(PAUSE_SECONDS, node.loop, lambda: self._end(f"no byte for {PAUSE_SECONDS:g} s"))
+            return
+        to, back = network.latency(node.name, server.name), network.latency(server.name, node.name)
+
+        def arrive(data: bytes) -> None:
+            if self._interrupted:
+                self._end(self._interrupted)
+            else:
+                self._copy(data)
+
+        def read() -> None:
+            data = self._read(server.pool)
+            self._world.at(back, node.loop, lambda: arrive(data))
+            self._waiting = False
+
+        self._waiting = True
+        mark = self._next
+
+        def give_up() -> None:
+            if self._next == mark and self._waiting:
+                self._waiting = False
+                self._end(f"no byte for {PAUSE_SECONDS:g} s")
+
+        self._world.at(to, server.loop, lambda: read() if self._waiting else None)
+        self._world.at(PAUSE_SECONDS, node.loop, give_up)
+
+    def _read(self, pool: SimPool) -> bytes:
+        source, _, part = self._pieces[self._next]
+        size = pool.page_bytes // _PIECES
+        return pool.read(source, part * size, size)
+
+    def _copy(self, data: bytes) -> None:
+        node = self._node
+        _, target, part = self._pieces[self._next]
+        state = node.allocator.state(target)
+        if state is not PageState.OWNED:
+            raise Violation(f"writer: a pull of {node.who} writes page {target}, which is {state.name}")
+        node.pool.write(target, part * len(data), data)
+        self._next += 1
+        self._world.at(self._delay(), node.copies, self._step)
+
+    def _end(self, error: str | None) -> None:
+        generations = None
+        if error is None and self._pool is not None:
+            generations = [int(self._pool.generations[source]) for source, _ in self._pairs]
+        self._ended(error, generations)

@@ -1,0 +1,41 @@
+"""What the simulated streams carry, beside the messages of handoff/ and the outputs of decode/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engine.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    incarnation: int
+    lease_grace: float = 0.0
+    pool: Any = None
+    """A prefill node's pool, for a receiver that shares its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecode:
+    request: int
+    attempt: int
+    prompt: tuple[int, ...]
+    delivered: tuple[int, ...]
+    params: SamplingParams
+    n: int
+    priority: int
+    seconds: float
+    """Time left."""
+    prefill: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelDecode:
+    request: int
+    attempt: int

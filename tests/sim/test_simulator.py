@@ -1,0 +1,178 @@
+"""The simulator: two thousand seeds of the core as it is, replay, shrinking, and its own parts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from baton.sim.bugs import BUGS, planted
+from baton.sim.cluster import Cluster
+from baton.sim.model import SimPool, reference
+from baton.sim.network import Network
+from baton.sim.run import run_scenario, run_seed
+from baton.sim.scenario import FAULTS, make_scenario
+from baton.sim.shrink import shrink
+from baton.sim.soak import run_many
+from baton.sim.world import Actor, Violation, World
+
+SEEDS = 2000
+
+
+@pytest.mark.timeout(600)
+def test_no_seed_breaks_a_rule():
+    outcomes = list(run_many(range(SEEDS)))
+    failed = [str(outcome) for outcome in outcomes if outcome.failure]
+    assert not failed, "\n".join([f"{len(failed)} seeds failed", *failed[:5]])
+    assert sorted(outcome.seed for outcome in outcomes) == list(range(SEEDS))
+    # A simulator in which nothing happens finds nothing: most requests finish, and each kind of end occurs.
+    ends = {end: sum(outcome.requests.get(end, 0) for outcome in outcomes) for end in _ends(outcomes)}
+    assert ends["finished"] > 0.5 * sum(ends.values())
+    assert all(ends[end] for end in ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL")), ends
+    assert "open" not in ends
+
+
+def _ends(outcomes):
+    return {end for outcome in outcomes for end in outcome.requests}
+
+
+def test_every_kind_of_fault_is_drawn():
+    faults = [fault for seed in range(200) for fault in make_scenario(seed).faults]
+    assert {fault.kind for fault in faults} == set(FAULTS)
+
+
+def _trace(seed, hash_seed):
+    code = f"""
+import sys
+from baton.sim.run import run_scenario
+from baton.sim.scenario import make_scenario
+print(run_scenario(make_scenario({seed}), trace=lambda line: sys.stdout.write(line + "\\n")))
+"""
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize("seed", [1, 5, 21])
+def test_a_seed_replays_byte_for_byte_in_another_process(seed):
+    first = _trace(seed, "1")
+    assert first == _trace(seed, "2")
+    assert first.count(b"\n") > 100
+    assert first != _trace(seed + 1, "1")
+
+
+def test_tracing_changes_nothing():
+    lines = []
+    assert run_scenario(make_scenario(5), trace=lines.append) == run_seed(5)
+    assert lines[-1].endswith("well")
+
+
+def test_a_run_ends_after_so_many_steps():
+    assert run_seed(5, max_steps=100).steps == 100
+
+
+def test_a_failing_seed_shrinks_to_a_small_one():
+    with planted("failed-pull"):
+        seed = next(seed for seed in range(100) if run_seed(seed).rule == "tokens")
+        scenario = make_scenario(seed)
+        smaller, outcome = shrink(scenario, "tokens")
+        assert outcome.rule == "tokens" and run_scenario(smaller) == outcome
+        assert len(smaller.requests) <= 3 and len(smaller.faults) <= 2
+        assert len(smaller.requests) < len(scenario.requests)
+    assert not run_scenario(smaller).failure, "what fails is the planted bug"
+
+
+def test_only_what_fails_can_be_shrunk():
+    with pytest.raises(ValueError, match="nothing broken"):
+        shrink(make_scenario(5), "tokens")
+
+
+def test_a_bug_is_dug_out_again():
+    before = run_seed(1)
+    for name in BUGS:
+        with planted(name):
+            pass
+    assert run_seed(1) == before
+    with pytest.raises(KeyError), planted("no such bug"):
+        pass
+
+
+# --- its parts ----------------------------------------------------------------------------------------------
+
+
+def test_events_of_a_stalled_actor_wait_in_their_order_and_those_of_a_dead_one_are_dropped():
+    world, actor, dead = World(1), Actor("a"), Actor("d")
+    seen = []
+    for number in range(3):
+        world.at(1.0 + number / 10, actor, lambda number=number: seen.append((number, world.now)))
+    world.at(0.5, dead, lambda: seen.append("dead"))
+    actor.stall(2.0)
+    dead.alive = False
+    while world.step():
+        pass
+    assert seen == [(0, 2.0), (1, 2.0), (2, 2.0)]
+
+
+class Host:
+    def __init__(self, name):
+        self.name, self.loop, self.got = name, Actor(name), []
+
+    def accept(self, endpoint):
+        endpoint.on_message = self.got.append
+        endpoint.on_end = self.got.append
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_stream_keeps_its_order_also_over_a_cut(cut):
+    world = World(3)
+    network, near, far = Network(world, 0.02), Host("a"), Host("b")
+    network.register(far)
+    endpoint = network.connect(near, "b")
+    for number in range(20):
+        world.at(number * 0.01, near.loop, lambda number=number: endpoint.send(number))
+    if cut:
+        world.at(0.05, near.loop, lambda: network.cut("a", "b", 0.4))
+    while world.step():
+        pass
+    assert far.got == list(range(20))
+
+
+def test_a_long_cut_ends_the_stream_on_both_sides():
+    world = World(3)
+    network, near, far = Network(world, 0.02), Host("a"), Host("b")
+    network.register(far)
+    endpoint = network.connect(near, "b")
+    endpoint.on_end = near.got.append
+    network.cut("a", "b", 100.0)
+    endpoint.send("lost")
+    while world.step() and world.now < 50:
+        pass
+    assert near.got == far.got == ["no answer to pings"]
+    assert not endpoint.send("more") and network.connect(near, "b") is not None
+
+
+def test_one_wrong_byte_in_a_page_changes_the_output():
+    """What the whole method rests on: the model attends to every byte."""
+    cluster = Cluster(make_scenario(5))
+    decode = next(process for name, process in cluster.processes.items() if name == "d0")
+    original = decode.runner.execute
+
+    def flip(flight):
+        for row in flight.plan.rows:
+            page = row.pages[0]
+            if row.start > 4:
+                decode.pool.data[page * decode.pool.page_bytes + 3] ^= 1
+        original(flight)
+
+    decode.runner.execute = flip
+    with pytest.raises(Violation, match="tokens"):
+        cluster.run()
+
+
+def test_reference_stops_after_a_stop_token():
+    tokens = reference(range(5), 7, 10)
+    assert len(tokens) == 10
+    assert reference(range(5), 7, 10, frozenset({tokens[4]})) == tokens[: tokens.index(tokens[4]) + 1]
+    assert SimPool(2, 4).read(1, 0, 4) == b"\xee" * 4
