@@ -1,0 +1,102 @@
+"""Bugs of pulls and of what confirms them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from baton.handoff.decode_side import DecodeSide, Handoff
+from baton.handoff.messages import ReleaseLease, StartPull
+from baton.kvcache import PageAllocator
+from baton.sim.bugs.patching import Bug, Patch
+from baton.sim.decode import SimDecode
+
+PullEnded = Callable[[DecodeSide, int, str | None, Any, float], None]
+
+
+def _free_at_cancel(patch: Patch) -> None:
+    def make(forget: Callable[[DecodeSide, Handoff], None]) -> Callable[[DecodeSide, Handoff], None]:
+        def wrong(side: DecodeSide, handoff: Handoff) -> None:
+            forget(side, handoff)
+            pull = side._pulls.pop(handoff.pull, None) if handoff.pull is not None else None
+            if pull is not None:
+                side._scheduler.cache.unpin(pull.holding)
+
+        return wrong
+
+    patch(DecodeSide, "_forget", make)
+
+
+def _generation_at_start(patch: Patch) -> None:
+    def make(pull: Callable[..., None]) -> Callable[..., None]:
+        def wrong(node: SimDecode, peer: Any, effect: StartPull) -> None:
+            known = node.core.handoffs._pulls.get(effect.pull)
+            if known is not None and peer.pool is not None:
+                known.generations = tuple(peer.pool.generations[source] for source, _ in effect.pairs)
+            pull(node, peer, effect)
+
+        return wrong
+
+    patch(SimDecode, "_pull", make)
+
+
+def _unconfirmed(patch: Patch) -> None:
+    def make(pull_ended: PullEnded) -> PullEnded:
+        def wrong(side: DecodeSide, number: int, error: str | None, generations: Any, now: float) -> None:
+            pull = side._pulls.get(number)
+            pull_ended(side, number, error, pull.generations if pull is not None else None, now)
+
+        return wrong
+
+    patch(DecodeSide, "pull_ended", make)
+
+
+def _failed_pull(patch: Patch) -> None:
+    def make(pull_ended: PullEnded) -> PullEnded:
+        def wrong(side: DecodeSide, number: int, error: str | None, generations: Any, now: float) -> None:
+            pull = side._pulls.get(number)
+            if error is not None and pull is not None:
+                error, generations = None, pull.generations
+            pull_ended(side, number, error, generations, now)
+
+        return wrong
+
+    patch(DecodeSide, "pull_ended", make)
+
+
+def _consumed_reference(patch: Patch) -> None:
+    def make(advance: Callable[[DecodeSide, Handoff], None]) -> Callable[[DecodeSide, Handoff], None]:
+        def wrong(side: DecodeSide, handoff: Handoff) -> None:
+            advance(side, handoff)
+            if handoff.pull is not None and handoff.announced_all and handoff.first and not handoff.released:
+                handoff.released = True
+                side.effects.append(ReleaseLease(handoff.address, handoff.name))
+
+        return wrong
+
+    patch(DecodeSide, "_advance", make)
+
+
+def _stale_reference(patch: Patch) -> None:
+    def make(take: Callable[[PageAllocator, int], list[int]]) -> Callable[[PageAllocator, int], list[int]]:
+        def wrong(allocator: PageAllocator, count: int) -> list[int]:
+            pages = take(allocator, count)
+            for page in pages:
+                allocator._generations[page] = 1
+            return pages
+
+        return wrong
+
+    patch(PageAllocator, "take", make)
+
+
+PULL_BUGS = (
+    Bug("free-at-cancel", "a pull's destination is freed when its request is cancelled", 25, _free_at_cancel),
+    Bug(
+        "late-generation", "the expected generation is read when the copy starts", 10000, _generation_at_start
+    ),
+    Bug("unconfirmed", "nothing is confirmed after the copy", 800, _unconfirmed),
+    Bug("failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, _failed_pull),
+    Bug("consumed-reference", "pages are read after their release (vLLM #52234, 3)", 25, _consumed_reference),
+    Bug("stale-reference", "a page taken anew keeps its generation (vLLM #52234, 4)", 800, _stale_reference),
+)

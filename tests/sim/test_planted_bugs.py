@@ -1,0 +1,32 @@
+"""The simulator bites: it finds each planted bug within a known number of seeds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from baton.sim.bugs import BUGS
+from baton.sim.run import run_seed
+from baton.sim.soak import run_many
+
+TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name):
+    bug = BUGS[name]
+    outcomes = run_many(range(bug.within), bug=name)
+    failure = next((outcome for outcome in outcomes if outcome.failure), None)
+    outcomes.close()
+    assert failure is not None, f"{name} was not found within {bug.within} seeds"
+    assert not run_seed(failure.seed).failure, "the seed fails without the bug too"
+
+
+def test_the_documentation_lists_every_bug():
+    rows = re.findall(r"^\| `([a-z-]+)` \| (.+?) \| (\d+) \|", TABLE.read_text(), re.MULTILINE)
+    assert {name: (text, int(within)) for name, text, within in rows} == {
+        name: (bug.text, bug.within) for name, bug in BUGS.items()
+    }
