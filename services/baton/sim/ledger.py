@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.sim.model import reference
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Violation, World
-
-BOUND_SECONDS = 0.5
-"""How much later than its deadline a client may hear of its request's end, while its gateway runs."""
 
 _OUTAGES = ("crash", "stall", "cut", "drop", "drain", "slow")
 EXCUSES = {
@@ -24,6 +22,7 @@ class _Account:
     spec: RequestSpec
     expected: tuple[tuple[int, ...], ...]
     got: list[list[int]] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
     ended: str = ""
     cancelled: bool = False
 
@@ -49,8 +48,14 @@ class Ledger:
             counts[account.ended or "open"] = counts.get(account.ended or "open", 0) + 1
         return dict(sorted(counts.items()))
 
-    def deliver(self, number: int, choice: int, token: int) -> None:
-        account = self._open(number, f"token {token}")
+    def deliver(self, number: int, choice: int, tokens: Sequence[int], text: str) -> None:
+        account = self._open(number, f"tokens {list(tokens)}")
+        for token in tokens:
+            self._deliver_one(account, choice, token)
+        account.text[choice] += text
+
+    def _deliver_one(self, account: _Account, choice: int, token: int) -> None:
+        number = account.spec.number
         got, expected = account.got[choice], account.expected[choice]
         if len(got) >= len(expected):
             raise Violation(f"tokens: request {number} choice {choice} got a token after its last")
@@ -74,6 +79,8 @@ class Ledger:
         self._world.note("client", f"{number} finished {account.got}")
         if tuple(tuple(choice) for choice in account.got) != account.expected:
             raise Violation(f"tokens: request {number} finished with tokens missing")
+        if account.text != [_shown(choice, account.spec.stop) for choice in account.expected]:
+            raise Violation(f"tokens: request {number} finished with another text: {account.text}")
 
     def failed(self, number: int, code: str, reason: str, message: str) -> None:
         account = self._open(number, f"{code} {reason}")
@@ -89,12 +96,6 @@ class Ledger:
         """The client's own connection has ended with its gateway."""
         if not self._accounts[number].ended:
             self._accounts[number].ended = "gateway died"
-
-    def overdue(self, number: int) -> None:
-        """The request's deadline and the bound have passed."""
-        account = self._accounts[number]
-        if not account.ended:
-            raise Violation(f"deadline: request {number} has not ended within its deadline and a bound")
 
     def _open(self, number: int, what: str) -> _Account:
         account = self._accounts[number]
@@ -118,8 +119,27 @@ class Ledger:
 
 def _account(spec: RequestSpec) -> _Account:
     params = spec.params
-    expected = tuple(
+    full = (
         reference(spec.prompt, params.seed + i, params.max_tokens, params.stop_token_ids)
         for i in range(spec.n)
     )
-    return _Account(spec, expected, [[] for _ in expected])
+    expected = tuple(_until_stop(choice, spec.stop) for choice in full)
+    return _Account(spec, expected, [[] for _ in expected], ["" for _ in expected])
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return "".join(f"{token} " for token in tokens)
+
+
+def _until_stop(tokens: tuple[int, ...], stop: Sequence[str]) -> tuple[int, ...]:
+    """The token that completes a stop string is the last."""
+    for end in range(1, len(tokens)):
+        if any(string in text_of(tokens[:end]) for string in stop):
+            return tokens[:end]
+    return tokens
+
+
+def _shown(tokens: Sequence[int], stop: Sequence[str]) -> str:
+    """The text of the tokens up to the first stop string."""
+    text = text_of(tokens)
+    return text[: min((text.find(string) for string in stop if string in text), default=len(text))]

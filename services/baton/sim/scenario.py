@@ -28,6 +28,8 @@ class RequestSpec:
     n: int
     priority: int
     timeout: float
+    stop: tuple[str, ...] = ()
+    """Stop strings, which the gateway looks for."""
     cancel_after: float | None = None
     """The client cancels, or leaves, so many seconds after it has asked."""
     probe: bool = False
@@ -138,6 +140,9 @@ def _requests(rng: random.Random, gateways: int, room: int, tight: bool) -> tupl
     for number in range(count):
         at += rng.expovariate(1 / gap) if gap else 0.0
         spec = _request(rng, number, at, gateways, room, [] if tight else prefixes, tight)
+        if not tight and spec.n == 1 and spec.params.seed % 4 == 0:
+            output = reference(spec.prompt, spec.params.seed, spec.params.max_tokens)
+            spec = replace(spec, stop=(f" {output[spec.params.seed % len(output)]} ",))
         requests.append(spec)
         if spec.n == 1 and not spec.params.stop_token_ids:
             # A session's next turn begins with all of this one.

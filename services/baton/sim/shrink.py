@@ -61,6 +61,8 @@ def _without(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
 def _plainer(spec: RequestSpec) -> Iterator[RequestSpec]:
     if spec.cancel_after is not None:
         yield replace(spec, cancel_after=None)
+    if spec.stop:
+        yield replace(spec, stop=())
     if spec.n > 1:
         yield replace(spec, n=1)
     if spec.params.stop_token_ids:
