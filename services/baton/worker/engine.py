@@ -133,7 +133,8 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     runner: Runner[Any] = make_runner(model, pool, prefill, decode, config.max_rows, context)
     if not on_gpu:
         runner = tuned = TunedRunner(runner)
-        _log.info("threads measured", small_steps=tuned.small_step_threads, others=tuned.threads)
+        by_tokens = {f"to_{tokens}": count for tokens, count in tuned.small_steps.items()}
+        _log.info("threads measured", **by_tokens, others=tuned.threads)
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture.name,
