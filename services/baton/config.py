@@ -90,7 +90,7 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     prefill: tuple[str, ...] = ()
     """host:port of prefill nodes, for callers that name none."""
-    local_prefill_tokens: int = 64
+    local_prefill_tokens: int = 32
     """Prompts with at most this many tokens left to compute are prefilled here rather than handed off."""
     fallback_tokens: int = 16384
     """Prompt tokens that may be prefilled here at a time because no prefill node could be had."""
