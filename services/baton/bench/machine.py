@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(commit: str = "") -> dict[str, str]:
-    """Of Baton, Python and what is installed of the packages that matter; `commit` replaces the checkout's."""
+    """Of Baton, Python and what is there of the packages that matter; `commit` replaces the checkout's."""
     found = {"baton": baton.__version__, "commit": commit or _commit(), "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -64,8 +64,8 @@ def tpot(arrivals: Sequence[tuple[float, int]]) -> float | None:
 
 def itl(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     """Seconds between tokens, one value a token from the second message on: the pause before a message,
-    divided evenly over its tokens, as SGLang's bench_serving counts. Tokens that come with the first have none.
-    """
+    divided evenly over its tokens, as SGLang's bench_serving counts. Tokens that come with the first one have
+    none."""
     gaps: list[float] = []
     for (before, _), (now, count) in pairwise(arrivals):
         gaps += [(now - before) / count] * count

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -22,12 +21,18 @@ from baton.cli.bench_options import (
     make_plan,
     report_options,
 )
-from baton.cli.bench_report import head, save, warnings
-from baton.cli.bench_running import make_target, measured, open_engine, run_with_progress
+from baton.cli.bench_report import about, deployment_facts, save, warnings
+from baton.cli.bench_running import make_target, measured, open_engine, run_here, run_with_progress
 from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of
 from baton.cli.running import run_command
 from baton.config import NodeConfig, WorkerConfig
+
+if TYPE_CHECKING:
+    from baton.bench.engine import EngineBench
+
+WARM_UP = 4
+"""Requests ahead of an engine's runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +90,8 @@ async def _deployed(
     work = measurement.work
     async with measured(server, plan, console) as address:
         asked = await make_target(address, *target)
-        report = await head("offline", measurement.commit, address)
-        report["workload"] = sizes(work, work.jobs(asked.vocabulary, asked.context))
-        announce(report["workload"], asked.context, console)
+        workload = sizes(work, work.jobs(asked.vocabulary, asked.context))
+        announce(workload, asked.context, console)
         runs = []
         for index in range(measurement.repeats):
             run = await run_with_progress(asked, work, f"run {index + 1}", console)
@@ -95,47 +99,45 @@ async def _deployed(
             runs.append(figures)
             for text in warnings(figures, work):
                 console.print(text, style="yellow", highlight=False, markup=False)
-    report |= {"engine": None, "clients": asked.clients, "itl_counting": ITL_COUNTING, "runs": runs}
+        report = about("offline", measurement.commit) | {"deployment": await deployment_facts(address)}
+    report |= {"workload": workload, "engine": None, "clients": asked.clients, "itl_counting": ITL_COUNTING, "runs": runs}
     conclude(report, measurement, console)
     return 0
 
 
-async def _engine(config: WorkerConfig, measurement: Measurement, console: Console) -> int:
-    report = await head("offline", measurement.commit)
-    await asyncio.to_thread(_run_engine, config, measurement, report, console)
-    return 0
-
-
-def _run_engine(
-    config: WorkerConfig, measurement: Measurement, report: dict[str, Any], console: Console
-) -> None:
-    work, runs = measurement.work, []
+def _engine(config: WorkerConfig, measurement: Measurement, console: Console) -> None:
+    work = measurement.work
+    report = about("offline", measurement.commit)
     with open_engine(config, console) as bench:
         jobs = work.jobs(bench.vocabulary, bench.context)
         report["workload"] = sizes(work, jobs)
         announce(report["workload"], bench.context, console)
-        bench.run(work.warm_up(4, bench.vocabulary, bench.context), work.temperature)
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
-        # Drawn once a second by the loop itself: a thread that draws would take its share of the steps' time.
-        with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=False) as progress:
-            for index in range(measurement.repeats):
-                bar = progress.add_task(f"run {index + 1}", total=report["workload"]["output_tokens"])
-                run = bench.run(
-                    jobs,
-                    work.temperature,
-                    lambda tokens, bar=bar: progress.update(bar, completed=tokens, refresh=True),
-                )
-                progress.update(bar, completed=run.tokens, refresh=True)
-                runs.append(
-                    {
-                        "seconds": run.seconds,
-                        "output_tokens": run.tokens,
-                        "output_tokens_per_second": run.tokens / run.seconds,
-                        "first_tokens_ms": run.first_tokens_seconds * 1e3,
-                    }
-                )
+        bench.run(work.warm_up(WARM_UP, bench.vocabulary, bench.context), work.temperature)
+        runs = [run_engine(bench, jobs, work, index, console) for index in range(measurement.repeats)]
         report |= {"engine": bench.facts(), "runs": runs}
     conclude(report, measurement, console)
+
+
+def run_engine(
+    bench: EngineBench, jobs: list[Job], work: Workload, index: int, console: Console
+) -> dict[str, Any]:
+    """One run's figures."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
+    # Drawn once a second by the loop itself: a thread that draws would take its share of the steps' time.
+    with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=False) as progress:
+        bar = progress.add_task(f"run {index + 1}", total=sum(job.output_tokens for job in jobs))
+
+        def told(tokens: int) -> None:
+            progress.update(bar, completed=tokens, refresh=True)
+
+        run = bench.run(jobs, work.temperature, told)
+        told(run.tokens)
+    return {
+        "seconds": run.seconds,
+        "output_tokens": run.tokens,
+        "output_tokens_per_second": run.tokens / run.seconds,
+        "first_tokens_ms": run.first_tokens_seconds * 1e3,
+    }
 
 
 @click.command(cls=SectionedCommand)
@@ -170,9 +172,9 @@ def offline(
     """Measure output tokens per second of many requests at once.
 
     The workload is that of nano-vllm's bench.py: 256 requests of 100 to 1024 tokens in and out, seed 0
-    (142,827 input and 133,966 output tokens), temperature 0.6. Requests that the model's context does not hold
-    are cut, which is said. Output tokens per second: of all requests, over the time from the start to the last
-    answer.
+    (142,827 input and 133,966 output tokens), temperature 0.6. Requests that the model's context does not
+    hold are cut, which is said. Output tokens per second: of all requests, over the time from the start to
+    the last answer.
 
     \b
     Examples:
@@ -195,7 +197,7 @@ def offline(
     console = Console()
     if engine:
         config = engine_config(values)
-        run_command(lambda: _engine(config, measurement, console))
+        run_here(lambda: _engine(config, measurement, console))
     if clients > requests:
         raise click.UsageError(f"--clients ({clients}) must be at most --requests ({requests})")
     plan = make_plan(values, prefill, decode)

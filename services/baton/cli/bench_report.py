@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,14 +40,9 @@ async def deployment_facts(server: str) -> dict[str, Any]:
     return {"server": server, "processes": processes}
 
 
-async def head(measurement: str, commit: str, server: str = "") -> dict[str, Any]:
+def about(measurement: str, commit: str) -> dict[str, Any]:
     """The first part of a report: what was measured, where, with what."""
-    found: dict[str, Any] = {"measurement": measurement}
-    found["machine"] = await asyncio.to_thread(machine)
-    found["versions"] = await asyncio.to_thread(versions, commit)
-    if server:
-        found["deployment"] = await deployment_facts(server)
-    return found
+    return {"measurement": measurement, "machine": machine(), "versions": versions(commit)}
 
 
 def save(figures: dict[str, Any], file: Path | None) -> None:

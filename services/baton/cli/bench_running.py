@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 from rich.console import Console
@@ -12,8 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.bench.clients import ClientError, Run, Target, run_clients
 from baton.bench.workload import Workload
+from baton.cli.answer import explain
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.client import AsyncClient
+from baton.cli.options import fail
+from baton.client import AsyncClient, BatonError
 from baton.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -28,6 +30,16 @@ async def measured(server: str, plan: DeploymentPlan, console: Console) -> Async
     else:
         async with Deployment(plan, console) as deployment:
             yield deployment.address
+
+
+def run_here(work: Callable[[], None]) -> NoReturn:
+    """Runs what needs no event loop, so that Ctrl-C ends it at once; exits with 0. A BatonError is a line on
+    stderr and 1."""
+    try:
+        work()
+    except BatonError as error:
+        fail(explain(error, ""))
+    raise SystemExit(0)
 
 
 @contextlib.contextmanager

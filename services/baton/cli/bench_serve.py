@@ -22,7 +22,7 @@ from baton.cli.bench_options import (
     make_plan,
     report_options,
 )
-from baton.cli.bench_report import head, save, shown, table, warnings
+from baton.cli.bench_report import about, deployment_facts, save, shown, table, warnings
 from baton.cli.bench_running import make_target, measured, run_with_progress
 from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of
@@ -142,7 +142,6 @@ async def _serve(server: str, plan: DeploymentPlan, measurement: Measurement, co
     curves: list[Curve] = []
     async with measured(server, plan, console) as address:
         target = await make_target(address, measurement.clients, measurement.warmup, measurement.timeout)
-        report = await head("serve", measurement.commit, address)
         check_context(measurement.runs[0], target)
         for work in measurement.runs:
             name = f"{label(work)} req/s" if work.rate is not None else label(work)
@@ -153,6 +152,8 @@ async def _serve(server: str, plan: DeploymentPlan, measurement: Measurement, co
             done = [record for record in run.records if not record.error and record.arrivals]
             gaps = [gap for record in done for gap in record.itl]
             curves.append(Curve(label(work), work.rate, figures, [r.ttft for r in done], gaps))
+        # Afterwards: by now decode nodes have met the prefill nodes that the gateway names.
+        report = about("serve", measurement.commit) | {"deployment": await deployment_facts(address)}
     show(measurement, runs, console)
     targets = {"ttft_ms": measurement.targets.ttft_ms, "itl_ms": measurement.targets.itl_ms}
     report |= {"clients": target.clients, "itl_counting": ITL_COUNTING, "targets": targets, "runs": runs}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +18,9 @@ from baton.cli.bench_options import (
     engine_config,
     report_options,
 )
-from baton.cli.bench_report import head, save, shown, table
-from baton.cli.bench_running import open_engine
+from baton.cli.bench_report import about, save, shown, table
+from baton.cli.bench_running import open_engine, run_here
 from baton.cli.options import SectionedCommand, config_options, fields_of
-from baton.cli.running import run_command
 from baton.config import NodeConfig, WorkerConfig
 
 if TYPE_CHECKING:
@@ -97,9 +95,9 @@ def show(report: dict[str, Any], figures: list[StepFigures], console: Console) -
         report["weight_bytes"],
     )
     console.print(
-        f"{engine['model']}, {engine['dtype']} on {engine['device']}, attention {engine['attention']}. Copies "
-        f"move {bandwidth / 1e9:,.1f} GB/s, read and written; the weights' {weights / 2**20:,.1f} MiB take "
-        f"{weights / bandwidth * 1e3:.3f} ms.",
+        f"{engine['model']}, {engine['dtype']} on {engine['device']}, attention {engine['attention']}. "
+        f"Copies move {bandwidth / 1e9:,.1f} GB/s, read and written; the weights' {weights / 2**20:,.1f} MiB "
+        f"take {weights / bandwidth * 1e3:.3f} ms.",
         highlight=False,
     )
     rows = table(
@@ -138,17 +136,10 @@ def show_profiles(
             console.print(f"{us:9.1f} {calls:7.1f}  {name[:90]}", highlight=False, markup=False)
 
 
-async def _step(config: WorkerConfig, measurement: Measurement, console: Console) -> int:
-    report = await head("step", measurement.commit)
-    await asyncio.to_thread(_measure, config, measurement, report, console)
-    return 0
-
-
-def _measure(
-    config: WorkerConfig, measurement: Measurement, report: dict[str, Any], console: Console
-) -> None:
+def _step(config: WorkerConfig, measurement: Measurement, console: Console) -> None:
     from baton.bench.bandwidth import copy_bandwidth, weight_bytes
 
+    report = about("step", measurement.commit)
     with open_engine(config, console) as bench:
         bandwidth = copy_bandwidth(bench.engine.device)
         info, layout = bench.engine.model_info, bench.engine.pool.layout
@@ -227,4 +218,4 @@ def step(
     measurement = Measurement(batches, contexts, steps, repeats, temperature, profile, file, commit)
     console = Console()
     config = engine_config(values, lambda given: _defaults(given, measurement))
-    run_command(lambda: _step(config, measurement, console))
+    run_here(lambda: _step(config, measurement, console))
