@@ -151,9 +151,10 @@ def profile(
     bench.run(jobs_of(point, steps, bench, 0), temperature)
     with profiler(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
         bench.run(jobs_of(point, steps, bench, 1), temperature)
+    taken = outputs(point, steps, bench.config.token_budget) - 1
     attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     found = [
-        (event.key, getattr(event, attribute) / steps, event.count / steps)
+        (event.key, getattr(event, attribute) / taken, event.count / taken)
         for event in profiled.key_averages()
         if getattr(event, attribute) > 0
     ]

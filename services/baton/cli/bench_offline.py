@@ -100,7 +100,13 @@ async def _deployed(
             for text in warnings(figures, work):
                 console.print(text, style="yellow", highlight=False, markup=False)
         report = about("offline", measurement.commit) | {"deployment": await deployment_facts(address)}
-    report |= {"workload": workload, "engine": None, "clients": asked.clients, "itl_counting": ITL_COUNTING, "runs": runs}
+    report |= {
+        "workload": workload,
+        "engine": None,
+        "clients": asked.clients,
+        "itl_counting": ITL_COUNTING,
+        "runs": runs,
+    }
     conclude(report, measurement, console)
     return 0
 
