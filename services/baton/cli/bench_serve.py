@@ -116,19 +116,16 @@ def show(measurement: Measurement, runs: list[dict[str, Any]], console: Console)
             cells = [shown(run[f"{name}_ms"][part]) for name in LATENCIES]
             figures.add_row("" if index else label(work), part, *cells)
     console.print(figures)
-    rates = table(
-        "req/s", "finished", "a second", "tok/s out", "goodput/s", "in flight", "late p99", "client"
-    )
+    rates = table("req/s", "done", "a second", "tok/s out", "goodput", "in flight", "late, ms", "client")
     for work, run in zip(measurement.runs, runs, strict=True):
-        flight = run["in_flight"]
         rates.add_row(
             label(work),
             f"{run['finished']}/{run['requests']}",
             shown(run["requests_per_second"], 2),
             shown(run["output_tokens_per_second"]),
             shown(run["goodput_per_second"], 2),
-            f"{flight['mean']:.1f} (≤ {flight['max']})",
-            f"{shown(run['lateness_ms']['p99'])} ms",
+            shown(run["in_flight"]["mean"]),
+            shown(run["lateness_ms"]["p99"]),
             f"{run['client_busy']:.0%}",
         )
     console.print(rates)
@@ -245,7 +242,7 @@ def serve(
 
     Open loop (--rate): requests arrive as a Poisson process and wait for nobody. Closed loop (--concurrency,
     --requests): one is sent when another has ended. Everything is measured at the client, from the moment of
-    sending; "late p99" says how far behind their times the client itself sent, "client" which part of a core
+    sending; "late" says how far behind their times the client itself sent (p99), "client" which part of a core
     it used.
 
     TTFT: to the first token. TPOT: mean per output token, the first excluded. ITL: between tokens; the pause
