@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from process import ENVIRONMENT
 
@@ -64,6 +68,7 @@ def test_open_loop_against_a_running_deployment(demo, tmp_path):
     assert report["clients"] == 2 and "SGLang" in report["itl_counting"]
     processes = report["deployment"]["processes"]
     assert [process["role"] for process in processes] == ["gateway", "tokenizer", "prefill", "decode"]
+    assert processes[2]["transports"] == ["shm", "grpc"] and processes[2]["page_size"] == 16
     assert processes[-1]["device"] == "cpu" and "torch" in processes[-1]["attention"]
     assert "TTFT" in output and "goodput" in output
     pixels = imread(picture)
@@ -194,6 +199,31 @@ def test_plots_without_matplotlib_say_what_to_install(tmp_path):
     done = bench("serve", "--plot", str(tmp_path / "x.png"), PYTHONPATH=path)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.strip() == "baton: --plot needs matplotlib: pip install 'baton-serve[bench]'"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_its_clients_end_with_it(demo, number):
+    flags = ("--concurrency", "2", "--requests", "40", "--prompt-tokens", "16", "--output-tokens", "1900")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "baton.cli.main", "bench", "serve", "--server", demo.gateway.address, *flags],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    until(lambda: demo.decode.load().running == 2)
+    clients = psutil.Process(process.pid).children(recursive=True)
+    assert len(clients) == 1
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == (130 if number == signal.SIGINT else -number) and stderr == b""
+    until(lambda: not clients[0].is_running() or clients[0].status() == psutil.STATUS_ZOMBIE)
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_nothing_there_is_one_line():

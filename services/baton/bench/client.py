@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -144,7 +145,10 @@ async def telling(asker: Asker) -> AsyncIterator[None]:
     async def tell() -> None:
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            say(progress=[len(asker.records), asker.failed, asker.running])
+            try:
+                say(progress=[len(asker.records), asker.failed, asker.running])
+            except OSError:
+                os._exit(1)  # rather than go on asking for nobody
 
     task = asyncio.create_task(tell())
     try:

@@ -167,7 +167,7 @@ def run_engine(
 )
 @count("--seed", 0, "Of lengths and prompts.", least=0)
 @count("--repeats", 1, "Runs; the median one is reported. Later ones find prompts in a deployment's caches.")
-@deployment_options
+@deployment_options(timeout=600.0)
 @report_options
 @config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
 def offline(
@@ -185,7 +185,7 @@ def offline(
     \b
     Examples:
       baton bench offline --requests 16                       the demo model, a small part of it
-      baton bench offline --server HOST:50050 --clients 4 --timeout 600
+      baton bench offline --server HOST:50050 --clients 4
       baton bench offline --engine --model ./qwen3-8b --load-format dummy --max-rows 256 --token-budget 8192
     """
     check_writable(file)

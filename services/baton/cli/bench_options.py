@@ -56,33 +56,37 @@ def count(flag: str, default: int | None, text: str, least: int = 1) -> Callable
     )
 
 
-def deployment_options(function: F) -> F:
-    """`--server`, `--prefill`, `--decode`, `--clients`, `--warmup`, `--timeout`."""
-    for add in reversed(
-        (
-            click.option(
-                "--server",
-                default="",
-                metavar="HOST:PORT",
-                envvar="BATON_SERVER",
-                help="A running deployment's gateway; without it one is started for the measurement.",
-            ),
-            count("--prefill", 1, "Prefill nodes of the deployment that is started; 0: aggregated.", least=0),
-            count("--decode", 1, "Its decode nodes."),
-            count("--clients", 1, "Client processes; more when one is the limit (the result says how busy)."),
-            count("--warmup", 4, "Requests ahead, of the same sizes, not measured.", least=0),
-            click.option(
-                "--timeout",
-                type=click.FloatRange(min=0, min_open=True),
-                default=120.0,
-                show_default=True,
-                metavar="SECONDS",
-                help="What a request may take; later it counts as failed.",
-            ),
-        )
-    ):
-        function = add(function)
-    return function
+def deployment_options(timeout: float) -> Callable[[F], F]:
+    """`--server`, `--prefill`, `--decode`, `--clients`, `--warmup`, and `--timeout` with its default."""
+
+    def decorate(function: F) -> F:
+        for add in reversed(
+            (
+                click.option(
+                    "--server",
+                    default="",
+                    metavar="HOST:PORT",
+                    envvar="BATON_SERVER",
+                    help="A running deployment's gateway; without it one is started for the measurement.",
+                ),
+                count("--prefill", 1, "Prefill nodes of the one that is started; 0: aggregated.", least=0),
+                count("--decode", 1, "Its decode nodes."),
+                count("--clients", 1, "Client processes; more when one is the limit."),
+                count("--warmup", 4, "Requests ahead, of the same sizes, not measured.", least=0),
+                click.option(
+                    "--timeout",
+                    type=click.FloatRange(min=0, min_open=True),
+                    default=timeout,
+                    show_default=True,
+                    metavar="SECONDS",
+                    help="What a request may take; later it counts as failed. The gateway has a limit too.",
+                ),
+            )
+        ):
+            function = add(function)
+        return function
+
+    return decorate
 
 
 def report_options(function: F) -> F:

@@ -24,6 +24,7 @@ async def deployment_facts(server: str) -> dict[str, Any]:
             facts |= {"version": info.version, "device": info.device, "attention": info.attention}
             if info.HasField("layout"):
                 facts["page_size"] = info.layout.page_size
+                facts["transports"] = [endpoint.WhichOneof("kind") for endpoint in info.endpoints]
             if info.HasField("model"):
                 model = info.model
                 facts["model"] = {

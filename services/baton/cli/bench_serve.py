@@ -221,7 +221,7 @@ def _title(report: dict[str, Any], work: Workload) -> str:
     metavar="X",
     help="Goodput: ITL of a request at most, at its own p99.",
 )
-@deployment_options
+@deployment_options(timeout=120.0)
 @report_options
 @click.option(
     "--plot",
@@ -242,8 +242,8 @@ def serve(
 
     Open loop (--rate): requests arrive as a Poisson process and wait for nobody. Closed loop (--concurrency,
     --requests): one is sent when another has ended. Everything is measured at the client, from the moment of
-    sending; "late" says how far behind their times the client itself sent (p99), "client" which part of a core
-    it used.
+    sending; "late" is how far behind their times the client itself sent (p99), "client" the part of a core
+    that it used.
 
     TTFT: to the first token. TPOT: mean per output token, the first excluded. ITL: between tokens; the pause
     before a message is divided evenly over its tokens (as SGLang's bench_serving does). e2e: to the end.
