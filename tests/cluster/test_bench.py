@@ -54,6 +54,7 @@ def test_open_loop_against_a_running_deployment(demo, tmp_path):
     for run, rate in ((slow, 6.0), (fast, 12.0)):
         assert run["workload"]["rate"] == rate and run["finished"] == run["requests"] > 0
         assert run["output_tokens"] == 8 * run["requests"] and run["failures"] == {}
+        assert run["offered_per_second"] == run["requests"] / 2.0
         assert run["seconds"] >= 2.0 and run["goodput_per_second"] == pytest.approx(
             run["requests_per_second"]
         )
@@ -79,12 +80,14 @@ def test_closed_loop_holds_its_concurrency(demo, tmp_path):
     report, _ = figures(
         tmp_path / "closed.json",
         *("serve", "--server", demo.gateway.address, "--concurrency", "3", "--requests", "8", "--seed", "42"),
-        *("--prompt-tokens", "70", "--output-tokens", "12", "--shared-prefix", "64"),
+        *("--prompt-tokens", "70", "--output-tokens", "1", "--shared-prefix", "64"),
+        *("--plot", str(tmp_path / "closed.png")),
     )
     (run,) = report["runs"]
     assert run["load"] == "3 at a time" and run["finished"] == 8
     assert run["in_flight"]["max"] == 3 and run["goodput_per_second"] is None
     assert run["cached_tokens"] > 0, "the shared prefix"
+    assert run["itl_ms"]["p50"] is None and (tmp_path / "closed.png").stat().st_size > 10_000
 
 
 def test_failures_are_counted_and_do_not_end_it(demo, tmp_path):

@@ -12,6 +12,8 @@ import numpy as np
 from baton.bench.record import Record, pauses
 
 PERCENTILES = (50, 90, 99)
+DISTRIBUTION = (*(each / 2 for each in range(200)), 99.9)
+"""The percentiles that tell a distribution; up to 99.9, so that one outlier does not squeeze a picture."""
 ITL_COUNTING = (
     "the pause before a message divided evenly over the tokens it carries, one value a token from the second "
     "message on, as SGLang's bench_serving; pause_ms counts each message once"
@@ -51,6 +53,13 @@ def spread(seconds: Iterable[float | None]) -> dict[str, float | None]:
     }
 
 
+def distribution(seconds: Iterable[float]) -> list[float]:
+    """The values at the percentiles of DISTRIBUTION, in milliseconds; empty without values."""
+    values = np.array(list(seconds)) * 1e3
+    found: list[float] = np.percentile(values, DISTRIBUTION).tolist() if values.size else []
+    return found
+
+
 def in_flight(records: Sequence[Record], seconds: float) -> dict[str, float]:
     """How many requests were under way: the mean over `seconds`, and the most at any moment."""
     changes = sorted([(r.sent, 1) for r in records] + [(r.end, -1) for r in records])
@@ -75,6 +84,8 @@ def summarize(
 
     limits = targets or Targets()
     wanted = limits.ttft_ms is not None or limits.itl_ms is not None
+    ttft = [record.ttft for record in done if record.arrivals]
+    itl = [gap for record in done for gap in record.itl]
     output = sum(record.output_tokens for record in done)
     prompt = sum(record.prompt_tokens for record in done)
     return {
@@ -86,9 +97,9 @@ def summarize(
         "output_tokens_per_second": rate(output),
         "prompt_tokens_per_second": rate(prompt),
         "goodput_per_second": rate(sum(map(limits.met, done))) if wanted else None,
-        "ttft_ms": spread(record.ttft for record in done if record.arrivals),
+        "ttft_ms": spread(ttft),
         "tpot_ms": spread(record.tpot for record in done),
-        "itl_ms": spread(gap for record in done for gap in record.itl),
+        "itl_ms": spread(itl),
         "pause_ms": spread(gap for record in done for gap in pauses(record.arrivals)),
         "e2e_ms": spread(record.e2e for record in done),
         "in_flight": in_flight(records, seconds),
@@ -99,4 +110,6 @@ def summarize(
         "pulled_pages": sum(record.pulled_pages for record in done),
         "retractions": sum(record.retractions for record in done),
         "transports": dict(Counter(record.transport or "none" for record in done)),
+        "ttft_distribution_ms": distribution(ttft),
+        "itl_distribution_ms": distribution(itl),
     }

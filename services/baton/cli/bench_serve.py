@@ -12,7 +12,7 @@ from rich.console import Console
 
 from baton.bench.clients import Target
 from baton.bench.figures import ITL_COUNTING, Targets, summarize
-from baton.bench.plots import Curve, NoPlots, plot, require
+from baton.bench.plots import NoPlots, plot, require
 from baton.bench.workload import Range, Workload
 from baton.cli.bench_options import (
     Tokens,
@@ -136,7 +136,6 @@ def show(measurement: Measurement, runs: list[dict[str, Any]], console: Console)
 
 async def _serve(server: str, plan: DeploymentPlan, measurement: Measurement, console: Console) -> int:
     runs: list[dict[str, Any]] = []
-    curves: list[Curve] = []
     async with measured(server, plan, console) as address:
         target = await make_target(address, measurement.clients, measurement.warmup, measurement.timeout)
         check_context(measurement.runs[0], target)
@@ -145,10 +144,8 @@ async def _serve(server: str, plan: DeploymentPlan, measurement: Measurement, co
             run = await run_with_progress(target, work, name, console)
             figures = summarize(run.records, measurement.targets, work.seconds)
             figures |= {"load": label(work), "workload": work.to_dict(), "client_busy": run.busy}
+            figures["offered_per_second"] = len(run.records) / work.seconds if work.rate is not None else None
             runs.append(figures)
-            done = [record for record in run.records if not record.error and record.arrivals]
-            gaps = [gap for record in done for gap in record.itl]
-            curves.append(Curve(label(work), work.rate, figures, [r.ttft for r in done], gaps))
         # Afterwards: by now decode nodes have met the prefill nodes that the gateway names.
         report = about("serve", measurement.commit) | {"deployment": await deployment_facts(address)}
     show(measurement, runs, console)
@@ -156,19 +153,8 @@ async def _serve(server: str, plan: DeploymentPlan, measurement: Measurement, co
     report |= {"clients": target.clients, "itl_counting": ITL_COUNTING, "targets": targets, "runs": runs}
     save(report, measurement.file)
     if measurement.picture is not None:
-        plot(curves, _title(report, measurement.runs[0]), measurement.picture)
+        plot(report, measurement.picture)
     return 0
-
-
-def _title(report: dict[str, Any], work: Workload) -> str:
-    processes = report["deployment"]["processes"]
-    counts = [f"{sum(p['role'] == role for p in processes)} {role}" for role in ("prefill", "decode")]
-    model = next((p["model"]["name"] for p in processes if "model" in p), "")
-    devices = ", ".join(sorted({p["device"] for p in processes if p.get("device")}))
-    return (
-        f"{model}, {' + '.join(counts)} on {devices}; {work.prompt_tokens} tokens in, "
-        f"{work.output_tokens} out; Baton {report['versions']['baton']} ({report['versions']['commit']})"
-    )
 
 
 @click.command(cls=SectionedCommand)
