@@ -162,9 +162,8 @@ class CudaIpcReceiver:
             self._copier.copy(pairs, self._way(pairs), stop)
 
     def _way(self, pairs: list[tuple[int, int]]) -> Way:
-        page_bytes = self._local.page_bytes
-        run_bytes = len(pairs) * page_bytes / sum(1 for _ in runs_of(pairs))
-        return choose_way(run_bytes, page_bytes, self._busy(), self._kernel)
+        runs = sum(1 for _ in runs_of(pairs))
+        return choose_way(len(pairs), runs, self._local.page_bytes, self._busy(), self._kernel)
 
     def _unmap(self) -> None:
         self._copier = None
