@@ -79,6 +79,8 @@ class CudaIpcReceiver:
     """
 
     kind = "cuda_ipc"
+    way: Way | None = None
+    """How to copy, whatever the pages; None: as `choose_way` says."""
 
     def __init__(self, endpoint: pb.CudaIpcEndpoint, local: CudaPages, busy: Callable[[], bool]) -> None:
         """Use `open`."""
@@ -162,6 +164,8 @@ class CudaIpcReceiver:
             self._copier.copy(pairs, self._way(pairs), stop)
 
     def _way(self, pairs: list[tuple[int, int]]) -> Way:
+        if self.way is not None:
+            return self.way
         runs = sum(1 for _ in runs_of(pairs))
         return choose_way(len(pairs), runs, self._local.page_bytes, self._busy(), self._kernel)
 
