@@ -119,7 +119,7 @@ def transports() -> Iterator[Check]:
 
 
 def _cuda_ipc() -> Check:
-    """Exports a small allocation, which is what fails where CUDA IPC cannot work."""
+    """Exports memory of each GPU, which fails where CUDA IPC cannot work; opening it takes another process."""
     import torch
 
     from baton.transport import TransportError, cuda
@@ -145,10 +145,8 @@ def _cuda_ipc() -> Check:
     if apart:
         text = f"works on each GPU, but there is no peer access between {', '.join(apart)}"
         return Check("transports", "cuda_ipc", "note", text)
-    between = (
-        f"between all {count} GPUs" if count > 1 else "on the one GPU, and from here to others of the host"
-    )
-    return Check("transports", "cuda_ipc", "ok", f"works {between}")
+    where = f"all {count} GPUs, which reach each other" if count > 1 else "the one GPU that is seen here"
+    return Check("transports", "cuda_ipc", "ok", f"memory can be shared from {where}")
 
 
 def ports() -> Iterator[Check]:

@@ -92,6 +92,15 @@ def open_memory(handle: bytes) -> Pointer:
     return int(_checked("cudaIpcOpenMemHandle", runtime.cudaIpcOpenMemHandle(there, flag)))
 
 
+def mapped_bytes(pointer: Pointer) -> int:
+    """Size of the allocation that begins at an address."""
+    _, driver = _bindings()
+    error, _, size = driver.cuMemGetAddressRange(pointer)
+    if int(error) != 0:
+        raise TransportError(f"cuMemGetAddressRange: {error.name}")
+    return int(size)
+
+
 def close_memory(pointer: Pointer) -> None:
     runtime, _ = _bindings()
     _checked("cudaIpcCloseMemHandle", runtime.cudaIpcCloseMemHandle(pointer))

@@ -36,7 +36,7 @@ class PageCopier:
         self._pool = pool
         self._page_bytes = pool.shape[1]
         self._peer = peer
-        self._peer_tensor = cuda.as_tensor(peer, peer_pages * self._page_bytes)
+        self._peer_bytes = peer_pages * self._page_bytes
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._engine = cuda.Copier(self._stream)
         self._transfer: Callable[..., Any] | None = None
@@ -87,10 +87,11 @@ class PageCopier:
             from sgl_kernel.kvcacheio import transfer_kv_per_layer_mla
 
             self._transfer = transfer_kv_per_layer_mla
+        peer = cuda.as_tensor(self._peer, self._peer_bytes)
         item = item_bytes(self._page_bytes)
         items = self._page_bytes // item
         pages = torch.tensor(pairs, dtype=torch.int64).t().contiguous().pin_memory()
         pages = pages.to(self._device, non_blocking=True)
         within = torch.arange(items, device=self._device)
         sources, targets = (pages[:, :, None] * items + within).view(2, -1)
-        self._transfer(self._peer_tensor, self._pool, sources, targets, item, quota)
+        self._transfer(peer, self._pool, sources, targets, item, quota)

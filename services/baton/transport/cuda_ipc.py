@@ -75,6 +75,10 @@ def check_endpoint(endpoint: pb.CudaIpcEndpoint, local: PageStore) -> CudaPages:
 class CudaIpcReceiver:
     """One pull runs at a time, in a thread of the receiver's own; others wait their turn.
 
+    Pulls have a stream of their own, which nothing on the device orders with steps. The host does: the owner
+    announces a page after its host has seen the step that wrote it retire; a page here is pulled into only
+    once every step that used it has retired (the cache frees it no sooner); and a pull returns after this
+    host has seen it complete, before a step that reads the page is launched.
     The owner's death ends nothing here: the mapping keeps its memory until `close`.
     """
 
@@ -154,9 +158,14 @@ class CudaIpcReceiver:
 
     def _map(self) -> None:
         cuda.use(self._local.device)
-        self._base = cuda.open_memory(self._endpoint.handle)
-        peer = self._base + self._endpoint.offset
-        self._copier = PageCopier(self._local.pool, peer, self._endpoint.num_pages)
+        endpoint = self._endpoint
+        self._base = cuda.open_memory(endpoint.handle)
+        # An address outside would not fail one copy: it would end all work of this process on the GPU.
+        needed = endpoint.offset + endpoint.num_pages * endpoint.page_bytes
+        if (there := cuda.mapped_bytes(self._base)) < needed:
+            raise TransportError(f"the allocation has {there} bytes, the peer's pages end at {needed}")
+        peer = self._base + endpoint.offset
+        self._copier = PageCopier(self._local.pool, peer, endpoint.num_pages)
         self._kernel = kernel_available()
 
     def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
