@@ -119,7 +119,7 @@ def transports() -> Iterator[Check]:
 
 
 def _cuda_ipc() -> Check:
-    """Exports memory of each GPU, which fails where CUDA IPC cannot work; opening it takes another process."""
+    """Exports memory of each GPU, which is one half; opening it would take another process."""
     import torch
 
     from baton.transport import TransportError, cuda
