@@ -34,7 +34,7 @@ def bench() -> None:
       baton bench serve --requests 200 --concurrency 32     closed loop
       baton bench offline --requests 32                     all at once, tokens per second
       baton bench step --batch 1,8,64 --context 128,1024    the engine without processes
-      baton bench kv --prompt-tokens 2048,16384             pages between two processes
+      baton bench kv --tokens 2048,16384                    pages between two processes
 
     `baton bench MEASUREMENT --help` tells more.
     """
