@@ -3,8 +3,8 @@
     python benchmarks/gpu_split.py --out results --commit $(git rev-parse --short HEAD)
 
 Random weights in the shape of Qwen3-8B, bf16, greedy; everything through gRPC from a client of its own. For
-each layout: time to first token when idle, open-loop loads (Poisson arrivals, 25 s each), and the 256 requests
-of `baton bench offline`. Writes what `baton bench` writes, a JSON file a measurement, and the processes' logs.
+each layout: time to first token when idle, open-loop loads (Poisson arrivals, 25 s each), and the requests of
+`baton bench offline`. Writes the JSON files of `baton bench` and the logs of all processes.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures")
     parser.add_argument("--commit", default="", help="noted in the figures")
     parser.add_argument("--layouts", nargs="+", default=["split", "aggregated"])
-    parser.add_argument(
-        "--model", default="", help="a model directory; default: of --shape"
-    )
+    parser.add_argument("--model", default="", help="a model directory; default: of --shape")
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of aggregated nodes")
