@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 
 from baton.config import WorkerConfig
@@ -30,6 +31,30 @@ def num_pages(config: WorkerConfig, layout: KvLayout, context_length: int, devic
         return _fitting(free, total, config.memory_fraction, layout, min(context, LEAST_TOKENS))
     fitting = AUTO_KV_BYTES // layout.page_bytes
     return max(min(AUTO_KV_TOKENS // size, fitting), -(-min(context, AUTO_KV_TOKENS) // size))
+
+
+def free_and_total(device: torch.device) -> tuple[int, int]:
+    """Bytes of the device's memory; on a CPU what the system calls available is free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def check_weights(needed: int, free: int, total: int, fraction: float, device: torch.device) -> None:
+    """Raises BatonError if weights of `needed` bytes do not fit into what `fraction` of a GPU's memory, or a
+    host's free memory, leaves."""
+    room, limit, flag = free, "", ""
+    if device.type == "cuda":
+        room = max(0, free - int(total * (1 - fraction)))
+        limit = f", of which --memory-fraction {fraction:g} leaves {room / GIB:.2f}"
+        flag = ", raise --memory-fraction"
+    if needed > room:
+        raise failed_precondition(
+            f"the weights do not fit: by config.json they take {needed / GIB:.2f} GiB, and {device} has "
+            f"{free / GIB:.2f} of {total / GIB:.2f} GiB free{limit}; free memory{flag}, or take a smaller "
+            "model or --dtype"
+        )
 
 
 def _fitting(free: int, total: int, fraction: float, layout: KvLayout, least: int) -> int:
