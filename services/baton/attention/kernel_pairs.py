@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 _PAIRS = {"2.11": ("0.4.4",), "2.13": ("0.4.7", "0.4.8"), "2.14": ("0.4.9", "0.4.10")}
-"""By torch release; 0.4.4 by trial, the others as their metadata says."""
+"""By torch release; 0.4.4 by trial, the others by what their metadata requires."""
 
 
 def mismatch(torch_version: str | None = None, kernel_version: str | None = None) -> str | None:

@@ -23,8 +23,8 @@ Progress = Callable[[int, int], None]
 _THREADS = 8
 _PIECE = 16 * 2**20
 """Bytes that are copied to a GPU at a time. Measured on an H200's host, from the page cache: 8 threads over
-pinned pieces 30 to 45 GB/s, one thread or pageable memory 10; safetensors' own loading to the device 11 to 37,
-with whole tensors beside the weights in the device's memory."""
+pinned pieces 30 to 45 GB/s, one thread or pageable memory 10; safetensors' own loading to the device 11 to
+37, with whole tensors beside the weights in the device's memory."""
 
 
 def weight_files(path: Path) -> list[Path]:

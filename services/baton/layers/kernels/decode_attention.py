@@ -16,6 +16,13 @@ _MERGED = 128
 _LOG2E = 1.4426950408889634
 
 
+@triton.jit
+def _entries(pages, at, last, page_stride, TOKEN: tl.constexpr, PAGE: tl.constexpr):
+    """Where the positions `at` below `last` lie in a layer; TOKEN: elements of a token."""
+    page = tl.load(pages + at // PAGE, mask=at < last, other=0).to(tl.int64)
+    return page * page_stride + (at % PAGE) * TOKEN
+
+
 @triton.jit(do_not_specialize=["table", "lengths", "splits", "table_stride"])
 def _decode(
     q,
@@ -40,7 +47,6 @@ def _decode(
     BLOCK: tl.constexpr,
     SPLITS_UP: tl.constexpr,
     MERGED: tl.constexpr,
-    LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -48,7 +54,7 @@ def _decode(
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     # All keys but the last were there before this step.
     before = tl.load(lengths + row) - 1
-    share = tl.maximum(tl.cdiv(tl.cdiv(before, splits), BLOCK) * BLOCK, LEAST)
+    share = tl.maximum(tl.cdiv(tl.cdiv(before, splits), BLOCK), 1) * BLOCK
     parts = tl.maximum(tl.cdiv(before, share), 1)
     if split >= parts:
         return
@@ -59,13 +65,14 @@ def _decode(
     keys += head * DIM
     values += head * DIM
 
-    # So the first of them are fetched while the kernel before, which writes the last one and the query, ends.
-    at = first + tl.arange(0, BLOCK)
-    inside = at < last
-    page = tl.load(pages + at // PAGE, mask=inside, other=0).to(tl.int64)
-    entry = page * page_stride + (at % PAGE) * (KV_HEADS * DIM)
-    k = tl.load(keys + entry[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
-    v = tl.load(values + entry[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
+    # So the first of them are fetched while the kernel before, which writes the last one and the query, ends;
+    # and the pages of each tile are looked up a tile ahead.
+    offsets = tl.arange(0, BLOCK)
+    entry = _entries(pages, first + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
+    inside = (first + offsets < last)[:, None]
+    k = tl.load(keys + entry[:, None] + columns[None, :], mask=inside, other=0.0)
+    v = tl.load(values + entry[:, None] + columns[None, :], mask=inside, other=0.0)
+    entry = _entries(pages, first + BLOCK + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
     own = tl.load(pages + before // PAGE).to(tl.int64) * page_stride + (before % PAGE) * (KV_HEADS * DIM)
     if PDL:
         gdc_wait()
@@ -81,15 +88,12 @@ def _decode(
     total = tl.zeros((GROUP_UP,), tl.float32) + tl.where(split == 0, 1.0, 0.0)
     result = tl.zeros((GROUP_UP, DIM), tl.float32) + theirs.to(tl.float32)[None, :]
     for start in range(first, last, BLOCK):
-        valid = start + tl.arange(0, BLOCK) < last
-        at = start + BLOCK + tl.arange(0, BLOCK)
-        inside = at < last
-        page = tl.load(pages + at // PAGE, mask=inside, other=0).to(tl.int64)
-        entry = page * page_stride + (at % PAGE) * (KV_HEADS * DIM)
-        k_next = tl.load(keys + entry[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
-        v_next = tl.load(values + entry[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
+        inside = (start + BLOCK + offsets < last)[:, None]
+        k_next = tl.load(keys + entry[:, None] + columns[None, :], mask=inside, other=0.0)
+        v_next = tl.load(values + entry[:, None] + columns[None, :], mask=inside, other=0.0)
+        entry = _entries(pages, start + 2 * BLOCK + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
         scores = tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale
-        scores = tl.where(valid[None, :], scores, -float("inf"))
+        scores = tl.where((start + offsets < last)[None, :], scores, -float("inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - highest[:, None])
         fade = tl.exp2(peak - highest)
@@ -146,7 +150,7 @@ def decode_attention(
     counters: torch.Tensor,
     splits: int,
     pdl: bool,
-    block: tuple[int, int, int] = (64, 4, 64),
+    block: tuple[int, int] = (64, 4),
 ) -> None:
     """Rows' last tokens q [rows, heads, head_dim] over their keys and values into `out`, contiguous, of q's
     shape.
@@ -158,8 +162,9 @@ def decode_attention(
     `splits`: parts at most that a row's keys are divided into, up to `most_splits`. If more than one,
     `scratch`: float32 [rows * heads * splits * (head_dim + 1)], and `counters`: int32 [rows * kv heads] of
     zeros, which are zeros again when the kernel has ended. `pdl`: starts while the kernel before ends, and
-    waits for it before it reads what a step writes. `block`: keys of a tile, warps, and how many keys are not
-    worth dividing.
+    waits for it before it reads what a step writes; `table`, `lengths` and all keys but the last are read
+    earlier, and must be there when that kernel starts. `block`: keys of a tile, and warps; the best of those
+    tried on an H200.
     """
     rows, heads, dim = q.shape
     _, page_size, kv_heads, _ = keys.shape
@@ -189,7 +194,6 @@ def decode_attention(
         BLOCK=block[0],
         SPLITS_UP=most_splits(group),
         MERGED=triton.next_power_of_2(group),
-        LEAST=block[2],
         PDL=pdl,
         num_warps=block[1],
         launch_pdl=pdl,
