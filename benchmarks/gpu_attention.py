@@ -1,9 +1,9 @@
-"""Attention backends on one GPU: microseconds a layer, back to back in a CUDA graph, each layer over its own keys.
+"""Attention backends on one GPU: microseconds a layer, back to back in a CUDA graph, keys differ by layer.
 
     python benchmarks/gpu_attention.py --out DIR
 
-Decode rows of equal length, then prompt chunks, for the heads of Qwen3-0.6B (16) and 8B (32), 8 KV heads of 128.
-"Floor": the bytes of the rows' keys and values over the copy bandwidth. Writes DIR/gpu_attention.json.
+Decode rows of equal length, then prompt chunks, for the heads of Qwen3-0.6B (16) and 8B (32), 8 KV heads of
+128. "Floor": bytes of the rows' keys and values over the copy bandwidth. Writes DIR/gpu_attention.json.
 """
 
 from __future__ import annotations

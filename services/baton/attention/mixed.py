@@ -11,8 +11,8 @@ from baton.kvcache.pool import KvPool
 
 FEW_ROWS = 4
 """Rows of one token, up to which the Triton kernel's single launch beats FA3's two. Measured on an H200, 8 KV
-heads of 128: up to 4 rows it takes 0.4 to 0.9 of FA3's time up to 1,024 keys, and at most 1.05 at 32,768; at 8
-rows it loses from 16,384 keys on."""
+heads of 128: up to 4 rows it takes 0.4 to 0.9 of FA3's time up to 1,024 keys, at most 1.05 at 32,768; at 8
+it loses from 16,384 keys on."""
 
 
 class MixedAttention(PagedAttention):
