@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_offline import COPY_BANDWIDTH, versions
 
 from baton.attention.fa3 import Fa3Attention
 from baton.attention.paged import PagedAttention, PagedRows
 from baton.attention.triton_paged import TritonAttention
+from baton.bench.bandwidth import copy_bandwidth
+from baton.bench.machine import versions
 from baton.kvcache.pool import KvLayout, KvPool
 
 LAYERS, KV_HEADS, DIM, PAGE = 28, 8, 128, 64
@@ -80,6 +81,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     pool = KvPool(KvLayout(LAYERS, KV_HEADS, DIM, PAGE, torch.bfloat16), 8 * 512, CUDA)
     pool.pages.normal_()
+    bandwidth = copy_bandwidth(CUDA)
     report: dict[str, Any] = {"versions": versions(), "decode": [], "chunks": []}
     print(report["versions"], flush=True)
     decode = [(rows, keys, 1) for rows in (1, 2, 4, 8) for keys in (128, 1024, 4096, 16384, 32768)]
@@ -88,7 +90,7 @@ def main() -> None:
         for heads in (16, 32):
             for rows, keys, count in (*decode, *chunks):
                 found = measure(pool, heads, rows, keys, count)
-                floor = rows * keys * 2 * KV_HEADS * DIM * 2 / COPY_BANDWIDTH * 1e6
+                floor = rows * keys * 2 * KV_HEADS * DIM * 2 / bandwidth * 1e6
                 facts = {"heads": heads, "rows": rows, "keys": keys, "tokens": count, "floor": floor, **found}
                 report["decode" if count == 1 else "chunks"].append(facts)
                 times = "  ".join(f"{name} {value:7.2f}" for name, value in found.items())

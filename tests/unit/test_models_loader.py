@@ -99,11 +99,15 @@ def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint):
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     gib = 2**30
     check_weights(10 * gib, 10 * gib, 64 * gib, 0.5, cpu)
-    with pytest.raises(BatonError, match=r"take 10\.00 GiB, and cpu has 9\.00 of 64\.00 GiB free; free"):
+    with pytest.raises(BatonError, match=r"take 10\.00 GiB; cpu has 9\.00 of 64\.00 GiB free; free"):
         check_weights(10 * gib, 9 * gib, 64 * gib, 0.5, cpu)
-    check_weights(10 * gib, 18 * gib, 80 * gib, 0.9, gpu)
-    with pytest.raises(BatonError, match=r"cuda:0 has 17\.00 .*--memory-fraction 0\.9 leaves 9\.00; .*raise"):
-        check_weights(10 * gib, 17 * gib, 80 * gib, 0.9, gpu)
+    check_weights(10 * gib, 10 * gib, 80 * gib, 0.5, gpu)
+    with pytest.raises(
+        BatonError, match=r"cuda:0 has 9\.00 of 80\.00 .*--memory-fraction 0\.5 allows 40\.00; "
+    ):
+        check_weights(10 * gib, 9 * gib, 80 * gib, 0.5, gpu)
+    with pytest.raises(BatonError, match=r"has 70\.00 .*--memory-fraction 0\.1 allows 8\.00; .*, raise"):
+        check_weights(10 * gib, 70 * gib, 80 * gib, 0.1, gpu)
     free, total = free_and_total(cpu)
     assert 0 < free <= total
 
