@@ -95,6 +95,7 @@ def attention() -> Iterator[Check]:
     """Attention backends and the library that the fast one comes from."""
     import torch
 
+    from baton.attention.kernel_pairs import mismatch
     from baton.attention.registry import BACKENDS
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,9 +103,11 @@ def attention() -> Iterator[Check]:
         problem = backend.available(device)
         yield Check("attention", name, "note" if problem else "ok", problem or f"works on {device}")
     if importlib.util.find_spec("sgl_kernel") is None:
-        yield Check("attention", "sgl_kernel", "note", "not installed; only needed on NVIDIA GPUs")
+        text = "not installed; only needed on NVIDIA GPUs: pip install 'baton-serve[gpu]'"
+        yield Check("attention", "sgl_kernel", "note", text)
     else:
-        yield Check("attention", "sgl_kernel", "ok", "installed")
+        problem = mismatch()
+        yield Check("attention", "sgl_kernel", "note" if problem else "ok", problem or "installed")
 
 
 def transports() -> Iterator[Check]:

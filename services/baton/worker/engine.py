@@ -22,12 +22,12 @@ from baton.kvcache.eviction import make_policy
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.models.config import ModelError
 from baton.models.decoder import Model
-from baton.models.loader import fingerprint, load_model
+from baton.models.loader import fingerprint, load_model, weight_bytes
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
 from baton.v1 import common_pb2, node_pb2
-from baton.worker.memory import num_pages
+from baton.worker.memory import check_weights, free_and_total, num_pages
 from baton.worker.published import Published, make_pool
 from baton.worker.runners import make_runner
 
@@ -146,6 +146,9 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
 
 
 def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Model:
+    context = config.context_length or None
+    size = weight_bytes(path, dtype, context)
+    check_weights(size, *free_and_total(device), config.memory_fraction, device)
     started = time.monotonic()
     model = load_model(
         path,
@@ -153,9 +156,16 @@ def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: t
         device=device,
         load_format=config.load_format,
         progress=_progress_log(),
-        context_length=config.context_length or None,
+        context_length=context,
     )
-    _log.info("model loaded", model=config.model, seconds=round(time.monotonic() - started, 2))
+    seconds = time.monotonic() - started
+    _log.info(
+        "model loaded",
+        model=config.model,
+        gib=round(size / 2**30, 2),
+        seconds=round(seconds, 2),
+        gb_per_second=round(size / 1e9 / max(seconds, 1e-9), 2),
+    )
     return model
 
 

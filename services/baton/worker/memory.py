@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 
 from baton.config import WorkerConfig
@@ -33,6 +34,30 @@ def num_pages(config: WorkerConfig, layout: KvLayout, context_length: int, devic
         return fitting(own, free, total, config.memory_fraction, layout, min(context, LEAST_TOKENS))
     fitting_host = AUTO_KV_BYTES // layout.page_bytes
     return max(min(AUTO_KV_TOKENS // size, fitting_host), -(-min(context, AUTO_KV_TOKENS) // size))
+
+
+def free_and_total(device: torch.device) -> tuple[int, int]:
+    """Bytes of the device's memory; on a CPU what the system calls available is free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    memory = psutil.virtual_memory()
+    return memory.available, memory.total
+
+
+def check_weights(needed: int, free: int, total: int, fraction: float, device: torch.device) -> None:
+    """Raises BatonError if weights of `needed` bytes do not fit into a host's free memory, or a GPU's within
+    the `fraction` of all of it that this process may use."""
+    room, limit, flag = free, "", ""
+    if device.type == "cuda":
+        room = min(free, int(total * fraction))
+        limit = f", and --memory-fraction {fraction:g} allows {total * fraction / GIB:.2f}"
+        flag = ", raise --memory-fraction"
+    if needed > room:
+        raise failed_precondition(
+            f"the weights do not fit: by config.json they take {needed / GIB:.2f} GiB; {device} has "
+            f"{free / GIB:.2f} of {total / GIB:.2f} GiB free{limit}; free memory{flag}, or take a smaller "
+            "model or --dtype"
+        )
 
 
 def fitting(own: int, free: int, total: int, fraction: float, layout: KvLayout, least: int) -> int:
