@@ -57,7 +57,8 @@ class WorkerConfig(NodeConfig):
     """Size of the KV pool; 0: on a CPU 65536, or what fits into 1 GiB, if that is less, but one context at
     least; on a GPU what --memory-fraction leaves."""
     memory_fraction: float = 0.9
-    """Part of a GPU's memory for weights and KV pool; the rest is for activations and CUDA graphs."""
+    """Part of a GPU's memory for this process's weights and KV pool; the rest is for activations and CUDA
+    graphs. `baton up` divides the default by the workers that share a GPU."""
     max_rows: int = 64
     """Sequences in a batch at most."""
     token_budget: int = 512
@@ -90,7 +91,7 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     prefill: tuple[str, ...] = ()
     """host:port of prefill nodes, for callers that name none."""
-    local_prefill_tokens: int = 64
+    local_prefill_tokens: int = 32
     """Prompts with at most this many tokens left to compute are prefilled here rather than handed off."""
     fallback_tokens: int = 16384
     """Prompt tokens that may be prefilled here at a time because no prefill node could be had."""

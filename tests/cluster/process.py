@@ -37,6 +37,7 @@ class Process:
         self.address = self.http = ""
         self.incarnation = 0
         self.starts = 0
+        self.environment: dict[str, str] = {}
         self._popen: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
 
@@ -75,7 +76,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, **self.environment},
             )
 
     def wait_ready(self) -> None:

@@ -12,7 +12,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from baton.transport import TransportError
+from baton.transport import HostPages, TransportError
 from baton.transport.grpc import GrpcReceiver
 from baton.transport.page_source import PIECE_BYTES, PageSourceServicer
 from baton.v1 import prefill_pb2 as pb
@@ -43,7 +43,7 @@ async def receiving(
     address: str, page_bytes: int, pages: int = PAGES, progress_seconds: float = 10.0
 ) -> AsyncIterator[tuple[GrpcReceiver, bytearray]]:
     local = bytearray(b"\xee" * page_bytes * pages)
-    receiver = GrpcReceiver(address, memoryview(local), page_bytes, pages, progress_seconds)
+    receiver = GrpcReceiver(address, HostPages(memoryview(local), page_bytes), pages, progress_seconds)
     try:
         yield receiver, local
     finally:
@@ -51,7 +51,7 @@ async def receiving(
 
 
 def source(page_bytes: int, pages: int = PAGES) -> PageSourceServicer:
-    return PageSourceServicer(memoryview(contents(page_bytes, pages)), page_bytes, pages)
+    return PageSourceServicer(HostPages(memoryview(contents(page_bytes, pages)), page_bytes))
 
 
 def check(local: bytearray, pairs: list[tuple[int, int]], page_bytes: int, pages: int = PAGES) -> None:
@@ -245,12 +245,13 @@ async def test_an_idle_stream_does_not_time_out() -> None:
 
 SERVER = """
 import asyncio, grpc.aio
+from baton.transport import HostPages
 from baton.transport.page_source import PageSourceServicer
 from baton.v1 import prefill_pb2_grpc
 
 async def main():
     server = grpc.aio.server()
-    servicer = PageSourceServicer(memoryview(bytes(1024 * 2**20)), 2**20, 1024)
+    servicer = PageSourceServicer(HostPages(memoryview(bytes(1024 * 2**20)), 2**20))
     prefill_pb2_grpc.add_PageSourceServicer_to_server(servicer, server)
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     await server.start()
@@ -316,6 +317,6 @@ async def test_the_server_serves_others_during_a_long_pull() -> None:
         assert worst < 0.25
 
 
-def test_a_pool_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="hold no 3 pages"):
-        PageSourceServicer(memoryview(bytes(100)), 50, 3)
+def test_a_pool_of_no_whole_pages_is_refused() -> None:
+    with pytest.raises(ValueError, match="no whole pages of 30"):
+        HostPages(memoryview(bytes(100)), 30)

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from baton.transport import Segment, TransportError, check_kinds, offered, open_receiver
+from baton.transport import HostPages, Segment, TransportError, check_kinds, offered, open_receiver
 from baton.transport.page_source import PageSourceServicer
 from baton.v1 import common_pb2, prefill_pb2_grpc
 
@@ -26,7 +26,11 @@ def segment() -> Iterator[Segment]:
 
 
 def offer(segment: Segment | None, *kinds: str, address: str = "") -> list[common_pb2.Endpoint]:
-    return offered(segment, PAGE_BYTES, PAGES, kinds, address)
+    return offered(HostPages(local(), PAGE_BYTES), segment, None, kinds, address)
+
+
+def host(pages: memoryview, page_bytes: int = PAGE_BYTES) -> HostPages:
+    return HostPages(pages, page_bytes)
 
 
 def local() -> memoryview:
@@ -40,14 +44,14 @@ def test_offers(segment: Segment) -> None:
     shm, grpc_ = offer(segment, address="host:1")
     assert (shm.shm.path, shm.shm.num_pages, shm.shm.page_bytes) == (str(segment.path), PAGES, PAGE_BYTES)
     assert (grpc_.grpc.address, grpc_.grpc.num_pages, grpc_.grpc.page_bytes) == ("host:1", PAGES, PAGE_BYTES)
-    with pytest.raises(ValueError, match="unknown transport 'rdma': use shm, grpc"):
+    with pytest.raises(ValueError, match="unknown transport 'rdma': use cuda_ipc, shm, grpc"):
         check_kinds(["rdma"])
 
 
 async def test_shm_is_preferred_and_used(segment: Segment) -> None:
     pages = local()
-    opened = open_receiver(reversed(offer(segment)), pages, PAGE_BYTES, peer_address="127.0.0.1:1")
-    assert (opened.receiver.kind, opened.reason) == ("shm", "shm chosen")
+    opened = await open_receiver(reversed(offer(segment)), host(pages), peer_address="127.0.0.1:1")
+    assert (opened.receiver.kind, opened.reason) == ("shm", "shm chosen; cuda_ipc: not offered")
     await opened.receiver.pull([(0, 1)])
     assert bytes(pages[PAGE_BYTES : 2 * PAGE_BYTES]) == b"\x05" * PAGE_BYTES
     await opened.receiver.close()
@@ -55,16 +59,16 @@ async def test_shm_is_preferred_and_used(segment: Segment) -> None:
 
 async def test_what_cannot_be_opened_falls_back_to_grpc_with_a_reason(segment: Segment) -> None:
     server = grpc.aio.server()
-    servicer = PageSourceServicer(segment.pages, PAGE_BYTES, PAGES)
+    servicer = PageSourceServicer(host(segment.pages))
     prefill_pb2_grpc.add_PageSourceServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     endpoints = offer(segment)
     endpoints[0].shm.path = "/dev/shm/missing"
     pages = local()
-    opened = open_receiver(endpoints, pages, PAGE_BYTES, peer_address=address)
+    opened = await open_receiver(endpoints, host(pages), peer_address=address)
     assert opened.receiver.kind == "grpc"
-    assert opened.reason.startswith("grpc chosen; shm: cannot open /dev/shm/missing")
+    assert opened.reason.startswith("grpc chosen; cuda_ipc: not offered; shm: cannot open /dev/shm/missing")
     await opened.receiver.pull([(0, 3)])
     assert bytes(pages[3 * PAGE_BYTES :]) == b"\x05" * PAGE_BYTES
     await opened.receiver.close()
@@ -72,10 +76,10 @@ async def test_what_cannot_be_opened_falls_back_to_grpc_with_a_reason(segment: S
 
 
 async def test_the_receivers_kinds_bind(segment: Segment) -> None:
-    opened = open_receiver(offer(segment), local(), PAGE_BYTES, ["grpc"], "127.0.0.1:1")
+    opened = await open_receiver(offer(segment), host(local()), ["grpc"], "127.0.0.1:1")
     assert opened.receiver.kind == "grpc"
     await opened.receiver.close()
-    opened = open_receiver(offer(segment), local(), PAGE_BYTES, ["grpc", "shm"], "127.0.0.1:1")
+    opened = await open_receiver(offer(segment), host(local()), ["grpc", "shm"], "127.0.0.1:1")
     assert opened.receiver.kind == "grpc"
     await opened.receiver.close()
 
@@ -92,9 +96,9 @@ async def test_no_common_transport_names_every_reason(
     segment: Segment, kinds: list[str], peer_kinds: list[str], page_bytes: int, reason: str
 ) -> None:
     with pytest.raises(TransportError, match=f"no common transport .*{reason}"):
-        open_receiver(offer(segment, *peer_kinds), local(), page_bytes, kinds)
+        await open_receiver(offer(segment, *peer_kinds), host(local(), page_bytes), kinds)
 
 
 async def test_other_page_sizes_are_refused_by_grpc(segment: Segment) -> None:
     with pytest.raises(TransportError, match="grpc: the peer's pages have 4096 bytes, not 2048"):
-        open_receiver(offer(segment, "grpc"), local(), 2048, peer_address="127.0.0.1:1")
+        await open_receiver(offer(segment, "grpc"), host(local(), 2048), peer_address="127.0.0.1:1")

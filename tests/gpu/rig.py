@@ -74,17 +74,28 @@ def make(
     poison: float = 0.0,
 ):
     """A runner and its cache; kind: "cpu", or on the GPU "plain" (ModelRunner with the torch backend), "fa3"
-    (the same with FA3), "graphs" or "eager" (CudaRunner)."""
+    or "triton" (the same with that one), "graphs" or "eager" (CudaRunner), or these with their backends:
+    "graphs:PREFILL/DECODE"."""
     device = torch.device("cpu") if kind == "cpu" else CUDA
     model = load_model(path, dtype, device)
     config = model.config
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
     pool = KvPool(layout, num_pages, device, spare=1)
     pool.pages.fill_(poison)
+    kind, _, pair = kind.partition(":")
     if kind in ("graphs", "eager"):
-        runner = CudaRunner(model, pool, max_slots=slots, context_length=CONTEXT, graphs=kind == "graphs")
+        prefill, decode = (BACKENDS[name] for name in (pair or "mixed/mixed").split("/"))
+        runner = CudaRunner(
+            model,
+            pool,
+            max_slots=slots,
+            context_length=CONTEXT,
+            prefill_attention=prefill,
+            decode_attention=decode,
+            graphs=kind == "graphs",
+        )
     else:
-        backend = BACKENDS["fa3" if kind == "fa3" else "torch"]
+        backend = BACKENDS[kind if kind in ("fa3", "triton") else "torch"]
         runner = ModelRunner(
             model, pool, max_slots=slots, prefill_attention=backend, decode_attention=backend, device=device
         )

@@ -15,6 +15,7 @@ from baton.engine.graphs import batch_sizes
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 
+PAIRS = ("mixed/mixed", "fa3/fa3", "fa3/triton", "triton/fa3", "triton/triton")
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
 
 
@@ -41,16 +42,19 @@ def assert_greedy(path, prompts, outputs, tolerance):
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_float32_tokens_equal_those_of_the_cpu(checkpoint, page_size):
+@pytest.mark.parametrize("kind", ["plain", "triton"])
+def test_float32_tokens_equal_those_of_the_cpu(checkpoint, kind, page_size):
     prompts = prompts_of(*LENGTHS)
     params = greedy(len(prompts))
     want = generate(*make(checkpoint, "cpu", torch.float32), prompts, params)
-    got = generate(*make(checkpoint, "plain", torch.float32, page_size=page_size), prompts, params)
+    got = generate(*make(checkpoint, kind, torch.float32, page_size=page_size), prompts, params)
     assert got == want
     assert_greedy(checkpoint, prompts, got, 1e-4)
 
 
-@pytest.mark.parametrize("kind", ["plain", "fa3", "eager", "graphs"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "fa3", "triton", *(f"{kind}:{pair}" for kind in ("eager", "graphs") for pair in PAIRS)]
+)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_bfloat16_is_greedy_by_float32_logits(checkpoint, kind, overlap):
     prompts = prompts_of(*LENGTHS)
@@ -116,7 +120,7 @@ def test_launching_never_waits_for_the_device(checkpoint):
             torch.cuda.set_sync_debug_mode("default")
 
     prompts = prompts_of(*LENGTHS[: len(SAMPLED)])
-    for kind in ("graphs", "eager"):
+    for kind in ("graphs", "eager", "graphs:triton/triton", "eager:triton/triton"):
         runner, cache = make(checkpoint, kind, torch.bfloat16)
         with pytest.raises(RuntimeError, match="synchronizing"), strictly():
             torch.ones(1, device=CUDA).item()
@@ -125,8 +129,9 @@ def test_launching_never_waits_for_the_device(checkpoint):
         generate(runner, cache, prompts_of(40, seed=5), wanted, around=strictly)
 
 
-def test_replay_equals_the_same_step_without_a_graph(checkpoint):
-    runner, _ = make(checkpoint, "graphs", torch.bfloat16, slots=24)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_replay_equals_the_same_step_without_a_graph(checkpoint, pair):
+    runner, _ = make(checkpoint, f"graphs:{pair}", torch.bfloat16, slots=24)
     prompts = prompts_of(*range(20, 44))
     pages = 6
     for slot, prompt in enumerate(prompts):
@@ -161,8 +166,9 @@ def test_padding_changes_nothing_for_others(checkpoint):
         assert_greedy(checkpoint, prompts, generate(runner, cache, prompts, greedy(count)), 0.3)
 
 
-def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(checkpoint):
-    runner, _ = make(checkpoint, "graphs", torch.bfloat16)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(checkpoint, pair):
+    runner, _ = make(checkpoint, f"graphs:{pair}", torch.bfloat16)
     prompts = prompts_of(20, 30)
     rows = [PlanRow(s, tuple(p), 0, (2 * s, 2 * s + 1), (s,)) for s, p in enumerate(prompts)]
     inits = tuple(SlotInit(s, GREEDY, 0, (), ()) for s in range(2))

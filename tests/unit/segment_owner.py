@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from baton.transport.mapped import segment_endpoint
 from baton.transport.segment import Segment
-from baton.transport.shm import shm_endpoint
 
 
 def page_content(page: int, page_bytes: int) -> bytes:
@@ -26,7 +26,7 @@ def main() -> None:
             page, int(page_bytes)
         )
         segment.generations[page] = 2**63 + page
-    print(shm_endpoint(segment).SerializeToString().hex(), flush=True)
+    print(segment_endpoint(segment).SerializeToString().hex(), flush=True)
     for line in sys.stdin:
         command, *rest = line.split()
         if command == "bump":

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.attention.base import AttentionRow
+from baton.attention.kernel_pairs import mismatch
 from baton.attention.registry import BACKENDS, NoBackend, resolve
 from baton.kvcache.pool import KvLayout, KvPool
 
@@ -74,10 +75,20 @@ def test_resolve():
     backend, reason = resolve("auto", CPU)
     assert backend.available(CPU) is None and backend.name in reason
     assert resolve("torch", CPU)[0].name == "torch"
-    with pytest.raises(NoBackend, match="known are auto, fa3, torch"):
+    with pytest.raises(NoBackend, match="known are auto, fa3, mixed, torch, triton"):
         resolve("magic", CPU)
-    with pytest.raises(NoBackend, match="'fa3' does not work on cpu: needs an NVIDIA GPU"):
-        resolve("fa3", CPU)
+    for name in ("fa3", "mixed", "triton"):
+        with pytest.raises(NoBackend, match=f"'{name}' does not work on cpu: .*needs an NVIDIA GPU"):
+            resolve(name, CPU)
+
+
+def test_versions_that_do_not_go_together_are_named():
+    assert mismatch("2.11.0+cu130", "0.4.4") is None
+    assert mismatch("2.13.0", "0.4.7") is None
+    line = mismatch("2.13.0+cu130", "0.4.4")
+    assert line is not None and "0.4.4 is not built for torch 2.13.0+cu130" in line
+    assert "pip install sglang-kernel==0.4.8" in line
+    assert mismatch("2.12.1", "0.4.4") is None
 
 
 def test_pool_views_are_of_one_allocation():

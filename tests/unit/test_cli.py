@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from baton.cli.bench import MEASUREMENTS
 from baton.cli.checks import port_taken
 from baton.cli.main import COMMANDS
 from baton.cli.toml import ROLES
@@ -29,7 +30,15 @@ def baton(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", [[], *([name] for name in NAMES), *(["serve", role] for role in ROLES)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        [],
+        *([name] for name in NAMES),
+        *(["serve", role] for role in ROLES),
+        *(["bench", name] for name in MEASUREMENTS["Measurements"]),
+    ],
+)
 def test_help_of_every_command(name: list[str]) -> None:
     result = baton(*name, "--help")
     assert result.returncode == 0 and result.stderr == ""

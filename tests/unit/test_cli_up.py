@@ -202,16 +202,6 @@ def test_interrupt_stops_an_answer_and_the_chat_goes_on(up: Up) -> None:
     assert process.returncode == 0, stderr
 
 
-def test_bench_against_it(up: Up, tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    sizes = ("--requests", "4", "--prompt-tokens", "40", "--output-tokens", "5", "--shared-prefix", "32")
-    result = baton("bench", "--server", up.server, *sizes, "--json", str(file))
-    assert result.returncode == 0, result.stderr
-    figures = json.loads(file.read_text())
-    assert figures["output_tokens"] == 20 and figures["prompt_tokens"] == 160
-    assert 0 < figures["ttft_seconds"]["p50"] <= figures["ttft_seconds"]["p99"]
-
-
 def test_dead_worker_is_started_again_in_its_place(up: Up) -> None:
     pid, address, _ = up.rows["decode-0"]
     os.kill(int(pid), signal.SIGKILL)
@@ -228,7 +218,7 @@ def test_dead_worker_is_started_again_in_its_place(up: Up) -> None:
 
 
 def test_no_gateway_is_one_line() -> None:
-    for command in (["status"], ["generate", "x"], ["chat"], ["bench"]):
+    for command in (["status"], ["generate", "x"], ["chat"]):
         result = baton(*command, "--server", "127.0.0.1:1")
         assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
         assert "baton up" in result.stderr, command
@@ -270,9 +260,9 @@ def test_demo() -> None:
     assert int(rows["shared prefix"][7]) > 500  # prompt tokens found cached
 
 
-@pytest.mark.parametrize("command", ["up", "verify", "bench"])
+@pytest.mark.parametrize("command", ["up", "verify", "bench serve", "bench offline", "bench step"])
 def test_a_wrong_model_is_one_line_before_anything_starts(command: str) -> None:
-    done = baton(command, "--model", "./no-such-model", timeout=20)
+    done = baton(*command.split(), "--model", "./no-such-model", timeout=20)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines() == [
         "baton: model './no-such-model': no such directory; give a directory or a Hugging Face id"

@@ -10,7 +10,11 @@ from random_checkpoints import VARIANTS, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from baton.models.config import ModelError, read_config
-from baton.models.loader import fingerprint, load_model
+from baton.models.loader import fingerprint, load_model, weight_bytes
+from baton.models.reader import read_weights
+from baton.models.weights import allocate
+from baton.rpc.errors import BatonError
+from baton.worker.memory import check_weights, free_and_total
 
 
 @pytest.fixture
@@ -42,6 +46,76 @@ def test_shards_and_progress(tmp_path):
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     reference = save_checkpoint("llama3", tmp_path / "again")
     assert model.num_parameters == sum(p.numel() for p in reference.parameters())
+
+
+def write_shards(path, tensors, count):
+    """Spreads the tensors over files, in an order of their own."""
+    names = sorted(tensors, key=lambda name: name[::-1])
+    files = [f"part-{i}.safetensors" for i in range(count)]
+    for i, file in enumerate(files):
+        save_file({name: tensors[name] for name in names[i::count]}, path / file)
+    index = {name: files[at % count] for at, name in enumerate(names)}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+@pytest.mark.parametrize("count", [1, 3, 11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_of_files_gives_the_same_weights(checkpoint, count, dtype):
+    single = checkpoint / "model.safetensors"
+    tensors = load_file(single)
+    config = read_config(checkpoint)
+    _, slots = allocate(config, dtype, torch.device("cpu"))
+    single.unlink()
+    write_shards(checkpoint, tensors, count)
+    seen = []
+    read_weights(checkpoint, slots, config.tied, lambda done, total: seen.append((done, total)))
+    for name, slot in slots.items():
+        assert torch.equal(slot.target, tensors[name].to(dtype).expand_as(slot.target)), name
+    total = sum(slot.target.nbytes for slot in slots.values())
+    assert seen[0] == (0, total) and seen[-1] == (total, total)
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert total == weight_bytes(checkpoint, dtype)
+
+
+def test_nothing_is_copied_from_a_checkpoint_with_a_wrong_tensor_in_its_last_file(checkpoint):
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    write_shards(checkpoint, tensors, 4)
+    last = load_file(checkpoint / "part-3.safetensors")
+    save_file(last | {"surprise": torch.zeros(3)}, checkpoint / "part-3.safetensors")
+    config = read_config(checkpoint)
+    _, slots = allocate(config, torch.float32, torch.device("cpu"))
+    for slot in slots.values():
+        slot.target.fill_(7.0)
+    with pytest.raises(ModelError, match=r"part-3\.safetensors holds unexpected tensor surprise"):
+        read_weights(checkpoint, slots, config.tied, lambda done, total: None)
+    assert all(bool((slot.target == 7.0).all()) for slot in slots.values())
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint):
+    needed = weight_bytes(checkpoint, torch.float32)
+    assert needed == 2 * weight_bytes(checkpoint, torch.bfloat16)
+    assert needed == 4 * load_model(checkpoint, torch.float32).num_parameters + head_norm_copies(checkpoint)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
+    gib = 2**30
+    check_weights(10 * gib, 10 * gib, 64 * gib, 0.5, cpu)
+    with pytest.raises(BatonError, match=r"take 10\.00 GiB; cpu has 9\.00 of 64\.00 GiB free; free"):
+        check_weights(10 * gib, 9 * gib, 64 * gib, 0.5, cpu)
+    check_weights(10 * gib, 10 * gib, 80 * gib, 0.5, gpu)
+    with pytest.raises(
+        BatonError, match=r"cuda:0 has 9\.00 of 80\.00 .*--memory-fraction 0\.5 allows 40\.00; "
+    ):
+        check_weights(10 * gib, 9 * gib, 80 * gib, 0.5, gpu)
+    with pytest.raises(BatonError, match=r"has 70\.00 .*--memory-fraction 0\.1 allows 8\.00; .*, raise"):
+        check_weights(10 * gib, 70 * gib, 80 * gib, 0.1, gpu)
+    free, total = free_and_total(cpu)
+    assert 0 < free <= total
+
+
+def head_norm_copies(path):
+    """Bytes of the copies of head norms that their merged weight holds beyond the checkpoint's."""
+    _, slots = allocate(read_config(path), torch.float32, torch.device("meta"))
+    return sum(4 * (slot.target.numel() - slot.shape.numel()) for slot in slots.values())
 
 
 def test_missing_shard(tmp_path):

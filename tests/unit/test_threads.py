@@ -1,4 +1,4 @@
-"""The number of threads for small steps is measured, and used for small steps only."""
+"""The numbers of threads for small steps are measured, and used for small steps only."""
 
 import time
 
@@ -6,21 +6,22 @@ import pytest
 import torch
 
 from baton.engine.plan import PlanRow, StepPlan, StepResult
-from baton.engine.threads import SMALL_STEP_TOKENS, TunedRunner
+from baton.engine.threads import TunedRunner
 
 
 class Costly:
-    """A runner whose steps take as long as `cost` says for the threads in use."""
+    """A runner whose steps take as long as `cost` says for the threads in use; of many rows, `many_rows`."""
 
-    max_slots, vocab_size = 4, 10
+    max_slots, vocab_size = 16, 10
 
-    def __init__(self, cost):
+    def __init__(self, cost, many_rows=None):
         self.cost = cost
+        self.many_rows = many_rows or cost
         self.used = []
 
     def launch(self, plan):
         self.used.append(torch.get_num_threads())
-        time.sleep(self.cost[self.used[-1]])
+        time.sleep((self.many_rows if len(plan.rows) > 1 else self.cost)[self.used[-1]])
         return plan.number
 
     def read(self, flight):
@@ -51,14 +52,23 @@ def plan(tokens):
 def test_the_fastest_is_chosen_and_the_fewest_of_equals(four_threads, cost, chosen):
     runner = Costly(cost)
     tuned = TunedRunner(runner)
-    assert tuned.small_step_threads == chosen
+    assert tuned.small_steps == {4: chosen, 32: chosen}
     runner.used.clear()
-    for tokens in (1, SMALL_STEP_TOKENS + 1, SMALL_STEP_TOKENS):
+    for tokens in (1, 33, 4):
         tuned.read(tuned.launch(plan(tokens)))
     assert runner.used == [chosen, 4, chosen]
+
+
+def test_steps_of_many_rows_have_a_number_of_their_own(four_threads):
+    runner = Costly({1: 0.002, 2: 0.002, 4: 0.002}, many_rows={1: 0.008, 2: 0.004, 4: 0.002})
+    tuned = TunedRunner(runner)
+    runner.used.clear()
+    for tokens in (4, 5, 32):
+        tuned.read(tuned.launch(plan(tokens)))
+    assert runner.used == [1, 4, 4]
 
 
 def test_one_core_is_left_to_others(four_threads, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     tuned = TunedRunner(Costly({1: 0.008, 2: 0.002, 4: 0.001}))
-    assert tuned.small_step_threads == 1 and tuned.threads == 4
+    assert tuned.small_steps == {4: 1, 32: 1} and tuned.threads == 4

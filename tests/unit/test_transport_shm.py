@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from segment_owner import page_content
 
-from baton.transport import TransportError
+from baton.transport import HostPages, TransportError
+from baton.transport.mapped import host_id, segment_endpoint
 from baton.transport.segment import Segment, reap_orphans
-from baton.transport.shm import ShmReceiver, host_id, shm_endpoint
+from baton.transport.shm import ShmReceiver
 from baton.v1 import common_pb2 as pb
 
 PAGES = 32
@@ -82,7 +83,7 @@ async def test_pulled_bytes_are_the_owners(directory: Path, page_bytes: int) -> 
     owner = Owner(directory, page_bytes)
     try:
         local = pool(page_bytes)
-        receiver = ShmReceiver(owner.endpoint, memoryview(local), page_bytes)
+        receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(local), page_bytes))
         order = np.random.default_rng(1)
         for count in (0, 1, 2, 7, PAGES):
             local[:] = b"\xee" * len(local)
@@ -100,7 +101,7 @@ async def test_pulled_bytes_are_the_owners(directory: Path, page_bytes: int) -> 
 
 
 async def test_generations_are_read_live(owner: Owner) -> None:
-    receiver = ShmReceiver(owner.endpoint, memoryview(pool()), 5000)
+    receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(pool()), 5000))
     assert receiver.generations([0, 31, 7]) == [2**63, 2**63 + 31, 2**63 + 7]
     owner.ask("bump 7")
     assert receiver.generations([0, 31, 7]) == [2**63, 2**63 + 31, 2**63 + 8]
@@ -109,7 +110,7 @@ async def test_generations_are_read_live(owner: Owner) -> None:
 
 async def test_the_mapping_survives_the_owners_death(owner: Owner, directory: Path) -> None:
     local = pool()
-    receiver = ShmReceiver(owner.endpoint, memoryview(local), 5000)
+    receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(local), 5000))
     owner.kill()
     assert len(reap_orphans(directory)) == 1
     assert not exists(owner.endpoint)
@@ -122,12 +123,12 @@ async def test_the_mapping_survives_the_owners_death(owner: Owner, directory: Pa
     gc.collect()
     assert not mapped(owner.endpoint)
     with pytest.raises(TransportError, match="cannot open"):
-        ShmReceiver(owner.endpoint, memoryview(local), 5000)
+        ShmReceiver(owner.endpoint, HostPages(memoryview(local), 5000))
 
 
 async def test_the_mapping_survives_a_graceful_close(owner: Owner) -> None:
     local = pool()
-    receiver = ShmReceiver(owner.endpoint, memoryview(local), 5000)
+    receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(local), 5000))
     owner.ask("close")
     assert not exists(owner.endpoint)
     await receiver.pull([(5, 0)])
@@ -140,15 +141,16 @@ def test_the_receiver_cannot_write(owner: Owner) -> None:
     program = textwrap.dedent(
         """
         import ctypes, sys
+        from baton.transport import HostPages
         from baton.transport.shm import ShmReceiver
         from baton.v1 import common_pb2 as pb
         endpoint = pb.ShmEndpoint.FromString(bytes.fromhex(sys.argv[1]))
-        receiver = ShmReceiver(endpoint, memoryview(bytearray(5000)), 5000)
+        receiver = ShmReceiver(endpoint, HostPages(memoryview(bytearray(5000)), 5000))
         try:
-            receiver._peer[0, 0] = 1
+            receiver._peer.pages[0, 0] = 1
         except ValueError:
             print("refused", flush=True)
-        address = receiver._peer.__array_interface__["data"][0]
+        address = receiver._peer.pages.__array_interface__["data"][0]
         ctypes.memset(address, 1, 1)
         print("written")
         """
@@ -162,7 +164,7 @@ def test_the_receiver_cannot_write(owner: Owner) -> None:
 @pytest.mark.parametrize("pair", [(PAGES, 0), (-1, 0), (0, PAGES), (0, -1)])
 async def test_page_ids_out_of_range(owner: Owner, pair: tuple[int, int]) -> None:
     local = pool()
-    receiver = ShmReceiver(owner.endpoint, memoryview(local), 5000)
+    receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(local), 5000))
     with pytest.raises(TransportError, match="is not one of"):
         await receiver.pull([(0, 0), pair])
     assert local == pool()
@@ -194,21 +196,21 @@ def test_what_is_not_the_endpoints_segment_is_refused(
         setattr(endpoint, name, value)
     before = descriptors()
     with pytest.raises(TransportError, match=reason):
-        ShmReceiver(endpoint, memoryview(pool()), 5000)
+        ShmReceiver(endpoint, HostPages(memoryview(pool()), 5000))
     assert descriptors() == before
 
 
 def test_a_truncated_file_is_refused(owner: Owner) -> None:
     os.truncate(owner.endpoint.path, 9000)
     with pytest.raises(TransportError, match="shorter"):
-        ShmReceiver(owner.endpoint, memoryview(pool()), 5000)
+        ShmReceiver(owner.endpoint, HostPages(memoryview(pool()), 5000))
 
 
 def test_a_read_only_local_pool_is_refused(owner: Owner) -> None:
     with pytest.raises(ValueError, match="read-only"):
-        ShmReceiver(owner.endpoint, memoryview(bytes(5000)), 5000)
+        ShmReceiver(owner.endpoint, HostPages(memoryview(bytes(5000)), 5000))
     with pytest.raises(ValueError, match="no whole pages"):
-        ShmReceiver(owner.endpoint, memoryview(bytearray(5001)), 5000)
+        ShmReceiver(owner.endpoint, HostPages(memoryview(bytearray(5001)), 5000))
 
 
 class Slow(ShmReceiver):
@@ -222,7 +224,7 @@ class Slow(ShmReceiver):
 
 
 def slow(endpoint: pb.ShmEndpoint, local: bytearray) -> Slow:
-    receiver = Slow(endpoint, memoryview(local), 5000)
+    receiver = Slow(endpoint, HostPages(memoryview(local), 5000))
     receiver.entered, receiver.go_on, receiver.left = (threading.Event() for _ in range(3))  # type: ignore[attr-defined]
     return receiver
 
@@ -266,7 +268,7 @@ async def test_close_waits_for_the_running_copy(owner: Owner) -> None:
 
 async def test_the_event_loop_runs_on_during_a_pull(directory: Path) -> None:
     segment = Segment.create(64, 2**20, 1, directory)
-    receiver = ShmReceiver(shm_endpoint(segment), memoryview(bytearray(64 * 2**20)), 2**20)
+    receiver = ShmReceiver(segment_endpoint(segment), HostPages(memoryview(bytearray(64 * 2**20)), 2**20))
     ticks = 0
     pulls = asyncio.gather(*(receiver.pull([(page, page) for page in range(64)]) for _ in range(4)))
     while not pulls.done():

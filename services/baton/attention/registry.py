@@ -6,11 +6,18 @@ import torch
 
 from baton.attention.base import AttentionBackend
 from baton.attention.fa3 import Fa3Attention
+from baton.attention.mixed import MixedAttention
 from baton.attention.torch_sdpa import TorchAttention
+from baton.attention.triton_paged import TritonAttention
 
-BACKENDS: dict[str, type[AttentionBackend]] = {"fa3": Fa3Attention, "torch": TorchAttention}
+BACKENDS: dict[str, type[AttentionBackend]] = {
+    "fa3": Fa3Attention,
+    "mixed": MixedAttention,
+    "torch": TorchAttention,
+    "triton": TritonAttention,
+}
 
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("fa3", "torch")}
+_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("mixed", "fa3", "triton", "torch")}
 """By device type, best first."""
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections.abc import Sequence
 
+from baton.bench.record import tpot
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
 
 
@@ -39,19 +38,9 @@ class Answer:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds per output token, the first excluded."""
-        tokens = sum(count for _, count in self.arrivals)
-        if tokens < 2:
-            return float("nan")
-        return (self.arrivals[-1][0] - self.arrivals[0][0]) / (tokens - 1)
-
-    @property
-    def itl(self) -> list[float]:
-        """Seconds between tokens; those that came in one message came at the same time."""
-        gaps: list[float] = []
-        for (before, _), (now, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
-            gaps += [now - before, *[0.0] * (count - 1)]
-        return gaps
+        """Mean seconds per output token, the first excluded; nan where there is no second one."""
+        found = tpot(self.arrivals)
+        return float("nan") if found is None else found
 
 
 def write(text: str) -> None:
@@ -89,14 +78,6 @@ def explain(error: BatonError, server: str) -> str:
         why = error.message.rpartition(": ")[2]
         return f"no gateway at {server} ({why}); start one with 'baton up', or name it with --server"
     return f"{error.message} ({error.reason})"
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """By linear interpolation between the nearest ranks; nan when there are none."""
-    known = sorted(value for value in values if value == value)
-    if len(known) < 2:
-        return known[0] if known else float("nan")
-    return statistics.quantiles(known, n=1000, method="inclusive")[round(fraction * 1000) - 1]
 
 
 def milliseconds(seconds: float) -> str:

@@ -95,6 +95,7 @@ def attention() -> Iterator[Check]:
     """Attention backends and the library that the fast one comes from."""
     import torch
 
+    from baton.attention.kernel_pairs import mismatch
     from baton.attention.registry import BACKENDS
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -102,9 +103,11 @@ def attention() -> Iterator[Check]:
         problem = backend.available(device)
         yield Check("attention", name, "note" if problem else "ok", problem or f"works on {device}")
     if importlib.util.find_spec("sgl_kernel") is None:
-        yield Check("attention", "sgl_kernel", "note", "not installed; only needed on NVIDIA GPUs")
+        text = "not installed; only needed on NVIDIA GPUs: pip install 'baton-serve[gpu]'"
+        yield Check("attention", "sgl_kernel", "note", text)
     else:
-        yield Check("attention", "sgl_kernel", "ok", "installed")
+        problem = mismatch()
+        yield Check("attention", "sgl_kernel", "note" if problem else "ok", problem or "installed")
 
 
 def transports() -> Iterator[Check]:
@@ -114,8 +117,39 @@ def transports() -> Iterator[Check]:
     else:
         yield Check("transports", "shm", "note", "/dev/shm is not there or not writable")
     yield Check("transports", "grpc", "ok", "anywhere")
-    for name in ("cuda_ipc", "nixl"):
-        yield Check("transports", name, "note", "not in this version")
+    yield _cuda_ipc()
+    yield Check("transports", "nixl", "note", "not in this version")
+
+
+def _cuda_ipc() -> Check:
+    """Exports memory of each GPU, which is one half; opening it would take another process."""
+    import torch
+
+    from baton.transport import TransportError, cuda
+
+    problem = cuda.problem()
+    if problem is not None:
+        return Check("transports", "cuda_ipc", "note", f"{problem}; between GPUs pages travel over grpc")
+    count = torch.cuda.device_count()
+    for index in range(count):
+        cuda.use(torch.device("cuda", index))
+        memory = torch.zeros(2**21, dtype=torch.uint8, device=f"cuda:{index}")
+        try:
+            cuda.export_memory(memory.data_ptr())
+        except TransportError as error:
+            return Check("transports", "cuda_ipc", "note", f"cuda:{index}: {error}; pages travel over grpc")
+    torch.cuda.set_device(0)
+    apart = [
+        f"cuda:{a} and cuda:{b}"
+        for a in range(count)
+        for b in range(a + 1, count)
+        if not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart:
+        text = f"works on each GPU, but there is no peer access between {', '.join(apart)}"
+        return Check("transports", "cuda_ipc", "note", text)
+    where = f"all {count} GPUs, which reach each other" if count > 1 else "the one GPU that is seen here"
+    return Check("transports", "cuda_ipc", "ok", f"memory can be shared from {where}")
 
 
 def ports() -> Iterator[Check]:

@@ -7,8 +7,9 @@ import contextlib
 import enum
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -45,12 +46,15 @@ class Child:
         host: str = "127.0.0.1",
         port: int = 0,
         http_port: int | None = 0,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """`environment`: variables of its own."""
         self.name = name
         self.role = role
         self.host = host
         self.port = port
         self.http_port = http_port
+        self.environment = dict(environment)
         self.log = folder / f"{name}.log"
         self.state = State.WAITING
         self.since = time.monotonic()

@@ -13,6 +13,7 @@ from typing import Self
 from rich.console import Console
 
 from baton.cli.child import Child
+from baton.cli.placement import Place, place, value_of, visible_gpus, wants_gpu
 from baton.cli.progress import follow_logs, start_progress
 from baton.cli.supervisor import Supervisor
 
@@ -51,10 +52,10 @@ class Deployment:
         folder = plan.log_folder or Path(self._temporary.name if self._temporary else "")
         folder.mkdir(parents=True, exist_ok=True)
         self.log_folder = folder
+        self.places = _places(plan)
         self.children = [
             Child("tokenizer", "tokenizer", folder=folder),
-            *(Child(f"prefill-{i}", "prefill", folder=folder) for i in range(plan.prefill)),
-            *(Child(f"decode-{i}", "decode", folder=folder) for i in range(plan.decode)),
+            *(self._worker(name, role, folder) for name, role in _workers(plan)),
             Child(
                 "gateway", "gateway", folder=folder, host=plan.host, port=plan.port, http_port=plan.http_port
             ),
@@ -68,6 +69,10 @@ class Deployment:
             report=lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
         )
         self._follow: asyncio.Task[None] | None = None
+
+    def _worker(self, name: str, role: str, folder: Path) -> Child:
+        place = self.places.get(name)
+        return Child(name, role, folder=folder, environment=place.environment if place is not None else {})
 
     @property
     def gateway(self) -> Child:
@@ -83,7 +88,11 @@ class Deployment:
 
     def _arguments(self, child: Child) -> list[str]:
         flags = ["--drain-seconds", str(self.plan.drain_seconds), "--advertise", ""]
-        flags += self.plan.flags.get(child.role, ())
+        given = self.plan.flags.get(child.role, ())
+        flags += given
+        place = self.places.get(child.name)
+        if place is not None:
+            flags += place.flags(value_of(given, child.role, "memory_fraction") is not None)
         if child.role == "gateway":
             flags += ["--tokenizer", self._addresses("tokenizer"), "--decode", self._addresses("decode")]
         if child.role in ("gateway", "decode"):
@@ -117,3 +126,15 @@ class Deployment:
                 await asyncio.gather(self._follow, return_exceptions=True)
             if self._temporary is not None:
                 self._temporary.cleanup()
+
+
+def _workers(plan: DeploymentPlan) -> list[tuple[str, str]]:
+    """Name and role of each worker."""
+    counts = (("prefill", plan.prefill), ("decode", plan.decode))
+    return [(f"{role}-{number}", role) for role, count in counts for number in range(count)]
+
+
+def _places(plan: DeploymentPlan) -> dict[str, Place]:
+    """Of the workers that take any GPU."""
+    workers = [name for name, role in _workers(plan) if wants_gpu(plan.flags.get(role, ()), role)]
+    return place(workers, visible_gpus() if workers else [])

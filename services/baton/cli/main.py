@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import Any
 
 import click
 
 from baton import __version__
+from baton.cli.lazy import LazyGroup
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Run": {
@@ -22,7 +22,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Inspect": {
         "status": ("status:status", "Every process of a running deployment, with health and load."),
-        "bench": ("bench:bench", "Measure TTFT, TPOT, ITL and tokens per second."),
+        "bench": ("bench:bench", "Measure a deployment or the engine: serve, offline, step."),
         "verify": ("verify:verify", "Compare split with aggregated, token for token."),
         "sim": ("sim:sim", "Run the core of all processes in simulated time, with faults, from a seed."),
         "doctor": ("doctor:doctor", "What this machine can run, and why not."),
@@ -31,29 +31,10 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
 """Section -> command -> (module:attribute in baton.cli, short help)."""
 
 
-class LazyGroup(click.Group):
-    """A click group whose commands live in modules of their own."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for section in COMMANDS.values() for name in section]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        for section in COMMANDS.values():
-            if cmd_name in section:
-                module, attribute = section[cmd_name][0].split(":")
-                command = getattr(importlib.import_module(f"baton.cli.{module}"), attribute)
-                assert isinstance(command, click.Command)
-                return command
-        return None
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, section in COMMANDS.items():
-            with formatter.section(title):
-                formatter.write_dl([(name, short) for name, (_, short) in section.items()])
-
-
 @click.group(
-    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.version_option(__version__, "-V", "--version", prog_name="baton", message="%(prog)s %(version)s")
 def cli() -> None:

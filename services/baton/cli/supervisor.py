@@ -85,7 +85,7 @@ class Supervisor:
 
     async def _launch(self, child: Child) -> None:
         command = [*self._program, child.role, *self._arguments(child)]
-        await child.start(command, self._environment, self._start_seconds)
+        await child.start(command, {**self._environment, **child.environment}, self._start_seconds)
 
     async def failed(self) -> ChildError:
         """Waits until the deployment cannot go on: only without restarts."""

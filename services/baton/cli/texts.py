@@ -1,9 +1,7 @@
-"""Prompts for `verify`, `bench` and `demo`: Python's own documentation, which ships with Python."""
+"""Prompts for `verify` and `demo`: Python's own documentation, which ships with Python."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pydoc_data.topics import topics
 
 LENGTHS = (20, 2400, 300, 1200, 80, 3600, 600, 160)
@@ -30,10 +28,3 @@ def topic_text(name: str, characters: int) -> str:
     names = sorted(topics)
     start = names.index(name)
     return "\n\n".join(topics[other].strip() for other in names[start : start + 8])[:characters]
-
-
-def random_prompt(tokens: int, vocabulary: int, seed: int, prefix: Sequence[int] = ()) -> list[int]:
-    """`tokens` token ids: `prefix`, then random ones that depend on `seed` alone."""
-    draw = random.Random(seed)
-    rest = max(0, tokens - len(prefix))
-    return [*prefix[:tokens], *(draw.randrange(vocabulary) for _ in range(rest))]

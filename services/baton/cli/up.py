@@ -62,12 +62,14 @@ def check_port(host: str, port: int, flag: str) -> None:
 
 
 def process_table(children: list[Child]) -> Table:
-    """Each process with its pid and addresses."""
+    """Each process with its pid and addresses; and its GPU, if there is one that has."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("process", "pid", "gRPC", "HTTP"):
+    gpus = [child.environment.get("CUDA_VISIBLE_DEVICES", "") for child in children]
+    for column in ("process", "pid", "gRPC", "HTTP", *(["GPU"] if any(gpus) else [])):
         table.add_column(column, no_wrap=True)
-    for child in children:
-        table.add_row(child.name, str(child.pid), child.address, child.http_address)
+    for child, gpu in zip(children, gpus, strict=True):
+        row = (child.name, str(child.pid), child.address, child.http_address)
+        table.add_row(*row, *([gpu] if any(gpus) else []))
     return table
 
 
@@ -189,6 +191,7 @@ def up(
       baton up --model ./my-model --dtype bfloat16
       baton up --prefill 2 --decode 2             more nodes
       baton up --prefill 0                        aggregated: no hand-off
+      baton up --device cuda --prefill 2          workers take the GPUs in turn; CUDA_VISIBLE_DEVICES chooses
       baton up --transports grpc                  pages over gRPC instead of shared memory
       baton up --config baton.toml --port 0       settings from a file, a free port
     """

@@ -8,7 +8,7 @@ from baton.engine.plan import Logprobs
 from baton.engine.request import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tokens:
     request: int
     choice: int

@@ -24,7 +24,7 @@ class Copy:
     target: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Record:
     """What a row was for."""
 
@@ -70,9 +70,9 @@ def build_step(scheduler: Scheduler) -> Step | None:
         return None
     for record in records:
         record.sequence.computed = record.end
-        for sequence in (record.sequence, *record.targets):
-            sequence.last_step = number
+        record.sequence.last_step = number
         for sequence in record.targets:
+            sequence.last_step = number
             sequence.unread = 1
     for copy in copies:
         copy.sequence.last_step = number

@@ -1,4 +1,4 @@
-"""Executes step plans on an NVIDIA GPU: fused kernels, FlashAttention-3, CUDA graphs for decode steps.
+"""Executes step plans on an NVIDIA GPU: fused kernels, paged attention, CUDA graphs for decode steps.
 
 Nothing in `launch` waits for the device. Ids of sampled tokens, page tables and all that a step computes stay
 there; a step is one copy up (two when page tables change) and one down, whose event `read` waits for.
@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.attention.fa3 import Fa3Attention, Fa3Metadata
+from baton.attention.mixed import MixedAttention
+from baton.attention.paged import PagedAttention, PagedRows
 from baton.engine.graphs import DecodeGraphs, Inputs, Progress, batch_sizes
 from baton.engine.page_tables import PageTables
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
@@ -56,6 +57,8 @@ class CudaRunner:
         *,
         max_slots: int,
         context_length: int,
+        prefill_attention: type[PagedAttention] = MixedAttention,
+        decode_attention: type[PagedAttention] = MixedAttention,
         graphs: bool = True,
         progress: Progress | None = None,
     ) -> None:
@@ -73,7 +76,8 @@ class CudaRunner:
         width = -(-context_length // pool.layout.page_size)
         self._tables = PageTables(max_slots, width, pool.num_pages, self._device)
         self._decoder = FusedDecoder(model, pool, self._tables.table, context_length)
-        self._attention = Fa3Attention(pool, model.config.num_heads)
+        self._chunks: PagedAttention = prefill_attention(pool, model.config.num_heads)
+        self._singles: PagedAttention = decode_attention(pool, model.config.num_heads)
         self._choose = sample
         self._sampler = Sampler(max_slots, self.vocab_size, self._device)
         self._last_token = torch.zeros(max_slots + 1, dtype=torch.int32, device=self._device)
@@ -157,10 +161,11 @@ class CudaRunner:
     def _decode(self, inputs: Inputs) -> None:
         """A decode step up to its logits; captured."""
         table = self._tables.table.index_select(0, inputs.slots)
-        metadata = self._single(table, inputs.positions + 1)
+        paged = PagedRows(table, inputs.positions + 1)
+        self._singles.plan(paged)
 
         def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-            self._attention.attend(layer, q, out, metadata)
+            self._singles.attend(layer, q, out, paged)
 
         tokens = self._last_token.index_select(0, inputs.slots)
         hidden = self._decoder.forward(tokens, inputs.positions, inputs.slots, attend)
@@ -171,11 +176,6 @@ class CudaRunner:
         self._choose(
             inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, self._last_token, inputs.result
         )
-
-    def _single(self, table: torch.Tensor, lengths: torch.Tensor) -> Fa3Metadata:
-        metadata = Fa3Metadata(table, lengths)
-        metadata.schedule = self._attention.schedule(metadata)
-        return metadata
 
     # --- all other steps --------------------------------------------------------------------------------
 
@@ -227,14 +227,19 @@ class CudaRunner:
         longest = max(row.start + row.count for row in ordered)
         width = -(-longest // self._pool.layout.page_size)
         table = self._tables.table[:, :width].index_select(0, row_slots)
-        decode = self._single(table[:single], lengths[:single]) if single else None
-        chunks = Fa3Metadata(table[single:], lengths[single:], starts, int(counts.max()))
+        singles = PagedRows(table[:single], lengths[:single]) if single else None
+        chunks = None
+        if singles is not None:
+            self._singles.plan(singles)
+        if single < len(ordered):
+            chunks = PagedRows(table[single:], lengths[single:], starts, int(counts.max()))
+            self._chunks.plan(chunks)
 
         def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-            if decode is not None:
-                self._attention.attend(layer, q[:single], out[:single], decode)
-            if single < len(ordered):
-                self._attention.attend(layer, q[single:], out[single:], chunks)
+            if singles is not None:
+                self._singles.attend(layer, q[:single], out[:single], singles)
+            if chunks is not None:
+                self._chunks.attend(layer, q[single:], out[single:], chunks)
 
         tokens = torch.where(ids < 0, self._last_token.index_select(0, token_slots), ids)
         whole = any(row.prompt_logprobs for row in rows)

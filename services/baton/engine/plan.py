@@ -1,8 +1,9 @@
 """What a scheduler asks of a model runner for one step, and what it gets back.
 
-A plan is plain data (integers, tuples, frozen dataclasses): it can be serialized and executed by
-followers on other devices. A step is a ragged batch: decode rows (one token) and prompt chunks (many)
-side by side, in the order of `rows`.
+A plan is plain data (integers, tuples, dataclasses): it can be serialized and executed by followers on other
+devices. A step is a ragged batch: decode rows (one token) and prompt chunks (many) side by side, in the order
+of `rows`. Nobody changes any of it. What every row has is not frozen all the same: that would take most of a
+microsecond each, several times for each of hundreds of rows a step.
 
 Batch slots. A *slot* (0 <= slot < max_slots) is a place in the runner's persistent device buffers: the last
 token sampled for it, and the state that sampling needs (penalty counts). `SlotInit` prepares a slot; until
@@ -33,7 +34,7 @@ class SlotInit:
     """What the slot holds as last token, where the next row reads it from the slot."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlanRow:
     """A run of consecutive tokens of one sequence.
 
@@ -89,7 +90,7 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """A token sampled for a slot."""
 
@@ -99,7 +100,7 @@ class Sampled:
     """Of the unmodified logits; only where params.logprobs is not None."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowResult:
     """What a row yielded: one entry of `samples` for each slot in `PlanRow.sample`, in order."""
 

@@ -34,7 +34,8 @@ def commit_rows(scheduler: Scheduler, step: Step, result: StepResult) -> None:
         elif sequence.phase is Phase.RUNNING:
             sample = row.samples[0]
             take_token(scheduler, sequence, sample.token, sample.logprobs)
-            settle(scheduler, [sequence])
+            if sequence.finish is not None:
+                settle(scheduler, [sequence])
         else:
             _commit_chunk(scheduler, record, row)
 

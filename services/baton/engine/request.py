@@ -147,7 +147,7 @@ class PromptEvent:
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenEvent:
     sequence: Sequence
     token: int

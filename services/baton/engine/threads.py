@@ -2,8 +2,8 @@
 
 A step of a few tokens reads every weight and computes little: memory bounds it, and on a machine whose
 memory one core saturates, further threads only add waiting for each other, the more the busier the machine
-is. So the number for such steps is measured at start, on the model itself; steps of many tokens use all
-threads.
+is. So the number for such steps is measured at start, on the model itself, for one row and for many; steps of
+more tokens use all threads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from baton.engine.plan import PlanRow, SlotInit, StepPlan, StepResult
 from baton.engine.runner import Runner
 from baton.engine.sampling import SamplingParams
 
-SMALL_STEP_TOKENS = 4
-"""Steps of at most so many tokens use the measured number."""
+SIZES = ((4, 1), (32, 16))
+"""Steps of at most so many tokens use the number measured with so many rows."""
 GAIN = 0.95
 """More threads are taken only where they shorten the step to this part."""
 WARM_UP, TIMED = 3, 9
@@ -36,18 +36,20 @@ class TunedRunner:
         self.vocab_size = runner.vocab_size
         self._runner = runner
         self.threads = torch.get_num_threads()
-        self.small_step_threads = self._measure()
+        self.small_steps = {tokens: self._measure(min(rows, self.max_slots)) for tokens, rows in SIZES}
+        """Most tokens of a step, ascending -> threads."""
         torch.set_num_threads(self.threads)
 
     def launch(self, plan: StepPlan) -> Any:
-        small = plan.num_tokens <= SMALL_STEP_TOKENS
-        torch.set_num_threads(self.small_step_threads if small else self.threads)
+        tokens = plan.num_tokens
+        fitting = (count for most, count in self.small_steps.items() if tokens <= most)
+        torch.set_num_threads(next(fitting, self.threads))
         return self._runner.launch(plan)
 
     def read(self, flight: Any) -> StepResult:
         return self._runner.read(flight)
 
-    def _measure(self) -> int:
+    def _measure(self, rows: int) -> int:
         """The fewest threads that no larger number beats by much: 1, 2, 4, ... and the most are tried.
 
         One core is left for what goes on between tokens (this process's event loop, gateway, tokenizer):
@@ -58,21 +60,22 @@ class TunedRunner:
         best, count = float("inf"), 1
         deadline = time.monotonic() + BUDGET_SECONDS
         for threads in [*candidates, most]:
-            seconds = self._seconds(threads)
+            seconds = self._seconds(threads, rows)
             if seconds < best * GAIN:
                 best, count = seconds, threads
             if time.monotonic() > deadline:
                 break
         return count
 
-    def _seconds(self, threads: int) -> float:
-        """Median time of a step of one row."""
+    def _seconds(self, threads: int, rows: int) -> float:
+        """Median time of a decode step of so many rows."""
         torch.set_num_threads(threads)
-        init = SlotInit(0, SamplingParams(temperature=0.0), 0, (), (), last_token=0)
-        row = PlanRow(slot=0, tokens=None, start=0, pages=(0,), sample=(0,))
+        params = SamplingParams(temperature=0.0)
+        inits = tuple(SlotInit(slot, params, 0, (), (), last_token=0) for slot in range(rows))
+        batch = tuple(PlanRow(slot, tokens=None, start=0, pages=(0,), sample=(slot,)) for slot in range(rows))
         times = []
         for number in range(WARM_UP + TIMED):
             started = time.perf_counter()
-            self._runner.read(self._runner.launch(StepPlan(number, (row,), (init,))))
+            self._runner.read(self._runner.launch(StepPlan(number, batch, inits)))
             times.append(time.perf_counter() - started)
         return statistics.median(times[WARM_UP:])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-_PACK_BATCH = 64
-"""The batch that oneDNN chooses its weight layout for. Measured: a layout for 64 rows is as fast at 1 row as
-the best, one for 1 row is up to 2 times slower at more."""
+from baton.layers.cpu_layouts import CpuLayout
 
 
 class Linear:
@@ -18,24 +16,18 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.weight: torch.Tensor | None = weight
         self.bias = bias
-        self._packed: torch.Tensor | None = None
+        self._packed: CpuLayout | None = None
 
-    def pack(self) -> None:
-        """On a CPU: hands the weight to oneDNN in its blocked layout and drops the plain one.
-
-        torch.nn.functional.linear takes float32 to MKL, which is slow on AMD processors: packed, a batch of
-        16 rows takes a third of the time. Elsewhere, or where torch has no oneDNN, does nothing.
-        """
-        weight = self.weight
-        if weight is None or weight.device.type != "cpu" or not _can_pack(weight.dtype):
-            return
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_BATCH)
+    def pack(self, layout: type[CpuLayout]) -> None:
+        """On a CPU: lays the weight out anew and drops the plain one. Once; not on other devices."""
+        assert self.weight is not None
+        self._packed = layout(self.weight)
         self.weight = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out]"""
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+            return self._packed.apply(x, self.bias)
         assert self.weight is not None
         return F.linear(x, self.weight, self.bias)
 
@@ -47,14 +39,5 @@ class Linear:
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, [rows, out]; `residual` may be overwritten."""
         if self._packed is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, self.bias, "add")  # type: ignore[no-any-return]
+            return self._packed.add_to(residual, x, self.bias)
         return residual.add_(self(x))
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    return (
-        dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )

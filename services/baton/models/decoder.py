@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from baton.layers.cpu_layouts import CpuLayout, fastest_layout
 from baton.layers.linear import Linear
 from baton.layers.rope import apply_rope
 from baton.models.config import ModelConfig
@@ -44,11 +45,17 @@ class Weights:
     """Its weight is the embedding itself where the checkpoint ties them."""
 
     def pack(self) -> None:
-        """Brings the matrices into the layout that computes fastest, one by one."""
-        for layer in self.layers:
-            for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
-                linear.pack()
-        self.head.pack()
+        """On a CPU: brings the matrices into the layout that computes fastest, one by one."""
+        if self.embedding.device.type != "cpu":
+            return
+        layouts: dict[torch.Size, type[CpuLayout]] = {}
+        linears = [x for w in self.layers for x in (w.qkv, w.output, w.gate_up, w.down)]
+        for linear in (*linears, self.head):
+            weight = linear.weight
+            assert weight is not None
+            if weight.shape not in layouts:
+                layouts[weight.shape] = fastest_layout(weight)
+            linear.pack(layouts[weight.shape])
 
 
 class Model:

@@ -9,14 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from baton.models.config import ModelError, read_config
 from baton.models.decoder import Model
+from baton.models.reader import Progress, read_weights, weight_files
 from baton.models.weights import Slot, allocate
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
 
 
 def load_model(
@@ -39,66 +36,18 @@ def load_model(
     if load_format == "dummy":
         _fill(slots, report)
     elif load_format == "auto":
-        _read(path, slots, config.tied, report)
+        read_weights(path, slots, config.tied, report)
     else:
         raise ModelError(f"load format {load_format!r} is not known; known are 'auto' and 'dummy'")
     weights.pack()
     return Model(config, weights, sum(slot.shape.numel() for slot in slots.values()), context_length)
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The checkpoint's safetensors files. Raises ModelError when there are none or one is missing."""
-    index = path / "model.safetensors.index.json"
-    single = path / "model.safetensors"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is damaged: {error}") from error
-        files = [path / name for name in names]
-    elif single.is_file():
-        files = [single]
-    else:
-        raise ModelError(f"{path} has no model.safetensors; only safetensors checkpoints are read")
-    for file in files:
-        if not file.is_file() or (file.resolve().parent != file.parent.resolve() and ".." in file.parts):
-            raise ModelError(f"{file} is missing")
-    return files
-
-
-def _read(path: Path, slots: dict[str, Slot], tied: bool, report: Progress) -> None:
-    total = sum(slot.target.numel() for slot in slots.values()) * next(iter(slots.values())).target.itemsize
-    done = 0
-    missing = dict(slots)
-    report(0, total)
-    for file in weight_files(path):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    slot = missing.pop(name, None)
-                    if slot is None:
-                        if _ignorable(name, tied):
-                            continue
-                        raise ModelError(f"{file.name} holds unexpected tensor {name}")
-                    source = tensors.get_tensor(name)
-                    if source.shape != slot.shape:
-                        raise ModelError(
-                            f"tensor {name} has shape {list(source.shape)}, "
-                            f"config.json asks for {list(slot.shape)}"
-                        )
-                    slot.target.copy_(source)
-                    done += slot.target.nbytes
-                    report(done, total)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read: {error}") from error
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"{path} lacks tensor {next(iter(missing))}{more}")
-
-
-def _ignorable(name: str, tied: bool) -> bool:
-    """Tensors that some checkpoints carry although config.json determines them."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+def weight_bytes(path: Path, dtype: torch.dtype | None = None, context_length: int | None = None) -> int:
+    """Bytes of the weights that `load_model` would allocate, by config.json alone. Raises ModelError."""
+    config = read_config(path, context_length)
+    _, slots = allocate(config, dtype or config.dtype, torch.device("meta"))
+    return sum(slot.target.nbytes for slot in slots.values())
 
 
 def _fill(slots: dict[str, Slot], report: Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,6 +10,66 @@ from typing import Protocol
 class TransportError(Exception):
     """A pull failed or the endpoint is gone. The destination pages hold garbage; no copy into them is running
     any more once the call that raised this has returned."""
+
+
+class Refusal(enum.Enum):
+    """Why an endpoint cannot be opened from here."""
+
+    NO_CUDA = "no CUDA here"
+    HOST_POOL = "the local pool is not on a GPU"
+    GPU_POOL = "the local pool is on a GPU"
+    OTHER_HOST = "the peer is on another host"
+    SAME_PROCESS = "the peer is this process"
+    SAME_PID = "the peer has our process id in another PID namespace"
+    PAGE_BYTES = "the peer's pages have another size"
+    NOT_MAPPED = "the peer's memory cannot be mapped"
+
+
+class EndpointRefused(TransportError):
+    """The endpoint is not for us; another one of the same peer may be."""
+
+    def __init__(self, refusal: Refusal, message: str) -> None:
+        super().__init__(message)
+        self.refusal = refusal
+
+
+class PageReader(Protocol):
+    """Reads a pool's pages one after the other."""
+
+    async def read(self, page: int) -> memoryview:
+        """The bytes of a page as they are now; valid until the next call. Raises TransportError."""
+        ...
+
+
+class PageWriter(Protocol):
+    """Writes pages that arrive in pieces."""
+
+    def write(self, page: int, offset: int, data: bytes) -> None:
+        """Takes a piece; never blocks. The pieces of a page come in order, one page after the other."""
+        ...
+
+    async def finish(self) -> None:
+        """Returns when every page whose last piece came is in the pool, as the host has seen, and nothing of
+        this writer is being written any more. Raises TransportError. A cancelled call returns only then."""
+        ...
+
+
+class PageStore(Protocol):
+    """The bytes of a local pool, on the host or on a GPU."""
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    def reader(self) -> PageReader: ...
+
+    def writer(self) -> PageWriter: ...
+
+    def close(self) -> None:
+        """Gives up what it takes beside the pool. What is read or written now fails with TransportError."""
+        ...
 
 
 class Receiver(Protocol):

@@ -10,27 +10,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
-import numpy as np
-import numpy.typing as npt
 
 from baton.rpc.errors import from_status
-from baton.transport.base import TransportError
+from baton.transport.base import PageStore, PageWriter, TransportError
 from baton.v1 import prefill_pb2
 
 
-@dataclass(slots=True)
-class _Request:
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """Pages that were asked for."""
+
     number: int
     targets: list[int]
+    writer: PageWriter
     arrived: asyncio.Future[None]
-    """Done: nothing is written for this request any more."""
+    """Done: no piece of this request goes to its writer any more."""
     index: int = 0
     offset: int = 0
     """Where the next piece belongs."""
 
 
 class FetchStream:
-    """Asks for pages and writes what arrives. Lives on one event loop and writes in its callbacks only.
+    """Asks for pages and passes on what arrives. Lives on one event loop.
 
     Requests are answered in their order, each page from its start to its end; any other answer fails the
     stream, as do its end and a pause. A failed stream is finished: take another.
@@ -39,15 +40,15 @@ class FetchStream:
     def __init__(
         self,
         method: Callable[[AsyncIterator[prefill_pb2.FetchRequest]], Any],
-        local: npt.NDArray[np.uint8],
+        local: PageStore,
         progress_seconds: float,
     ) -> None:
-        """`local`: the local pool, [page, byte]. `progress_seconds`: the longest pause between two pieces."""
+        """`local`: the local pool. `progress_seconds`: the longest pause between two pieces."""
         self._local = local
         self._progress_seconds = progress_seconds
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[prefill_pb2.FetchRequest] = asyncio.Queue()
-        self._unanswered: deque[_Request] = deque()
+        self._unanswered: deque[Fetch] = deque()
         self._numbers = itertools.count(1)
         self._last_progress = 0.0
         self._error: str | None = None
@@ -58,32 +59,36 @@ class FetchStream:
     def failed(self) -> bool:
         return self._error is not None
 
-    def fetch(self, pairs: Sequence[tuple[int, int]]) -> asyncio.Future[None]:
-        """Asks for pages (peer's, local). Wait with `arrival`; cancel the future to drop what still comes."""
+    def fetch(self, pairs: Sequence[tuple[int, int]]) -> Fetch:
+        """Asks for pages (peer's, local). Wait with `arrival`; cancel `arrived` to drop what still comes."""
         if self._error is not None:
             raise TransportError(self._error)
         if not self._unanswered:
             self._last_progress = self._loop.time()
-        request = _Request(next(self._numbers), [target for _, target in pairs], self._loop.create_future())
+        targets = [target for _, target in pairs]
+        request = Fetch(next(self._numbers), targets, self._local.writer(), self._loop.create_future())
         request.arrived.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._unanswered.append(request)
         sources = [source for source, _ in pairs]
         self._outbox.put_nowait(prefill_pb2.FetchRequest(id=request.number, page_ids=sources))
-        return request.arrived
+        return request
 
-    async def arrival(self, request: asyncio.Future[None]) -> None:
-        """Raises TransportError. Cancelling this call cancels the request."""
+    async def arrival(self, request: Fetch) -> None:
+        """Returns when all pages are in the pool. Raises TransportError. Cancelling this call cancels the
+        request."""
+        arrived = request.arrived
         try:
-            while not request.done():
+            while not arrived.done():
                 quiet = self._loop.time() - self._last_progress
                 if quiet >= self._progress_seconds:
                     self._fail(f"no page bytes for {self._progress_seconds:g} s")
                 else:
-                    await asyncio.wait([request], timeout=self._progress_seconds - quiet)
+                    await asyncio.wait([arrived], timeout=self._progress_seconds - quiet)
         finally:
-            if not request.done():
-                request.cancel()
-        request.result()
+            if not arrived.done():
+                arrived.cancel()
+        arrived.result()
+        await request.writer.finish()
 
     async def close(self) -> None:
         """Fails what is still waiting."""
@@ -120,15 +125,14 @@ class FetchStream:
                 request.arrived.set_exception(TransportError(from_status(response.error).message))
             return
         end = response.offset + len(response.data)
-        page_bytes = self._local.shape[1]
+        page_bytes = self._local.page_bytes
         at = (response.index, response.offset)
         if at != (request.index, request.offset) or not response.data or end > page_bytes:
             raise TransportError(
                 f"bytes {response.offset} to {end} of page {response.index} came out of turn"
             )
         if not request.arrived.done():
-            target = self._local[request.targets[request.index]]
-            target[response.offset : end] = np.frombuffer(response.data, np.uint8)
+            request.writer.write(request.targets[request.index], response.offset, response.data)
         request.offset = end
         if end == page_bytes:
             request.index, request.offset = request.index + 1, 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc.aio
 
 from baton.rpc.channel import open_channel
-from baton.transport.base import TransportError
-from baton.transport.fetch import FetchStream
-from baton.transport.pages import check_pairs, page_rows
+from baton.transport.base import PageStore, TransportError
+from baton.transport.fetch import Fetch, FetchStream
+from baton.transport.pages import check_pairs
 from baton.v1 import prefill_pb2_grpc
 
 PROGRESS_SECONDS = 10.0
@@ -27,23 +27,23 @@ class GrpcReceiver:
     def __init__(
         self,
         address: str,
-        local_pages: memoryview,
-        local_page_bytes: int,
+        local: PageStore,
         num_pages: int,
         progress_seconds: float = PROGRESS_SECONDS,
     ) -> None:
         """`address`: host:port of a PageSource whose pool has `num_pages` pages, as many bytes each as ours.
         Connects with the first pull. To be made on an event loop."""
-        self._local = page_rows(local_pages, local_page_bytes)
+        self._local = local
         self._num_pages = num_pages
         self._progress_seconds = progress_seconds
-        self._request_pages = max(1, REQUEST_BYTES // local_page_bytes)
+        self._request_pages = max(1, REQUEST_BYTES // local.page_bytes)
         self._channel: grpc.aio.Channel = open_channel(address)
         self._stream: FetchStream | None = None
+        self._running: set[Fetch] = set()
         self._closed = False
 
     async def pull(self, pairs: Sequence[tuple[int, int]]) -> None:
-        check_pairs(pairs, self._num_pages, len(self._local))
+        check_pairs(pairs, self._num_pages, self._local.num_pages)
         if self._closed:
             raise TransportError("the receiver is closed")
         if not pairs:
@@ -52,18 +52,24 @@ class GrpcReceiver:
             stub = prefill_pb2_grpc.PageSourceStub(self._channel)
             self._stream = FetchStream(stub.Fetch, self._local, self._progress_seconds)
         stream = self._stream
-        waiting: list[asyncio.Future[None]] = []
+        asked: list[Fetch] = []
         try:
             for begin in range(0, len(pairs), self._request_pages):
-                waiting.append(stream.fetch(pairs[begin : begin + self._request_pages]))
-                if len(waiting) == 2:
-                    await stream.arrival(waiting.pop(0))
-            for request in waiting:
+                asked.append(stream.fetch(pairs[begin : begin + self._request_pages]))
+                self._running.add(asked[-1])
+                if len(asked) == 2:
+                    await stream.arrival(asked[0])
+                    self._running.discard(asked.pop(0))
+            for request in asked:
                 await stream.arrival(request)
+        except BaseException:
+            # Drop what still comes, and wait for what is being written: the destinations are free then.
+            for request in asked:
+                request.arrived.cancel()
+            await _settle(asked)
+            raise
         finally:
-            # Nothing is written for a request whose future is done; writes happen on this event loop only.
-            for request in waiting:
-                request.cancel()
+            self._running.difference_update(asked)
 
     def generations(self, pages: Sequence[int]) -> None:
         """Not to be seen from here."""
@@ -72,4 +78,10 @@ class GrpcReceiver:
         self._closed = True
         if self._stream is not None:
             await self._stream.close()
+        await _settle(self._running)
         await self._channel.close()
+
+
+async def _settle(requests: Iterable[Fetch]) -> None:
+    """Waits until nothing is written for them; how they ended is told elsewhere."""
+    await asyncio.gather(*(request.writer.finish() for request in requests), return_exceptions=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.transport.base import Receiver, TransportError
+from baton.transport.base import EndpointRefused, PageStore, Receiver, Refusal, TransportError
 from baton.transport.grpc import GrpcReceiver
+from baton.transport.mapped import segment_endpoint
 from baton.transport.segment import Segment
-from baton.transport.shm import ShmReceiver, shm_endpoint
+from baton.transport.shm import ShmReceiver
 from baton.v1 import common_pb2 as pb
 
-KINDS = ("shm", "grpc")
+KINDS = ("cuda_ipc", "shm", "grpc")
 """Best first."""
 
 
@@ -32,34 +33,37 @@ def check_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
 
 
 def offered(
-    segment: Segment | None,
-    page_bytes: int,
-    num_pages: int,
+    pages: PageStore,
+    segment: Segment | None = None,
+    cuda_ipc: pb.CudaIpcEndpoint | None = None,
     kinds: Sequence[str] = (),
     address: str = "",
 ) -> list[pb.Endpoint]:
-    """Endpoints of a pool, best first: `shm` when it lies in a segment, `grpc` at `address` (of a PageSource;
-    empty: where Prefill is served)."""
+    """Endpoints of a pool, best first: `cuda_ipc` when its memory has been exported, `shm` when it lies in a
+    segment, `grpc` at `address` (of a PageSource; empty: where Prefill is served)."""
     endpoints = []
     for kind in check_kinds(kinds):
-        if kind == "shm" and segment is not None:
-            endpoints.append(pb.Endpoint(shm=shm_endpoint(segment)))
+        if kind == "cuda_ipc" and cuda_ipc is not None:
+            endpoints.append(pb.Endpoint(cuda_ipc=cuda_ipc))
+        elif kind == "shm" and segment is not None:
+            endpoints.append(pb.Endpoint(shm=segment_endpoint(segment)))
         elif kind == "grpc":
-            grpc = pb.GrpcEndpoint(address=address, page_bytes=page_bytes, num_pages=num_pages)
+            grpc = pb.GrpcEndpoint(address=address, page_bytes=pages.page_bytes, num_pages=pages.num_pages)
             endpoints.append(pb.Endpoint(grpc=grpc))
     return endpoints
 
 
-def open_receiver(
+async def open_receiver(
     endpoints: Iterable[pb.Endpoint],
-    local_pages: memoryview,
-    local_page_bytes: int,
+    local: PageStore,
     kinds: Sequence[str] = (),
     peer_address: str = "",
+    busy: Callable[[], bool] = lambda: False,
 ) -> Opened:
-    """Opens the first of our `kinds` that the peer offers and that can be opened. On an event loop.
+    """Opens the first of our `kinds` that the peer offers and that can be opened.
 
-    `peer_address`: where the peer's Prefill is served. Raises TransportError that names every reason.
+    `peer_address`: where the peer's Prefill is served. `busy`: whether steps run on the local pool's GPU;
+    asked in other threads. Raises TransportError that names every reason.
     """
     by_kind = {endpoint.WhichOneof("kind"): endpoint for endpoint in endpoints}
     reasons = []
@@ -68,7 +72,7 @@ def open_receiver(
             reasons.append(f"{kind}: not offered")
             continue
         try:
-            receiver = _open(kind, by_kind[kind], local_pages, local_page_bytes, peer_address)
+            receiver = await _open(kind, by_kind[kind], local, peer_address, busy)
         except TransportError as error:
             reasons.append(f"{kind}: {error}")
         else:
@@ -76,15 +80,21 @@ def open_receiver(
     raise TransportError(f"no common transport ({'; '.join(reasons)})")
 
 
-def _open(
-    kind: str, endpoint: pb.Endpoint, local_pages: memoryview, local_page_bytes: int, peer_address: str
+async def _open(
+    kind: str, endpoint: pb.Endpoint, local: PageStore, peer_address: str, busy: Callable[[], bool]
 ) -> Receiver:
+    if kind == "cuda_ipc":
+        # Late: it imports torch, which nobody else here needs.
+        from baton.transport.cuda_ipc import CudaIpcReceiver
+
+        return await CudaIpcReceiver.open(endpoint.cuda_ipc, local, busy)
     if kind == "shm":
-        return ShmReceiver(endpoint.shm, local_pages, local_page_bytes)
+        return ShmReceiver(endpoint.shm, local)
     grpc = endpoint.grpc
     address = grpc.address or peer_address
     if not address:
         raise TransportError("the peer names no address")
-    if grpc.page_bytes != local_page_bytes:
-        raise TransportError(f"the peer's pages have {grpc.page_bytes} bytes, not {local_page_bytes}")
-    return GrpcReceiver(address, local_pages, local_page_bytes, grpc.num_pages)
+    if grpc.page_bytes != local.page_bytes:
+        text = f"the peer's pages have {grpc.page_bytes} bytes, not {local.page_bytes}"
+        raise EndpointRefused(Refusal.PAGE_BYTES, text)
+    return GrpcReceiver(address, local, grpc.num_pages)

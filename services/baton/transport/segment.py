@@ -3,7 +3,7 @@
 Layout: a header of 4096 bytes; the generations, one little-endian uint64 a page; the pages, from an offset
 that is a multiple of 4096. The owner holds a lock (flock) on the file for as long as it lives; a file without
 that lock is an orphan. `multiprocessing.shared_memory` is no alternative: its tracker removes segments that
-others own.
+others own. The segment of a pool on a GPU has pages of 0 bytes: it holds the generations alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Header:
 
     @classmethod
     def plan(cls, num_pages: int, page_bytes: int) -> Header:
-        if num_pages < 1 or page_bytes < 1:
+        if num_pages < 1 or page_bytes < 0:
             raise ValueError(f"a segment of {num_pages} pages of {page_bytes} bytes")
         pages_offset = -(-(ALIGNMENT + 8 * num_pages) // ALIGNMENT) * ALIGNMENT
         return cls(secrets.randbits(64), num_pages, page_bytes, ALIGNMENT, pages_offset)

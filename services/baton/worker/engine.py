@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +22,13 @@ from baton.kvcache.eviction import make_policy
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.models.config import ModelError
 from baton.models.decoder import Model
-from baton.models.loader import fingerprint, load_model
+from baton.models.loader import fingerprint, load_model, weight_bytes
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
-from baton.transport import (
-    Opened,
-    Segment,
-    SegmentError,
-    TransportError,
-    check_kinds,
-    offered,
-    open_receiver,
-    reap_orphans,
-)
+from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
 from baton.v1 import common_pb2, node_pb2
-from baton.worker.memory import num_pages
+from baton.worker.memory import check_weights, free_and_total, num_pages
+from baton.worker.published import Published, make_pool
 from baton.worker.runners import make_runner
 
 _log = get_logger("baton.engine")
@@ -45,9 +36,6 @@ _log = get_logger("baton.engine")
 LAYOUT_VERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROGRESS_SECONDS = 1.0
-_NO_TRANSPORT = (
-    "KV pages on a GPU cannot be pulled yet; run decode nodes that compute prompts themselves (--prefill 0)"
-)
 
 
 @dataclass(slots=True)
@@ -57,7 +45,7 @@ class Engine:
     runner: Runner[Any]
     cache: KvCache
     pool: KvPool
-    segment: Segment | None
+    published: Published
     kinds: tuple[str, ...]
     layout: common_pb2.Layout
     model_info: node_pb2.ModelInfo
@@ -65,26 +53,23 @@ class Engine:
     attention: str
     overlap: bool
 
-    def pages_view(self) -> memoryview:
-        """The pool's bytes, for transports that copy on the host. Raises TransportError on a GPU."""
-        if self.device.type != "cpu":
-            raise TransportError(_NO_TRANSPORT)
-        if self.segment is not None:
-            return self.segment.pages
-        return memoryview(self.pool.raw.numpy()).cast("B")  # type: ignore[arg-type]
+    @property
+    def pages(self) -> PageStore:
+        """The pool's bytes, for transports."""
+        return self.published.pages
 
     def endpoints(self) -> list[common_pb2.Endpoint]:
         """Page bytes are served where Prefill is: at whatever address a receiver has reached this node by."""
-        if self.device.type != "cpu":
-            return []
-        return offered(self.segment, self.pool.layout.page_bytes, self.pool.num_pages, self.kinds)
+        return self.published.endpoints()
 
-    async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Opened:
-        return open_receiver(endpoints, self.pages_view(), self.pool.layout.page_bytes, self.kinds, address)
+    async def open_receiver(
+        self, endpoints: list[common_pb2.Endpoint], address: str, busy: Callable[[], bool]
+    ) -> Opened:
+        """`busy`: whether steps are running; asked in other threads. Raises TransportError."""
+        return await open_receiver(endpoints, self.pages, self.kinds, address, busy)
 
     def close(self) -> None:
-        if self.segment is not None:
-            self.segment.close()
+        self.published.close()
 
 
 def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
@@ -100,8 +85,6 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
 def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     _check(config)
     device = _device(config.device)
-    if role == "prefill" and device.type != "cpu":
-        raise failed_precondition(_NO_TRANSPORT)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
     dtype = _dtype(config.dtype, device)
@@ -117,23 +100,16 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     size = config.page_size or (16 if device.type == "cpu" else 64)
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, model.dtype)
     pages = num_pages(config, layout, shape.context_length, device)
-    segment: Segment | None = None
-    if device.type == "cpu" and "shm" in kinds:
-        segment = Segment.create(pages, layout.page_bytes, incarnation)
-    on_gpu = device.type == "cuda"
-    pool = KvPool(layout, pages, device, segment.pages if segment is not None else None, spare=int(on_gpu))
-    if on_gpu:
-        # Kernels weigh what lies behind a sequence's end with 0, which what is not a number outlives.
-        pool.raw.zero_()
-    generations: Any = segment.generations if segment is not None else array("Q", bytes(8 * pages))
-    cache = KvCache(PageAllocator(pages, generations), PrefixTree(size, config.eviction))
+    pool, published = make_pool(layout, pages, device, kinds, incarnation)
+    cache = KvCache(PageAllocator(pages, published.generations), PrefixTree(size, config.eviction))
     prefill, why_prefill = resolve_attention(config.prefill_attention, device, model.dtype, shape.head_dim)
     decode, why_decode = resolve_attention(config.decode_attention, device, model.dtype, shape.head_dim)
     context = min(config.context_length or shape.context_length, shape.context_length, pages * size)
     runner: Runner[Any] = make_runner(model, pool, prefill, decode, config.max_rows, context)
-    if not on_gpu:
+    if device.type == "cpu":
         runner = tuned = TunedRunner(runner)
-        _log.info("threads measured", small_steps=tuned.small_step_threads, others=tuned.threads)
+        by_tokens = {f"to_{tokens}": count for tokens, count in tuned.small_steps.items()}
+        _log.info("threads measured", **by_tokens, others=tuned.threads)
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture.name,
@@ -153,12 +129,13 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         kv_mib=round(pages * layout.page_bytes / 2**20, 1),
         prefill_attention=why_prefill,
         decode_attention=why_decode,
+        transports=", ".join(str(one.WhichOneof("kind")) for one in published.endpoints()),
     )
     return Engine(
         runner=runner,
         cache=cache,
         pool=pool,
-        segment=segment,
+        published=published,
         kinds=kinds,
         layout=_layout_message(layout, info.fingerprint),
         model_info=info,
@@ -169,6 +146,9 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
 
 
 def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Model:
+    context = config.context_length or None
+    size = weight_bytes(path, dtype, context)
+    check_weights(size, *free_and_total(device), config.memory_fraction, device)
     started = time.monotonic()
     model = load_model(
         path,
@@ -176,9 +156,16 @@ def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: t
         device=device,
         load_format=config.load_format,
         progress=_progress_log(),
-        context_length=config.context_length or None,
+        context_length=context,
     )
-    _log.info("model loaded", model=config.model, seconds=round(time.monotonic() - started, 2))
+    seconds = time.monotonic() - started
+    _log.info(
+        "model loaded",
+        model=config.model,
+        gib=round(size / 2**30, 2),
+        seconds=round(seconds, 2),
+        gb_per_second=round(size / 1e9 / max(seconds, 1e-9), 2),
+    )
     return model
 
 

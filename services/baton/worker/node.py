@@ -76,10 +76,7 @@ class WorkerNode(Generic[C]):
         self._address = address
         self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self.role)
         if self._page_source is not None:
-            pool = self.engine.pool
-            self._page_source.source = PageSourceServicer(
-                self.engine.pages_view(), self.page_bytes, pool.num_pages
-            )
+            self._page_source.source = PageSourceServicer(self.engine.pages)
         core = self.core_or_none = self.make_core()
         self.steps = StepLoop(
             core,
@@ -154,7 +151,7 @@ class WorkerNode(Generic[C]):
         return self.engine.endpoints()
 
     async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Receiver:
-        opened = await self.engine.open_receiver(endpoints, address)
+        opened = await self.engine.open_receiver(endpoints, address, lambda: self._load.running > 0)
         _log.info("pool of a peer opened", address=address, transport=opened.reason)
         return opened.receiver
 

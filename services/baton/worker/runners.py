@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from baton.attention.base import AttentionBackend
-from baton.attention.fa3 import Fa3Attention
+from baton.attention.paged import PagedAttention
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache.pool import KvPool
@@ -23,8 +25,11 @@ def make_runner(
     max_slots: int,
     context_length: int,
 ) -> ModelRunner | CudaRunner:
-    """The one with fused kernels and CUDA graphs where both backends are FA3, else the plain one."""
-    if prefill is not Fa3Attention or decode is not Fa3Attention:
+    """The one with fused kernels and CUDA graphs where it can be had, else the plain one."""
+    problem = unsuited(model, prefill, decode)
+    if problem is not None:
+        if pool.device.type == "cuda":
+            _log.warning("no fused kernels and no CUDA graphs: slow", reason=problem)
         return ModelRunner(
             model,
             pool,
@@ -33,6 +38,7 @@ def make_runner(
             decode_attention=decode,
             device=pool.device,
         )
+    assert issubclass(prefill, PagedAttention) and issubclass(decode, PagedAttention)
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -41,8 +47,32 @@ def make_runner(
             last = time.monotonic()
             _log.info("capturing CUDA graphs", done=done, total=total)
 
-    runner = CudaRunner(model, pool, max_slots=max_slots, context_length=context_length, progress=report)
+    runner = CudaRunner(
+        model,
+        pool,
+        max_slots=max_slots,
+        context_length=context_length,
+        prefill_attention=prefill,
+        decode_attention=decode,
+        progress=report,
+    )
     if runner.graphs is not None:
         mib = round(runner.graphs.bytes / 2**20)
         _log.info("CUDA graphs captured", seconds=round(runner.graphs.seconds, 2), mib=mib)
     return runner
+
+
+def unsuited(model: Model, prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> str | None:
+    """Why this model cannot be computed with fused kernels and CUDA graphs; None: it can."""
+    for backend in (prefill, decode):
+        if not issubclass(backend, PagedAttention):
+            return f"attention backend {backend.name!r} does not follow page tables on the device"
+    if not (torch.cuda.is_available() and torch.cuda.get_device_capability(model.device) == (9, 0)):
+        return "its kernels have been made for, and run on, Hopper GPUs alone"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernels compute bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')}"
+    try:
+        import sgl_kernel  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"sgl_kernel cannot be loaded ({str(error).splitlines()[0]}); pip install 'baton-serve[gpu]'"
+    return None

@@ -1,0 +1,96 @@
+"""Attention over the paged pool as it lies, by kernels that follow page tables on the device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.attention.base import AttentionRow
+from baton.engine.upload import Upload
+from baton.kvcache.pool import KvPool
+
+
+@dataclass(slots=True)
+class PagedRows:
+    """Rows of a step on the device: what a kernel needs beside queries and pages, the same for all layers."""
+
+    table: torch.Tensor
+    """int32 [rows, pages]; entries behind a row's end may name any page."""
+    lengths: torch.Tensor
+    """int32 [rows]: keys of each row's last token."""
+    starts: torch.Tensor | None = None
+    """int32 [rows + 1]: where each row's tokens start; None: one token a row."""
+    longest: int = 1
+    """Tokens of the longest row."""
+    plan: Any = None
+    """Of `PagedAttention.plan`."""
+
+
+class PagedAttention(ABC):
+    """An attention backend (`base.AttentionBackend`) that is a kernel over page tables, bound to one pool.
+
+    `plan` and `attend` enqueue work and never wait, so that a CUDA graph can hold them.
+    """
+
+    name: str
+
+    @staticmethod
+    @abstractmethod
+    def available(
+        device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
+    ) -> str | None:
+        """None if it works here; else why not."""
+
+    def __init__(self, pool: KvPool, num_heads: int) -> None:
+        self._pool = pool
+        self._layout = pool.layout
+        self._num_heads = num_heads
+        self._layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
+        """Keys and values: strided views [pages, page_size, kv heads, head_dim]."""
+        self._stride = pool.layout.num_layers * 2 * pool.layout.page_size
+        self._entries: torch.Tensor | None = None
+        self._rows: PagedRows | None = None
+
+    @abstractmethod
+    def plan(self, rows: PagedRows) -> None:
+        """Computes into `rows.plan` what all layers share; once before their `attend`."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+        """q [tokens, heads, head_dim], whose keys and values are in the pool, into `out` of q's shape,
+        contiguous; q may be a view with another stride between tokens."""
+
+    def prepare(self, rows: Sequence[AttentionRow]) -> None:
+        size = self._layout.page_size
+        counts = np.array([row.count for row in rows], np.int32)
+        lengths = np.array([row.start + row.count for row in rows], np.int32)
+        table = np.zeros((len(rows), -(-int(lengths.max()) // size)), np.int32)
+        entries = []
+        for at, row in enumerate(rows):
+            used = -(-(row.start + row.count) // size)
+            table[at, :used] = row.pages[:used]
+            positions = np.arange(row.start, row.start + row.count)
+            entries.append(table[at, positions // size].astype(np.int64) * self._stride + positions % size)
+        upload = Upload()
+        upload.add(table)
+        upload.add(lengths)
+        upload.add(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
+        upload.add(np.concatenate(entries))
+        table_there, lengths_there, starts, self._entries = upload.send(self._pool.device)
+        longest = int(counts.max())
+        self._rows = PagedRows(table_there, lengths_there, None if longest == 1 else starts, longest)
+        self.plan(self._rows)
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        assert self._entries is not None and self._rows is not None
+        keys = self._entries + layer * 2 * self._layout.page_size
+        self._pool.tokens.index_copy_(0, keys, k)
+        self._pool.tokens.index_copy_(0, keys + self._layout.page_size, v)
+        self.attend(layer, q, out, self._rows)

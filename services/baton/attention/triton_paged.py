@@ -1,0 +1,77 @@
+"""Baton's own Triton kernels, over the paged pool as it lies."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from baton.attention.paged import PagedAttention, PagedRows
+from baton.kvcache.pool import KvPool
+
+_HEAD_DIMS = (64, 128)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LEAST_CAPABILITY = (8, 0)
+_PROGRAMS = 2
+"""Programs for each multiprocessor that a few rows' keys are divided among."""
+
+
+class TritonAttention(PagedAttention):
+    """One launch for rows of one token, one for chunks. Loads nothing from behind a row's end."""
+
+    name = "triton"
+
+    @staticmethod
+    def available(
+        device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
+    ) -> str | None:
+        if device.type != "cuda":
+            return f"needs an NVIDIA GPU, not {device.type}"
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _LEAST_CAPABILITY:
+            return f"needs compute capability 8.0 or more, this GPU has {capability[0]}.{capability[1]}"
+        if dtype is not None and dtype not in _DTYPES:
+            return f"does not compute {str(dtype).removeprefix('torch.')}"
+        if head_dim is not None and head_dim not in _HEAD_DIMS:
+            return f"has no kernel for heads of {head_dim}, only of {', '.join(map(str, _HEAD_DIMS))}"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed; torch for CUDA brings it"
+        return None
+
+    def __init__(self, pool: KvPool, num_heads: int) -> None:
+        from baton.layers.kernels.chunk_attention import chunk_attention
+        from baton.layers.kernels.decode_attention import decode_attention, most_splits
+
+        super().__init__(pool, num_heads)
+        self._chunks, self._singles = chunk_attention, decode_attention
+        self._most = most_splits(num_heads // pool.layout.num_kv_heads)
+        processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
+        self._programs = _PROGRAMS * processors
+        # Zeros between any two launches. Beyond so many rows nothing is divided, and nothing counted.
+        self._counters = torch.zeros(self._programs, dtype=torch.int32, device=pool.device)
+        self._pdl = torch.cuda.get_device_capability(pool.device) >= (9, 0)
+
+    def plan(self, rows: PagedRows) -> None:
+        """Scratch for the parts of rows of one token."""
+        if rows.starts is not None:
+            return
+        layout = self._layout
+        pairs = rows.lengths.shape[0] * layout.num_kv_heads
+        splits = max(1, min(self._most, self._programs // pairs))
+        parts = pairs * splits * (self._num_heads // layout.num_kv_heads) if splits > 1 else 0
+        rows.plan = (
+            splits,
+            torch.empty(parts * (layout.head_dim + 1), dtype=torch.float32, device=self._pool.device),
+        )
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+        keys, values = self._layers[layer]
+        if rows.starts is not None:
+            self._chunks(q, keys, values, rows.table, rows.lengths, rows.starts, out)
+        else:
+            splits, scratch = rows.plan
+            self._singles(
+                q, keys, values, rows.table, rows.lengths, out, scratch, self._counters, splits, self._pdl
+            )

@@ -1,0 +1,192 @@
+"""A client process: `python -m baton.bench.client`, started by `clients.run_clients`.
+
+Its stdin brings one JSON line with its orders, and later one with the moment to start (CLOCK_MONOTONIC, which
+all processes of a machine share). Its stdout carries JSON lines: `ready` once connected and warmed up,
+`progress` now and then, at the end one `record` a request and `busy`, the part of a core that it used.
+Nothing but asking and noting times happens in it, so that it does not limit what it measures; one request is
+one gRPC call, as of an ordinary client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import uvloop
+
+from baton.bench.record import Record
+from baton.bench.workload import Job, Workload
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import from_rpc_error, from_status
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+PROGRESS_SECONDS = 0.25
+TIMEOUT_MARGIN_SECONDS = 5.0
+"""The gateway's answer to a timeout may take so long; then the client gives up by itself."""
+
+
+class Asker:
+    """Sends jobs over one connection; one record each."""
+
+    def __init__(self, stub: Any, temperature: float, timeout: float, start: float) -> None:
+        """start: of the run, on the monotonic clock."""
+        self._stub = stub
+        self._temperature = temperature
+        self._timeout = timeout
+        self.start = start
+        self.records: list[Record] = []
+        self.failed = self.running = 0
+
+    def now(self) -> float:
+        return time.monotonic() - self.start
+
+    def message(self, job: Job) -> inference_pb2.GenerateRequest:
+        start = inference_pb2.GenerateStart(id="0", timeout_ms=int(self._timeout * 1000))
+        start.tokens.token_ids.extend(job.prompt)
+        start.sampling.temperature = self._temperature
+        start.sampling.max_tokens = job.output_tokens
+        start.sampling.ignore_eos = True
+        start.sampling.seed = job.seed
+        return inference_pb2.GenerateRequest(start=start)
+
+    async def _until(self, at: float) -> None:
+        # A timer may go off up to a millisecond early: its clock is that coarse.
+        left = at - self.now()
+        while left > 0:
+            await asyncio.sleep(left)
+            left = at - self.now()
+
+    async def open_loop(self, jobs: Sequence[Job]) -> None:
+        """Sends each at its time, answered or not."""
+        messages = [self.message(job) for job in jobs]
+        async with asyncio.TaskGroup() as group:
+            for job, message in zip(jobs, messages, strict=True):
+                await self._until(job.at)
+                group.create_task(self._ask(job.at, message))
+
+    async def closed_loop(self, jobs: Sequence[Job], concurrency: int) -> None:
+        """Sends one when another has ended; 0: all at once."""
+        left = iter([self.message(job) for job in jobs])
+        await self._until(0.0)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency or len(jobs), len(jobs))):
+                group.create_task(self._work(left))
+
+    async def _work(self, messages: Iterator[inference_pb2.GenerateRequest]) -> None:
+        for message in messages:
+            await self._ask(None, message)
+
+    async def _ask(self, at: float | None, message: inference_pb2.GenerateRequest) -> None:
+        sent = self.now()
+        record = Record(sent if at is None else at, sent)
+        self.running += 1
+        try:
+            call = self._stub.Generate(timeout=self._timeout + TIMEOUT_MARGIN_SECONDS)
+            await call.write(message)
+            await call.done_writing()
+            while not record.end:
+                self._note(record, await call.read())
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error)
+            record.error, record.message = failure.reason, failure.message
+        record.end = self.now()
+        self.running -= 1
+        self.failed += bool(record.error)
+        self.records.append(record)
+
+    def _note(self, record: Record, event: Any) -> None:
+        if event is grpc.aio.EOF:
+            record.error, record.message = "STREAM_ENDED", "the stream ended before the terminal event"
+            record.end = self.now()
+            return
+        kind = event.WhichOneof("kind")
+        if kind == "delta":
+            if count := len(event.delta.token_ids):
+                record.arrivals.append((self.now(), count))
+        elif kind == "finished":
+            record.end = self.now()
+            usage, stats = event.finished.usage, event.finished.stats
+            record.prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+            record.output_tokens = usage.output_tokens
+            record.pulled_pages, record.transport = stats.pulled_pages, stats.transport
+            record.retractions = stats.retractions
+        elif kind in ("failed", "rejected"):
+            record.end = self.now()
+            failure = from_status(event.failed if kind == "failed" else event.rejected.status)
+            record.error, record.message = failure.reason, failure.message
+
+
+def say(**values: Any) -> None:
+    sys.stdout.write(json.dumps(values) + "\n")
+    sys.stdout.flush()
+
+
+async def hear() -> dict[str, Any]:
+    """The next line of stdin. Raises EOFError when the parent is gone."""
+    line = await asyncio.to_thread(sys.stdin.readline)
+    if not line:
+        raise EOFError
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+@asynccontextmanager
+async def telling(asker: Asker) -> AsyncIterator[None]:
+    """Reports progress while the block runs; a parent that is gone ends this process."""
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            try:
+                say(progress=[len(asker.records), asker.failed, asker.running])
+            except OSError:
+                os._exit(1)  # rather than go on asking for nobody
+
+    task = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def main() -> None:
+    orders = await hear()
+    work = Workload.from_dict(orders["workload"])
+    index, clients = orders["index"], orders["clients"]
+    jobs = work.jobs(orders["vocabulary"], orders["context"])[index::clients]
+    concurrency = len(range(index, work.concurrency, clients))  # its share; not 0 unless the whole is
+    async with open_channel(orders["server"]) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        warm = Asker(stub, work.temperature, orders["timeout"], time.monotonic())
+        ahead = work.warm_up(orders["warm_up"], orders["vocabulary"], orders["context"])
+        await warm.closed_loop(ahead[index::clients], 0)
+        gc.collect()
+        gc.disable()  # a collection would delay whatever arrives meanwhile; a run is short
+        say(ready=[record.message for record in warm.records if record.error])
+        asker = Asker(stub, work.temperature, orders["timeout"], (await hear())["start"])
+        busy, began = time.process_time(), time.monotonic()
+        async with telling(asker):
+            if work.rate is not None:
+                await asker.open_loop(jobs)
+            else:
+                await asker.closed_loop(jobs, concurrency)
+        busy = (time.process_time() - busy) / (time.monotonic() - began)
+        for record in asker.records:
+            say(record=record.to_dict())
+        say(busy=busy)
+
+
+if __name__ == "__main__":
+    try:
+        uvloop.run(main())
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        sys.stderr.close()
+        sys.exit(1)

@@ -1,0 +1,115 @@
+"""Figures made of records. Latencies in milliseconds, rates per second."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from baton.bench.record import Record, pauses
+
+PERCENTILES = (50, 90, 99)
+DISTRIBUTION = (*(each / 2 for each in range(200)), 99.9)
+"""The percentiles that tell a distribution; up to 99.9, so that one outlier does not squeeze a picture."""
+ITL_COUNTING = (
+    "the pause before a message divided evenly over the tokens it carries, one value a token from the second "
+    "message on, as SGLang's bench_serving; pause_ms counts each message once"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """In milliseconds; None: anything will do."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+    def met(self, record: Record) -> bool:
+        """Whether the request finished, its first token came in time, and so did 99 % of its other tokens."""
+        if record.error or not record.arrivals:
+            return False
+        if self.ttft_ms is not None and record.ttft * 1e3 > self.ttft_ms:
+            return False
+        gaps = record.itl
+        if self.itl_ms is None or not gaps:
+            return True
+        return float(np.percentile(gaps, 99)) * 1e3 <= self.itl_ms
+
+
+def spread(seconds: Iterable[float | None]) -> dict[str, float | None]:
+    """Mean and percentiles (linear between ranks) in milliseconds; None without values."""
+    values = np.array([value for value in seconds if value is not None]) * 1e3
+    if not values.size:
+        return {"mean": None, **{f"p{p}": None for p in PERCENTILES}}
+    return {
+        "mean": float(values.mean()),
+        **{
+            f"p{p}": float(value)
+            for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
+        },
+    }
+
+
+def distribution(seconds: Iterable[float]) -> list[float]:
+    """The values at the percentiles of DISTRIBUTION, in milliseconds; empty without values."""
+    values = np.array(list(seconds)) * 1e3
+    found: list[float] = np.percentile(values, DISTRIBUTION).tolist() if values.size else []
+    return found
+
+
+def in_flight(records: Sequence[Record], seconds: float) -> dict[str, float]:
+    """How many requests were under way: the mean over `seconds`, and the most at any moment."""
+    changes = sorted([(r.sent, 1) for r in records] + [(r.end, -1) for r in records])
+    running = most = 0
+    for _, change in changes:
+        running += change
+        most = max(most, running)
+    return {"mean": sum(r.end - r.sent for r in records) / seconds if seconds else 0.0, "max": most}
+
+
+def summarize(
+    records: Sequence[Record], targets: Targets | None = None, arriving: float = 0.0
+) -> dict[str, Any]:
+    """All figures of a run. Latencies are of requests that finished; rates are over the time from the start
+    to the last answer, or over the `arriving` seconds in which requests could arrive, if they are longer.
+    `goodput_per_second` is None without targets."""
+    done = [record for record in records if not record.error]
+    seconds = max([arriving, *(record.end for record in records)])
+
+    def rate(count: float) -> float:
+        return count / seconds if seconds else 0.0
+
+    limits = targets or Targets()
+    wanted = limits.ttft_ms is not None or limits.itl_ms is not None
+    ttft = [record.ttft for record in done if record.arrivals]
+    itl = [gap for record in done for gap in record.itl]
+    output = sum(record.output_tokens for record in done)
+    prompt = sum(record.prompt_tokens for record in done)
+    return {
+        "seconds": seconds,
+        "requests": len(records),
+        "finished": len(done),
+        "failures": dict(Counter(record.error for record in records if record.error)),
+        "requests_per_second": rate(len(done)),
+        "output_tokens_per_second": rate(output),
+        "prompt_tokens_per_second": rate(prompt),
+        "goodput_per_second": rate(sum(map(limits.met, done))) if wanted else None,
+        "ttft_ms": spread(ttft),
+        "tpot_ms": spread(record.tpot for record in done),
+        "itl_ms": spread(itl),
+        "pause_ms": spread(gap for record in done for gap in pauses(record.arrivals)),
+        "e2e_ms": spread(record.e2e for record in done),
+        "in_flight": in_flight(records, seconds),
+        "lateness_ms": spread(max(0.0, record.sent - record.at) for record in records),
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "cached_tokens": sum(record.cached_tokens for record in done),
+        "pulled_pages": sum(record.pulled_pages for record in done),
+        "retractions": sum(record.retractions for record in done),
+        "transports": dict(Counter(record.transport or "none" for record in done)),
+        "ttft_distribution_ms": distribution(ttft),
+        "itl_distribution_ms": distribution(itl),
+    }

@@ -1,0 +1,74 @@
+"""Where and with what figures were taken."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import baton
+
+PACKAGES = ("grpcio", "protobuf", "uvloop", "torch", "transformers", "triton", "sglang-kernel", "nixl")
+SECONDS = 10.0
+"""For a program that is asked."""
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores, memory, GPUs."""
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(pages * size / 2**30, 1),
+        "gpus": _lines("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+    }
+
+
+def versions(commit: str = "") -> dict[str, str]:
+    """Of Baton, Python and what is there of the packages that matter; `commit` replaces the checkout's."""
+    found = {"baton": baton.__version__, "commit": commit or _commit(), "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    """Of the checkout that this package lies in, "+" behind it when files were changed; "unknown" without."""
+    root = Path(baton.__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return "unknown"
+    head = _lines("git", "-C", str(root), "rev-parse", "--short", "HEAD")
+    if not head:
+        return "unknown"
+    changed = _lines("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return head[0] + ("+" if changed else "")
+
+
+def _processor() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor()
+
+
+def _lines(program: str, *arguments: str) -> list[str]:
+    """What a program prints; nothing when it is not there or fails."""
+    if shutil.which(program) is None:
+        return []
+    try:
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []

@@ -1,0 +1,77 @@
+"""What became of one request, as its client saw it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass(slots=True)
+class Record:
+    """Times are seconds after the start of the run, by the client's clock."""
+
+    at: float
+    """When it was to be sent."""
+    sent: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """When a message with new tokens came, and how many it carried."""
+    end: float = 0.0
+    """When its terminal event came."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    pulled_pages: int = 0
+    retractions: int = 0
+    transport: str = ""
+    """How its pages were pulled; empty: none were."""
+    error: str = ""
+    """The reason of its failure, an upper-case word; empty: it finished."""
+    message: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds from sending to the first token."""
+        return self.arrivals[0][0] - self.sent
+
+    @property
+    def e2e(self) -> float:
+        return self.end - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        return tpot(self.arrivals)
+
+    @property
+    def itl(self) -> list[float]:
+        return itl(self.arrivals)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Record:
+        arrivals = [(float(at), int(count)) for at, count in values["arrivals"]]
+        return cls(**{**values, "arrivals": arrivals})
+
+
+def tpot(arrivals: Sequence[tuple[float, int]]) -> float | None:
+    """Mean seconds per output token, the first excluded; None where there is no second one."""
+    tokens = sum(count for _, count in arrivals)
+    return (arrivals[-1][0] - arrivals[0][0]) / (tokens - 1) if tokens > 1 else None
+
+
+def itl(arrivals: Sequence[tuple[float, int]]) -> list[float]:
+    """Seconds between tokens, one value a token from the second message on: the pause before a message,
+    divided evenly over its tokens, as SGLang's bench_serving counts. Tokens that come with the first one have
+    none."""
+    gaps: list[float] = []
+    for (before, _), (now, count) in pairwise(arrivals):
+        gaps += [(now - before) / count] * count
+    return gaps
+
+
+def pauses(arrivals: Sequence[tuple[float, int]]) -> list[float]:
+    """Seconds between messages, however many tokens each carried."""
+    return [now - before for (before, _), (now, _) in pairwise(arrivals)]

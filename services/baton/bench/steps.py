@@ -1,0 +1,165 @@
+"""Decode steps of the in-process engine, by batch size and context, against the bytes that they must move."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from baton.bench.bandwidth import weight_bytes
+from baton.bench.engine import EngineBench, EngineRun
+from baton.bench.workload import Job
+from baton.checkpoint import resolve
+from baton.models.config import read_config
+from baton.rpc.errors import internal
+
+LARGEST_PAGE = 256
+"""Tokens; pools are made large enough for pages of any size up to this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    batch: int
+    """Rows."""
+    context: int
+    """Tokens of each prompt."""
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, context {self.context}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFigures:
+    """Times in milliseconds, of the median run."""
+
+    batch: int
+    context: int
+    mean_context: float
+    """Of the measured steps: the context grows by a token a step."""
+    step_ms: float
+    """Median: the TPOT of this batch."""
+    runs_step_ms: list[float]
+    floor_ms: float
+    """Bytes of weights and KV that a step must read, over the bandwidth of a copy."""
+    kv_bytes: float
+    host_ms: dict[str, float]
+    """Host time of a step by part; on a CPU `launch` is the computing itself."""
+    first_tokens_ms: float
+    """Until all rows had their first token: the prompts, chunk by chunk (median of the runs)."""
+    output_tokens_per_second: float
+    """Prompts included."""
+
+
+def outputs(point: Point, steps: int, budget: int) -> int:
+    """Output tokens of each row so that all decode together for `steps` steps: those whose prompts are done
+    first go on while the others' are computed, a token budget a step."""
+    room = max(1, budget - point.batch)
+    return steps + 4 + -(-5 * point.batch * point.context // (4 * room))
+
+
+def kv_tokens(point: Point, steps: int, budget: int, page_size: int) -> int:
+    """What the pool must hold for it, in whole pages."""
+    return point.batch * -(-(point.context + outputs(point, steps, budget)) // page_size) * page_size
+
+
+def largest_pool(model: str, points: Sequence[Point], steps: int, budget: int) -> int:
+    """Tokens of KV that suffice for each point which the model's context allows. Raises CheckpointError or
+    ModelError."""
+    context = read_config(resolve(model)).context_length
+    wanted = [
+        kv_tokens(point, steps, budget, LARGEST_PAGE)
+        for point in points
+        if point.context + outputs(point, steps, budget) <= context
+    ]
+    return max(wanted, default=0) + LARGEST_PAGE
+
+
+def problem(point: Point, steps: int, bench: EngineBench) -> str:
+    """Why a point cannot be measured with this engine; empty: it can."""
+    size, budget = bench.engine.pool.layout.page_size, bench.config.token_budget
+    tokens = point.context + outputs(point, steps, budget)
+    if point.batch > bench.config.max_rows:
+        return f"more rows than --max-rows {bench.config.max_rows}"
+    if tokens > bench.context:
+        return f"{tokens} tokens a row exceed the context of {bench.context}"
+    if (need := kv_tokens(point, steps, budget, size)) > bench.engine.pool.num_pages * size:
+        return f"needs {need} tokens of KV; the pool holds {bench.engine.pool.num_pages * size}"
+    return ""
+
+
+def jobs_of(point: Point, steps: int, bench: EngineBench, seed: int) -> list[Job]:
+    """`steps` decode steps of all rows follow the prompts."""
+    draw = np.random.default_rng((seed, point.batch, point.context))
+    prompts = draw.integers(bench.vocabulary, size=(point.batch, point.context)).tolist()
+    count = outputs(point, steps, bench.config.token_budget)
+    return [Job(0.0, prompt, count, index) for index, prompt in enumerate(prompts)]
+
+
+def measure(
+    bench: EngineBench,
+    point: Point,
+    *,
+    steps: int,
+    repeats: int,
+    temperature: float,
+    bandwidth: float,
+    told: Callable[[int], None] = lambda run: None,
+) -> StepFigures:
+    """One run to warm up, then `repeats`; the one with the median step is reported. `told` is called after
+    each run. Raises BatonError, for a step that never held all rows (a pool too small) too."""
+    runs: list[EngineRun] = []
+    for repeat in range(repeats + 1):
+        runs.append(bench.run(jobs_of(point, steps, bench, repeat), temperature))
+        told(repeat)
+    del runs[0]
+    chosen = sorted(runs, key=_step)[len(runs) // 2]
+    layout, info = bench.engine.pool.layout, bench.engine.model_info
+    kv_bytes = chosen.attended * layout.num_layers * layout.bytes_per_token_per_layer
+    weights = weight_bytes(bench.path, info.parameters, layout.dtype)
+    return StepFigures(
+        batch=point.batch,
+        context=point.context,
+        mean_context=chosen.attended / point.batch,
+        step_ms=_step(chosen) * 1e3,
+        runs_step_ms=[_step(run) * 1e3 for run in runs],
+        floor_ms=(weights + kv_bytes) / bandwidth * 1e3,
+        kv_bytes=kv_bytes,
+        host_ms={name: seconds * 1e3 for name, seconds in chosen.host.items()},
+        first_tokens_ms=statistics.median(run.first_tokens_seconds for run in runs) * 1e3,
+        output_tokens_per_second=chosen.tokens / chosen.seconds,
+    )
+
+
+def _step(run: EngineRun) -> float:
+    if run.tpot is None:
+        raise internal("no decode step held all rows; raise --kv-tokens or --token-budget")
+    return run.tpot
+
+
+def profile(
+    bench: EngineBench, point: Point, *, steps: int, temperature: float, folder: Path
+) -> list[tuple[str, float, float]]:
+    """Kernels (on a CPU: operators) of a run, prompts included, longest first: name, microseconds and calls a
+    decode step. Also written to a file in `folder`."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    on_gpu = bench.engine.device.type == "cuda"
+    bench.run(jobs_of(point, steps, bench, 0), temperature)
+    with profiler(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+        bench.run(jobs_of(point, steps, bench, 1), temperature)
+    taken = outputs(point, steps, bench.config.token_budget) - 1
+    attribute = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    found = [
+        (event.key, getattr(event, attribute) / taken, event.count / taken)
+        for event in profiled.key_averages()
+        if getattr(event, attribute) > 0
+    ]
+    found.sort(key=lambda row: -row[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [f"{us:9.1f} us {calls:7.1f} x  {name[:110]}" for name, us, calls in found]
+    (folder / f"profile_{point.batch}x{point.context}.txt").write_text("\n".join(lines) + "\n")
+    return found

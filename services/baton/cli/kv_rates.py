@@ -1,0 +1,174 @@
+"""Measures how fast pages come from another process's pool, and what that costs work beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from baton.transport import PageStore, Receiver, open_receiver
+from baton.transport.ways import COPY_ENGINE, Way
+from baton.v1 import common_pb2
+
+LOAD_BYTES = {"cuda": 2**31, "cpu": 2**27}
+LOAD_SECONDS = 1.0
+
+Pairs = Sequence[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method:
+    """A transport, and for `cuda_ipc` perhaps a way of copying instead of the one it would choose."""
+
+    kind: str
+    way: Way | None = None
+    adjacent: bool = False
+    """All pages in one run, which is as good as one copy: what the link gives."""
+
+    @property
+    def name(self) -> str:
+        if self.adjacent:
+            return f"{self.kind}, adjacent"
+        return f"{self.kind}, {self.way}" if self.way is not None else self.kind
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rate:
+    """Of one method and prompt length."""
+
+    method: str
+    tokens: int
+    pages: int
+    bytes: int
+    seconds: float
+    """Median."""
+    fastest_seconds: float
+    slowest_seconds: float
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        return self.bytes / self.seconds / 1e9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slowdown:
+    """What pulls without a pause do to a decode-like load on the receiver's device."""
+
+    method: str
+    seconds_alone: float
+    """Of one pass over the memory that the load reads."""
+    seconds_meanwhile: float
+
+    @property
+    def factor(self) -> float:
+        return self.seconds_meanwhile / self.seconds_alone
+
+
+def methods_for(device: torch.device, quotas: Iterable[int]) -> list[Method]:
+    """The reference, one contiguous copy, comes first."""
+    if device.type == "cpu":
+        return [Method("shm", adjacent=True), Method("shm"), Method("grpc")]
+    ways = [COPY_ENGINE, *(Way(quota) for quota in quotas)]
+    forced = [Method("cuda_ipc", way) for way in ways]
+    return [Method("cuda_ipc", COPY_ENGINE, adjacent=True), Method("cuda_ipc"), *forced, Method("grpc")]
+
+
+async def open_method(method: Method, endpoints: Sequence[common_pb2.Endpoint], pages: PageStore) -> Receiver:
+    """Raises TransportError."""
+    opened = await open_receiver(endpoints, pages, [method.kind])
+    if method.way is not None:
+        from baton.transport.cuda_ipc import CudaIpcReceiver
+
+        assert isinstance(opened.receiver, CudaIpcReceiver)
+        opened.receiver.way = method.way
+    return opened.receiver
+
+
+def pairs_for(method: Method, count: int, pool_pages: int, seed: int) -> list[tuple[int, int]]:
+    """`count` pages at random places of both pools, as in pools that have been in use for a while."""
+    if method.adjacent:
+        return [(page, page) for page in range(count)]
+    rng = random.Random(seed)
+    pages = range(pool_pages)
+    return list(zip(rng.sample(pages, count), rng.sample(pages, count), strict=True))
+
+
+async def measure(
+    method: Method,
+    receiver: Receiver,
+    pages: PageStore,
+    tokens: int,
+    page_size: int,
+    repeats: int,
+    done: Callable[[], None],
+) -> Rate:
+    """The first pull is not counted. `done` is called after each."""
+    count = -(-tokens // page_size)
+    times = []
+    for number in range(repeats + 1):
+        pairs = pairs_for(method, count, pages.num_pages, number)
+        started = time.perf_counter()
+        await receiver.pull(pairs)
+        times.append(time.perf_counter() - started)
+        done()
+    times = times[1:]
+    size = count * pages.page_bytes
+    return Rate(method.name, tokens, count, size, statistics.median(times), min(times), max(times))
+
+
+async def measure_slowdown(
+    method: Method, receiver: Receiver, pages: PageStore, tokens: int, page_size: int, load: Load
+) -> Slowdown:
+    """The load by itself, then the same while pulls of `tokens` follow one another."""
+    pairs = pairs_for(method, -(-tokens // page_size), pages.num_pages, 0)
+    alone = await asyncio.to_thread(load.run, LOAD_SECONDS)
+    running = True
+
+    async def pull_on() -> None:
+        while running:
+            await receiver.pull(pairs)
+
+    pulling = asyncio.create_task(pull_on())
+    try:
+        meanwhile = await asyncio.to_thread(load.run, LOAD_SECONDS)
+    finally:
+        running = False
+        await pulling
+    return Slowdown(method.name, alone, meanwhile)
+
+
+class Load:
+    """A matrix-vector product over a large matrix: as decode steps do, it reads memory at full rate."""
+
+    def __init__(self, device: torch.device) -> None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        columns = 8192
+        rows = LOAD_BYTES[device.type] // dtype.itemsize // columns
+        self._matrix = torch.randn(rows, columns, device=device, dtype=dtype)
+        self._vector = torch.randn(columns, device=device, dtype=dtype)
+        self._device = device
+
+    def run(self, seconds: float) -> float:
+        """Median seconds of a pass, over so many seconds. Blocks."""
+        times = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            times.append(self._one())
+        return statistics.median(times)
+
+    def _one(self) -> float:
+        if self._device.type == "cpu":
+            started = time.perf_counter()
+            torch.mv(self._matrix, self._vector)
+            return time.perf_counter() - started
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        torch.mv(self._matrix, self._vector)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000

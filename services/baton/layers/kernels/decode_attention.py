@@ -1,0 +1,200 @@
+"""Triton: attention of rows of one token over the paged pool, in one launch.
+
+A row's keys are divided among programs (flash-decoding, Dao et al. 2023), and the last of them to end merges
+what all have found, instead of a second launch. Needs a GPU: import it where one is in use.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_MERGED = 128
+"""Parts times heads that one program merges; its registers hold no more."""
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _entries(pages, at, last, page_stride, TOKEN: tl.constexpr, PAGE: tl.constexpr):
+    """Where the positions `at` below `last` lie in a layer; TOKEN: elements of a token."""
+    page = tl.load(pages + at // PAGE, mask=at < last, other=0).to(tl.int64)
+    return page * page_stride + (at % PAGE) * TOKEN
+
+
+@triton.jit(do_not_specialize=["table", "lengths", "splits", "table_stride"])
+def _decode(
+    q,
+    keys,
+    values,
+    table,
+    lengths,
+    out,
+    partial,
+    sums,
+    counters,
+    splits,
+    scale,
+    q_stride,
+    table_stride,
+    page_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_UP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS_UP: tl.constexpr,
+    MERGED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    # All keys but the last were there before this step.
+    before = tl.load(lengths + row) - 1
+    share = tl.maximum(tl.cdiv(tl.cdiv(before, splits), BLOCK), 1) * BLOCK
+    parts = tl.maximum(tl.cdiv(before, share), 1)
+    if split >= parts:
+        return
+    first = split * share
+    last = tl.minimum(first + share, before)
+    columns = tl.arange(0, DIM)
+    pages = table + row * table_stride
+    keys += head * DIM
+    values += head * DIM
+
+    # So the first of them are fetched while the kernel before, which writes the last one and the query, ends;
+    # and the pages of each tile are looked up a tile ahead.
+    offsets = tl.arange(0, BLOCK)
+    entry = _entries(pages, first + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
+    inside = (first + offsets < last)[:, None]
+    k = tl.load(keys + entry[:, None] + columns[None, :], mask=inside, other=0.0)
+    v = tl.load(values + entry[:, None] + columns[None, :], mask=inside, other=0.0)
+    entry = _entries(pages, first + BLOCK + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
+    own = tl.load(pages + before // PAGE).to(tl.int64) * page_stride + (before % PAGE) * (KV_HEADS * DIM)
+    if PDL:
+        gdc_wait()
+    member = tl.arange(0, GROUP_UP)
+    queries = q + row * q_stride + (head * GROUP + member[:, None]) * DIM + columns[None, :]
+    query = tl.load(queries, mask=(member < GROUP)[:, None], other=0.0)
+
+    # The softmax begins with the row's own token, in the first part.
+    mine = tl.load(keys + own + columns, mask=columns < (split == 0) * DIM, other=0.0)
+    theirs = tl.load(values + own + columns, mask=columns < (split == 0) * DIM, other=0.0)
+    score = tl.sum(query.to(tl.float32) * mine.to(tl.float32)[None, :], 1) * scale
+    peak = tl.where(split == 0, score, -float("inf"))
+    total = tl.zeros((GROUP_UP,), tl.float32) + tl.where(split == 0, 1.0, 0.0)
+    result = tl.zeros((GROUP_UP, DIM), tl.float32) + theirs.to(tl.float32)[None, :]
+    for start in range(first, last, BLOCK):
+        inside = (start + BLOCK + offsets < last)[:, None]
+        k_next = tl.load(keys + entry[:, None] + columns[None, :], mask=inside, other=0.0)
+        v_next = tl.load(values + entry[:, None] + columns[None, :], mask=inside, other=0.0)
+        entry = _entries(pages, start + 2 * BLOCK + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
+        scores = tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale
+        scores = tl.where((start + offsets < last)[None, :], scores, -float("inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - highest[:, None])
+        fade = tl.exp2(peak - highest)
+        total = total * fade + tl.sum(weights, 1)
+        result = tl.dot(weights.to(v.dtype), v, result * fade[:, None], input_precision="tf32x3")
+        peak = highest
+        k = k_next
+        v = v_next
+    result = result / total[:, None]
+
+    slot = row * KV_HEADS + head
+    outputs = out + slot * GROUP * DIM
+    if parts == 1:
+        tl.store(outputs + member[:, None] * DIM + columns[None, :], result, mask=(member < GROUP)[:, None])
+    else:
+        place = (slot * splits + split) * GROUP + member
+        tl.store(partial + place[:, None] * DIM + columns[None, :], result, mask=(member < GROUP)[:, None])
+        tl.store(sums + place, peak + tl.log2(total), mask=member < GROUP)
+        # The barrier orders all threads' stores before the count, which releases them.
+        tl.debug_barrier()
+        if tl.atomic_add(counters + slot, 1, sem="acq_rel") == parts - 1:
+            part = tl.arange(0, SPLITS_UP)[:, None]
+            of_group = tl.arange(0, MERGED)[None, :]
+            source = (slot * splits + part) * GROUP + of_group
+            there = (part < parts) & (of_group < GROUP)
+            found = tl.load(
+                partial + source[:, :, None] * DIM + columns[None, None, :],
+                mask=there[:, :, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            weight = tl.load(sums + source, mask=there, other=-1e30, cache_modifier=".cg")
+            weight = tl.exp2(weight - tl.max(weight, 0)[None, :])
+            weight = tl.where(there, weight, 0.0)
+            merged = tl.sum(found * weight[:, :, None], 0) / tl.sum(weight, 0)[:, None]
+            target = tl.arange(0, MERGED)[:, None] * DIM + columns[None, :]
+            tl.store(outputs + target, merged, mask=(tl.arange(0, MERGED) < GROUP)[:, None])
+            tl.store(counters + slot, 0)
+
+
+def most_splits(group: int) -> int:
+    """Parts that a row's keys can be divided into, for so many heads to a KV head; a power of two."""
+    return max(1, min(32, _MERGED // (1 << (group - 1).bit_length())))
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    scratch: torch.Tensor,
+    counters: torch.Tensor,
+    splits: int,
+    pdl: bool,
+    block: tuple[int, int] = (64, 4),
+) -> None:
+    """Rows' last tokens q [rows, heads, head_dim] over their keys and values into `out`, contiguous, of q's
+    shape.
+
+    keys, values: a layer's [pages, page_size, kv heads, head_dim], each page's contiguous; table: int32
+    [rows, pages]; lengths: int32 [rows], the row's own token included. head_dim is a power of two. Scores are
+    scaled by 1 / sqrt(head_dim). Reads nothing behind a row's end.
+
+    `splits`: parts at most that a row's keys are divided into, up to `most_splits`. If more than one,
+    `scratch`: float32 [rows * heads * splits * (head_dim + 1)], and `counters`: int32 [rows * kv heads] of
+    zeros, which are zeros again when the kernel has ended. `pdl`: starts while the kernel before ends, and
+    waits for it before it reads what a step writes; `table`, `lengths` and all keys but the last are read
+    earlier, and must be there when that kernel starts. `block`: keys of a tile, and warps; the best of those
+    tried on an H200.
+    """
+    rows, heads, dim = q.shape
+    _, page_size, kv_heads, _ = keys.shape
+    group = heads // kv_heads
+    parts = rows * heads * splits if splits > 1 else 0
+    partial, sums = scratch[: parts * dim], scratch[parts * dim :]
+    _decode[(splits, kv_heads, rows)](
+        q,
+        keys,
+        values,
+        table,
+        lengths,
+        out,
+        partial,
+        sums,
+        counters,
+        splits,
+        _LOG2E / dim**0.5,
+        q.stride(0),
+        table.stride(0),
+        keys.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        GROUP_UP=max(16, triton.next_power_of_2(group)),
+        DIM=dim,
+        PAGE=page_size,
+        BLOCK=block[0],
+        SPLITS_UP=most_splits(group),
+        MERGED=triton.next_power_of_2(group),
+        PDL=pdl,
+        num_warps=block[1],
+        launch_pdl=pdl,
+    )

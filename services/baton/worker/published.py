@@ -1,0 +1,107 @@
+"""A worker's KV pool as others can reach it: where it lies, and which endpoints it has."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import MutableSequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from baton.kvcache.pool import KvLayout, KvPool
+from baton.rpc.logs import get_logger
+from baton.transport import HostPages, PageStore, Segment, SegmentError, TransportError, offered
+from baton.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from baton.transport.cuda_pages import CudaPages
+
+_log = get_logger("baton.engine")
+
+
+@dataclass(slots=True)
+class Published:
+    """`close` gives back what others have not mapped; the pool must not be used any more."""
+
+    pages: PageStore
+    generations: MutableSequence[int]
+    """Of the pages; where others on this host can read them, if there is such a place."""
+    segment: Segment | None
+    """Holds the generations, and on a CPU the pages."""
+    cuda_ipc: common_pb2.CudaIpcEndpoint | None
+    kinds: tuple[str, ...]
+
+    def endpoints(self) -> list[common_pb2.Endpoint]:
+        """Best first."""
+        shared = self.segment if isinstance(self.pages, HostPages) else None
+        return offered(self.pages, shared, self.cuda_ipc, self.kinds)
+
+    def close(self) -> None:
+        self.pages.close()
+        if self.segment is not None:
+            self.segment.close()
+
+
+def make_pool(
+    layout: KvLayout, num_pages: int, device: torch.device, kinds: tuple[str, ...], incarnation: int
+) -> tuple[KvPool, Published]:
+    """The pool, in shared memory on a CPU if `shm` is one of the kinds. Raises SegmentError."""
+    if device.type == "cpu":
+        return _host_pool(layout, num_pages, kinds, incarnation)
+    from baton.transport.cuda_pages import CudaPages
+
+    pool = KvPool(layout, num_pages, device, spare=1)
+    # Kernels weigh what lies behind a sequence's end with 0, which what is not a number outlives.
+    pool.raw.zero_()
+    pages = CudaPages(pool.raw, num_pages)
+    segment = _generations(num_pages, incarnation) if "cuda_ipc" in kinds else None
+    published = Published(
+        pages=pages,
+        generations=_where(segment, num_pages),
+        segment=segment,
+        cuda_ipc=_export(pages, segment) if "cuda_ipc" in kinds else None,
+        kinds=kinds,
+    )
+    return pool, published
+
+
+def _host_pool(
+    layout: KvLayout, num_pages: int, kinds: tuple[str, ...], incarnation: int
+) -> tuple[KvPool, Published]:
+    segment = Segment.create(num_pages, layout.page_bytes, incarnation) if "shm" in kinds else None
+    pool = KvPool(layout, num_pages, storage=segment.pages if segment is not None else None)
+    raw: Any = pool.raw.numpy()
+    memory = segment.pages if segment is not None else memoryview(raw).cast("B")
+    published = Published(
+        pages=HostPages(memory, layout.page_bytes),
+        generations=_where(segment, num_pages),
+        segment=segment,
+        cuda_ipc=None,
+        kinds=kinds,
+    )
+    return pool, published
+
+
+def _where(segment: Segment | None, num_pages: int) -> Any:
+    return array("Q", bytes(8 * num_pages)) if segment is None else segment.generations
+
+
+def _generations(num_pages: int, incarnation: int) -> Segment | None:
+    """Without it hand-offs wait for the answer to `release`, and work all the same."""
+    try:
+        return Segment.create(num_pages, 0, incarnation)
+    except SegmentError as error:
+        _log.warning("generations cannot be shared", error=str(error))
+        return None
+
+
+def _export(pages: CudaPages, segment: Segment | None) -> common_pb2.CudaIpcEndpoint | None:
+    from baton.transport.cuda_ipc import cuda_ipc_endpoint
+
+    try:
+        return cuda_ipc_endpoint(pages, segment)
+    except TransportError as error:
+        text = "the pool's memory cannot be shared by CUDA IPC; pages travel over grpc"
+        _log.warning(text, error=str(error))
+        return None

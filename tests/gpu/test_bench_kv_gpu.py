@@ -1,0 +1,22 @@
+"""`baton bench kv` between two processes on GPUs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+KV = (sys.executable, "-c", "from baton.cli.bench_kv import kv; kv()")
+
+
+def test_rates(tmp_path):
+    file = tmp_path / "kv.json"
+    sizes = ("--device", "cuda", "--tokens", "64,2048", "--repeats", "3", "--quotas", "4", "--decode-load")
+    result = subprocess.run([*KV, *sizes, "--json", str(file)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
+    figures = json.loads(file.read_text())
+    methods = ["cuda_ipc, adjacent", "cuda_ipc", "cuda_ipc, copy engine", "cuda_ipc, kernel, quota 4", "grpc"]
+    assert [one["method"] for one in figures["decode_load"]] == methods
+    assert [rate["method"] for rate in figures["rates"]] == [method for method in methods for _ in range(2)]
+    assert all(rate["gigabytes_per_second"] > 0 for rate in figures["rates"])

@@ -1,0 +1,60 @@
+"""`baton bench kv` with a real second process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+KV = (sys.executable, "-c", "from baton.cli.bench_kv import kv; kv()")
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*KV, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def segments() -> set[Path]:
+    return set(Path("/dev/shm").glob("baton-*"))
+
+
+def test_rates_on_the_cpu(tmp_path):
+    file, before = tmp_path / "kv.json", segments()
+    sizes = ("--tokens", "16,100", "--repeats", "2", "--page-size", "16")
+    result = bench("--device", "cpu", *sizes, "--decode-load", "--json", str(file))
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(file.read_text())
+    rates = {(rate["method"], rate["tokens"]): rate for rate in figures["rates"]}
+    methods = ["shm, adjacent", "shm", "grpc"]
+    assert set(rates) == {(method, tokens) for method in methods for tokens in (16, 100)}
+    for (_, tokens), rate in rates.items():
+        assert rate["pages"] == -(-tokens // 16) and rate["bytes"] == rate["pages"] * figures["page_bytes"]
+        assert 0 < rate["fastest_seconds"] <= rate["seconds"] <= rate["slowest_seconds"]
+        assert rate["gigabytes_per_second"] == pytest.approx(rate["bytes"] / rate["seconds"] / 1e9)
+    assert [one["method"] for one in figures["decode_load"]] == methods
+    assert all(one["factor"] > 0.3 for one in figures["decode_load"])
+    assert "of adjacent" in result.stdout and "times slower" in result.stdout
+    assert segments() <= before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("--model", "./none"), 2, "no such directory"),
+        (("--tokens", "1,x"), 2, "--tokens takes numbers above 0"),
+        (("--tokens", "9999999999"), 2, "no prompt length fits"),
+        pytest.param(
+            ("--device", "cuda"),
+            2,
+            "sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_cannot_be_measured(arguments, code, text):
+    result = bench(*arguments)
+    assert result.returncode == code and text in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,70 @@
+"""Pictures of `baton bench serve`, drawn from reports alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from baton.bench.figures import DISTRIBUTION, distribution, summarize
+from baton.bench.plots import main
+from baton.bench.record import Record
+from baton.bench.workload import Range, Workload
+
+
+def run(work: Workload, load: str, pauses: list[float]) -> dict[str, Any]:
+    times = np.cumsum([0.1, *pauses]).tolist()
+    records = (
+        [Record(0.0, 0.0, [(at, 1) for at in times], times[-1], output_tokens=len(times))] if pauses else []
+    )
+    return summarize(records) | {"load": load, "workload": work.to_dict()}
+
+
+def report(*runs: dict[str, Any]) -> dict[str, Any]:
+    processes = [
+        {"role": "gateway", "model": {"name": "demo"}, "device": ""},
+        {"role": "decode", "model": {"name": "demo"}, "device": "cpu"},
+    ]
+    versions = {"baton": "0.1.0", "commit": "abc"}
+    return {"deployment": {"processes": processes}, "versions": versions, "runs": list(runs)}
+
+
+OPEN = Workload(prompt_tokens=Range(8, 8), output_tokens=Range(2, 9), rate=4.0, seconds=1.0)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [run(OPEN, "4", [0.01, 0.02, 0.5])],
+        [run(replace(OPEN, rate=2.0), "2", [0.01] * 50), run(OPEN, "4", [0.0, 0.02, 0.5])],
+        [run(replace(OPEN, rate=None, requests=2), "all at once", [0.01, 0.02]), run(OPEN, "4", [0.3])],
+        [run(OPEN, "4", [])],
+    ],
+    ids=["one", "rates", "closed and open", "nothing"],
+)
+def test_a_report_is_drawn(runs, tmp_path):
+    source, picture = tmp_path / "load.json", tmp_path / "load.png"
+    source.write_text(json.dumps(report(*runs)))
+    assert main([str(source), str(picture)]) == 0
+    pixels = imread(picture)
+    assert pixels.shape[0] > 800 and pixels.shape[1] > 1000 and pixels.std() > 0.01
+
+
+def test_what_is_no_report_is_one_line(tmp_path, capsys):
+    for text in ("{}", "no json"):
+        (tmp_path / "x.json").write_text(text)
+        assert main([str(tmp_path / "x.json"), str(tmp_path / "x.png")]) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main([]) == 2
+
+
+def test_a_distribution_is_numpy_s_percentiles():
+    values = np.random.default_rng(1).exponential(0.02, 500)
+    found = distribution(values)
+    assert len(found) == len(DISTRIBUTION) and found == sorted(found)
+    assert found[DISTRIBUTION.index(50.0)] == pytest.approx(1e3 * np.median(values))
+    assert found[-1] == pytest.approx(1e3 * np.percentile(values, 99.9)) and distribution([]) == []

@@ -1,0 +1,96 @@
+"""Workloads and arrival times of `baton bench`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from baton.bench.workload import Range, Workload, poisson_arrivals
+
+OPEN = Workload(prompt_tokens=Range(4, 9), output_tokens=Range(3, 3), rate=50.0, seconds=4.0)
+NANO = Workload(
+    prompt_tokens=Range(100, 1024), output_tokens=Range(100, 1024), requests=256, temperature=0.6, nano=True
+)
+
+
+def test_arrivals_are_a_poisson_process_of_the_rate():
+    times = poisson_arrivals(200.0, 100.0, (1,))
+    assert times == sorted(times) and times[0] > 0.0 and times[-1] < 100.0
+    assert len(times) / 100.0 == pytest.approx(200.0, rel=0.03)
+    gaps = [b - a for a, b in pairwise(times)]
+    # Exponential: deviation equals mean, and 1/e of the gaps are longer than it.
+    assert statistics.stdev(gaps) == pytest.approx(statistics.fmean(gaps), rel=0.05)
+    assert sum(gap > 1 / 200.0 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.02)
+    # Counts of disjoint seconds vary as much as they are large.
+    counts = [sum(second <= at < second + 1 for at in times) for second in range(100)]
+    assert statistics.variance(counts) == pytest.approx(200.0, rel=0.4)
+
+
+def test_arrivals_depend_on_the_seed_alone():
+    assert poisson_arrivals(5.0, 10.0, (3,)) == poisson_arrivals(5.0, 10.0, (3,))
+    assert poisson_arrivals(5.0, 10.0, (3,)) != poisson_arrivals(5.0, 10.0, (4,))
+    longer = poisson_arrivals(5.0, 20.0, (3,))
+    assert longer[: len(poisson_arrivals(5.0, 10.0, (3,)))] == poisson_arrivals(5.0, 10.0, (3,))
+
+
+def test_jobs_are_the_same_for_all_who_make_them():
+    passed = Workload.from_dict(json.loads(json.dumps(OPEN.to_dict())))
+    assert passed == OPEN and passed.jobs(100, 64) == OPEN.jobs(100, 64)
+    jobs = OPEN.jobs(100, 64)
+    assert [job.at for job in jobs] == OPEN.arrivals()
+    assert {len(job.prompt) for job in jobs} == set(range(4, 10))
+    assert all(0 <= token < 100 for job in jobs for token in job.prompt)
+    assert {job.output_tokens for job in jobs} == {3}
+
+
+def test_runs_and_warm_up_share_no_prompt():
+    long = replace(OPEN, prompt_tokens=Range(32, 32))
+    seen = [tuple(job.prompt) for run in range(3) for job in replace(long, run=run).jobs(1000, 64)]
+    seen += [tuple(job.prompt) for job in long.warm_up(20, 1000, 64)]
+    assert len(set(seen)) == len(seen)
+    assert replace(long, run=1).arrivals() != long.arrivals()
+
+
+def test_a_shared_prefix_is_shared_by_all_runs():
+    work = replace(OPEN, prompt_tokens=Range(20, 30), shared_prefix=16)
+    prompts = [job.prompt for run in range(2) for job in replace(work, run=run).jobs(1000, 64)]
+    assert len({tuple(prompt[:16]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[16:20]) for prompt in prompts}) > len(prompts) // 2
+    assert all(20 <= len(prompt) <= 30 for prompt in prompts)
+
+
+def test_the_workload_of_nano_vllm():
+    jobs = NANO.jobs(151936, 40960)
+    assert sum(len(job.prompt) for job in jobs) == 142_827
+    assert sum(job.output_tokens for job in jobs) == 133_966
+    small = NANO.jobs(4096, 2048)
+    assert [len(job.prompt) for job in small] == [len(job.prompt) for job in jobs]
+    assert max(token for job in small for token in job.prompt) < 4096
+
+
+def test_what_a_context_does_not_hold_is_cut():
+    jobs = NANO.jobs(4096, 512)
+    assert all(
+        len(job.prompt) + job.output_tokens <= 512 and job.prompt and job.output_tokens for job in jobs
+    )
+    assert max(job.output_tokens for job in jobs) <= 512 - 100
+
+
+def test_warm_up_fits_and_is_short():
+    jobs = NANO.warm_up(5, 4096, 256)
+    assert len(jobs) == 5 and all(len(job.prompt) + job.output_tokens <= 256 for job in jobs)
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "5-3", "-4", "1-", "1.5"])
+def test_ranges_that_are_none(text):
+    with pytest.raises(ValueError, match=r"number of tokens|must be 1"):
+        Range.parse(text)
+
+
+def test_ranges():
+    assert Range.parse("128") == Range(128, 128) and str(Range.parse("128")) == "128"
+    assert Range.parse("100-1024") == Range(100, 1024) and str(Range.parse("100-1024")) == "100-1024"

@@ -1,0 +1,45 @@
+"""Weights in any layout compute the same, and the layout that is faster here is the one taken."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from baton.layers import cpu_layouts
+from baton.layers.cpu_layouts import Blocked, Transposed, fastest_layout
+from baton.layers.linear import Linear
+
+
+@pytest.mark.parametrize("layout", [Transposed, Blocked])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_layouts_compute_the_same(layout, dtype, tolerance, rows, with_bias):
+    torch.manual_seed(rows)
+    weight = torch.randn(48, 32).mul_(0.2).to(dtype)
+    bias = torch.randn(48).to(dtype) if with_bias else None
+    x, residual = torch.randn(rows, 32).to(dtype), torch.randn(rows, 48).to(dtype)
+    expected = F.linear(x, weight, bias)
+    linear = Linear(weight.clone(), bias)
+    linear.pack(layout)
+    torch.testing.assert_close(linear(x), expected, rtol=tolerance, atol=tolerance)
+    total = linear.add_to(residual.clone(), x)
+    torch.testing.assert_close(total, residual + expected, rtol=tolerance, atol=tolerance)
+    assert linear.weight is None
+
+
+@pytest.mark.parametrize("slow", ["Transposed", "Blocked"])
+def test_the_faster_layout_is_taken(monkeypatch, slow):
+    class Slow(getattr(cpu_layouts, slow)):
+        __slots__ = ()
+
+        def apply(self, x, bias):
+            time.sleep(0.002)
+            return super().apply(x, bias)
+
+    monkeypatch.setattr(cpu_layouts, slow, Slow)
+    threads = torch.get_num_threads()
+    chosen = fastest_layout(torch.randn(64, 64))
+    assert chosen is getattr(cpu_layouts, {"Transposed": "Blocked", "Blocked": "Transposed"}[slow])
+    assert torch.get_num_threads() == threads
