@@ -82,7 +82,7 @@ async def test_split_over_shared_memory(routes):
     first = await answer_all(routes, routes.wide_split, namespace="split")
     for answer, completion in zip(routes.answers, first, strict=True):
         assert completion.usage.cached_tokens == 0
-        handed_off = len(answer.prompt) > 64
+        handed_off = len(answer.prompt) > DecodeConfig().local_prefill_tokens
         assert completion.stats.prefill_address == (prefill.address if handed_off else "")
         assert completion.stats.transport == ("shm" if handed_off else "")
         assert completion.stats.pulled_pages == (-(-len(answer.prompt) // 16) if handed_off else 0)
