@@ -12,6 +12,8 @@ from deployment import Deployment
 from process import Process
 from reference import Answer, Reference
 
+from baton.config import DecodeConfig
+
 OUTPUT = 64
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
 """Around page borders, and more rows than the narrow workers have."""
