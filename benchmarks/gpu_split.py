@@ -24,14 +24,14 @@ from baton.cli.deployment import Deployment, DeploymentPlan
 WORKER = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-rows", "256")
 
 
-def plan_of(layout: str, model: str, device: str, chunk: int, folder: Path) -> DeploymentPlan:
-    """`split`: prompts in steps of up to 8,192 tokens; `aggregated`: mixed steps of up to `chunk` tokens."""
-    common = ("--model", model, "--device", device)
+def plan_of(layout: str, model: str, args: argparse.Namespace, folder: Path) -> DeploymentPlan:
+    """`split`: prompts in steps of up to --budget tokens; `aggregated`: mixed steps of up to --chunk."""
+    common = ("--model", model, "--device", args.device)
     worker = (*common, *WORKER)
     flags = {
         "tokenizer": ("--model", model),
-        "prefill": (*worker, "--token-budget", "8192"),
-        "decode": (*worker, "--token-budget", "8192" if layout == "split" else str(chunk)),
+        "prefill": (*worker, "--token-budget", str(args.budget)),
+        "decode": (*worker, "--token-budget", str(args.budget if layout == "split" else args.chunk)),
         "gateway": (),
     }
     split = layout == "split"
@@ -62,7 +62,7 @@ def measurements(args: argparse.Namespace) -> dict[str, list[str]]:
 async def measure(layout: str, model: str, args: argparse.Namespace, console: Console) -> None:
     folder = args.out / f"logs-{layout}"
     started = time.monotonic()
-    async with Deployment(plan_of(layout, model, args.device, args.chunk, folder), console) as deployment:
+    async with Deployment(plan_of(layout, model, args, folder), console) as deployment:
         console.print(f"{layout}: up after {time.monotonic() - started:.1f} s")
         for name, arguments in measurements(args).items():
             if args.only and not any(name.startswith(prefix) for prefix in args.only):
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of aggregated nodes")
+    parser.add_argument("--budget", type=int, default=2048, help="token budget of a prefill node")
     parser.add_argument("--idle", type=int, nargs="*", default=[128, 2048, 8192, 32000])
     parser.add_argument("--requests", type=int, default=10, help="of each idle measurement")
     loads = [(1024, 8.0), (1024, 16.0), (1024, 24.0), (1024, 32.0)]

@@ -59,10 +59,11 @@ class WorkerConfig(NodeConfig):
     memory_fraction: float = 0.9
     """Part of a GPU's memory for this process's weights and KV pool; the rest is for activations and CUDA
     graphs. `baton up` divides the default by the workers that share a GPU."""
-    max_rows: int = 64
-    """Sequences in a batch at most."""
-    token_budget: int = 512
-    """Tokens in a step at most: decode rows first, prompt chunks with the rest."""
+    max_rows: int = 0
+    """Sequences in a batch at most; 0: 64 on a CPU, 256 on a GPU, and never more than --token-budget."""
+    token_budget: int = 0
+    """Tokens in a step at most: decode rows first, prompt chunks with the rest; 0: 512 on a CPU, 2048 on a
+    GPU, and never less than --max-rows."""
     max_waiting: int = 1024
     """Requests that may wait for admission; more are refused."""
     context_length: int = 0

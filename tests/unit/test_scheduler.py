@@ -172,6 +172,17 @@ def test_long_prompt_does_not_hold_up_short_ones():
     check_outputs(engine, [long, short])
 
 
+def test_prompts_that_fit_are_computed_one_after_the_other():
+    engine = Engine(budget=32)
+    requests = [request(key, tuple(range(10 * key, 10 * key + 20)), max_tokens=1) for key in range(3)]
+    for each in requests:
+        engine.scheduler.submit(each)
+    engine.run()
+    counts = [[row.count for row in plan.rows] for plan in engine.runner.steps]
+    assert counts == [[20, 12], [8, 20]]
+    check_outputs(engine, requests)
+
+
 def test_retraction_recomputes_and_spares_the_oldest():
     engine = Engine(pages=12, rows=8, output_margin=1, watermark=0)
     requests = [request(i, [i * 10 + j for j in range(6)], max_tokens=30) for i in range(4)]

@@ -60,7 +60,7 @@ class EngineBench:
         started = time.monotonic()
         self.engine = build_engine(config, new_incarnation(), "decode")
         self.start_seconds = time.monotonic() - started
-        self.config = config
+        self.config = self.engine.config
         self.path = resolve(config.model)
         info = self.engine.model_info
         self.context = int(info.context_length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ PROGRESS_SECONDS = 1.0
 @dataclass(slots=True)
 class Engine:
     """What a worker computes with. `close` gives the pool's memory back."""
+
+    config: WorkerConfig
+    """With a size of steps that suits the device where none was given."""
 
     runner: Runner[Any]
     cache: KvCache
@@ -83,8 +86,9 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
 
 
 def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
-    _check(config)
     device = _device(config.device)
+    config = sized(config, device)
+    _check(config)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
     dtype = _dtype(config.dtype, device)
@@ -132,6 +136,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         transports=", ".join(str(one.WhichOneof("kind")) for one in published.endpoints()),
     )
     return Engine(
+        config=config,
         runner=runner,
         cache=cache,
         pool=pool,
@@ -180,6 +185,13 @@ def _progress_log() -> Callable[[int, int], None]:
             _log.info("loading weights", percent=round(100 * done / max(1, total)), mib=round(done / 2**20))
 
     return report
+
+
+def sized(config: WorkerConfig, device: torch.device) -> WorkerConfig:
+    """The same with --max-rows and --token-budget chosen, where they are 0."""
+    rows, budget = (64, 512) if device.type == "cpu" else (256, 2048)
+    rows = config.max_rows or min(rows, config.token_budget or rows)
+    return replace(config, max_rows=rows, token_budget=config.token_budget or max(budget, rows))
 
 
 def _check(config: WorkerConfig) -> None:

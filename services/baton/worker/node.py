@@ -122,8 +122,8 @@ class WorkerNode(Generic[C]):
         hooks = {k: options.pop(k) for k in ("route", "abandon", "may_admit") if k in options}
         config = SchedulerConfig(
             context_length=self.model_info.context_length,
-            token_budget=self.config.token_budget,
-            max_rows=self.config.max_rows,
+            token_budget=self.engine.config.token_budget,
+            max_rows=self.engine.config.max_rows,
             max_waiting=self.config.max_waiting,
             policy=self.config.policy,
             **options,
