@@ -24,7 +24,7 @@ def deployment(qwen3: tuple[Path, Reference], tmp_path_factory, deployments) -> 
 
 async def test_at_most_one_message_a_step_when_aggregated(deployment, qwen3):
     """Every token, prompt event and end of a request comes from a step: not one message beside them."""
-    steps, messages = await grown(deployment, 40, shift=0)
+    steps, messages = await grown(deployment, 30, shift=0)
     assert OUTPUT <= messages <= steps
     # All rows ran together: far fewer messages than the tokens' number.
     assert messages < 3 * OUTPUT

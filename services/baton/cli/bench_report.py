@@ -15,26 +15,27 @@ from baton.cli.nodes import ask_deployment
 
 
 async def deployment_facts(server: str) -> dict[str, Any]:
-    """What the processes of a deployment say about themselves."""
-    reports = await ask_deployment(server)
+    """What the processes of a deployment, those that answer, say about themselves."""
     processes = []
-    for report in reports:
+    for report in await ask_deployment(server):
+        info = report.info
+        if info is None:
+            continue
         facts: dict[str, Any] = {"role": report.role, "address": report.address}
-        if info := report.info:
-            facts |= {"version": info.version, "device": info.device, "attention": info.attention}
-            if info.HasField("layout"):
-                facts["page_size"] = info.layout.page_size
-                facts["transports"] = [endpoint.WhichOneof("kind") for endpoint in info.endpoints]
-            if info.HasField("model"):
-                model = info.model
-                facts["model"] = {
-                    "name": model.name,
-                    "architecture": model.architecture,
-                    "context_length": model.context_length,
-                    "dtype": model.dtype,
-                    "parameters": model.parameters,
-                    "fingerprint": model.fingerprint,
-                }
+        facts |= {"version": info.version, "device": info.device, "attention": info.attention}
+        if info.HasField("layout"):
+            facts["page_size"] = info.layout.page_size
+            facts["transports"] = [endpoint.WhichOneof("kind") for endpoint in info.endpoints]
+        if info.HasField("model"):
+            model = info.model
+            facts["model"] = {
+                "name": model.name,
+                "architecture": model.architecture,
+                "context_length": model.context_length,
+                "dtype": model.dtype,
+                "parameters": model.parameters,
+                "fingerprint": model.fingerprint,
+            }
         if report.load is not None:
             facts["pages"] = report.load.pages.total
         processes.append(facts)
