@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from baton.attention.kernel_pairs import mismatch
-from baton.attention.paged import PagedAttention, PagedRows
+from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
 from baton.kvcache.pool import KvPool
 
 _HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -24,10 +24,8 @@ class Fa3Attention(PagedAttention):
     def available(
         device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
     ) -> str | None:
-        if device.type != "cuda":
-            return f"needs an NVIDIA GPU, not {device.type}"
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device"
+        if (problem := gpu_problem(device)) is not None:
+            return problem
         capability = torch.cuda.get_device_capability(device)
         if capability != (9, 0):
             return f"needs compute capability 9.0 (Hopper), this GPU has {capability[0]}.{capability[1]}"

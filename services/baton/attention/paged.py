@@ -31,6 +31,13 @@ class PagedRows:
     """Of `PagedAttention.plan`."""
 
 
+def gpu_problem(device: torch.device) -> str | None:
+    """Why no kernel for NVIDIA GPUs can run on the device; None if one may."""
+    if device.type != "cuda":
+        return f"needs an NVIDIA GPU, not {device.type}"
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
 class PagedAttention(ABC):
     """An attention backend (`base.AttentionBackend`) that is a kernel over page tables, bound to one pool.
 

@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from baton.attention.paged import PagedAttention, PagedRows
+from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
 from baton.kvcache.pool import KvPool
 
 _HEAD_DIMS = (64, 128)
@@ -25,10 +25,8 @@ class TritonAttention(PagedAttention):
     def available(
         device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
     ) -> str | None:
-        if device.type != "cuda":
-            return f"needs an NVIDIA GPU, not {device.type}"
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device"
+        if (problem := gpu_problem(device)) is not None:
+            return problem
         capability = torch.cuda.get_device_capability(device)
         if capability < _LEAST_CAPABILITY:
             return f"needs compute capability 8.0 or more, this GPU has {capability[0]}.{capability[1]}"

@@ -10,6 +10,8 @@ from baton.engine.request import FinishReason
 
 @dataclass(slots=True)
 class Tokens:
+    """Not frozen, for its number: see `engine.plan`."""
+
     request: int
     choice: int
     token: int
