@@ -15,11 +15,12 @@ import torch
 
 from baton.attention.mixed import MixedAttention
 from baton.attention.paged import PagedAttention, PagedRows
+from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.graphs import DecodeGraphs, Inputs, Progress, batch_sizes
 from baton.engine.page_tables import PageTables
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.results import row_results
-from baton.engine.sampler import Sampler, Samples, TokenLogprobs, token_logprobs
+from baton.engine.sampler import Samples, TokenLogprobs, token_logprobs
 from baton.engine.upload import Upload, to_device, to_host
 from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
@@ -79,7 +80,7 @@ class CudaRunner:
         self._chunks: PagedAttention = prefill_attention(pool, model.config.num_heads)
         self._singles: PagedAttention = decode_attention(pool, model.config.num_heads)
         self._choose = sample
-        self._sampler = Sampler(max_slots, self.vocab_size, self._device)
+        self._sampler = CudaSampler(max_slots, self.vocab_size, self._device)
         self._last_token = torch.zeros(max_slots + 1, dtype=torch.int32, device=self._device)
         self.graphs: DecodeGraphs | None = None
         if graphs:
@@ -261,10 +262,8 @@ class CudaRunner:
     # --- what takes more than a temperature -------------------------------------------------------------
 
     def _sample(self, logits: torch.Tensor, slots: Ints, positions: Ints, flight: CudaFlight) -> None:
-        samples = self._sampler.sample(logits.float(), slots, positions)
-        tokens = samples.tokens.to(torch.int32)
-        self._last_token.index_copy_(0, to_device(slots, self._device), tokens)
-        flight.result = to_host(torch.stack((tokens, samples.peaks.view(torch.int32)), 1))
+        result, samples = self._sampler.sample(logits, slots, positions, self._last_token)
+        flight.result = to_host(result)
         if samples.logprobs is not None:
             samples.logprobs = _logprobs_to_host(samples.logprobs)
             flight.samples = samples
