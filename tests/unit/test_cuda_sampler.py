@@ -1,4 +1,4 @@
-"""What the sampler of a GPU knows of its slots; the sampling itself needs one (tests/gpu/test_sampling.py)."""
+"""What a GPU's sampler knows of its slots; sampling itself needs one (tests/gpu/test_sampling.py)."""
 
 from __future__ import annotations
 

@@ -61,9 +61,12 @@ class CudaRunner:
         prefill_attention: type[PagedAttention] = MixedAttention,
         decode_attention: type[PagedAttention] = MixedAttention,
         graphs: bool = True,
+        batch_invariant: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """`progress` is called as graphs are captured. Raises ValueError for a pool without a spare page."""
+        """`batch_invariant`: matrix products in an order that the batch has no say in; with attention of that
+        kind a sequence's tokens depend on itself alone. `progress` is called as graphs are captured. Raises
+        ValueError for a pool without a spare page."""
         from baton.layers.kernels.sampling import sample
         from baton.models.fused import FusedDecoder
 
@@ -76,7 +79,9 @@ class CudaRunner:
         self._device = pool.device
         width = -(-context_length // pool.layout.page_size)
         self._tables = PageTables(max_slots, width, pool.num_pages, self._device)
-        self._decoder = FusedDecoder(model, pool, self._tables.table, context_length)
+        self._decoder = FusedDecoder(
+            model, pool, self._tables.table, context_length, invariant=batch_invariant
+        )
         self._chunks: PagedAttention = prefill_attention(pool, model.config.num_heads)
         self._singles: PagedAttention = decode_attention(pool, model.config.num_heads)
         self._choose = sample
@@ -170,7 +175,7 @@ class CudaRunner:
 
         tokens = self._last_token.index_select(0, inputs.slots)
         hidden = self._decoder.forward(tokens, inputs.positions, inputs.slots, attend)
-        self._model.weights.head.into(hidden, inputs.logits)
+        self._decoder.project(self._model.weights.head, hidden, inputs.logits)
 
     def _sample_plain(self, inputs: Inputs) -> None:
         """Sampling behind it, where it takes no more than a temperature; captured."""
@@ -248,7 +253,9 @@ class CudaRunner:
             tokens, positions, token_slots, attend, wanted=None if whole else last_there
         )
         if slots.size:
-            logits = self._model.weights.head(hidden.index_select(0, last_there) if whole else hidden)
+            logits = self._decoder.project(
+                self._model.weights.head, hidden.index_select(0, last_there) if whole else hidden
+            )
             if simple is not None:
                 result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
                 self._choose(logits, temperatures_there, keys_there, slots_there, self._last_token, result)
@@ -272,7 +279,11 @@ class CudaRunner:
         assert row.prompt_logprobs is not None
         targets = to_device(np.array(row.prompt_logprobs, np.int64), self._device)
         return [
-            _logprobs_to_host(token_logprobs(self._model.logits(states), wanted, row.prompt_top))
+            _logprobs_to_host(
+                token_logprobs(
+                    self._decoder.project(self._model.weights.head, states).float(), wanted, row.prompt_top
+                )
+            )
             for states, wanted in zip(
                 torch.split(hidden[: len(targets)], _LOGITS_ROWS),
                 torch.split(targets, _LOGITS_ROWS),

@@ -15,7 +15,9 @@ from sgl_kernel import fused_add_rmsnorm, rmsnorm, silu_and_mul
 
 from baton.kvcache.pool import KvPool
 from baton.layers.kernels.gemv import gemv
+from baton.layers.kernels.matmul import matmul
 from baton.layers.kernels.qkv import write_qkv
+from baton.layers.linear import Linear
 from baton.models.decoder import Model
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -25,9 +27,18 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 class FusedDecoder:
     """Bound to one pool and the page tables of its batch slots."""
 
-    def __init__(self, model: Model, pool: KvPool, tables: torch.Tensor, context_length: int) -> None:
-        """`tables`: int32 [slots, pages]; `context_length`: positions that will be used."""
+    def __init__(
+        self,
+        model: Model,
+        pool: KvPool,
+        tables: torch.Tensor,
+        context_length: int,
+        invariant: bool = False,
+    ) -> None:
+        """`tables`: int32 [slots, pages]; `context_length`: positions that will be used. `invariant`: a token
+        is computed in the same order whatever others are there; slower."""
         self.model = model
+        self._invariant = invariant
         self._tables = tables
         self._caches = [pool.pages[:, index] for index in range(pool.layout.num_layers)]
         config = model.config
@@ -50,12 +61,12 @@ class FusedDecoder:
         config, weights = self.model.config, self.model.weights
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         residual = F.embedding(tokens, weights.embedding)
-        if tokens.shape[0] == 1:
+        if tokens.shape[0] == 1 and not self._invariant:
             return self._forward_one(residual, positions, slots, attend, wanted)
         norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
         x: torch.Tensor = rmsnorm(residual, weights.layers[0].input_norm, eps)
         for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
-            qkv = w.qkv(x)
+            qkv = self.project(w.qkv, x)
             write_qkv(
                 qkv,
                 w.qk_norm,
@@ -75,11 +86,20 @@ class FusedDecoder:
             attended = attended.flatten(1)
             if wanted is not None and following is weights.norm:
                 attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
-            x = w.output(attended)
+            x = self.project(w.output, attended)
             fused_add_rmsnorm(x, residual, w.post_norm, eps)
-            x = w.down(silu_and_mul(w.gate_up(x)))
+            x = self.project(w.down, silu_and_mul(self.project(w.gate_up, x)))
             fused_add_rmsnorm(x, residual, following, eps)
         return x
+
+    def project(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, in] -> [rows, out], into `out` if given, which is for layers without bias."""
+        if self._invariant:
+            return matmul(x, linear, out)
+        if out is None:
+            return linear(x)
+        linear.into(x, out)
+        return out
 
     def _forward_one(
         self,
