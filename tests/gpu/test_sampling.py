@@ -12,6 +12,7 @@ from rig import CUDA
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.plan import SlotInit
 from baton.engine.sampler import Sampler
+from baton.engine.sampler_ops import penalize, thresholds
 from baton.engine.sampling import SamplingParams
 
 CPU = torch.device("cpu")
@@ -119,6 +120,60 @@ def test_restrictions_of_logits_of_any_shape(params, shape):
         positions = slots + 100 * step
         cpu = of_cpu.sample(logits, slots, positions)
         assert on_gpu(of_gpu, logits, slots, positions).tokens.tolist() == cpu.tokens.tolist()
+
+
+@pytest.mark.parametrize("vocab", [3000, 50_000])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_limits_keep_what_thresholds_keep(vocab, rounded):
+    """Token for token, but for one whose cumulative mass is top-p itself as far as float32 can tell."""
+    from baton.layers.kernels.limits import restrict
+
+    torch.manual_seed(vocab)
+    cases = [(k, p) for k in (0, 1, 50, 2500, vocab) for p in (0.01, 0.5, 0.9, 0.999, 1.0)]
+    rows = len(cases)
+    logits = torch.randn(rows, vocab) * torch.linspace(0.1, 4, rows)[:, None]
+    if rounded:
+        logits = logits.bfloat16().float()
+    temperatures = torch.tensor([0.5, 1.0, 2.0]).repeat(rows)[:rows]
+    peaks = logits.amax(-1, keepdim=True)
+    top_k, top_p = torch.tensor([k for k, _ in cases]), torch.tensor([p for _, p in cases])
+    scaled = (logits - peaks) / temperatures[:, None]
+    want = scaled >= thresholds(scaled, top_k, top_p, 0)[:, None]
+    limits = torch.full((rows,), torch.inf, device=CUDA)
+    nowhere = torch.full((rows,), -1, dtype=torch.int32, device=CUDA)
+    there = [x.to(CUDA) for x in (peaks, temperatures, top_k.int(), top_p)]
+    restrict(logits.to(CUDA), torch.empty(0, vocab, device=CUDA), nowhere, *there, limits)
+    # Division may differ in its last bit.
+    kept = -scaled <= limits.cpu()[:, None] * (1 + 1e-6)
+    for row, case in enumerate(cases):
+        stray = (kept[row] ^ want[row]).nonzero().squeeze(1)
+        assert scaled[row, stray].unique().numel() <= (1 if case[1] < 1 else 0), case
+        if len(stray):
+            of_k = scaled[row] >= thresholds(scaled[row, None], top_k[row, None], torch.ones(1), 0)
+            masses = scaled[row].masked_fill(~of_k, -torch.inf).double().softmax(0)
+            before = masses[scaled[row] > scaled[row, stray[0]]].sum().item()
+            assert before == pytest.approx(case[1], abs=1e-5), case
+
+
+def test_penalties_are_those_of_a_cpu_to_the_bit():
+    from baton.layers.kernels.penalties import penalize as on_device
+
+    torch.manual_seed(0)
+    rows, vocab, slots = 4, 9001, 5
+    logits = torch.randn(rows, vocab) * 3
+    counts = torch.randint(0, 4, (slots, vocab)).float()
+    prompt = torch.rand(slots, vocab) < 0.2
+    repetition, presence, frequency = torch.rand(3, 2) + 0.5
+    chosen, own = torch.tensor([3, 1]), torch.tensor([4, 0])
+    want = logits[chosen].clone()
+    penalize(want, counts[own], prompt[own], repetition, presence, frequency)
+    counted = torch.full((rows,), -1, dtype=torch.int32)
+    counted[chosen] = own.int()
+    there = [x.to(CUDA) for x in (logits, chosen, counted, counts, prompt, repetition, presence, frequency)]
+    assert torch.equal(on_device(*there).cpu(), want)
+    counted[1] = -1
+    there[2] = counted.to(CUDA)
+    assert torch.equal(on_device(*there).cpu(), torch.stack((want[0], logits[1])))
 
 
 def test_a_row_does_not_depend_on_the_others():
