@@ -253,9 +253,8 @@ class CudaRunner:
             tokens, positions, token_slots, attend, wanted=None if whole else last_there
         )
         if slots.size:
-            logits = self._decoder.project(
-                self._model.weights.head, hidden.index_select(0, last_there) if whole else hidden
-            )
+            last_hidden = hidden.index_select(0, last_there) if whole else hidden
+            logits = self._decoder.project(self._model.weights.head, last_hidden)
             if simple is not None:
                 result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
                 self._choose(logits, temperatures_there, keys_there, slots_there, self._last_token, result)
@@ -278,17 +277,13 @@ class CudaRunner:
     def _prompt_logprobs(self, row: PlanRow, hidden: torch.Tensor) -> list[TokenLogprobs]:
         assert row.prompt_logprobs is not None
         targets = to_device(np.array(row.prompt_logprobs, np.int64), self._device)
+        parts = zip(
+            torch.split(hidden[: len(targets)], _LOGITS_ROWS), torch.split(targets, _LOGITS_ROWS), strict=True
+        )
+        head, project = self._model.weights.head, self._decoder.project
         return [
-            _logprobs_to_host(
-                token_logprobs(
-                    self._decoder.project(self._model.weights.head, states).float(), wanted, row.prompt_top
-                )
-            )
-            for states, wanted in zip(
-                torch.split(hidden[: len(targets)], _LOGITS_ROWS),
-                torch.split(targets, _LOGITS_ROWS),
-                strict=True,
-            )
+            _logprobs_to_host(token_logprobs(project(head, states).float(), wanted, row.prompt_top))
+            for states, wanted in parts
         ]
 
 
