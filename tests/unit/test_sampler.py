@@ -227,3 +227,13 @@ def test_tiny_temperature_is_greedy_and_never_garbage():
     logits = torch.randn(1, 50)
     samples = sampler.sample(logits, np.array([0]), np.array([3]))
     assert samples.tokens.item() == logits.argmax().item()
+
+
+def test_a_large_top_k_does_not_depend_on_rows_without_one():
+    """More than the candidates that are looked at first, beside a row whose top-k keeps all."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4000)
+    top_k, top_p = torch.tensor([2500, 0]), torch.tensor([0.5, 0.9])
+    together = thresholds(logits, top_k, top_p, 0)
+    assert together[0] == thresholds(logits[:1], top_k[:1], top_p[:1], 2500)[0]
+    assert together[1] == thresholds(logits[1:], top_k[1:], top_p[1:], 0)[0]

@@ -69,8 +69,10 @@ def _thresholds(
     kept[:, 0] = True
     result = largest.masked_fill(~kept, torch.inf).amin(-1)
     unrestricted = (limit >= vocab) & (top_p >= 1.0)
-    # Enough: something below the threshold has been seen.
-    covered = unrestricted | (largest[:, -1] < result) if width < vocab else torch.ones_like(unrestricted)
+    # Enough: all that top-k keeps, and something below the threshold, has been seen.
+    whole = (limit <= width) | (limit >= vocab)
+    seen = whole & (largest[:, -1] < result)
+    covered = unrestricted | seen if width < vocab else torch.ones_like(unrestricted)
     return result.masked_fill(unrestricted, -torch.inf), covered
 
 
