@@ -35,7 +35,7 @@ def _other_choice(patch: Patch) -> None:
         def wrong(attempts: Attempts) -> Delivered:
             """Each choice goes on from the output of the first."""
             carried = delivered(attempts)
-            return tuple(tokens and carried[0] or tokens for tokens in carried)
+            return tuple((tokens and carried[0]) or tokens for tokens in carried)
 
         return wrong
 
