@@ -1,4 +1,4 @@
-"""Exact tokens through deaths and upgrades: what runs on a node that is lost or replaced goes on elsewhere."""
+"""Exact tokens through deaths and upgrades: what runs on a lost or replaced node goes on elsewhere."""
 
 from __future__ import annotations
 
