@@ -248,6 +248,7 @@ async def test_a_draining_node_gets_nothing_new_and_keeps_what_it_runs():
         stream = Stream(rig)
         node, other, events = await begun(rig, a, b, stream, 3, text="x")
         other.script = saying([50])
+        await until(lambda: not rig.node.gateway.nodes.decode[node.address].usable, 2)
         for number in range(3):
             await stream.start(str(number), text="x")
             events += await stream.until_end(str(number))
