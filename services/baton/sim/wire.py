@@ -26,13 +26,23 @@ class StartDecode:
     request: int
     attempt: int
     prompt: tuple[int, ...]
-    delivered: tuple[int, ...]
+    delivered: tuple[tuple[int, ...] | None, ...]
     params: SamplingParams
     n: int
     priority: int
     seconds: float
     """Time left."""
     prefill: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """To a decode node's step thread, which answers with nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """From a decode node: it takes no more requests."""
 
 
 @dataclass(frozen=True, slots=True)
