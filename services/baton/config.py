@@ -78,6 +78,9 @@ class WorkerConfig(NodeConfig):
     """Kinds to offer or accept, best first; empty: all that work here."""
     request_seconds: float = 600.0
     """Limit for a request that names none."""
+    stuck_seconds: float = 20.0
+    """A step that takes longer makes health NOT_SERVING, and ends the callers' streams so that their requests
+    go elsewhere; until it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,8 @@ class DecodeConfig(WorkerConfig):
     """Part of the pool that admission leaves free."""
     handoff_seconds: float = 30.0
     """A prefill node that says nothing about a request for so long is given up."""
+    pull_seconds: float = 60.0
+    """A copy of pages that takes longer is given up, its destination pages quarantined until it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,8 @@ class DecodePolicy:
     fallback_tokens: int
     """Tokens of prompts that may be prefilled here at a time because no prefill node could be had."""
     silence_seconds: float
+    pull_seconds: float
+    """A pull that takes longer is given up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +120,7 @@ class DecodeCore:
         self.handoffs = DecodeSide(
             self.scheduler,
             silence=self.policy.silence_seconds,
+            pull_seconds=self.policy.pull_seconds,
             name_of=self._name,
             pulled=self._pulled,
             failed=self._handoff_failed,
@@ -162,6 +165,11 @@ class DecodeCore:
         self.peers[address] = peer
         if not peer.up:
             self.handoffs.peer_down(address, reason)
+
+    def forget_peer(self, address: str) -> None:
+        """No request names the node any more, and its connection has been closed."""
+        self.peers.pop(address, None)
+        self.handoffs.peer_down(address, "no longer in use")
 
     # --- the step loop ----------------------------------------------------------------------------------
 
@@ -230,7 +238,7 @@ class DecodeCore:
         connecting = False
         for address in entry.candidates[entry.tried :]:
             peer = self.peers[address]
-            if peer.up:
+            if peer.up and address not in self.handoffs.overdue:
                 entry.address = self._routes[leader] = address
                 return Route.REMOTE
             connecting = connecting or self._now - peer.since < CONNECT_SECONDS

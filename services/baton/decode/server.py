@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -41,7 +41,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         self._callers: set[Caller] = set()
         self.messages = 0
         """Sent to callers by steps."""
-        self._peers = PrefillPeers(self)
+        self._peers = PrefillPeers(self, config.prefill, config.request_seconds)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
@@ -53,6 +53,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             local_prefill_tokens=config.local_prefill_tokens,
             fallback_tokens=config.fallback_tokens,
             silence_seconds=config.handoff_seconds,
+            pull_seconds=config.pull_seconds,
         )
         watermark = int(self.engine.pool.num_pages * config.watermark)
 
@@ -72,10 +73,13 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         info.peers.extend(self._peers.describe())
         return info
 
-    async def stop(self) -> None:
+    def leave_callers(self, error: BatonError) -> None:
         for caller in list(self._callers):
-            caller.error = unavailable("the node is stopping", "STOPPING")
+            caller.error = error
             caller.outbox.close()
+
+    async def stop(self) -> None:
+        self.leave_callers(unavailable("the node is stopping", "STOPPING"))
         await asyncio.sleep(0)
         await self._peers.close()
         await super().stop()
@@ -107,6 +111,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             if first.WhichOneof("kind") != "hello" or not first.hello.incarnation:
                 text = "the first message on Decode.Generate must be `hello` with a non-zero incarnation"
                 raise invalid("hello.incarnation", text)
+            self.require_turning()
         except BatonError as error:
             await abort(context, error)
         caller = Caller(first.hello.incarnation)
@@ -189,6 +194,18 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         attempt, key = start.attempt, Key(caller, start.request)
         gateway = caller.incarnation
         self.steps.call(lambda core, now: core.start(key, gateway, attempt, request, candidates, now))
+
+    def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
+        yield from super().problems(load)
+        overdue = self.core_or_none.handoffs.overdue if self.core_or_none is not None else []
+        if overdue:
+            text = f"a copy of pages from {', '.join(overdue)} has been running for more than "
+            text += f"{self._config.pull_seconds:g} s"
+            yield node_pb2.Problem(reason="PULL_STUCK", message=text, stops_serving=True)
+        lost = self._peers.lost()
+        if lost:
+            text = f"prompts are not handed off to {'; '.join(lost)}"
+            yield node_pb2.Problem(reason="PREFILL_LOST", message=text)
 
     def load(self) -> node_pb2.Load:
         load = super().load()

@@ -70,6 +70,22 @@ class Gateway:
             missing += [f"decode {node.address}: {node.trouble}" for node in self._nodes.values()]
         return missing
 
+    def problems(self) -> list[node_pb2.Problem]:
+        """What is wrong now. A decode node that is lost stops nothing while another one is left."""
+        problems = []
+        if not self.tokenizer.connected:
+            text = f"tokenizer {self.tokenizer.address} is not reachable"
+            problems.append(
+                node_pb2.Problem(reason="TOKENIZER_UNAVAILABLE", message=text, stops_serving=True)
+            )
+        lost = [f"{node.address} ({node.trouble})" for node in self._nodes.values() if not node.usable]
+        if lost:
+            none_left = len(lost) == len(self._nodes)
+            reason = "NO_DECODE_NODE" if none_left else "DECODE_LOST"
+            text = f"decode nodes that cannot be used: {'; '.join(lost)}"
+            problems.append(node_pb2.Problem(reason=reason, message=text, stops_serving=none_left))
+        return problems
+
     @property
     def healthy(self) -> bool:
         return not self._draining and not self.missing()
@@ -193,6 +209,7 @@ class Gateway:
 
     def load(self) -> node_pb2.Load:
         return node_pb2.Load(
+            problems=self.problems(),
             draining=self._draining,
             requests=len(self._running),
             running=sum(node.requests for node in self._nodes.values()),

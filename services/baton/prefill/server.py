@@ -92,6 +92,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
                     "are needed on both nodes",
                     "LAYOUT_MISMATCH",
                 )
+            self.require_turning()
         except BatonError as error:
             await abort(context, error)
         caller = _Caller(first.hello.incarnation)
@@ -188,10 +189,13 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         )
         return prefill_pb2.PrefillEvent(welcome=welcome)
 
-    async def stop(self) -> None:
+    def leave_callers(self, error: BatonError) -> None:
         for caller in list(self._callers):
-            caller.error = unavailable("the node is stopping", "STOPPING")
+            caller.error = error
             caller.outbox.close()
+
+    async def stop(self) -> None:
+        self.leave_callers(unavailable("the node is stopping", "STOPPING"))
         await asyncio.sleep(0)
         await super().stop()
 
@@ -200,6 +204,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         side = self.core_or_none.side if self.core_or_none else None
         if side is not None:
             load.leases = side.leases
+            load.oldest_lease_ms = int(1000 * side.oldest_lease(time.monotonic()))
             load.requests = side.requests
             load.prompt_tokens = side.counters.prompt_tokens
             load.cached_tokens = side.counters.cached_tokens
