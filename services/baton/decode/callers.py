@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
+from google.rpc import status_pb2
+
 from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
 from baton.rpc.errors import BatonError, to_status
 from baton.rpc.outbox import Outbox
@@ -124,4 +126,8 @@ def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) 
             )
         )
     elif isinstance(output, Failed):
-        event.failed.CopyFrom(status_of(output.code, output.reason, output.message, output.field))
+        event.failed.CopyFrom(_status(output))
+
+
+def _status(failed: Failed) -> status_pb2.Status:
+    return status_of(failed.code, failed.reason, failed.message, failed.field, failed.retry_after_ms)

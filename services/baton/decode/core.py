@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from baton.decode.outputs import Done, Failed, Output, Prompt, Stats, Tokens
+from baton.decode.overload import Overload
 from baton.engine.batch import Step
+from baton.engine.meter import Meter
 from baton.engine.plan import StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -59,6 +62,8 @@ class Entry:
     pulled_pages: int = 0
     output_tokens: int = 0
     last_failure: str = ""
+    admitted: float | None = None
+    """When its last admission was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class DecodeCounters:
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
+    refused: int = 0
+    """For want of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,7 @@ class DecodeCore:
     _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
     _tries: OrderedDict[tuple[int, int, int], int] = field(default_factory=OrderedDict)
     _now: float = 0.0
+    overload: Overload = field(init=False)
 
     def __post_init__(self) -> None:
         self.scheduler = self.make_scheduler(
@@ -125,6 +133,11 @@ class DecodeCore:
             pulled=self._pulled,
             failed=self._handoff_failed,
         )
+        self.overload = Overload(self.scheduler)
+
+    @property
+    def meter(self) -> Meter:
+        return self.overload.meter
 
     @property
     def requests(self) -> int:
@@ -141,9 +154,11 @@ class DecodeCore:
             self.scheduler.submit(request)
         except Refused as refusal:
             code = "INVALID_ARGUMENT" if refusal.field else "RESOURCE_EXHAUSTED"
-            self._fail(entry, code, refusal.reason, refusal.message, refusal.field)
+            retry = None if refusal.field else max(1.0, self.overload.wait)
+            self._fail(entry, code, refusal.reason, refusal.message, refusal.field, retry)
             return
         self.entries[key] = entry
+        self.overload.arrived()
         self.counters.prompt_tokens += len(request.prompt)
         for address in candidates:
             self.peers.setdefault(address, Peer(up=False, since=now))
@@ -178,10 +193,16 @@ class DecodeCore:
         for entry in [e for e in self.entries.values() if e.request.deadline <= now]:
             self._fail(entry, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
         self.handoffs.tick(now)
+        for sequence, late in self.overload.late(now):
+            self.counters.refused += 1
+            text = f"too busy: the request would end {late:.1f} s after its deadline; ask again later"
+            entry = self._entry(sequence)
+            self._fail(entry, "RESOURCE_EXHAUSTED", "WOULD_MISS_DEADLINE", text, retry=late)
 
     def plan(self, now: float) -> Step | None:
         self._now = now
         step = self.scheduler.plan()
+        self.overload.planned(step, now)
         for leader in list(self.scheduler.handoffs):
             if leader not in self.handoffs:
                 self.handoffs.begin(leader, self._routes[leader], now)
@@ -189,9 +210,12 @@ class DecodeCore:
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
+        self._now = now
+        self.overload.meter.ended(step, now)
         self.scheduler.commit(step, result)
 
     def fail_step(self, step: Step, message: str) -> None:
+        self.overload.meter.failed(step)
         self.scheduler.fail_step(step, message)
 
     def flush(self, step: int) -> None:
@@ -209,6 +233,10 @@ class DecodeCore:
     def _take_event(self, entry: Entry, event: Event) -> None:
         caller, number = entry.key.caller, entry.key.request
         if isinstance(event, TokenEvent):
+            if not entry.output_tokens and entry.admitted is not None:
+                self.overload.first_token.add(self._now - entry.admitted)
+            if event.finish is not None:
+                self.overload.output.add(event.sequence.num_output)
             entry.output_tokens += 1
             self.counters.output_tokens += 1
             tokens = Tokens(number, event.sequence.index, event.token, event.logprobs, event.finish)
@@ -232,7 +260,7 @@ class DecodeCore:
     def _route(self, leader: Sequence, uncached: int) -> Route:
         """In the caller's order: the first prefill node that is connected and not yet given up; else here."""
         entry = self._entry(leader)
-        entry.address, entry.fallback = "", False
+        entry.address, entry.fallback, entry.admitted = "", False, self._now
         if not entry.candidates or uncached <= self.policy.local_prefill_tokens:
             return Route.LOCAL
         connecting = False
@@ -293,10 +321,20 @@ class DecodeCore:
             handoff_retries=entry.retries,
         )
 
-    def _fail(self, entry: Entry, code: str, reason: str, message: str, field: str | None = None) -> None:
+    def _fail(
+        self,
+        entry: Entry,
+        code: str,
+        reason: str,
+        message: str,
+        field: str | None = None,
+        retry: float | None = None,
+    ) -> None:
+        """`retry`: seconds after which asking again makes sense."""
         self.entries.pop(entry.key, None)
         self.scheduler.close(entry.request)
         if code != "CANCELLED":
             self.counters.failed += 1
-        failed = Failed(entry.key.request, entry.attempt, code, reason, message, field)
+        retry_ms = math.ceil(1000 * retry) if retry is not None else None
+        failed = Failed(entry.key.request, entry.attempt, code, reason, message, field, retry_ms)
         self._outputs.append((entry.key.caller, failed))

@@ -226,6 +226,9 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             load.failed = counters.failed
             load.cancelled = counters.cancelled
             load.local_prefills = core.scheduler.local_prompts
+            load.refused = counters.refused
+            load.first_token_ms = int(1000 * core.overload.first_token.value)
+            load.wait_ms = int(1000 * core.overload.wait)
         return load
 
 

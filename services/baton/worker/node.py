@@ -16,6 +16,7 @@ from google.rpc import status_pb2
 
 from baton.config import WorkerConfig
 from baton.engine.loop import StepLoop
+from baton.engine.meter import Meter
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import Core
 from baton.rpc.errors import BatonError, to_status, unavailable
@@ -43,6 +44,9 @@ class WorkerCore(Core, Protocol):
 
     @property
     def requests(self) -> int: ...
+
+    @property
+    def meter(self) -> Meter: ...
 
 
 C = TypeVar("C", bound=WorkerCore)
@@ -225,6 +229,8 @@ class WorkerNode(Generic[C]):
         load.draining = self.draining
         if self.core_or_none is not None:
             load.step_age_ms = int(1000 * self.steps.turn_age)
+            load.step_us = int(1e6 * self.core_or_none.meter.step.value)
+            load.prompt_tokens_per_second = int(self.core_or_none.meter.prompt_rate.value)
             load.problems.extend(self.problems(load))
         return load
 
@@ -269,6 +275,9 @@ class _LatePageSource(prefill_pb2_grpc.PageSourceServicer):
             yield response
 
 
-def status_of(code: str, reason: str, message: str, field: str | None = None) -> status_pb2.Status:
+def status_of(
+    code: str, reason: str, message: str, field: str | None = None, retry_after_ms: int | None = None
+) -> status_pb2.Status:
     """A Status from a core's words."""
-    return to_status(BatonError(grpc.StatusCode[code], reason, message, field=field))
+    error = BatonError(grpc.StatusCode[code], reason, message, field=field, retry_after_ms=retry_after_ms)
+    return to_status(error)
