@@ -126,5 +126,9 @@ class GatewayConfig(NodeConfig):
     """Running requests at most; more are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: int = 16 * 2**20
     """Size of a gRPC message or HTTP body at most."""
+    max_unread_tokens: int = 2048
+    """Output tokens of a request that its client has not read; with more, the request pauses."""
+    slow_reader_seconds: float = 30.0
+    """A request that has paused for so long fails."""
     max_prompt_bytes: int = 8 * 2**20
     """Size of a prompt's text at most."""

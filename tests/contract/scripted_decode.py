@@ -54,15 +54,18 @@ Script = Callable[[Running], Awaitable[None]]
 class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
     """script: what happens to each request; it ends early when the request is cancelled."""
 
-    def __init__(self, script: Script, *, fingerprint: str = "f", name: str = "scripted") -> None:
+    def __init__(
+        self, script: Script, *, fingerprint: str = "f", name: str = "scripted", context: int = 256
+    ) -> None:
         self.script = script
         self.starts: list[decode_pb2.DecodeStart] = []
         self.cancels: list[int] = []
+        self.pauses: list[tuple[int, bool]] = []
         self.address = ""
         self.running: dict[int, asyncio.Task[None]] = {}
         self._incarnation = new_incarnation()
         self._model = node_pb2.ModelInfo(
-            name=name, context_length=256, vocab_size=4096, fingerprint=fingerprint, eos_token_ids=[0]
+            name=name, context_length=context, vocab_size=4096, fingerprint=fingerprint, eos_token_ids=[0]
         )
 
     async def __aenter__(self) -> ScriptedDecode:
@@ -116,6 +119,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
                 running = Running(command.start, send)
                 task = asyncio.create_task(self._run(running))
                 self.running[command.start.request] = task
+            elif kind == "pause":
+                self.pauses.append((command.pause.request, command.pause.paused))
             else:
                 self.cancels.append(command.cancel.request)
                 task = self.running.pop(command.cancel.request, None)

@@ -170,6 +170,17 @@ class DecodeCore:
             self.counters.cancelled += 1
             self._fail(entry, "CANCELLED", "CANCELLED", "cancelled by its caller")
 
+    def pause(self, key: Key, paused: bool) -> None:
+        """A paused request keeps what it has and gets no more tokens."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            entry.request.paused = paused
+
+    @property
+    def paused(self) -> int:
+        """How many are."""
+        return sum(entry.request.paused for entry in list(self.entries.values()))
+
     def caller_gone(self, caller: Hashable, now: float) -> None:
         for entry in [e for e in self.entries.values() if e.key.caller == caller]:
             self.counters.cancelled += 1

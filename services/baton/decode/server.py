@@ -156,8 +156,20 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             else:
                 text = f"no attempt {attempt} of request {number} is running on this stream"
                 caller.refuse(number, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
+        elif kind == "pause":
+            self._pause(command.pause, caller)
         else:
-            raise invalid("kind", "each message on Decode.Generate after `hello` sets start or cancel")
+            text = "each message on Decode.Generate after `hello` sets start, cancel or pause"
+            raise invalid("kind", text)
+
+    def _pause(self, pause: decode_pb2.DecodePause, caller: Caller) -> None:
+        number, attempt = pause.request, pause.attempt
+        known = caller.attempt_of(number)
+        if known == attempt:
+            self.steps.call(lambda core, now: core.pause(Key(caller, number), pause.paused))
+        elif known is not None or not caller.has_ended(number):
+            text = f"no attempt {attempt} of request {number} is running on this stream"
+            caller.refuse(number, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
 
     def _start(self, start: decode_pb2.DecodeStart, caller: Caller) -> None:
         if caller.attempt_of(start.request) is not None:
@@ -226,6 +238,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             load.failed = counters.failed
             load.cancelled = counters.cancelled
             load.local_prefills = core.scheduler.local_prompts
+            load.paused = core.paused
             load.refused = counters.refused
             load.first_token_ms = int(1000 * core.overload.first_token.value)
             load.wait_ms = int(1000 * core.overload.wait)

@@ -82,9 +82,10 @@ def build_step(scheduler: Scheduler) -> Step | None:
 
 
 def _wants_row(scheduler: Scheduler, sequence: Sequence) -> bool:
-    """Whether another token could follow the one in flight."""
+    """Whether another token is wanted, and could follow the one in flight."""
     return (
-        sequence.num_output < sequence.request.params.max_tokens
+        not sequence.request.paused
+        and sequence.num_output < sequence.request.params.max_tokens
         and len(sequence.tokens) + sequence.unread < scheduler.config.context_length
     )
 

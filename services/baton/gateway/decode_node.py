@@ -98,6 +98,11 @@ class DecodeNode:
             self._cancelled[request] = sink.attempt
             self._send_cancel(request, sink.attempt)
 
+    def pause(self, request: int, attempt: int, paused: bool) -> None:
+        """The request's client does not read, or reads again."""
+        pause = decode_pb2.DecodePause(request=request, attempt=attempt, paused=paused)
+        self._link.send(decode_pb2.GenerateCommand(pause=pause))
+
     def _send_cancel(self, request: int, attempt: int) -> None:
         cancel = decode_pb2.DecodeCancel(request=request, attempt=attempt)
         self._link.send(decode_pb2.GenerateCommand(cancel=cancel))

@@ -12,6 +12,7 @@ import grpc
 from baton.gateway import admission
 from baton.gateway.choice_stream import ChoiceStream
 from baton.gateway.prompt import Prompt, encode_prompt
+from baton.gateway.reader import SlowReader
 from baton.gateway.routing import order_prefill
 from baton.gateway.session import Session
 from baton.gateway.token_log import TokenLog
@@ -63,6 +64,10 @@ class Request:
         self._stats: decode_pb2.RequestStats | None = None
         limit = gateway.config.request_seconds
         self._seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else limit
+        config = gateway.config
+        self._reader = SlowReader(
+            config.max_unread_tokens, config.slow_reader_seconds, self._pause, self.fail
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._preparing: asyncio.Task[None] | None = None
 
@@ -79,6 +84,13 @@ class Request:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._seconds, self._expire)
         self._preparing = loop.create_task(self._prepare(), name=f"request {self.name}")
+
+    def take(self) -> list[inference_pb2.GenerateResponse]:
+        """For the client's writer: see TokenLog.take."""
+        events = self.log.take()
+        if self.log.terminal is None:
+            self._reader.look(self.log.unread)
+        return events
 
     def cancel(self, reason: str) -> None:
         """Ends the request with CANCELLED, unless it has ended. What it held is freed at once."""
@@ -132,6 +144,8 @@ class Request:
             ]
             if node.send(self._decode_start(), self):
                 self._node = node
+                if self._reader.paused:
+                    self._pause(True)
                 if self.attempt == 0:
                     self._accept()
                 return
@@ -208,8 +222,14 @@ class Request:
         except BatonError as last:
             self.fail(last)
 
+    def _pause(self, paused: bool) -> None:
+        if self._node is not None:
+            self._node.pause(self.number, self.attempt, paused)
+
     def _on_progress(self, tokens: int) -> None:
         self._finish_if_complete()
+        if self.log.terminal is None:
+            self._reader.look(self.log.unread)
         self._on_change()
 
     def _finish_if_complete(self) -> None:
@@ -248,6 +268,7 @@ class Request:
             self._timer.cancel()
         if self._preparing is not None and self._preparing is not asyncio.current_task():
             self._preparing.cancel()
+        self._reader.close()
         if self._node is not None:
             self._node.cancel(self.number)
         self._close_streams()
