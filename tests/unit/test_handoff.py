@@ -462,3 +462,20 @@ def test_a_pull_that_never_ends_fails_its_try_and_its_pages_come_back_when_it_do
     world.run()
     assert world.core.scheduler.cache.counts().quarantined == 0
     assert world.core.handoffs.overdue == []
+
+
+def test_a_paused_request_gets_no_tokens_and_goes_on_where_it_was():
+    world = World(random.Random(3))
+    request, other = world.start(1, range(30), max_tokens=40), world.start(2, range(50, 80), max_tokens=40)
+    while len(world.tokens[(1, 0)]) < 5:
+        world.turn()
+    world.core.pause(request.key, True)
+    assert world.core.paused == 1
+    said = len(world.tokens[(1, 0)])
+    while 2 not in world.terminal:
+        world.turn()
+    assert len(world.tokens[(1, 0)]) == said
+    world.core.pause(request.key, False)
+    world.run()
+    world.check(request)
+    world.check(other)

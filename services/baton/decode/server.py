@@ -99,9 +99,13 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         for caller, message in messages.items():
             assert isinstance(caller, Caller)
             self.messages += 1
-            caller.send(message)
+            if not caller.send(message):
+                self._drop(caller)
         for effect in effects:
             self._peers.perform(effect)
+
+    def _drop(self, caller: Caller) -> None:
+        self.steps.call(lambda core, now: core.caller_gone(caller, now))
 
     # --- the service ------------------------------------------------------------------------------------
 
@@ -128,7 +132,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         finally:
             reader.cancel()
             self._callers.discard(caller)
-            self.steps.call(lambda core, now: core.caller_gone(caller, now))
+            self._drop(caller)
 
     async def _read(self, commands: Any, caller: Caller) -> None:
         """Awaits nothing but the next message."""

@@ -22,10 +22,18 @@ from baton.handoff.messages import (
 from baton.handoff.names import RecentNames
 from baton.handoff.prefill_side import PrefillSide
 from baton.prefill.core import PrefillCore
-from baton.rpc.errors import BatonError, abort, failed_precondition, invalid, to_status, unavailable
+from baton.rpc.errors import (
+    BatonError,
+    abort,
+    exhausted,
+    failed_precondition,
+    invalid,
+    to_status,
+    unavailable,
+)
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
-from baton.rpc.outbox import Outbox
+from baton.rpc.outbox import Outbox, OutboxFull, byte_size
 from baton.rpc.streams import STREAM_ENDED, first_message
 from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.convert import (
@@ -76,7 +84,15 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
                 events.append(_event(output))
         for holder, events in batches.items():
             assert isinstance(holder, _Caller)
-            holder.outbox.put(prefill_pb2.PrefillResponse(events=events))
+            try:
+                holder.outbox.put(prefill_pb2.PrefillResponse(events=events))
+            except OutboxFull as full:
+                holder.error = exhausted(f"the caller does not read: {full}", "SLOW_READER")
+                holder.outbox.close()
+                self._drop(holder)
+
+    def _drop(self, caller: _Caller) -> None:
+        self.steps.call(lambda core, now: core.side.disconnect(caller, now))
 
     # --- the service ------------------------------------------------------------------------------------
 
@@ -108,7 +124,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         finally:
             reader.cancel()
             self._callers.discard(caller)
-            self.steps.call(lambda core, now: core.side.disconnect(caller, now))
+            self._drop(caller)
 
     async def _read(self, requests: Any, caller: _Caller) -> None:
         """Awaits nothing but the next message."""
@@ -221,7 +237,7 @@ class _Caller:
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
         self.names = RecentNames()
-        self.outbox: Outbox[prefill_pb2.PrefillResponse] = Outbox(_merge)
+        self.outbox: Outbox[prefill_pb2.PrefillResponse] = Outbox(_merge, size_of=byte_size)
         self.error: BatonError | None = None
 
 
