@@ -130,5 +130,7 @@ class GatewayConfig(NodeConfig):
     """Output tokens of a request that its client has not read; with more, the request pauses."""
     slow_reader_seconds: float = 30.0
     """A request that has paused for so long fails."""
+    probe_every: float = 0.0
+    """Seconds between requests of the gateway's own that try each hand-off in turn; 0: none."""
     max_prompt_bytes: int = 8 * 2**20
     """Size of a prompt's text at most."""

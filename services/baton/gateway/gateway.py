@@ -10,6 +10,7 @@ from baton.config import GatewayConfig
 from baton.gateway import admission
 from baton.gateway.decode_node import DecodeNode
 from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.probe import Prober
 from baton.gateway.requests import Request
 from baton.gateway.routing import Candidate, pick_decode
 from baton.gateway.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ class Gateway:
             address: DecodeNode(address, self.incarnation, self._accept, self.tokenizer.flush)
             for address in config.decode
         }
+        self._prober = Prober(self, config.probe_every, self._probed)
         self._numbers = count(1)
         self._running: set[Request] = set()
         self._idle = asyncio.Event()
@@ -47,6 +49,12 @@ class Gateway:
         self.tokenizer.start()
         for node in self._nodes.values():
             node.start()
+        if self.config.probe_every > 0:
+            self._prober.start()
+
+    def _probed(self, outcome: str, seconds: float) -> None:
+        self.metrics.probes.labels(outcome).inc()
+        self.metrics.probe_seconds.set(seconds)
 
     async def wait_until_usable(self, seconds: float) -> bool:
         """Waits for the tokenizer and one decode node, so long at most; logs what it waits for."""
@@ -84,6 +92,15 @@ class Gateway:
             reason = "NO_DECODE_NODE" if none_left else "DECODE_LOST"
             text = f"decode nodes that cannot be used: {'; '.join(lost)}"
             problems.append(node_pb2.Problem(reason=reason, message=text, stops_serving=none_left))
+        failures = self._prober.failures
+        if failures:
+            hops = [
+                f"{decode}{f' from {prefill}' if prefill else ''}: {text}"
+                for (decode, prefill), text in failures.items()
+            ]
+            text = f"probes failed at {'; '.join(hops)}"
+            all_failed = {decode for decode, _ in failures} >= {n.address for n in self.usable_nodes()}
+            problems.append(node_pb2.Problem(reason="PROBE_FAILED", message=text, stops_serving=all_failed))
         return problems
 
     @property
@@ -103,6 +120,7 @@ class Gateway:
     async def stop(self) -> None:
         """Fails what still runs and leaves all peers. Idempotent."""
         self._draining = True
+        self._prober.close()
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
         await asyncio.gather(*(node.close() for node in self._nodes.values()), self.tokenizer.close())
@@ -138,6 +156,9 @@ class Gateway:
         self._running.discard(request)
         if not self._running:
             self._idle.set()
+
+    def usable_nodes(self) -> list[DecodeNode]:
+        return [node for node in self._nodes.values() if node.usable]
 
     def pick_node(self, preferred: str, tried: Collection[str]) -> DecodeNode | None:
         candidates = [Candidate(node.address, node.requests) for node in self._nodes.values() if node.usable]
