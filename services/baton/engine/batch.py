@@ -94,23 +94,26 @@ def _share(scheduler: Scheduler, budget: int) -> list[tuple[Sequence, int]]:
     """Divides a token budget among the prompts, in order of age.
 
     Prompts that one step could hold are computed one after the other: their first tokens then come sooner, on
-    average, than if they were computed side by side. A longer one takes at most half of what is left while
-    others wait, so that it never starves short ones; what remains goes round again. Chunks end on page
-    borders where they can, because only full pages are announced to a receiver.
+    average, than if they were computed side by side. Longer ones, however many, have half of the budget while
+    short ones wait, so that neither starve; each but the last takes half of what the others have left. What
+    remains goes round again. Chunks end on page borders where they can, because only full pages are announced
+    to a receiver.
     """
     size = scheduler.cache.page_size
     prompts = sorted((s for s in scheduler.prompts if not s.unread), key=lambda s: s.age)
     counts = dict.fromkeys(prompts, 0)
-    whole = budget
-    for fair in (True, False):
-        for position, sequence in enumerate(prompts):
-            share = budget
-            missing = sequence.missing - counts[sequence]
-            if fair and missing > whole and position + 1 < len(prompts):
-                share = max(min(size, budget), budget // 2)
-            take = min(share, missing)
-            counts[sequence] += take
-            budget -= take
+    long = [sequence for sequence in prompts if sequence.missing > budget]
+    short = [sequence for sequence in prompts if sequence.missing <= budget]
+    theirs = budget // 2 if short else budget
+    for position, sequence in enumerate(long):
+        last = position + 1 == len(long)
+        counts[sequence] = theirs if last else min(theirs, max(size, theirs // 2))
+        theirs -= counts[sequence]
+        budget -= counts[sequence]
+    for sequence in (*short, *prompts):
+        take = min(budget, sequence.missing - counts[sequence])
+        counts[sequence] += take
+        budget -= take
     chunks: list[tuple[Sequence, int]] = []
     for sequence, count in counts.items():
         end = sequence.computed + count
