@@ -94,7 +94,8 @@ def _share(scheduler: Scheduler, budget: int) -> list[tuple[Sequence, int]]:
     """Divides a token budget among the prompts, in order of age.
 
     Prompts that one step could hold are computed one after the other: their first tokens then come sooner, on
-    average, than if they were computed side by side. Longer ones, however many, have half of the budget while
+    average, than if they were computed side by side. Once those that end in the step keep the device busy
+    (`full_step`), younger ones wait for the next. Longer ones, however many, have half of the budget while
     short ones wait, so that neither starve; each but the last takes half of what the others have left. What
     remains goes round again. Chunks end on page borders where they can, because only full pages are announced
     to a receiver.
@@ -103,17 +104,22 @@ def _share(scheduler: Scheduler, budget: int) -> list[tuple[Sequence, int]]:
     prompts = sorted((s for s in scheduler.prompts if not s.unread), key=lambda s: s.age)
     counts = dict.fromkeys(prompts, 0)
     long = [sequence for sequence in prompts if sequence.missing > budget]
-    short = [sequence for sequence in prompts if sequence.missing <= budget]
-    theirs = budget // 2 if short else budget
-    for position, sequence in enumerate(long):
-        last = position + 1 == len(long)
-        counts[sequence] = theirs if last else min(theirs, max(size, theirs // 2))
-        theirs -= counts[sequence]
-        budget -= counts[sequence]
-    for sequence in (*short, *prompts):
-        take = min(budget, sequence.missing - counts[sequence])
-        counts[sequence] += take
-        budget -= take
+    theirs = budget // 2 if len(long) < len(prompts) else budget
+    for fair in (True, False):
+        ending = 0
+        for sequence in prompts:
+            if ending >= scheduler.config.full_step:
+                break
+            share = budget
+            if fair and sequence in long:
+                share = theirs if sequence is long[-1] else min(theirs, max(size, theirs // 2))
+                share = min(share, budget)
+                theirs -= share
+            take = min(share, sequence.missing - counts[sequence])
+            counts[sequence] += take
+            budget -= take
+            if counts[sequence] == sequence.missing:
+                ending += counts[sequence]
     chunks: list[tuple[Sequence, int]] = []
     for sequence, count in counts.items():
         end = sequence.computed + count
