@@ -98,7 +98,9 @@ async def test_a_stream_that_takes_nothing_at_all_is_ended(node):
 async def test_http_keeps_no_more_either(node):
     async with gateway(node, max_unread_tokens=LIMIT, slow_reader_seconds=0.3) as rig:
         host, _, port = rig.node.info().http_address.rpartition(":")
-        body = json.dumps({"model": "scripted", "prompt": "x", "max_tokens": TOKENS, "stream": True}).encode()
+        body = json.dumps(
+            {"model": "scripted", "prompt": "x", "max_tokens": TOKENS, "stream": True, "logprobs": 5}
+        ).encode()
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             deaf.connect((host, int(port)))
