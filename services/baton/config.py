@@ -82,6 +82,9 @@ class WorkerConfig(NodeConfig):
     """Kinds to offer or accept, best first; empty: all that work here."""
     request_seconds: float = 600.0
     """Limit for a request that names none."""
+    stuck_seconds: float = 20.0
+    """A step that takes longer makes health NOT_SERVING, and ends the callers' streams so that their requests
+    go elsewhere; until it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +109,8 @@ class DecodeConfig(WorkerConfig):
     """Part of the pool that admission leaves free."""
     handoff_seconds: float = 30.0
     """A prefill node that says nothing about a request for so long is given up."""
+    pull_seconds: float = 60.0
+    """A copy of pages that takes longer is given up, its destination pages quarantined until it has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,5 +136,11 @@ class GatewayConfig(NodeConfig):
     """Running requests at most; more are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: int = 16 * 2**20
     """Size of a gRPC message or HTTP body at most."""
+    max_unread_tokens: int = 2048
+    """Output tokens of a request that its client has not read; with more, the request pauses."""
+    slow_reader_seconds: float = 30.0
+    """A request that has paused for so long fails."""
+    probe_every: float = 0.0
+    """Seconds between requests of the gateway's own that try each hand-off in turn; 0: none."""
     max_prompt_bytes: int = 8 * 2**20
     """Size of a prompt's text at most."""

@@ -59,17 +59,20 @@ Script = Callable[[Running], Awaitable[None]]
 class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
     """script: what happens to each request; it ends early when the request is cancelled."""
 
-    def __init__(self, script: Script, *, fingerprint: str = "f", name: str = "scripted") -> None:
+    def __init__(
+        self, script: Script, *, fingerprint: str = "f", name: str = "scripted", context: int = 256
+    ) -> None:
         self.script = script
         self.starts: list[decode_pb2.DecodeStart] = []
         self.cancels: list[int] = []
+        self.pauses: list[tuple[int, bool]] = []
         self.address = ""
         self.mute = False
         """Heartbeats are left unanswered, as by a step thread that hangs."""
         self.running: dict[int, asyncio.Task[None]] = {}
         self._incarnation = new_incarnation()
         self._model = node_pb2.ModelInfo(
-            name=name, context_length=256, vocab_size=4096, fingerprint=fingerprint, eos_token_ids=[0]
+            name=name, context_length=context, vocab_size=4096, fingerprint=fingerprint, eos_token_ids=[0]
         )
 
     async def __aenter__(self) -> ScriptedDecode:
@@ -126,6 +129,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
             elif kind == "heartbeat":
                 if not self.mute:
                     await send(decode_pb2.StepEvents())
+            elif kind == "pause":
+                self.pauses.append((command.pause.request, command.pause.paused))
             else:
                 self.cancels.append(command.cancel.request)
                 task = self.running.pop(command.cancel.request, None)

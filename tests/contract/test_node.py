@@ -174,7 +174,7 @@ async def test_info_and_metrics(running):
     text = await asyncio.to_thread(scrape)
     assert 'baton_steps_total{role="tokenizer"} 3.0' in text
     assert 'baton_pages{role="tokenizer",state="free"} 4.0' in text
-    names = {f.name for f in node_pb2.Load.DESCRIPTOR.fields} - {"pages"}
+    names = {f.name for f in node_pb2.Load.DESCRIPTOR.fields} - {"pages", "problems"}
     assert all(f"baton_{name}{{" in text or f"baton_{name}_total{{" in text for name in names)
 
 

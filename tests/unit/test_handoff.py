@@ -24,6 +24,8 @@ from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 
 SIZE = 4
+PULL = 5.0
+"""Seconds that a pull may take."""
 
 
 def make_scheduler(pages, **options):
@@ -62,7 +64,9 @@ class World:
     def __init__(self, rng, prefill_pages=(40, 40), decode_pages=40, visible=True, grace=1e9, silence=1e9):
         self.rng, self.visible, self.now = rng, visible, 0.0
         self.nodes = {f"p{i}": PrefillNode(f"p{i}", pages, grace) for i, pages in enumerate(prefill_pages)}
-        policy = DecodePolicy(local_prefill_tokens=3, fallback_tokens=1000, silence_seconds=silence)
+        policy = DecodePolicy(
+            local_prefill_tokens=3, fallback_tokens=1000, silence_seconds=silence, pull_seconds=PULL
+        )
 
         def scheduler(**hooks):
             return make_scheduler(decode_pages, output_margin=4, watermark=1, **hooks)
@@ -254,7 +258,7 @@ def test_a_request_that_its_first_token_finishes_is_never_pulled(seed):
     for request in requests:
         world.check(request)
         assert world.terminal[request.key.request].stats.pulled_pages == 0
-    assert world.core.handoffs._next_pull == 1, "a pull was begun"
+    assert world.core.handoffs._pulls.begun == 0, "a pull was begun"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -266,7 +270,7 @@ def test_a_stop_token_that_comes_first_begins_no_pull(seed):
     world.start(1, prompt, stop=frozenset(first))
     world.run()
     assert world.tokens[(1, 0)] == first and isinstance(world.terminal[1], Done)
-    assert world.core.handoffs._next_pull == 1, "a pull was begun"
+    assert world.core.handoffs._pulls.begun == 0, "a pull was begun"
 
 
 def test_a_prompt_that_waits_in_a_long_queue_is_not_given_up():
@@ -430,3 +434,50 @@ def test_any_order_of_events_and_faults(seed, visible):
         if isinstance(ended, Failed):
             assert number in cancelled or ended.code in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"), ended
         world.check(request, partial=isinstance(ended, Failed))
+
+
+def test_a_pull_that_never_ends_fails_its_try_and_its_pages_come_back_when_it_does():
+    world = World(random.Random(5))
+    request = world.start(1, range(30))
+    while not world.pulls:
+        world.turn()
+    stuck = world.pulls.pop()
+    assert world.core.scheduler.cache.counts().quarantined == 0
+    world.now += PULL
+    world.decode_step()
+    counts = world.core.scheduler.cache.counts()
+    assert counts.quarantined == len(stuck[0].pairs) > 0
+    assert world.core.handoffs.overdue == [stuck[0].address]
+    # It goes on elsewhere, and so does a new one: not at the node out of whose pool the copy still runs.
+    second = world.start(2, range(50, 80))
+    for _ in range(30000):
+        if {1, 2} <= world.terminal.keys():
+            break
+        world.turn()
+        assert all(effect.address != stuck[0].address for effect, _ in world.pulls)
+    world.check(request)
+    world.check(second)
+    assert [world.terminal[number].stats.handoff_retries for number in (1, 2)] == [1, 0]
+    # The destinations belong to nobody else until the transport has said that nothing writes them.
+    assert world.core.scheduler.cache.counts().quarantined == counts.quarantined
+    world.pulls.append(stuck)
+    world.run()
+    assert world.core.scheduler.cache.counts().quarantined == 0
+    assert world.core.handoffs.overdue == []
+
+
+def test_a_paused_request_gets_no_tokens_and_goes_on_where_it_was():
+    world = World(random.Random(3))
+    request, other = world.start(1, range(30), max_tokens=40), world.start(2, range(50, 80), max_tokens=40)
+    while len(world.tokens[(1, 0)]) < 5:
+        world.turn()
+    world.core.pause(request.key, True)
+    assert world.core.paused == 1
+    said = len(world.tokens[(1, 0)])
+    while 2 not in world.terminal:
+        world.turn()
+    assert len(world.tokens[(1, 0)]) == said
+    world.core.pause(request.key, False)
+    world.run()
+    world.check(request)
+    world.check(other)

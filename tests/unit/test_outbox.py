@@ -63,3 +63,23 @@ async def test_without_merge_it_is_bounded():
         assert box.put(number)
     with pytest.raises(OutboxFull):
         box.put(3)
+
+
+async def test_merged_items_are_bounded_by_their_bytes():
+    box = Outbox[bytes](bytes.__add__, size_of=len, max_bytes=10)
+    assert box.put(b"123456") and box.put(b"7890")
+    with pytest.raises(OutboxFull):
+        box.put(b"x")
+    assert await anext(box) == b"1234567890"
+    assert box.put(b"x" * 20), "one that is alone may be larger"
+    assert await anext(box) == b"x" * 20
+    assert box.put(b"1234567890")
+
+
+async def test_a_queue_counts_the_bytes_that_have_left():
+    box = Outbox[bytes](None, size_of=len, max_bytes=10)
+    for _ in range(50):
+        assert box.put(b"1234") and box.put(b"5678")
+        with pytest.raises(OutboxFull):
+            box.put(b"123")
+        assert await anext(box) == b"1234" and await anext(box) == b"5678"

@@ -159,6 +159,23 @@ def test_a_cached_prefix_is_not_computed_again():
     assert sum(len(r.tokens) for p in engine.runner.steps[before:] for r in p.rows if r.tokens) == 3
 
 
+def test_many_long_prompts_do_not_hold_up_short_ones():
+    """They share one half of each step: a short prompt is computed in the first step that it could be in."""
+    engine = Engine(pages=600, rows=16, context_length=1200)
+    long = [request(f"long {number}", range(1000 * number, 1000 * number + 200)) for number in range(10)]
+    for each in long:
+        engine.scheduler.submit(each)
+    for _ in range(3):
+        engine.turn()
+    short = request("short", range(50_000, 50_012), max_tokens=1)
+    engine.scheduler.submit(short)
+    engine.turn()
+    assert engine.ended == ["short"]
+    while len(engine.ended) < 11:
+        engine.turn()
+    check_outputs(engine, [*long, short])
+
+
 def test_long_prompt_does_not_hold_up_short_ones():
     engine = Engine(pages=256, budget=16, context_length=800)
     long, short = request("long", range(600)), request("short", range(5))

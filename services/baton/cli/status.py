@@ -32,8 +32,21 @@ def server_option(function: F) -> F:
     )(function)
 
 
+def wrong(report: NodeReport) -> list[str]:
+    """What is wrong with a process, in words; empty: nothing."""
+    if report.info is None or report.load is None:
+        return [f"unreachable: {report.error}"]
+    found = [f"{problem.reason}: {problem.message}" for problem in report.load.problems]
+    if report.load.draining:
+        found.insert(0, "DRAINING: takes no new requests")
+    elif report.health != "SERVING" and not found:
+        found = [f"health is {report.health}"]
+    return found
+
+
 def _as_dict(report: NodeReport) -> dict[str, Any]:
     found: dict[str, Any] = {"role": report.role, "address": report.address, "health": report.health}
+    found["wrong"] = wrong(report)
     if report.error:
         found["error"] = report.error
     for name, message in (("info", report.info), ("load", report.load)):
@@ -52,12 +65,25 @@ def _load(report: NodeReport) -> str:
         "prefilling": load.prefilling,
         "handing off": load.handing_off,
         "running": load.running,
-        "leases": load.leases,
+        "paused": load.paused,
+        "pulls": load.pulls,
     }
     words = [f"{count} {word}" for word, count in counts.items() if count]
     if not words:
         words = [f"{load.requests} requests"] if load.requests else ["idle"]
     return ", ".join(["draining", *words] if load.draining else words)
+
+
+def _leases(report: NodeReport) -> str:
+    if report.load is None or not report.load.leases:
+        return ""
+    return f"{report.load.leases}, oldest {report.load.oldest_lease_ms / 1000:.1f} s"
+
+
+def _peers(report: NodeReport) -> str:
+    """How many of the processes that it connects to it has reached."""
+    peers = report.info.peers if report.info is not None else []
+    return f"{sum(peer.connected for peer in peers)} of {len(peers)}" if peers else ""
 
 
 def _pages(report: NodeReport) -> str:
@@ -71,13 +97,13 @@ def _pages(report: NodeReport) -> str:
 def status_table(reports: Sequence[NodeReport]) -> Table:
     """One row a process."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("role", "address", "pid", "incarnation", "health", "model", "device", "load", "pages"):
+    who = ("role", "address", "pid", "incarnation", "health", "peers", "model", "device")
+    for column in (*who, "load", "leases", "pages"):
         table.add_column(column, overflow="fold")
     for report in reports:
         info = report.info
         if info is None:
-            reason = f"[red]unreachable[/] {escape(report.error)}"
-            table.add_row(report.role, report.address, "", "", reason, "", "", "", "")
+            table.add_row(report.role, report.address, "", "", "[red]unreachable[/]")
             continue
         model = f"{info.model.name} {info.model.dtype}".strip()
         table.add_row(
@@ -86,9 +112,11 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
             str(info.pid),
             f"{info.incarnation:016x}"[:8],
             _HEALTH.get(report.health, report.health),
+            _peers(report),
             escape(model),
             info.device,
             _load(report),
+            _leases(report),
             _pages(report),
         )
     return table
@@ -98,10 +126,10 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
 @server_option
 @click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout: all that each process says.")
 def status(server: str, as_json: bool) -> None:
-    """Show every process of a running deployment, with health and load.
+    """Show every process of a running deployment: health, load, leases, pages, and what is wrong with it.
 
     The gateway and its decode nodes name the processes that they connect to; each is asked itself. Exits with
-    1 when one of them does not answer or does not serve.
+    1 when anything is wrong with one of them. 'baton probe' sends a request through all of them.
 
     \b
     Examples:
@@ -115,5 +143,9 @@ def status(server: str, as_json: bool) -> None:
         hint = "start one with 'baton up', or name it with --server"
         fail(f"no gateway at {server} ({reports[0].error}); {hint}")
     else:
-        Console().print(status_table(reports), highlight=False)
-    raise SystemExit(0 if all(report.health == "SERVING" for report in reports) else 1)
+        console = Console()
+        console.print(status_table(reports), highlight=False)
+        for report in reports:
+            for text in wrong(report):
+                console.print(f"[red]{report.role} {report.address}[/] {escape(text)}", highlight=False)
+    raise SystemExit(1 if any(wrong(report) for report in reports) else 0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
+from google.rpc import status_pb2
+
 from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
-from baton.rpc.errors import BatonError, to_status
-from baton.rpc.outbox import Outbox
+from baton.rpc.errors import BatonError, exhausted, to_status
+from baton.rpc.outbox import Outbox, OutboxFull, byte_size
 from baton.v1 import decode_pb2
 from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to
 from baton.worker.node import status_of
@@ -21,7 +23,7 @@ class Caller:
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
-        self.outbox: Outbox[decode_pb2.StepEvents] = Outbox(merge)
+        self.outbox: Outbox[decode_pb2.StepEvents] = Outbox(merge, size_of=byte_size)
         self.error: BatonError | None = None
         self._running: dict[int, int] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
@@ -53,22 +55,32 @@ class Caller:
         except TimeoutError:
             return
 
-    def send(self, message: decode_pb2.StepEvents) -> None:
+    def send(self, message: decode_pb2.StepEvents) -> bool:
+        """False: the caller does not read, and its stream ends; what it has started is of no use any more."""
         if message.events:
             self._urgent.set()
         for event in message.events:
             if event.WhichOneof("kind") in ("finished", "failed"):
                 self._end(event.request)
-        self.outbox.put(message)
+        taken = self._put(message)
         self._close_if_done()
+        return taken
 
     def refuse(self, request: int, attempt: int, error: BatonError) -> None:
         event = decode_pb2.DecodeEvent(request=request, attempt=attempt, failed=to_status(error))
         if self._running.get(request) == attempt:
             self._end(request)
         self._urgent.set()
-        self.outbox.put(decode_pb2.StepEvents(events=[event]))
+        self._put(decode_pb2.StepEvents(events=[event]))
         self._close_if_done()
+
+    def _put(self, message: decode_pb2.StepEvents) -> bool:
+        try:
+            return self.outbox.put(message)
+        except OutboxFull as full:
+            self.error = exhausted(f"the caller does not read: {full}", "SLOW_READER")
+            self.outbox.close()
+            return False
 
     def _end(self, request: int) -> None:
         self._running.pop(request, None)
@@ -126,4 +138,8 @@ def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) 
             )
         )
     elif isinstance(output, Failed):
-        event.failed.CopyFrom(status_of(output.code, output.reason, output.message, output.field))
+        event.failed.CopyFrom(_status(output))
+
+
+def _status(failed: Failed) -> status_pb2.Status:
+    return status_of(failed.code, failed.reason, failed.message, failed.field, failed.retry_after_ms)

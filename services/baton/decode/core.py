@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from baton.decode.outputs import Done, Failed, Output, Prompt, Stats, Tokens
+from baton.decode.overload import Overload
 from baton.engine.batch import Step
+from baton.engine.meter import Meter
 from baton.engine.plan import StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -59,6 +62,8 @@ class Entry:
     pulled_pages: int = 0
     output_tokens: int = 0
     last_failure: str = ""
+    admitted: float | None = None
+    """When its last admission was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,8 @@ class DecodeCounters:
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
+    refused: int = 0
+    """For want of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,8 @@ class DecodePolicy:
     fallback_tokens: int
     """Tokens of prompts that may be prefilled here at a time because no prefill node could be had."""
     silence_seconds: float
+    pull_seconds: float
+    """A pull that takes longer is given up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +119,7 @@ class DecodeCore:
     _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
     _tries: OrderedDict[tuple[int, int, int], int] = field(default_factory=OrderedDict)
     _now: float = 0.0
+    overload: Overload = field(init=False)
 
     def __post_init__(self) -> None:
         self.scheduler = self.make_scheduler(
@@ -118,10 +128,16 @@ class DecodeCore:
         self.handoffs = DecodeSide(
             self.scheduler,
             silence=self.policy.silence_seconds,
+            pull_seconds=self.policy.pull_seconds,
             name_of=self._name,
             pulled=self._pulled,
             failed=self._handoff_failed,
         )
+        self.overload = Overload(self.scheduler)
+
+    @property
+    def meter(self) -> Meter:
+        return self.overload.meter
 
     @property
     def requests(self) -> int:
@@ -138,9 +154,11 @@ class DecodeCore:
             self.scheduler.submit(request)
         except Refused as refusal:
             code = "INVALID_ARGUMENT" if refusal.field else "RESOURCE_EXHAUSTED"
-            self._fail(entry, code, refusal.reason, refusal.message, refusal.field)
+            retry = None if refusal.field else max(1.0, self.overload.wait)
+            self._fail(entry, code, refusal.reason, refusal.message, refusal.field, retry)
             return
         self.entries[key] = entry
+        self.overload.arrived()
         self.counters.prompt_tokens += len(request.prompt)
         for address in candidates:
             self.peers.setdefault(address, Peer(up=False, since=now))
@@ -151,6 +169,17 @@ class DecodeCore:
         if entry is not None:
             self.counters.cancelled += 1
             self._fail(entry, "CANCELLED", "CANCELLED", "cancelled by its caller")
+
+    def pause(self, key: Key, paused: bool) -> None:
+        """A paused request keeps what it has and gets no more tokens."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            entry.request.paused = paused
+
+    @property
+    def paused(self) -> int:
+        """How many are."""
+        return sum(entry.request.paused for entry in list(self.entries.values()))
 
     def caller_gone(self, caller: Hashable, now: float) -> None:
         for entry in [e for e in self.entries.values() if e.key.caller == caller]:
@@ -168,6 +197,11 @@ class DecodeCore:
         if not peer.up:
             self.handoffs.peer_down(address, reason)
 
+    def forget_peer(self, address: str) -> None:
+        """No request names the node any more, and its connection has been closed."""
+        self.peers.pop(address, None)
+        self.handoffs.peer_down(address, "no longer in use")
+
     # --- the step loop ----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
@@ -175,10 +209,16 @@ class DecodeCore:
         for entry in [e for e in self.entries.values() if e.request.deadline <= now]:
             self._fail(entry, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
         self.handoffs.tick(now)
+        for sequence, late in self.overload.late(now):
+            self.counters.refused += 1
+            text = f"too busy: the request would end {late:.1f} s after its deadline; ask again later"
+            entry = self._entry(sequence)
+            self._fail(entry, "RESOURCE_EXHAUSTED", "WOULD_MISS_DEADLINE", text, retry=late)
 
     def plan(self, now: float) -> Step | None:
         self._now = now
         step = self.scheduler.plan()
+        self.overload.planned(step, now)
         for leader in list(self.scheduler.handoffs):
             if leader not in self.handoffs:
                 self.handoffs.begin(leader, self._routes[leader], now)
@@ -186,9 +226,12 @@ class DecodeCore:
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
+        self._now = now
+        self.overload.meter.ended(step, now)
         self.scheduler.commit(step, result)
 
     def fail_step(self, step: Step, message: str) -> None:
+        self.overload.meter.failed(step)
         self.scheduler.fail_step(step, message)
 
     def flush(self, step: int) -> None:
@@ -206,6 +249,10 @@ class DecodeCore:
     def _take_event(self, entry: Entry, event: Event) -> None:
         caller, number = entry.key.caller, entry.key.request
         if isinstance(event, TokenEvent):
+            if not entry.output_tokens and entry.admitted is not None:
+                self.overload.first_token.add(self._now - entry.admitted)
+            if event.finish is not None:
+                self.overload.output.add(event.sequence.num_output)
             entry.output_tokens += 1
             self.counters.output_tokens += 1
             index = event.sequence.index
@@ -230,13 +277,13 @@ class DecodeCore:
     def _route(self, leader: Sequence, uncached: int) -> Route:
         """In the caller's order: the first prefill node that is connected and not yet given up; else here."""
         entry = self._entry(leader)
-        entry.address, entry.fallback = "", False
+        entry.address, entry.fallback, entry.admitted = "", False, self._now
         if not entry.candidates or uncached <= self.policy.local_prefill_tokens:
             return Route.LOCAL
         connecting = False
         for address in entry.candidates[entry.tried :]:
             peer = self.peers[address]
-            if peer.up:
+            if peer.up and address not in self.handoffs.overdue:
                 entry.address = self._routes[leader] = address
                 return Route.REMOTE
             connecting = connecting or self._now - peer.since < CONNECT_SECONDS
@@ -291,10 +338,20 @@ class DecodeCore:
             handoff_retries=entry.retries,
         )
 
-    def _fail(self, entry: Entry, code: str, reason: str, message: str, field: str | None = None) -> None:
+    def _fail(
+        self,
+        entry: Entry,
+        code: str,
+        reason: str,
+        message: str,
+        field: str | None = None,
+        retry: float | None = None,
+    ) -> None:
+        """`retry`: seconds after which asking again makes sense."""
         self.entries.pop(entry.key, None)
         self.scheduler.close(entry.request)
         if code != "CANCELLED":
             self.counters.failed += 1
-        failed = Failed(entry.key.request, entry.attempt, code, reason, message, field)
+        retry_ms = math.ceil(1000 * retry) if retry is not None else None
+        failed = Failed(entry.key.request, entry.attempt, code, reason, message, field, retry_ms)
         self._outputs.append((entry.key.caller, failed))

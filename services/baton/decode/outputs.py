@@ -60,6 +60,7 @@ class Failed:
     reason: str
     message: str
     field: str | None = None
+    retry_after_ms: int | None = None
 
 
 Output = Tokens | Prompt | Done | Failed

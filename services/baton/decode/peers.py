@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from baton.decode.server import DecodeNode
 
 MAX_PEERS = 256
+FORGET_SECONDS = 60.0
+"""A prefill node is left so long after the last request that could name it has ended; one of the process's
+own configuration never."""
 
 _log = get_logger("baton.decode")
 
@@ -31,19 +34,47 @@ LinkType = Link[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 class PrefillPeers:
     """All prefill nodes that this decode node knows. Lives on the event loop."""
 
-    def __init__(self, node: DecodeNode) -> None:
+    def __init__(self, node: DecodeNode, own: Sequence[str], request_seconds: float) -> None:
+        """`own`: nodes of this process's configuration, never forgotten. `request_seconds`: the longest that
+        a request may live."""
         self._node = node
+        self._own = frozenset(own)
+        self._forget_seconds = request_seconds + FORGET_SECONDS
         self._peers: dict[str, _Peer] = {}
 
     def check_room(self, addresses: Sequence[str]) -> None:
-        """Raises BatonError when a caller names more prefill nodes than this node will ever connect to."""
+        """Raises BatonError when a caller names more prefill nodes than this node connects to at a time."""
         if len(self._peers) + len(set(addresses) - self._peers.keys()) > MAX_PEERS:
             raise invalid("prefill", f"this node connects to at most {MAX_PEERS} prefill nodes")
 
     def connect(self, address: str) -> None:
-        """Begins to connect, unless that has been done."""
+        """A request names the node: begins to connect, unless that has been done."""
         if address not in self._peers:
+            self._forget()
             self._peers[address] = _Peer(self._node, address)
+        self._peers[address].named = time.monotonic()
+
+    def _forget(self) -> None:
+        """Leaves the nodes that no request has named for long, so that those of a fleet that changes do not
+        add up."""
+        oldest = time.monotonic() - self._forget_seconds
+        for address, peer in list(self._peers.items()):
+            if peer.named < oldest and address not in self._own:
+                del self._peers[address]
+                self._node.tasks.spawn(peer.close(), f"leave {address}")
+                self._tell_forgotten(address)
+
+    def _tell_forgotten(self, address: str) -> None:
+        self._node.steps.call(lambda core, now: core.forget_peer(address))
+
+    def lost(self) -> list[str]:
+        """Nodes that cannot be used, with the reason: the process's own, and those named within a minute."""
+        recent = time.monotonic() - FORGET_SECONDS
+        return [
+            f"{address} ({peer.trouble})"
+            for address, peer in self._peers.items()
+            if not peer.usable.is_set() and (address in self._own or peer.named >= recent)
+        ]
 
     def describe(self) -> list[node_pb2.Peer]:
         """For NodeInfo."""
@@ -109,6 +140,8 @@ class _Peer:
         self.receiver: Receiver | None = None
         self.usable = asyncio.Event()
         self.incarnation = 0
+        self.named = 0.0
+        """When a request last named it."""
         self._node = node
         self._session = 0
         self.link: LinkType = Link(
@@ -120,6 +153,11 @@ class _Peer:
             on_down=self._lost,
         )
         self.link.start()
+
+    @property
+    def trouble(self) -> str:
+        error = self.link.last_error
+        return error.message if error is not None else "not connected yet"
 
     def _hello(self) -> prefill_pb2.PrefillRequest:
         hello = prefill_pb2.PrefillHello(incarnation=self._node.incarnation, layout=self._node.layout)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -46,7 +46,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         self._callers: set[Caller] = set()
         self.messages = 0
         """Sent to callers by steps."""
-        self._peers = PrefillPeers(self)
+        self._peers = PrefillPeers(self, config.prefill, config.request_seconds)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
@@ -58,6 +58,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             local_prefill_tokens=config.local_prefill_tokens,
             fallback_tokens=config.fallback_tokens,
             silence_seconds=config.handoff_seconds,
+            pull_seconds=config.pull_seconds,
         )
         watermark = int(self.engine.pool.num_pages * config.watermark)
 
@@ -83,11 +84,14 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             caller.send(decode_pb2.StepEvents(events=[_DRAINING]))
         return await super().drain(seconds)
 
+    def leave_callers(self, error: BatonError) -> None:
+        for caller in list(self._callers):
+            caller.error = error
+            caller.outbox.close()
+
     async def stop(self) -> None:
         await self._hand_back()
-        for caller in list(self._callers):
-            caller.error = unavailable("the node is stopping", "STOPPING")
-            caller.outbox.close()
+        self.leave_callers(unavailable("the node is stopping", "STOPPING"))
         await asyncio.sleep(0)
         await self._peers.close()
         await super().stop()
@@ -119,9 +123,13 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         for caller, message in messages.items():
             assert isinstance(caller, Caller)
             self.messages += 1
-            caller.send(message)
+            if not caller.send(message):
+                self._drop(caller)
         for effect in effects:
             self._peers.perform(effect)
+
+    def _drop(self, caller: Caller) -> None:
+        self.steps.call(lambda core, now: core.caller_gone(caller, now))
 
     # --- the service ------------------------------------------------------------------------------------
 
@@ -131,6 +139,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             if first.WhichOneof("kind") != "hello" or not first.hello.incarnation:
                 text = "the first message on Decode.Generate must be `hello` with a non-zero incarnation"
                 raise invalid("hello.incarnation", text)
+            self.require_turning()
         except BatonError as error:
             await abort(context, error)
         caller = Caller(first.hello.incarnation)
@@ -149,7 +158,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         finally:
             reader.cancel()
             self._callers.discard(caller)
-            self.steps.call(lambda core, now: core.caller_gone(caller, now))
+            self._drop(caller)
 
     async def _read(self, commands: Any, caller: Caller) -> None:
         """Awaits nothing but the next message."""
@@ -179,13 +188,24 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
                 caller.refuse(number, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
         elif kind == "heartbeat":
             self.steps.call(lambda core, now: self._answer(caller))
+        elif kind == "pause":
+            self._pause(command.pause, caller)
         else:
-            text = "each message on Decode.Generate after `hello` sets start, cancel or heartbeat"
+            text = "each message on Decode.Generate after `hello` sets start, cancel, heartbeat or pause"
             raise invalid("kind", text)
 
     def _answer(self, caller: Caller) -> None:
         """In the step thread: that is the one that must be alive."""
         self.loop.call_soon_threadsafe(caller.send, decode_pb2.StepEvents())
+
+    def _pause(self, pause: decode_pb2.DecodePause, caller: Caller) -> None:
+        number, attempt = pause.request, pause.attempt
+        known = caller.attempt_of(number)
+        if known == attempt:
+            self.steps.call(lambda core, now: core.pause(Key(caller, number), pause.paused))
+        elif known is not None or not caller.has_ended(number):
+            text = f"no attempt {attempt} of request {number} is running on this stream"
+            caller.refuse(number, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
 
     def _start(self, start: decode_pb2.DecodeStart, caller: Caller) -> None:
         if caller.attempt_of(start.request) is not None:
@@ -226,6 +246,18 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         gateway = caller.incarnation
         self.steps.call(lambda core, now: core.start(key, gateway, attempt, request, candidates, now))
 
+    def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
+        yield from super().problems(load)
+        overdue = self.core_or_none.handoffs.overdue if self.core_or_none is not None else []
+        if overdue:
+            text = f"a copy of pages from {', '.join(overdue)} has been running for more than "
+            text += f"{self._config.pull_seconds:g} s"
+            yield node_pb2.Problem(reason="PULL_STUCK", message=text, stops_serving=True)
+        lost = self._peers.lost()
+        if lost:
+            text = f"prompts are not handed off to {'; '.join(lost)}"
+            yield node_pb2.Problem(reason="PREFILL_LOST", message=text)
+
     def load(self) -> node_pb2.Load:
         load = super().load()
         core = self.core_or_none
@@ -245,6 +277,10 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             load.failed = counters.failed
             load.cancelled = counters.cancelled
             load.local_prefills = core.scheduler.local_prompts
+            load.paused = core.paused
+            load.refused = counters.refused
+            load.first_token_ms = int(1000 * core.overload.first_token.value)
+            load.wait_ms = int(1000 * core.overload.wait)
         return load
 
 

@@ -82,9 +82,10 @@ def build_step(scheduler: Scheduler) -> Step | None:
 
 
 def _wants_row(scheduler: Scheduler, sequence: Sequence) -> bool:
-    """Whether another token could follow the one in flight."""
+    """Whether another token is wanted, and could follow the one in flight."""
     return (
-        sequence.num_output < sequence.request.params.max_tokens
+        not sequence.request.paused
+        and sequence.num_output < sequence.request.params.max_tokens
         and len(sequence.tokens) + sequence.unread < scheduler.config.context_length
     )
 
@@ -94,24 +95,27 @@ def _share(scheduler: Scheduler, budget: int) -> list[tuple[Sequence, int]]:
 
     Prompts that one step could hold are computed one after the other: their first tokens then come sooner, on
     average, than if they were computed side by side. Once those that end in the step keep the device busy
-    (`full_step`), younger ones wait for the next. A longer one takes at most half of what is left while
-    others wait, so that it never starves short ones; what remains goes round again. Chunks end on page
-    borders where they can, because only full pages are announced to a receiver.
+    (`full_step`), younger ones wait for the next. Longer ones, however many, have half of the budget while
+    short ones wait, so that neither starve; each but the last takes half of what the others have left. What
+    remains goes round again. Chunks end on page borders where they can, because only full pages are announced
+    to a receiver.
     """
     size = scheduler.cache.page_size
     prompts = sorted((s for s in scheduler.prompts if not s.unread), key=lambda s: s.age)
     counts = dict.fromkeys(prompts, 0)
-    whole = budget
+    long = [sequence for sequence in prompts if sequence.missing > budget]
+    theirs = budget // 2 if len(long) < len(prompts) else budget
     for fair in (True, False):
         ending = 0
-        for position, sequence in enumerate(prompts):
+        for sequence in prompts:
             if ending >= scheduler.config.full_step:
                 break
             share = budget
-            missing = sequence.missing - counts[sequence]
-            if fair and missing > whole and position + 1 < len(prompts):
-                share = max(min(size, budget), budget // 2)
-            take = min(share, missing)
+            if fair and sequence in long:
+                share = theirs if sequence is long[-1] else min(theirs, max(size, theirs // 2))
+                share = min(share, budget)
+                theirs -= share
+            take = min(share, sequence.missing - counts[sequence])
             counts[sequence] += take
             budget -= take
             if counts[sequence] == sequence.missing:

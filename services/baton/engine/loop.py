@@ -37,8 +37,7 @@ class StepLoop(Generic[C]):
         self._wake = threading.Event()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.last_turn = clock()
-        """When the loop last came round; an old value with work at hand means that it is stuck."""
+        self._last_turn = clock()
 
     def start(self) -> None:
         self._thread.start()
@@ -46,6 +45,11 @@ class StepLoop(Generic[C]):
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def turn_age(self) -> float:
+        """Seconds since the last turn began: at most TICK_SECONDS and a step, unless the thread is stuck."""
+        return self._clock() - self._last_turn
 
     def call(self, function: Callable[[C, float], None]) -> None:
         """Runs `function(core, now)` in the step thread, between steps; in order, from any thread."""
@@ -70,7 +74,7 @@ class StepLoop(Generic[C]):
         turns = self._turns
         while not self._stopping:
             self._wake.clear()
-            self.last_turn = self._clock()
+            self._last_turn = self._clock()
             due = turns.begin()
             if due is not None:
                 turns.finish(due)

@@ -126,6 +126,8 @@ class Request:
     """Prompt tokens that needed no computing; None until admission."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     retractions: int = 0
+    paused: bool = False
+    """Its sequences that are running get no rows."""
 
     def __post_init__(self) -> None:
         for index, output in enumerate(self.delivered or ((),) * self.n):

@@ -135,6 +135,11 @@ class DecodeNode:
             sink.on_failed(error, lost=True)
         self._after_step()
 
+    def pause(self, request: int, attempt: int, paused: bool) -> None:
+        """The request's client does not read, or reads again."""
+        pause = decode_pb2.DecodePause(request=request, attempt=attempt, paused=paused)
+        self._link.send(decode_pb2.GenerateCommand(pause=pause))
+
     def _send_cancel(self, request: int, attempt: int) -> None:
         self._cancelled[request] = attempt
         cancel = decode_pb2.DecodeCancel(request=request, attempt=attempt)

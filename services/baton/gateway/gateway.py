@@ -12,6 +12,7 @@ from baton.gateway.attempts import ResumePolicy
 from baton.gateway.decode_node import DecodeNode
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.nodes import Nodes
+from baton.gateway.probe import Prober
 from baton.gateway.requests import Request
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
@@ -33,6 +34,7 @@ class Gateway:
         self.tokenizer = Tokenizer(config.resume_wait_seconds)
         self.nodes = Nodes(self.tokenizer, self._make_decode)
         self._last_model: node_pb2.ModelInfo | None = None
+        self._prober = Prober(self, config.probe_every, self._probed)
         self._numbers = count(1)
         self._running: set[Request] = set()
         self._idle = asyncio.Event()
@@ -47,6 +49,12 @@ class Gateway:
         for role in ("tokenizer", "prefill", "decode"):
             for address in getattr(self.config, role):
                 self.nodes.add(role, address)
+        if self.config.probe_every > 0:
+            self._prober.start()
+
+    def _probed(self, outcome: str, seconds: float) -> None:
+        self.metrics.probes.labels(outcome).inc()
+        self.metrics.probe_seconds.set(seconds)
 
     async def wait_until_usable(self, seconds: float) -> bool:
         """Waits for the tokenizer and one decode node, so long at most; logs what it waits for."""
@@ -67,6 +75,31 @@ class Gateway:
         """Why no request can be served now; empty: requests are served."""
         return self.nodes.missing()
 
+    def problems(self) -> list[node_pb2.Problem]:
+        """What is wrong now. A decode node that is lost stops nothing while another one is left."""
+        problems = []
+        if not self.tokenizer.connected:
+            text = f"no tokenizer is reachable ({', '.join(self.tokenizer.nodes) or 'none is known'})"
+            problems.append(
+                node_pb2.Problem(reason="TOKENIZER_UNAVAILABLE", message=text, stops_serving=True)
+            )
+        lost = [f"{node.address} ({node.trouble})" for node in self.nodes.decode.values() if not node.usable]
+        if lost or not self.nodes.decode:
+            none_left = len(lost) == len(self.nodes.decode)
+            reason = "NO_DECODE_NODE" if none_left else "DECODE_LOST"
+            text = f"decode nodes that cannot be used: {'; '.join(lost)}"
+            problems.append(node_pb2.Problem(reason=reason, message=text, stops_serving=none_left))
+        failures = self._prober.failures
+        if failures:
+            hops = [
+                f"{decode}{f' from {prefill}' if prefill else ''}: {text}"
+                for (decode, prefill), text in failures.items()
+            ]
+            text = f"probes failed at {'; '.join(hops)}"
+            all_failed = {decode for decode, _ in failures} >= {n.address for n in self.usable_nodes()}
+            problems.append(node_pb2.Problem(reason="PROBE_FAILED", message=text, stops_serving=all_failed))
+        return problems
+
     @property
     def healthy(self) -> bool:
         return not self._draining and not self.missing()
@@ -84,6 +117,7 @@ class Gateway:
     async def stop(self) -> None:
         """Fails what still runs and leaves all peers. Idempotent."""
         self._draining = True
+        self._prober.close()
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
         await self.nodes.close()
@@ -123,6 +157,9 @@ class Gateway:
         self._running.discard(request)
         if not self._running:
             self._idle.set()
+
+    def usable_nodes(self) -> list[DecodeNode]:
+        return [node for node in self.nodes.decode.values() if node.usable]
 
     def no_decode_node(self) -> BatonError:
         nodes = "; ".join(
@@ -187,6 +224,7 @@ class Gateway:
 
     def load(self) -> node_pb2.Load:
         return node_pb2.Load(
+            problems=self.problems(),
             draining=self._draining,
             requests=len(self._running),
             running=sum(node.requests for node in self.nodes.decode.values()),

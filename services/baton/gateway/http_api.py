@@ -87,7 +87,9 @@ def make_app(gateway: Gateway) -> FastAPI:
             {"role": peer.role, "address": peer.address, "connected": peer.connected} for peer in info.peers
         ]
         status = "serving" if gateway.healthy else "not serving"
-        return JSONResponse({"status": status, "peers": peers}, status_code=200 if gateway.healthy else 503)
+        problems = [problem.message for problem in gateway.problems()]
+        body = {"status": status, "peers": peers, "problems": problems}
+        return JSONResponse(body, status_code=200 if gateway.healthy else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -66,7 +66,7 @@ class Job:
     def _take(self) -> None:
         for number in sorted(self._left):
             request = self._requests[number]
-            while events := request.log.take():
+            while events := request.take():
                 for event in events:
                     self._sort(number, request, event)
 

@@ -18,6 +18,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 
 MAX_UNREAD = 1024
 """Requests and refusals that a client has not read to their end; no more of its messages are read then."""
+WRITE_SECONDS = 2.0
+"""A message that has not left so long after the client's requests have failed for it ends the stream."""
 MAX_SESSIONS = 256
 """Per stream."""
 
@@ -33,8 +35,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         reading = asyncio.create_task(stream.read(requests))
         try:
             async for response in stream.responses():
-                await context.write(response)
+                async with asyncio.timeout(self._gateway.config.slow_reader_seconds + WRITE_SECONDS):
+                    await context.write(response)
             await reading
+        except TimeoutError:
+            # Its requests have failed by now, or have ended; their output is let go.
+            await abort(context, exhausted("the client does not read", "SLOW_READER"))
         finally:
             reading.cancel()
             stream.leave()
@@ -96,7 +102,7 @@ class _ClientStream:
                 id = next(iter(self._changed))
                 del self._changed[id]
                 request = self._open[id]
-                events = request.log.take()
+                events = request.take()
                 if request.log.drained:
                     del self._open[id]  # free for reuse before the client can have read the terminal event
                 elif events:

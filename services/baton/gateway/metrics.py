@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
@@ -33,5 +33,11 @@ class GatewayMetrics:
             "Times that a request went on at a decode node after another one had been lost.",
             registry=self.registry,
         )
+        self.probes = Counter(
+            "baton_probes", "Probes of the hand-off, by outcome.", ["outcome"], registry=self.registry
+        )
+        self.probe_seconds = Gauge("baton_probe_seconds", "What the last probe took.", registry=self.registry)
+        for outcome in ("ok", "refused", "failed"):
+            self.probes.labels(outcome)
         for outcome in ("finished", "failed", "cancelled"):
             self.requests.labels(outcome)

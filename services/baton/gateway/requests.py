@@ -14,6 +14,7 @@ from baton.gateway.attempts import Attempts, Wait
 from baton.gateway.choice_stream import ChoiceStream
 from baton.gateway.messages import decode_start, finished
 from baton.gateway.prompt import Prompt, encode_prompt
+from baton.gateway.reader import SlowReader
 from baton.gateway.routing import order_prefill
 from baton.gateway.session import Session
 from baton.gateway.timing import Timing
@@ -65,6 +66,10 @@ class Request:
         self._timing = Timing(
             gateway.metrics, start.timeout_ms / 1000 if start.HasField("timeout_ms") else limit
         )
+        config = gateway.config
+        self._reader = SlowReader(
+            config.max_unread_tokens, config.slow_reader_seconds, self._pause, self.fail
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._placing: asyncio.TimerHandle | None = None
         self._preparing: asyncio.Task[None] | None = None
@@ -87,6 +92,13 @@ class Request:
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._timing.limit, self._expire)
         self._preparing = loop.create_task(self._prepare(), name=f"request {self.name}")
+
+    def take(self) -> list[inference_pb2.GenerateResponse]:
+        """For the client's writer: see TokenLog.take."""
+        events = self.log.take()
+        if self.log.terminal is None:
+            self._reader.look(self.log.unread)
+        return events
 
     def cancel(self, reason: str) -> None:
         """Ends the request with CANCELLED, unless it has ended. What it held is freed at once."""
@@ -154,6 +166,8 @@ class Request:
             self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
             return
         self._attempts.begin(place)
+        if self._reader.paused:
+            self._pause(True)
         if not self._accepted:
             self._accepted = True
             self._accept()
@@ -233,8 +247,15 @@ class Request:
         )
         self._place()
 
+    def _pause(self, paused: bool) -> None:
+        node = self._gateway.nodes.decode.get(self._attempts.address)
+        if node is not None:
+            node.pause(self.number, self.attempt, paused)
+
     def _on_progress(self, tokens: int) -> None:
         self._finish_if_complete()
+        if self.log.terminal is None:
+            self._reader.look(self.log.unread)
         self._on_change()
 
     def _finish_if_complete(self) -> None:
@@ -259,6 +280,7 @@ class Request:
             self._timer.cancel()
         if self._preparing is not None and self._preparing is not asyncio.current_task():
             self._preparing.cancel()
+        self._reader.close()
         if self._placing is not None:
             self._placing.cancel()
         node = self._gateway.nodes.decode.get(self._attempts.address)

@@ -13,7 +13,7 @@ import uvicorn
 from baton.config import GatewayConfig
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_api import make_app
-from baton.gateway.inference import InferenceServicer
+from baton.gateway.inference import WRITE_SECONDS, InferenceServicer
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
@@ -23,6 +23,7 @@ START_SECONDS = 60.0
 """How long the start waits for a tokenizer and a decode node. Then the gateway serves, and refuses with
 UNAVAILABLE what it cannot serve yet."""
 HTTP_STOP_SECONDS = 2.0
+HTTP_SEND_BYTES = 128 * 2**10
 
 _log = get_logger("baton.gateway")
 
@@ -94,6 +95,11 @@ class _HttpServer:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=1024)
+            # Accepted connections inherit both. The kernel keeps no more than this of what a client does not
+            # read, and resets a connection whose client has taken nothing for so long.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HTTP_SEND_BYTES)
+            unread_ms = int(1000 * (gateway.config.slow_reader_seconds + WRITE_SECONDS))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
         except OSError as error:
             raise BatonError(
                 grpc.StatusCode.UNAVAILABLE,

@@ -42,6 +42,11 @@ class ChoiceLog:
         return bool(self.finish_reason)
 
     @property
+    def unread(self) -> int:
+        """Tokens that have not been taken."""
+        return len(self.token_ids) - self._taken_tokens
+
+    @property
     def text(self) -> str:
         """All text so far, without what is held back."""
         return "".join(self._pieces)
@@ -108,8 +113,8 @@ class ChoiceLog:
 class TokenLog:
     """A request's prompt, output and terminal event.
 
-    The log is the buffer between the decode node and the client: its size is bounded by the request's
-    max_tokens, and a slow client reads later, in larger deltas. `take` hands out every event exactly once:
+    The log is the buffer between the decode node and the client: a slow client reads later, in larger deltas,
+    and with too much unread the request pauses (`reader`). `take` hands out every event exactly once:
     accepted, deltas, and at last the one terminal event.
     """
 
@@ -147,6 +152,11 @@ class TokenLog:
     def received_all(self) -> bool:
         """No choice wants another token."""
         return all(choice.ended or choice.finished for choice in self.choices)
+
+    @property
+    def unread(self) -> int:
+        """Output tokens that have not been taken."""
+        return sum(choice.unread for choice in self.choices)
 
     @property
     def complete(self) -> bool:

@@ -4,9 +4,9 @@
        \\________\\___________\\__________________\\_______________\\_____________\\
                   refused, silent, peer lost, pull failed, generation moved on: requeue, next candidate
 
-A pull's destination pages are pinned until the transport has reported the copy's end, whatever becomes of the
-request meanwhile. Pages count as good only if, after the copy, the owner's generations equal the announced
-ones (seen in shared memory), or the answer to the release says that the lease stood.
+A pull that takes too long (`pulls`) fails its try. Pages count as good only if, after the copy, the owner's
+generations equal the announced ones (seen in shared memory), or the answer to the release says that the lease
+stood.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from baton.handoff.messages import (
     StartPull,
 )
 from baton.handoff.names import AttemptName, RecentNames
-from baton.kvcache import Holding
+from baton.handoff.pulls import Pull, Pulls
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -58,14 +58,6 @@ class Handoff:
     """Generations could be compared after every copy; else the answer to the release must tell."""
 
 
-@dataclass(slots=True, eq=False)
-class Pull:
-    holding: Holding
-    handoff: Handoff
-    stop: int
-    generations: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class HandoffCounters:
     pulled_pages: int = 0
@@ -84,6 +76,7 @@ class DecodeSide:
         scheduler: Scheduler,
         *,
         silence: float,
+        pull_seconds: float,
         name_of: Callable[[Sequence, str], AttemptName],
         pulled: Callable[[Sequence, int], None],
         failed: Callable[[Sequence, str, str, str], None],
@@ -97,9 +90,8 @@ class DecodeSide:
         self.counters = HandoffCounters()
         self._by_leader: dict[Sequence, Handoff] = {}
         self._by_name: dict[AttemptName, Handoff] = {}
-        self._pulls: dict[int, Pull] = {}
+        self._pulls: Pulls[Handoff] = Pulls(scheduler.cache, pull_seconds)
         self._ended = RecentNames()
-        self._next_pull = 1
         self._next_beat = 0.0
         self._beat = HEARTBEAT_SECONDS
         self._heard: dict[str, float] = {}
@@ -112,6 +104,11 @@ class DecodeSide:
     @property
     def pulls(self) -> int:
         return len(self._pulls)
+
+    @property
+    def overdue(self) -> list[str]:
+        """Nodes out of whose pools a copy is overdue."""
+        return self._pulls.overdue
 
     def __contains__(self, leader: Sequence) -> bool:
         return leader in self._by_leader
@@ -159,9 +156,9 @@ class DecodeSide:
             return
         handoff.heard = now
         if isinstance(message, ChunkAnnounced):
-            self._announced(handoff, message)
+            self._announced(handoff, message, now)
         elif isinstance(message, FirstSampled):
-            self._first(handoff, message)
+            self._first(handoff, message, now)
         elif isinstance(message, PrefillFailed):
             self._lose(handoff, message.reason, message.message, tell=False)
         elif handoff.released and message.stood:
@@ -176,7 +173,7 @@ class DecodeSide:
         for handoff in [h for h in self._by_leader.values() if h.address == address]:
             self._lose(handoff, "PEER_LOST", reason, tell=False)
 
-    def _announced(self, handoff: Handoff, chunk: ChunkAnnounced) -> None:
+    def _announced(self, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
         size, end = self._scheduler.cache.page_size, chunk.first_page + len(chunk.pages)
         expected = not handoff.announced_all and chunk.first_page == len(handoff.pages)
         if not expected or end > -(-len(self._prefix(handoff)) // size):
@@ -186,9 +183,9 @@ class DecodeSide:
         handoff.pages.extend(chunk.pages)
         handoff.generations.extend(chunk.generations)
         handoff.announced_all = chunk.last
-        self._advance(handoff)
+        self._advance(handoff, now)
 
-    def _first(self, handoff: Handoff, message: FirstSampled) -> None:
+    def _first(self, handoff: Handoff, message: FirstSampled, now: float) -> None:
         leader = handoff.leader
         if handoff.first or len(message.tokens) != 1 + len(leader.followers):
             self._lose(handoff, "PROTOCOL", "first tokens came twice, or not one for each choice")
@@ -200,11 +197,11 @@ class DecodeSide:
         request.prompt_logprobs = request.prompt_logprobs or list(message.prompt_logprobs)
         first_tokens(self._scheduler, leader, list(message.tokens))
         if leader in self._by_leader:
-            self._advance(handoff)
+            self._advance(handoff, now)
 
     # --- pulling ----------------------------------------------------------------------------------------
 
-    def _advance(self, handoff: Handoff) -> None:
+    def _advance(self, handoff: Handoff, now: float) -> None:
         """Starts the next pull, or goes on to confirm once everything is here."""
         if handoff.pull is not None:
             return
@@ -218,13 +215,20 @@ class DecodeSide:
                 self._lose(handoff, "NO_PAGES", "no pages left to pull into")
                 return
             assert leader.holding is not None
-            number, self._next_pull = self._next_pull, self._next_pull + 1
             stop = len(handoff.pages)
-            pairs = tuple(zip(handoff.pages[here:stop], leader.holding.pages[here:stop], strict=True))
-            scheduler.cache.pin(leader.holding)
-            self._pulls[number] = Pull(leader.holding, handoff, stop, tuple(handoff.generations[here:stop]))
-            handoff.pull = number
-            self.effects.append(StartPull(handoff.address, number, pairs))
+            targets = tuple(leader.holding.pages[here:stop])
+            pull = Pull(
+                handoff=handoff,
+                address=handoff.address,
+                holding=leader.holding,
+                targets=targets,
+                stop=stop,
+                generations=tuple(handoff.generations[here:stop]),
+                due=now + self._pulls.seconds,
+            )
+            handoff.pull = self._pulls.begin(pull)
+            pairs = tuple(zip(handoff.pages[here:stop], targets, strict=True))
+            self.effects.append(StartPull(handoff.address, handoff.pull, pairs))
         elif handoff.announced_all and handoff.first and not handoff.released:
             self._confirm(handoff)
 
@@ -240,13 +244,12 @@ class DecodeSide:
 
     def pull_ended(self, number: int, error: str | None, generations: Seq[int] | None, now: float) -> None:
         """The transport reports that no copy of this pull is running any more."""
-        pull = self._pulls.pop(number, None)
+        pull = self._pulls.end(number)
         if pull is None:
             return
         handoff = pull.handoff
-        self._scheduler.cache.unpin(pull.holding)
         if handoff.pull != number or self._by_name.get(handoff.name) is not handoff:
-            return  # the request has gone on without it; unpinning has freed the pages
+            return  # the request has gone on without it, and its pages are free now
         handoff.pull = None
         if error is not None:
             self._lose(handoff, "PULL_FAILED", error)
@@ -259,7 +262,7 @@ class DecodeSide:
             handoff.here = pull.stop
             self.counters.pulled_pages += count
             self._pulled(handoff.leader, count)
-            self._advance(handoff)
+            self._advance(handoff, now)
 
     def _confirm(self, handoff: Handoff) -> None:
         covered = len(handoff.pages) * self._scheduler.cache.page_size
@@ -308,6 +311,11 @@ class DecodeSide:
         self._beat = min(self._beat, grace / 4)
 
     def tick(self, now: float) -> None:
+        for pull in self._pulls.expire(now):
+            if self._by_name.get(pull.handoff.name) is pull.handoff:
+                self._lose(
+                    pull.handoff, "PULL_STUCK", f"pages did not arrive within {self._pulls.seconds:g} s"
+                )
         for handoff in list(self._by_leader.values()):
             if now - max(handoff.heard, self._heard.get(handoff.address, 0.0)) > self._silence:
                 self._lose(handoff, "SILENT", f"nothing heard for {self._silence:g} s")

@@ -43,6 +43,7 @@ class Attempt:
     keep_pages: bool
     announced: int = 0
     """Pages announced so far."""
+    leased_since: float | None = None
     first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
     complete_since: float | None = None
     leased_pages: int = 0
@@ -169,6 +170,11 @@ class PrefillSide:
     def leases(self) -> int:
         return sum(1 for a in self._attempts.values() if a.announced)
 
+    def oldest_lease(self, now: float) -> float:
+        """Its age in seconds; 0 without one. May be asked from another thread than the core's."""
+        since = [a.leased_since for a in list(self._attempts.values()) if a.leased_since is not None]
+        return max(0.0, now - min(since)) if since else 0.0
+
     def holds(self, holder: Hashable) -> bool:
         """Whether anything of the holder's is left here."""
         return any(attempt.holder == holder for attempt in self._attempts.values())
@@ -195,7 +201,7 @@ class PrefillSide:
                 self.counters.failed += 1
                 self._fail(attempt, "INTERNAL", event.reason, event.message)
             elif isinstance(event, ChunkEvent):
-                self._announce(attempt)
+                self._announce(attempt, now)
             elif isinstance(event, TokenEvent):
                 self._first_token(attempt, event, now)
             elif isinstance(event, PromptEvent):
@@ -204,7 +210,7 @@ class PrefillSide:
     def _attempt_of(self, request: Request) -> Attempt | None:
         return self._attempts.get(request.key) if isinstance(request.key, AttemptName) else None
 
-    def _announce(self, attempt: Attempt) -> None:
+    def _announce(self, attempt: Attempt, now: float) -> None:
         leader = attempt.request.sequences[0]
         if not attempt.keep_pages or leader.holding is None:
             return
@@ -216,6 +222,8 @@ class PrefillSide:
             generations = tuple(cache.generation(page) for page in pages)
             chunk = ChunkAnnounced(attempt.name, attempt.announced, pages, generations, last)
             attempt.announced = upto
+            if attempt.leased_since is None:
+                attempt.leased_since = now
             self.outputs.append((attempt.holder, chunk))
 
     def _first_token(self, attempt: Attempt, event: TokenEvent, now: float) -> None:

@@ -172,14 +172,21 @@ class KvCache:
             self._let_go(heapq.heappop(self._waiting)[2])
 
     def quarantine(self, holding: Holding, pages: Iterable[int]) -> None:
-        """Withdraws owned pages of the holding for ever: something may still write them. Possible until a
-        released holding's last `unpin`."""
+        """Withdraws owned pages of the holding: something may still write them. Possible until a released
+        holding's last `unpin`; pages that have not been recovered by then are lost."""
         withdrawn = list(pages)
         for page in withdrawn:
             if page not in holding.owned:
                 raise AccountingError(f"page {page} is not owned by its holding and cannot be quarantined")
         self._allocator.quarantine(withdrawn)
         holding.owned.difference_update(withdrawn)
+
+    def recover(self, holding: Holding, pages: Iterable[int]) -> None:
+        """Nothing writes these quarantined pages any more: they are the holding's again. Before its last
+        `unpin`."""
+        found = list(pages)
+        self._allocator.recover(found)
+        holding.owned.update(found)
 
     @property
     def available(self) -> int:

@@ -26,7 +26,7 @@ class PageState(IntEnum):
     CACHED = 2
     """Held by the prefix tree; final."""
     QUARANTINED = 3
-    """Something may still write it, for all that can be proven. Never used again."""
+    """Something may still write it, for all that can be proven. Not used again before the contrary is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,12 @@ class PageAllocator:
         self._free.add(self._move(pages, PageState.CACHED, PageState.FREE))
 
     def quarantine(self, pages: Iterable[int]) -> None:
-        """owned -> quarantined, for ever"""
+        """owned -> quarantined"""
         self._move(pages, PageState.OWNED, PageState.QUARANTINED)
+
+    def recover(self, pages: Iterable[int]) -> None:
+        """quarantined -> owned"""
+        self._move(pages, PageState.QUARANTINED, PageState.OWNED)
 
     def generation(self, page: int) -> int:
         """Raises IndexError when the page is out of range."""

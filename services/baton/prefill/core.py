@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from baton.engine.batch import Step
+from baton.engine.meter import Meter
 from baton.engine.plan import StepResult
 from baton.engine.scheduler import Scheduler
 from baton.handoff.messages import Alive, PrefillOutput
@@ -21,7 +22,11 @@ class PrefillCore:
     side: PrefillSide
     flush_to: Flush
     observe: Callable[[], None]
+    meter: Meter = field(init=False)
     _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.scheduler.config.token_budget)
 
     @property
     def scheduler(self) -> Scheduler:
@@ -39,12 +44,17 @@ class PrefillCore:
         self.side.tick(now)
 
     def plan(self, now: float) -> Step | None:
-        return self.side.plan(now)
+        step = self.side.plan(now)
+        if step is not None:
+            self.meter.planned(step, now)
+        return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
+        self.meter.ended(step, now)
         self.side.commit(step, result, now)
 
     def fail_step(self, step: Step, message: str) -> None:
+        self.meter.failed(step)
         self.side.fail_step(step, message)
 
     def flush(self, step: int) -> None:

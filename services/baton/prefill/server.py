@@ -23,10 +23,18 @@ from baton.handoff.messages import (
 from baton.handoff.names import RecentNames
 from baton.handoff.prefill_side import PrefillSide
 from baton.prefill.core import PrefillCore
-from baton.rpc.errors import BatonError, abort, failed_precondition, invalid, to_status, unavailable
+from baton.rpc.errors import (
+    BatonError,
+    abort,
+    exhausted,
+    failed_precondition,
+    invalid,
+    to_status,
+    unavailable,
+)
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
-from baton.rpc.outbox import Outbox
+from baton.rpc.outbox import Outbox, OutboxFull, byte_size
 from baton.rpc.streams import STREAM_ENDED, first_message
 from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.convert import (
@@ -84,7 +92,15 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
                 events.append(_event(output))
         for holder, events in batches.items():
             assert isinstance(holder, _Caller)
-            holder.outbox.put(prefill_pb2.PrefillResponse(events=events))
+            try:
+                holder.outbox.put(prefill_pb2.PrefillResponse(events=events))
+            except OutboxFull as full:
+                holder.error = exhausted(f"the caller does not read: {full}", "SLOW_READER")
+                holder.outbox.close()
+                self._drop(holder)
+
+    def _drop(self, caller: _Caller) -> None:
+        self.steps.call(lambda core, now: core.side.disconnect(caller, now))
 
     # --- the service ------------------------------------------------------------------------------------
 
@@ -100,6 +116,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
                     "are needed on both nodes",
                     "LAYOUT_MISMATCH",
                 )
+            self.require_turning()
         except BatonError as error:
             await abort(context, error)
         caller = _Caller(first.hello.incarnation)
@@ -115,7 +132,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         finally:
             reader.cancel()
             self._callers.discard(caller)
-            self.steps.call(lambda core, now: core.side.disconnect(caller, now))
+            self._drop(caller)
 
     async def _read(self, requests: Any, caller: _Caller) -> None:
         """Awaits nothing but the next message."""
@@ -196,10 +213,13 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         )
         return prefill_pb2.PrefillEvent(welcome=welcome)
 
-    async def stop(self) -> None:
+    def leave_callers(self, error: BatonError) -> None:
         for caller in list(self._callers):
-            caller.error = unavailable("the node is stopping", "STOPPING")
+            caller.error = error
             caller.outbox.close()
+
+    async def stop(self) -> None:
+        self.leave_callers(unavailable("the node is stopping", "STOPPING"))
         await asyncio.sleep(0)
         await super().stop()
 
@@ -208,6 +228,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         side = self.core_or_none.side if self.core_or_none else None
         if side is not None:
             load.leases = side.leases
+            load.oldest_lease_ms = int(1000 * side.oldest_lease(time.monotonic()))
             load.requests = side.requests
             load.prompt_tokens = side.counters.prompt_tokens
             load.cached_tokens = side.counters.cached_tokens
@@ -224,7 +245,7 @@ class _Caller:
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
         self.names = RecentNames()
-        self.outbox: Outbox[prefill_pb2.PrefillResponse] = Outbox(_merge)
+        self.outbox: Outbox[prefill_pb2.PrefillResponse] = Outbox(_merge, size_of=byte_size)
         self.error: BatonError | None = None
 
 

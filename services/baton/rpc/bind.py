@@ -10,7 +10,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from baton.rpc.errors import BatonError, unavailable
-from baton.rpc.metrics import serve_metrics
+from baton.rpc.metrics import Health, serve_metrics
 
 
 def join_address(host: str, port: int) -> str:
@@ -30,10 +30,12 @@ def bind_grpc(server: grpc.aio.Server, host: str, port: int) -> str:
     return join_address(host, bound)
 
 
-def bind_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[str, Callable[[], None]]:
-    """Serves metrics; returns host:port as bound and what closes the server. Raises BatonError."""
+def bind_metrics(
+    registry: CollectorRegistry, host: str, port: int, health: Health
+) -> tuple[str, Callable[[], None]]:
+    """Serves metrics and health; returns host:port as bound and what closes the server. Raises BatonError."""
     try:
-        bound, close = serve_metrics(registry, host, port)
+        bound, close = serve_metrics(registry, host, port, health)
     except OSError as error:
         raise _explain(host, port, error, "--http-port") from error
     return join_address(host, bound), close

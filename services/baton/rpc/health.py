@@ -32,7 +32,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._services = frozenset({"", *services})
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
+    @property
+    def serving(self) -> bool:
+        return self._serving
+
     def set_all(self, serving: bool) -> None:
+        if serving == self._serving:
+            return
         self._serving = serving
         self._changed.set()
         self._changed = asyncio.Event()

@@ -13,7 +13,7 @@ import grpc.aio
 from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from baton.rpc.errors import BatonError, deadline_exceeded, from_rpc_error, internal, unavailable
 from baton.rpc.logs import get_logger
-from baton.rpc.outbox import Outbox, OutboxFull
+from baton.rpc.outbox import Outbox, OutboxFull, byte_size
 from baton.rpc.tasks import Tasks
 
 Req = TypeVar("Req")
@@ -21,6 +21,8 @@ Resp = TypeVar("Resp")
 
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 2.0
+MAX_QUEUED_BYTES = 256 * 2**20
+"""Commands that have not left yet; a peer that leaves more unread is given up."""
 
 _log = get_logger("baton.link")
 
@@ -131,7 +133,7 @@ class Link(Generic[Req, Resp]):
         """Connects and serves one stream to its end. Returns whether it was up, and why it ended."""
         self._failure = None
         was_up = False
-        outbox = self._outbox = Outbox[Req](self._merge)
+        outbox = self._outbox = Outbox[Req](self._merge, size_of=_size, max_bytes=MAX_QUEUED_BYTES)
         channel = open_channel(self.address, self._max_message_bytes)
         writer: asyncio.Task[None] | None = None
         try:
@@ -192,6 +194,10 @@ class Link(Generic[Req, Resp]):
                 await call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees how the call ended
+
+
+def _size(message: Any) -> int:
+    return byte_size(message)
 
 
 async def _ending(call: Any, address: str) -> BatonError:

@@ -1,11 +1,17 @@
-"""Prometheus metrics: a registry per process, the Load snapshot as baton_* series, their HTTP server."""
+"""Prometheus metrics: the Load snapshot as baton_* series, and the HTTP server for them and for health."""
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Iterator
+from socket import AF_INET, AF_INET6
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from baton.v1 import node_pb2
@@ -25,6 +31,7 @@ COUNTERS = {
     "handoff_retries": "Hand-offs tried again.",
     "local_prefills": "Prompts prefilled on the decode node itself.",
     "messages": "Messages sent to gateways.",
+    "refused": "Requests refused because they could not have ended in time.",
 }
 GAUGES = {
     "draining": "1 while draining.",
@@ -36,6 +43,13 @@ GAUGES = {
     "pulls": "Pulls in flight.",
     "rows": "Batch rows in use.",
     "requests": "Requests held in any state.",
+    "paused": "Requests not generated now because their client does not read.",
+    "step_age_ms": "Milliseconds since the step thread last began a turn.",
+    "oldest_lease_ms": "Age of the oldest lease in milliseconds.",
+    "step_us": "Microseconds of a step with decode rows, a moving average.",
+    "prompt_tokens_per_second": "Prompt tokens computed a second in full steps, a moving average.",
+    "first_token_ms": "Milliseconds from admission to the first token, a moving average.",
+    "wait_ms": "Milliseconds that a request that came now would wait for a row.",
 }
 
 
@@ -65,25 +79,48 @@ class LoadCollector(Collector):
             gauge = GaugeMetricFamily(f"baton_{name}", text, labels=["role"])
             gauge.add_metric([self._role], float(getattr(load, name)))
             yield gauge
+        problems = GaugeMetricFamily(
+            "baton_problems", "What is wrong, by reason; 1 each.", labels=["role", "reason"]
+        )
+        for reason in sorted({problem.reason for problem in load.problems}):
+            problems.add_metric([self._role, reason], 1.0)
+        yield problems
         pages = GaugeMetricFamily("baton_pages", "KV pages by state.", labels=["role", "state"])
         for field in node_pb2.PageCounts.DESCRIPTOR.fields:
             pages.add_metric([self._role, field.name], float(getattr(load.pages, field.name)))
         yield pages
 
 
-def new_registry(role: str, snapshot: Callable[[], node_pb2.Load]) -> CollectorRegistry:
-    """A registry that reports the load; the process object adds its own metrics to it."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(LoadCollector(role, snapshot))
-    return registry
+Health = Callable[[], tuple[bool, list[str]]]
+"""Whether the process serves, and what is wrong with it. Called on the HTTP server's threads."""
 
 
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serves GET /metrics from a thread. Returns the port bound (0 asks for a free one) and what closes it.
+def serve_metrics(
+    registry: CollectorRegistry, host: str, port: int, health: Health
+) -> tuple[int, Callable[[], None]]:
+    """Serves GET /metrics and GET /health (503 while the process does not serve) from threads.
 
-    Raises OSError when the port cannot be bound.
+    Returns the port bound (0 asks for a free one) and what closes it. Raises OSError when it cannot be bound.
     """
-    server, thread = start_http_server(port, addr=host, registry=registry)
+    metrics = make_wsgi_app(registry)
+
+    def app(environ: dict[str, Any], start: Any) -> Any:
+        path = environ.get("PATH_INFO", "")
+        if path == "/metrics":
+            return metrics(environ, start)
+        if path != "/health":
+            start("404 Not Found", [("Content-Type", "text/plain")])
+            return [b"see /metrics and /health\n"]
+        serving, problems = health()
+        body = {"status": "serving" if serving else "not serving", "problems": problems}
+        start("200 OK" if serving else "503 Service Unavailable", [("Content-Type", "application/json")])
+        return [json.dumps(body).encode()]
+
+    family = AF_INET6 if ":" in host else AF_INET
+    kind = type("_Server", (ThreadingWSGIServer,), {"address_family": family})
+    server: WSGIServer = make_server(host.strip("[]"), port, app, kind, handler_class=_Quiet)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
 
     def close() -> None:
         server.shutdown()
@@ -91,3 +128,11 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[in
         thread.join(timeout=5.0)
 
     return server.server_port, close
+
+
+class _Quiet(WSGIRequestHandler):
+    timeout = 10.0
+    """Seconds that a client may take for its request."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
@@ -29,6 +29,8 @@ from baton.v1 import node_pb2, node_pb2_grpc
 
 STOP_SECONDS = 10.0
 """A node's stop() may take so long."""
+HEALTH_SECONDS = 0.5
+"""Health follows what is wrong with the node within so long."""
 
 _log = logs.get_logger("baton.node")
 
@@ -61,7 +63,9 @@ class Node(Protocol):
         """run_node fills in role, version, pid, address and http_address (if it serves HTTP)."""
         ...
 
-    def load(self) -> node_pb2.Load: ...
+    def load(self) -> node_pb2.Load:
+        """Health is NOT_SERVING while one of its problems stops serving."""
+        ...
 
 
 async def run_node(
@@ -138,6 +142,7 @@ class _Shell:
         self._health = HealthServicer()
         self._draining = False
         self._started = False
+        self._watching: asyncio.Task[None] | None = None
         self._close_metrics = lambda: None
         self._http_address = ""
         self.address = ""
@@ -161,7 +166,7 @@ class _Shell:
         if self._serve_http:
             assert self._config.http_port is not None
             self._http_address, self._close_metrics = bind_metrics(
-                self._registry, self._config.host, self._config.http_port
+                self._registry, self._config.host, self._config.http_port, self._health_from(loop)
             )
 
     async def start(self, stopping: asyncio.Event) -> bool:
@@ -172,7 +177,8 @@ class _Shell:
     def announce(self) -> None:
         """From now on the node serves: opens the gate, reports SERVING, prints the ready line."""
         self._gate.open()
-        self._health.set_all(serving=True)
+        self._health.set_all(self._serves(self.load()))
+        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="health")
         info = self.info()
         http = info.http_address or "none"
         _log.info("ready", address=info.address, http=http, pid=info.pid)
@@ -180,6 +186,23 @@ class _Shell:
             f"ready role={info.role} address={info.address} http={http} pid={info.pid}",
             flush=True,
         )
+
+    def _serves(self, load: node_pb2.Load) -> bool:
+        return not load.draining and not any(problem.stops_serving for problem in load.problems)
+
+    async def _watch(self) -> None:
+        """Keeps health true, and logs what goes wrong and what is well again."""
+        known: dict[str, node_pb2.Problem] = {}
+        while True:
+            load = self.load()
+            found = {problem.reason: problem for problem in load.problems}
+            for reason in found.keys() - known.keys():
+                _log.warning("problem", reason=reason, message=found[reason].message)
+            for reason in known.keys() - found.keys():
+                _log.info("problem over", reason=reason)
+            known = found
+            self._health.set_all(self._serves(load))
+            await asyncio.sleep(HEALTH_SECONDS)
 
     async def drain(self, seconds: float, hurry: asyncio.Event | None = None) -> int:
         """Reports NOT_SERVING and waits for running requests; `hurry` ends the wait. Returns what remains."""
@@ -195,6 +218,8 @@ class _Shell:
 
     async def close(self, hurry: asyncio.Event) -> None:
         """Stops the node, if its start was tried, and the servers."""
+        if self._watching is not None:
+            self._watching.cancel()
         try:
             if self._started:
                 async with asyncio.timeout(STOP_SECONDS):
@@ -221,7 +246,7 @@ class _Shell:
         load.draining = load.draining or self._draining
         return load
 
-    def _load_from(self, loop: asyncio.AbstractEventLoop) -> Any:
+    def _load_from(self, loop: asyncio.AbstractEventLoop) -> Callable[[], node_pb2.Load]:
         """load(), callable from any thread: nodes are used on their event loop only."""
 
         async def snapshot() -> node_pb2.Load:
@@ -235,6 +260,19 @@ class _Shell:
             if running is loop:
                 return self.load()
             return asyncio.run_coroutine_threadsafe(snapshot(), loop).result(timeout=2.0)
+
+        return call
+
+    def _health_from(self, loop: asyncio.AbstractEventLoop) -> Callable[[], tuple[bool, list[str]]]:
+        """Whether the process serves, and what is wrong with it; callable from any thread."""
+        load_now = self._load_from(loop)
+
+        def call() -> tuple[bool, list[str]]:
+            try:
+                load = load_now()
+            except TimeoutError:
+                return False, ["the event loop does not answer"]
+            return self._health.serving and self._serves(load), [problem.message for problem in load.problems]
 
         return call
 

@@ -7,11 +7,20 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
 
+from google.protobuf.message import Message
+
 T = TypeVar("T")
+
+MAX_UNSENT_BYTES = 32 * 2**20
+"""Half of what a message may have."""
+
+
+def byte_size(message: Message) -> int:
+    return message.ByteSize()
 
 
 class OutboxFull(Exception):
-    """A queueing outbox holds its limit of unsent items: the peer does not read."""
+    """The outbox holds its limit of unsent items or bytes: the peer does not read."""
 
 
 class Outbox(Generic[T]):
@@ -19,11 +28,21 @@ class Outbox(Generic[T]):
 
     With `merge`, at most one item is ever unsent: merge(unsent, new) takes both places, and may change and
     return its first argument. Without (messages that carry one command each), items queue up to `limit`.
+    Either way no more than `max_bytes` are unsent, as `size_of` counts them.
     """
 
-    def __init__(self, merge: Callable[[T, T], T] | None, limit: int = 65536) -> None:
+    def __init__(
+        self,
+        merge: Callable[[T, T], T] | None,
+        limit: int = 65536,
+        size_of: Callable[[T], int] = lambda item: 0,
+        max_bytes: int = MAX_UNSENT_BYTES,
+    ) -> None:
         self._merge = merge
         self._limit = limit
+        self._size_of = size_of
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._items: deque[T] = deque()
         self._closed = False
         self._wake = asyncio.Event()
@@ -39,6 +58,10 @@ class Outbox(Generic[T]):
         """False once closed: the item is dropped. Raises OutboxFull at the limit. Never waits."""
         if self._closed:
             return False
+        size = self._size_of(item)
+        if self._items and self._bytes + size > self._max_bytes:
+            raise OutboxFull(f"{self._bytes} bytes are unsent")
+        self._bytes += size
         if self._items and self._merge is not None:
             self._items[-1] = self._merge(self._items[-1], item)
         elif len(self._items) >= self._limit:
@@ -62,4 +85,6 @@ class Outbox(Generic[T]):
                 raise StopAsyncIteration
             self._wake.clear()
             await self._wake.wait()
-        return self._items.popleft()
+        item = self._items.popleft()
+        self._bytes = max(0, self._bytes - self._size_of(item)) if self._items else 0
+        return item

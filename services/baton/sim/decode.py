@@ -123,6 +123,7 @@ class DecodeSettings:
     local_prefill_tokens: int
     fallback_tokens: int
     silence: float
+    pull_seconds: float
     pull_pace: float
     """Seconds for half a page."""
 
@@ -132,7 +133,9 @@ class SimDecode(Worker):
         self, network: Network, name: str, life: int, worker: WorkerSettings, settings: DecodeSettings
     ) -> None:
         super().__init__(network, name, life, worker)
-        policy = DecodePolicy(settings.local_prefill_tokens, settings.fallback_tokens, settings.silence)
+        policy = DecodePolicy(
+            settings.local_prefill_tokens, settings.fallback_tokens, settings.silence, settings.pull_seconds
+        )
         self.core = DecodeCore(self.make_scheduler, policy, self._flush, lambda: None)
         self.scheduler = self.core.scheduler
         self.driver = StepDriver(self, self.core)

@@ -242,7 +242,7 @@ class Worker(Process):
         """Design rule 5 at quiescence."""
         self.cache.check(idle=True)
         counts = self.cache.counts()
-        if counts.free + counts.cached + counts.quarantined != counts.total:
+        if counts.free + counts.cached != counts.total:
             raise Violation(f"quiescence: pages of {self.who}: {counts}")
         if self.scheduler.reservations.total or self.scheduler.slots.in_use:
             raise Violation(

@@ -15,6 +15,8 @@ PAGE_SIZE = 4
 FAULTS = ("crash", "stall", "cut", "drop", "slow", "pull", "step", "drain", "squeeze", "stranger")
 CALM_SECONDS = 12.0
 """After the last fault: time for every stream to be given up and opened again."""
+PULL_SECONDS = 5.0
+"""A stall of the receiver, and a large prompt pulled slowly, take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ def _decode(rng: random.Random, tight: bool) -> tuple[WorkerSettings, DecodeSett
         local_prefill_tokens=rng.choice((0, 3, 3, 8)),
         fallback_tokens=rng.choice((8, 64)),
         silence=rng.choice((1.0, 4.0)),
+        pull_seconds=PULL_SECONDS,
         pull_pace=rng.choice((0.005, 0.02, 0.1, 0.2) if tight else (0.0002, 0.002, 0.02, 0.2)),
     )
     return _worker(rng, rng.randrange(12, 40)), settings

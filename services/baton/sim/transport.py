@@ -129,7 +129,7 @@ class Pull:
         node = self._node
         _, target, part = self._pieces[self._next]
         state = node.allocator.state(target)
-        if state is not PageState.OWNED:
+        if state not in (PageState.OWNED, PageState.QUARANTINED):
             raise Violation(f"writer: a pull of {node.who} writes page {target}, which is {state.name}")
         node.pool.write(target, part * len(data), data)
         self._next += 1

@@ -15,6 +15,7 @@ from baton.rpc.errors import (
     BatonError,
     abort,
     deadline_exceeded,
+    exhausted,
     failed_precondition,
     invalid,
     to_status,
@@ -32,6 +33,8 @@ INLINE_TOKENS = 2048
 thread (about 0.2 microseconds a token, and 5 an item)."""
 WORK_SECONDS = 60.0
 """A piece of work in a thread may take so long."""
+MAX_WORK = 512
+"""Pieces of work for the threads that wait or run; more are refused."""
 
 T = TypeVar("T")
 
@@ -47,6 +50,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self._threads = threads
         self._calls: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._working = 0
 
     async def Encode(
         self, request: tokenizer_pb2.EncodeRequest, context: grpc.aio.ServicerContext
@@ -126,6 +130,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 
     async def _work(self, context: grpc.aio.ServicerContext, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
+        if self._working >= MAX_WORK:
+            self._counts.failed += 1
+            await abort(context, exhausted(f"{MAX_WORK} calls are waiting", "QUEUE_FULL", 1000))
+        self._working += 1
         try:
             return await asyncio.wait_for(loop.run_in_executor(self._threads, work), WORK_SECONDS)
         except TimeoutError:
@@ -133,6 +141,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         except BatonError as error:
             self._counts.failed += 1
             await abort(context, error)
+        finally:
+            self._working -= 1
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -16,9 +16,10 @@ from google.rpc import status_pb2
 
 from baton.config import WorkerConfig
 from baton.engine.loop import StepLoop
+from baton.engine.meter import Meter
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import Core
-from baton.rpc.errors import BatonError, to_status
+from baton.rpc.errors import BatonError, to_status, unavailable
 from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
@@ -31,6 +32,8 @@ _log = get_logger("baton.worker")
 
 DRAIN_POLL_SECONDS = 0.02
 SNAPSHOT_SECONDS = 0.02
+WATCH_SECONDS = 0.25
+"""How often the step thread is looked at."""
 
 
 class WorkerCore(Core, Protocol):
@@ -41,6 +44,9 @@ class WorkerCore(Core, Protocol):
 
     @property
     def requests(self) -> int: ...
+
+    @property
+    def meter(self) -> Meter: ...
 
 
 C = TypeVar("C", bound=WorkerCore)
@@ -90,6 +96,7 @@ class WorkerNode(Generic[C]):
         gc.collect()
         gc.freeze()
         self.steps.start()
+        self.tasks.spawn(self._watch_steps(), "watch of the step thread")
 
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the running ones; returns how many are left."""
@@ -109,6 +116,25 @@ class WorkerNode(Generic[C]):
         await self.tasks.close()
         if self.core_or_none is not None:
             self.engine.close()
+
+    def leave_callers(self, error: BatonError) -> None:
+        """Ends the streams of all callers with the error; they take their requests elsewhere."""
+        raise AssertionError("each role has callers of its own")
+
+    def require_turning(self) -> None:
+        """Raises BatonError while the step thread is stuck: no caller is taken then."""
+        if self.steps.turn_age > self.config.stuck_seconds:
+            raise self._stuck()
+
+    def _stuck(self) -> BatonError:
+        text = f"the step thread has been in one step for {self.steps.turn_age:.1f} s"
+        return unavailable(text, "STEP_THREAD_STUCK", 1000)
+
+    async def _watch_steps(self) -> None:
+        while True:
+            if self.steps.turn_age > self.config.stuck_seconds:
+                self.leave_callers(self._stuck())
+            await asyncio.sleep(WATCH_SECONDS)
 
     def _crashed(self, error: BaseException) -> None:
         """An error has escaped the core: a bug. Pages and leases are in doubt, so the process ends at once;
@@ -201,7 +227,21 @@ class WorkerNode(Generic[C]):
         load = node_pb2.Load()
         load.CopyFrom(self._load)
         load.draining = self.draining
+        if self.core_or_none is not None:
+            load.step_age_ms = int(1000 * self.steps.turn_age)
+            load.step_us = int(1e6 * self.core_or_none.meter.step.value)
+            load.prompt_tokens_per_second = int(self.core_or_none.meter.prompt_rate.value)
+            load.problems.extend(self.problems(load))
         return load
+
+    def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
+        """What is wrong now."""
+        if self.steps.turn_age > self.config.stuck_seconds:
+            error = self._stuck()
+            yield node_pb2.Problem(reason=error.reason, message=error.message, stops_serving=True)
+        if load.pages.quarantined:
+            text = f"{load.pages.quarantined} pages wait for the end of a copy that is overdue"
+            yield node_pb2.Problem(reason="PAGES_QUARANTINED", message=text)
 
     def check_idle(self, seconds: float = 5.0) -> None:
         """Compares the books of the page pool; raises AccountingError unless nothing is held.
@@ -235,6 +275,9 @@ class _LatePageSource(prefill_pb2_grpc.PageSourceServicer):
             yield response
 
 
-def status_of(code: str, reason: str, message: str, field: str | None = None) -> status_pb2.Status:
+def status_of(
+    code: str, reason: str, message: str, field: str | None = None, retry_after_ms: int | None = None
+) -> status_pb2.Status:
     """A Status from a core's words."""
-    return to_status(BatonError(grpc.StatusCode[code], reason, message, field=field))
+    error = BatonError(grpc.StatusCode[code], reason, message, field=field, retry_after_ms=retry_after_ms)
+    return to_status(error)

@@ -7,6 +7,7 @@ from typing import Any
 
 from baton.handoff.decode_side import DecodeSide, Handoff
 from baton.handoff.messages import ReleaseLease, StartPull
+from baton.handoff.pulls import Pull, Pulls
 from baton.kvcache import PageAllocator
 from baton.sim.bugs.patching import Bug, Patch
 from baton.sim.decode import SimDecode
@@ -18,9 +19,8 @@ def _free_at_cancel(patch: Patch) -> None:
     def make(forget: Callable[[DecodeSide, Handoff], None]) -> Callable[[DecodeSide, Handoff], None]:
         def wrong(side: DecodeSide, handoff: Handoff) -> None:
             forget(side, handoff)
-            pull = side._pulls.pop(handoff.pull, None) if handoff.pull is not None else None
-            if pull is not None:
-                side._scheduler.cache.unpin(pull.holding)
+            if handoff.pull is not None:
+                side._pulls.end(handoff.pull)
 
         return wrong
 
@@ -30,7 +30,7 @@ def _free_at_cancel(patch: Patch) -> None:
 def _generation_at_start(patch: Patch) -> None:
     def make(pull: Callable[..., None]) -> Callable[..., None]:
         def wrong(node: SimDecode, peer: Any, effect: StartPull) -> None:
-            known = node.core.handoffs._pulls.get(effect.pull)
+            known = node.core.handoffs._pulls.running.get(effect.pull)
             if known is not None and peer.pool is not None:
                 known.generations = tuple(peer.pool.generations[source] for source, _ in effect.pairs)
             pull(node, peer, effect)
@@ -43,7 +43,7 @@ def _generation_at_start(patch: Patch) -> None:
 def _unconfirmed(patch: Patch) -> None:
     def make(pull_ended: PullEnded) -> PullEnded:
         def wrong(side: DecodeSide, number: int, error: str | None, generations: Any, now: float) -> None:
-            pull = side._pulls.get(number)
+            pull = side._pulls.running.get(number)
             pull_ended(side, number, error, pull.generations if pull is not None else None, now)
 
         return wrong
@@ -54,7 +54,7 @@ def _unconfirmed(patch: Patch) -> None:
 def _failed_pull(patch: Patch) -> None:
     def make(pull_ended: PullEnded) -> PullEnded:
         def wrong(side: DecodeSide, number: int, error: str | None, generations: Any, now: float) -> None:
-            pull = side._pulls.get(number)
+            pull = side._pulls.running.get(number)
             if error is not None and pull is not None:
                 error, generations = None, pull.generations
             pull_ended(side, number, error, generations, now)
@@ -65,9 +65,9 @@ def _failed_pull(patch: Patch) -> None:
 
 
 def _consumed_reference(patch: Patch) -> None:
-    def make(advance: Callable[[DecodeSide, Handoff], None]) -> Callable[[DecodeSide, Handoff], None]:
-        def wrong(side: DecodeSide, handoff: Handoff) -> None:
-            advance(side, handoff)
+    def make(advance: Callable[..., None]) -> Callable[..., None]:
+        def wrong(side: DecodeSide, handoff: Handoff, now: float) -> None:
+            advance(side, handoff, now)
             if handoff.pull is not None and handoff.announced_all and handoff.first and not handoff.released:
                 handoff.released = True
                 side.effects.append(ReleaseLease(handoff.address, handoff.name))
@@ -75,6 +75,17 @@ def _consumed_reference(patch: Patch) -> None:
         return wrong
 
     patch(DecodeSide, "_advance", make)
+
+
+def _free_when_overdue(patch: Patch) -> None:
+    def make(expire: Callable[..., Any]) -> Callable[..., Any]:
+        def wrong(pulls: Pulls[Handoff], now: float) -> list[Pull[Handoff]]:
+            late = [number for number, pull in pulls.running.items() if pull.due <= now]
+            return [pull for number in late if (pull := pulls.end(number)) is not None]
+
+        return wrong
+
+    patch(Pulls, "expire", make)
 
 
 def _stale_reference(patch: Patch) -> None:
@@ -95,6 +106,7 @@ PULL_BUGS = (
     Bug(
         "late-generation", "the expected generation is read when the copy starts", 10000, _generation_at_start
     ),
+    Bug("free-overdue", "a pull's destination is freed when the pull is overdue", 400, _free_when_overdue),
     Bug("unconfirmed", "nothing is confirmed after the copy", 800, _unconfirmed),
     Bug("failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, _failed_pull),
     Bug("consumed-reference", "pages are read after their release (vLLM #52234, 3)", 25, _consumed_reference),

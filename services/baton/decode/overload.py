@@ -1,0 +1,50 @@
+"""What a decode node knows of its own pace, and whom it refuses because of it."""
+
+from __future__ import annotations
+
+from baton.decode.forecast import Rates, forecast
+from baton.engine.batch import Step
+from baton.engine.meter import Average, Meter
+from baton.engine.request import Sequence
+from baton.engine.scheduler import Scheduler
+
+FORECAST_SECONDS = 0.2
+"""The waiting requests are looked at this often, and whenever one has come."""
+REQUEST_WEIGHT = 0.1
+
+
+class Overload:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.meter = Meter(scheduler.config.token_budget)
+        self.first_token = Average(REQUEST_WEIGHT)
+        """Seconds from a request's admission to its first token."""
+        self.output = Average(REQUEST_WEIGHT)
+        """Output tokens of a choice that has finished."""
+        self.wait = 0.0
+        """Seconds that a request that came now would wait for a row."""
+        self._scheduler = scheduler
+        self._next = 0.0
+        self._blocked = False
+
+    def arrived(self) -> None:
+        self._next = 0.0
+
+    def planned(self, step: Step | None, now: float) -> None:
+        self._blocked = len(self._scheduler.waiting) > 0
+        if step is not None:
+            self.meter.planned(step, now)
+
+    def late(self, now: float) -> list[tuple[Sequence, float]]:
+        """Waiting sequences that would end after their deadline, and by how much. Asked at each turn."""
+        if now < self._next:
+            return []
+        self._next = now + FORECAST_SECONDS
+        scheduler = self._scheduler
+        admitted = [*scheduler.running, *scheduler.prompts, *scheduler.handoffs]
+        # Where pages are what is short, as many can run as do now.
+        free = 0 if self._blocked else scheduler.slots.free
+        rows = scheduler.slots.in_use if self._blocked else scheduler.slots.count
+        rates = Rates(self.meter.step.value, self.first_token.value, self.output.value)
+        found = forecast(scheduler.waiting, admitted, rows, free, rates, now)
+        self.wait = found.wait
+        return found.refused

@@ -1,0 +1,48 @@
+"""How fast an engine is, measured while it works: moving averages. Pure."""
+
+from __future__ import annotations
+
+from baton.engine.batch import Step
+
+STEP_WEIGHT = 0.05
+
+
+class Average:
+    """An exponential moving average; 0 until there is a value."""
+
+    def __init__(self, weight: float) -> None:
+        self.value = 0.0
+        self._weight = weight
+
+    def add(self, value: float) -> None:
+        self.value = value if not self.value else self.value + self._weight * (value - self.value)
+
+
+class Meter:
+    def __init__(self, token_budget: int) -> None:
+        self.step = Average(STEP_WEIGHT)
+        """Seconds of a step that has decode rows."""
+        self.prompt_rate = Average(STEP_WEIGHT)
+        """Prompt tokens a second in steps that are at least half full of them; others tell of the step's own
+        cost."""
+        self._enough = token_budget / 2
+        self._planned: dict[int, float] = {}
+        self._last = 0.0
+
+    def planned(self, step: Step, now: float) -> None:
+        self._planned[step.plan.number] = now
+
+    def ended(self, step: Step, now: float) -> None:
+        """Its results have been read. Steps may overlap: its time begins where the one before it ended."""
+        seconds = now - max(self._last, self._planned.pop(step.plan.number, now))
+        self._last = now
+        if seconds <= 0:
+            return
+        prompt = sum(row.count for row in step.plan.rows if row.tokens is not None)
+        if any(row.tokens is None for row in step.plan.rows):
+            self.step.add(seconds)
+        if prompt >= self._enough:
+            self.prompt_rate.add(prompt / seconds)
+
+    def failed(self, step: Step) -> None:
+        self._planned.pop(step.plan.number, None)

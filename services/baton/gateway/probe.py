@@ -1,0 +1,124 @@
+"""Sends a small request through each hand-off in turn: prefill node, pull, decode node."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.rpc.errors import BatonError, deadline_exceeded
+from baton.v1 import common_pb2, decode_pb2
+
+if TYPE_CHECKING:
+    from baton.gateway.decode_node import DecodeNode
+    from baton.gateway.gateway import Gateway
+
+PROBE_SECONDS = 10.0
+"""A probe may take so long."""
+PROMPT_TOKENS = 160
+"""More than decode nodes compute themselves, and pages of every usual size."""
+
+Pair = tuple[str, str]
+"""Addresses of a decode node and of a prefill node; "" where there are no prefill nodes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Sink:
+    """A probe under way, as the decode node's stream sees it."""
+
+    done: asyncio.Future[decode_pb2.RequestStats]
+    attempt: int = 0
+    tokens: int = field(default=0)
+
+    def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
+        pass
+
+    def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None:
+        self.tokens += len(delta.token_ids)
+
+    def on_finished(self, stats: decode_pb2.RequestStats) -> None:
+        if not self.done.done():
+            self.done.set_result(stats)
+
+    def on_failed(self, error: BatonError, lost: bool) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class Prober:
+    """`failures`: what is wrong with a pair, by its last probe. To be too busy for one is not wrong."""
+
+    def __init__(self, gateway: Gateway, every: float, report: Callable[[str, float], None]) -> None:
+        """`every`: seconds between probes. `report` is told the outcome and the seconds of each."""
+        self.failures: dict[Pair, str] = {}
+        self._gateway = gateway
+        self._every = every
+        self._report = report
+        self._turn = count()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="probe")
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every)
+            nodes = self._gateway.usable_nodes()
+            pairs = [(node, prefill) for node in nodes for prefill in self._gateway.nodes.prefill or ("",)]
+            known = {(node.address, prefill) for node, prefill in pairs}
+            self.failures = {pair: text for pair, text in self.failures.items() if pair in known}
+            if pairs:
+                await self._probe(*pairs[next(self._turn) % len(pairs)])
+
+    async def _probe(self, node: DecodeNode, prefill: str) -> None:
+        started, pair = time.monotonic(), (node.address, prefill)
+        try:
+            stats = await self._ask(node, prefill)
+        except BatonError as error:
+            busy = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            outcome, failure = ("refused", "") if busy else ("failed", error.message)
+        else:
+            handed_off = stats.prefill_address == prefill and (stats.pulled_pages > 0 or not prefill)
+            own_choice = not stats.prefill_address and not stats.handoff_retries
+            outcome, failure = "ok", ""
+            if not handed_off and not own_choice:
+                outcome, failure = "failed", "the hand-off failed; the prompt was computed elsewhere"
+        if failure:
+            self.failures[pair] = failure
+        elif outcome == "ok":
+            self.failures.pop(pair, None)
+        self._report(outcome, time.monotonic() - started)
+
+    async def _ask(self, node: DecodeNode, prefill: str) -> decode_pb2.RequestStats:
+        """Two tokens for a prompt that nobody has cached. Raises BatonError."""
+        assert node.info is not None
+        model, number = node.info.model, self._gateway.next_number()
+        length = min(PROMPT_TOKENS, model.context_length - 2)
+        start = decode_pb2.DecodeStart(
+            request=number,
+            token_ids=[random.randrange(model.vocab_size) for _ in range(length)],
+            sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
+            timeout_ms=int(1000 * PROBE_SECONDS),
+            prefill=[prefill] if prefill else [],
+            namespace=f"baton-probe-{number}",
+        )
+        sink = _Sink(asyncio.get_running_loop().create_future())
+        if not node.send(start, sink):
+            raise self._gateway.no_decode_node()
+        try:
+            async with asyncio.timeout(PROBE_SECONDS + 1.0):
+                return await sink.done
+        except TimeoutError:
+            raise deadline_exceeded(f"no answer within {PROBE_SECONDS:g} s") from None
+        finally:
+            node.cancel(number)

@@ -1,0 +1,70 @@
+"""Copies under way into the local pool.
+
+Their destinations are pinned until the transport has reported the end, whatever becomes of the request
+meanwhile. One that takes too long is overdue: its destinations are quarantined until that report comes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from baton.kvcache import Holding, KvCache
+
+H = TypeVar("H")
+
+
+@dataclass(slots=True, eq=False)
+class Pull(Generic[H]):
+    handoff: H
+    address: str
+    holding: Holding
+    targets: tuple[int, ...]
+    """Local pages; the holding owns them."""
+    stop: int
+    """Pages of the prompt, from its front, that are here once this one has ended well."""
+    generations: tuple[int, ...]
+    """The owner's, as announced."""
+    due: float
+    overdue: bool = False
+
+
+class Pulls(Generic[H]):
+    def __init__(self, cache: KvCache, seconds: float) -> None:
+        """`seconds`: how long a copy may take."""
+        self.seconds = seconds
+        self._cache = cache
+        self.running: dict[int, Pull[H]] = {}
+        self.begun = 0
+
+    def __len__(self) -> int:
+        return len(self.running)
+
+    @property
+    def overdue(self) -> list[str]:
+        """Addresses of the nodes out of whose pools a copy is overdue."""
+        return sorted({pull.address for pull in self.running.values() if pull.overdue})
+
+    def begin(self, pull: Pull[H]) -> int:
+        """Returns the number that the transport will report."""
+        self.begun += 1
+        self._cache.pin(pull.holding)
+        self.running[self.begun] = pull
+        return self.begun
+
+    def end(self, number: int) -> Pull[H] | None:
+        """No copy of this pull is running any more. None for a number not known."""
+        pull = self.running.pop(number, None)
+        if pull is not None:
+            if pull.overdue:
+                self._cache.recover(pull.holding, pull.targets)
+            self._cache.unpin(pull.holding)
+        return pull
+
+    def expire(self, now: float) -> list[Pull[H]]:
+        """Those that have become overdue since the last call."""
+        late = [pull for pull in self.running.values() if pull.due <= now and not pull.overdue]
+        for pull in late:
+            pull.overdue = True
+            self._cache.quarantine(pull.holding, pull.targets)
+        return late

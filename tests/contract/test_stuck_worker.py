@@ -1,0 +1,111 @@
+"""A worker whose step does not end: health says so, its callers leave, and it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import grpc
+import pytest
+from gateway_rig import until
+
+from baton.config import DecodeConfig, PrefillConfig
+from baton.decode.server import DecodeNode
+from baton.prefill.server import PrefillNode
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import from_rpc_error
+from baton.rpc.node import run_node
+from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+
+STUCK = 0.6
+
+
+class Wedge:
+    """A runner whose steps wait as long as it is shut."""
+
+    def __init__(self, runner) -> None:
+        self._runner = runner
+        self.open = threading.Event()
+        self.open.set()
+
+    def launch(self, plan):
+        self.open.wait(20.0)
+        return self._runner.launch(plan)
+
+    def read(self, flight):
+        return self._runner.read(flight)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_stuck_step_thread_is_seen_and_forgiven(role):
+    made = {"http_port": 0, "stuck_seconds": STUCK, "kv_tokens": 2048, "threads": 1, "transports": ("grpc",)}
+    node = DecodeNode(DecodeConfig(**made)) if role == "decode" else PrefillNode(PrefillConfig(**made))
+    ready, stop = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(run_node(node, node.config, ready=ready, stop=stop))
+    await asyncio.wait_for(ready.wait(), 60)
+    wedge = node.steps._turns._runner = Wedge(node.engine.runner)
+    try:
+        async with open_channel(node._address) as channel:
+            about = node_pb2_grpc.NodeStub(channel)
+            if role == "decode":
+                await _decode_streams_end(channel, node, wedge)
+            else:
+                _begin_a_prompt(node, wedge)
+            load = await about.GetLoad(node_pb2.GetLoadRequest(), timeout=5)
+            assert [problem.reason for problem in load.problems if problem.stops_serving] == [
+                "STEP_THREAD_STUCK"
+            ]
+            assert load.step_age_ms >= 1000 * STUCK
+            info = await about.GetInfo(node_pb2.GetInfoRequest(), timeout=5)
+            assert await _health(info.http_address) == 503
+            wedge.open.set()
+            await until(lambda: node.steps.turn_age < STUCK, 10)
+            async with asyncio.timeout(5):
+                while await _health(info.http_address) != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert not node.load().problems
+            await until(lambda: not node.load().requests, 10)
+            node.check_idle()
+    finally:
+        wedge.open.set()
+        stop.set()
+        assert await asyncio.wait_for(task, 20) == 0
+
+
+async def _decode_streams_end(channel, node, wedge) -> None:
+    call = decode_pb2_grpc.DecodeStub(channel).Generate()
+    await call.write(decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=7)))
+    assert (await call.read()).events[0].welcome.incarnation
+    wedge.open.clear()
+    sampling = common_pb2.SamplingParams(max_tokens=5, ignore_eos=True)
+    start = decode_pb2.DecodeStart(request=1, token_ids=[5, 6, 7], sampling=sampling)
+    await call.write(decode_pb2.GenerateCommand(start=start))
+    await _refused(call)
+    again = decode_pb2_grpc.DecodeStub(channel).Generate()
+    await again.write(decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=7)))
+    await _refused(again)
+
+
+async def _refused(call) -> None:
+    """The stream ends, because the step thread is stuck."""
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        async with asyncio.timeout(STUCK + 5):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    assert from_rpc_error(ended.value).reason == "STEP_THREAD_STUCK"
+
+
+def _begin_a_prompt(node, wedge) -> None:
+    """A call that blocks the step thread just as a step would."""
+    wedge.open.clear()
+    node.steps.call(lambda core, now: wedge.open.wait(20.0))
+    time.sleep(STUCK + 0.1)
+
+
+async def _health(address: str) -> int:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+    line = await reader.readline()
+    writer.close()
+    return int(line.split()[1])

@@ -1,0 +1,110 @@
+"""decode.forecast and engine.meter: how long a request would wait, and who is refused for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.decode.forecast import MARGIN, Rates, forecast
+from baton.engine.batch import Step
+from baton.engine.meter import Average, Meter
+from baton.engine.plan import PlanRow, StepPlan
+from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
+
+RATES = Rates(step=0.01, first=0.5, output=20.0)
+STOP = frozenset({0})
+
+
+def sequence(max_tokens=100, done=0, deadline=1e9, stop=frozenset()):
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
+    request = Request(key=object(), prompt=(1, 2, 3), params=params, deadline=deadline)
+    request.sequences[0].tokens += [7] * done
+    return request.sequences[0]
+
+
+def refused(found):
+    return [waiting for waiting, _ in found.refused]
+
+
+def test_nobody_waits_while_rows_are_free():
+    hopeless = [sequence(deadline=0.0) for _ in range(3)]
+    found = forecast(hopeless, [], rows=4, free=4, rates=RATES, now=1.0)
+    assert found.wait == 0.0 and not found.refused
+
+
+def test_a_wait_is_that_for_the_first_row_and_for_those_ahead():
+    running = [sequence(100, done=40), sequence(100, done=90)]  # 60 and 10 tokens to go
+    waiting = [sequence(100), sequence(50)]  # 0.5 s + 1 s, and 0.5 s + 0.5 s
+    found = forecast(waiting, running, rows=2, free=0, rates=RATES, now=0.0)
+    assert found.wait == pytest.approx(0.1 + (1.5 + 1.0) / 2)
+
+
+def test_who_would_end_too_late_is_refused_and_told_when_to_ask_again():
+    running = [sequence(100, done=90)]
+    first, second = sequence(100, deadline=2.0), sequence(100, deadline=3.0)
+    found = forecast([first, second], running, rows=1, free=0, rates=RATES, now=0.0)
+    assert refused(found) == [second]
+    ((_, retry),) = found.refused
+    assert retry == pytest.approx(MARGIN * (0.1 + 1.5) + 1.5 - 3.0)
+    # The refused one is not in anybody's way.
+    assert found.wait == pytest.approx(0.1 + 1.5)
+    third = sequence(100, deadline=3.5)
+    assert refused(forecast([first, second, third], running, 1, 0, RATES, now=0.0)) == [second]
+
+
+def test_rows_serve_in_parallel():
+    running = [sequence(100, done=99) for _ in range(8)]
+    waiting = [sequence(100, deadline=3.1) for _ in range(8)]
+    assert not forecast(waiting, running, rows=8, free=0, rates=RATES, now=0.0).refused
+    assert len(forecast(waiting, running[:2], rows=2, free=0, rates=RATES, now=0.0).refused) > 2
+
+
+def test_an_output_that_may_end_early_is_as_long_as_others_were():
+    running = [sequence(100, done=99)]
+    short = sequence(10_000, deadline=1.0, stop=STOP)  # 20 tokens, as others
+    long = sequence(10_000, deadline=1.0)  # nothing ends it
+    assert refused(forecast([short], running, 1, 0, RATES, now=0.0)) == []
+    assert refused(forecast([long], running, 1, 0, RATES, now=0.0)) == [long]
+
+
+def test_a_client_that_has_tokens_is_not_refused():
+    started = sequence(100, done=5, deadline=0.5)
+    assert not forecast([started], [sequence(100)], 1, 0, RATES, now=0.0).refused
+
+
+def test_what_is_not_known_refuses_nobody():
+    found = forecast([sequence(deadline=1.0)], [sequence()], 1, 0, Rates(0.0, 0.0, 0.0), now=0.0)
+    assert found.wait == 0.0 and not found.refused
+
+
+def step(number, *rows):
+    return Step(StepPlan(number, rows), (), ())
+
+
+def chunk(tokens):
+    return PlanRow(0, tuple(range(tokens)), 0, (0,), ())
+
+
+def test_the_meter_takes_each_step_for_the_time_after_the_one_before():
+    meter = Meter(token_budget=100)
+    decode = PlanRow(0, None, 5, (0,), (0,))
+    first, second, third = step(1, decode), step(2, chunk(80)), step(3, chunk(10))
+    meter.planned(first, 1.0)
+    meter.planned(second, 1.1)  # launched before the first was read
+    meter.ended(first, 1.5)
+    meter.ended(second, 1.9)
+    assert meter.step.value == pytest.approx(0.5)
+    assert meter.prompt_rate.value == pytest.approx(80 / 0.4)
+    meter.planned(third, 9.0)
+    meter.ended(third, 9.1)
+    assert meter.prompt_rate.value == pytest.approx(200.0), "a step that is nearly empty tells nothing"
+    meter.planned(step(4, decode), 10.0)
+    meter.failed(step(4, decode))
+    assert not meter._planned
+
+
+def test_an_average_begins_with_its_first_value():
+    average = Average(0.5)
+    average.add(4.0)
+    average.add(2.0)
+    assert average.value == 3.0
