@@ -8,11 +8,14 @@ from itertools import count
 
 from baton.config import GatewayConfig
 from baton.gateway import admission
+from baton.gateway.callers import Caller
 from baton.gateway.decode_node import DecodeNode
 from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.prompt import shown
 from baton.gateway.requests import Request
 from baton.gateway.routing import Candidate, pick_decode
 from baton.gateway.tokenizer import Tokenizer
+from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
 from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
@@ -24,13 +27,14 @@ _log = get_logger("baton.gateway")
 class Gateway:
     """Used on one event loop only."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, dial: Dial = open_channel) -> None:
+        """dial: opens connections to the tokenizer and decode nodes."""
         self.config = config
         self.incarnation = new_incarnation()
         self.metrics = GatewayMetrics()
-        self.tokenizer = Tokenizer(config.tokenizer)
+        self.tokenizer = Tokenizer(config.tokenizer, dial)
         self._nodes = {
-            address: DecodeNode(address, self.incarnation, self._accept, self.tokenizer.flush)
+            address: DecodeNode(address, self.incarnation, self._accept, self.tokenizer.flush, dial)
             for address in config.decode
         }
         self._numbers = count(1)
@@ -93,9 +97,11 @@ class Gateway:
 
     # Requests.
 
-    def request(self, start: inference_pb2.GenerateStart, on_change: Callable[[], None]) -> Request:
-        """A request, not begun yet."""
-        return Request(self, start, on_change)
+    def request(
+        self, start: inference_pb2.GenerateStart, on_change: Callable[[], None], caller: Caller
+    ) -> Request:
+        """A request of `caller`, not begun yet."""
+        return Request(self, start, on_change, caller)
 
     def next_number(self) -> int:
         return next(self._numbers)
@@ -107,8 +113,11 @@ class Gateway:
             raise unavailable("the gateway is draining", "DRAINING", 1000)
         if len(self._running) >= self.config.max_requests:
             raise exhausted(f"{len(self._running)} requests are running already", "TOO_MANY_REQUESTS", 1000)
+        request.caller.begin_request()
         self._running.add(request)
         self._idle.clear()
+        if self.config.log_prompts:
+            _log.info("prompt", request=request.name, prompt=shown(start))
         self.model()
         self.tokenizer.check()
 
@@ -119,7 +128,13 @@ class Gateway:
         self._counts["prompt"] += len(request.log.prompt_ids)
         self._counts["cached"] += request.log.cached_tokens
         self._counts["output"] += request.log.output_tokens
-        self._running.discard(request)
+        if request in self._running:
+            self._running.discard(request)
+            request.caller.end_request()
+            if self.config.log_prompts:
+                _log.info(
+                    "answer", request=request.name, texts=[choice.text for choice in request.log.choices]
+                )
         if not self._running:
             self._idle.set()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from baton.gateway import admission
+from baton.gateway.callers import Caller
 from baton.gateway.choice_stream import ChoiceStream
 from baton.gateway.prompt import Prompt, encode_prompt
 from baton.gateway.routing import order_prefill
@@ -35,8 +36,13 @@ class Request:
     """
 
     def __init__(
-        self, gateway: Gateway, start: inference_pb2.GenerateStart, on_change: Callable[[], None]
+        self,
+        gateway: Gateway,
+        start: inference_pb2.GenerateStart,
+        on_change: Callable[[], None],
+        caller: Caller,
     ) -> None:
+        self.caller = caller
         self.number = gateway.next_number()
         self.attempt = 0
         self.log = TokenLog(
@@ -99,6 +105,7 @@ class Request:
             )
             if self.log.terminal is not None:
                 return
+            self.caller.check_prompt(len(self._prompt.token_ids), self._prompt.field)
             self._sampling = admission.fit(
                 self._start.sampling,
                 len(self._prompt.token_ids),

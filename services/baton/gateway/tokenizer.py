@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 import grpc.aio
 
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, from_rpc_error, from_status, internal, unavailable
 from baton.rpc.link import Link
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
@@ -32,14 +32,14 @@ class TextSink(Protocol):
 class Tokenizer:
     """One tokenizer service. Items pushed while handling a step leave as one message, at flush()."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, dial: Dial = open_channel) -> None:
         self.address = address
         self.info: node_pb2.NodeInfo | None = None
         self._ids = count(1)
         self._sinks: dict[int, TextSink] = {}
         self._batch: list[tokenizer_pb2.DetokenizeItem] = []
         # Encoding has a connection of its own: a large prompt does not hold up the tokens of others.
-        self._channel = open_channel(address)
+        self._channel = dial(address)
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
         self._link = Link[tokenizer_pb2.DetokenizeRequest, tokenizer_pb2.DetokenizeResponse](
             address,
@@ -51,6 +51,7 @@ class Tokenizer:
             on_up=self._on_up,
             on_down=self._on_down,
             merge=_merge,
+            dial=dial,
         )
         self._asking: asyncio.Task[None] | None = None
 

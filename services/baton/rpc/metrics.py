@@ -1,10 +1,10 @@
-"""Prometheus metrics: a registry per process, the Load snapshot as baton_* series, their HTTP server."""
+"""Prometheus metrics: a registry per process, and the Load snapshot as baton_* series."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -76,18 +76,3 @@ def new_registry(role: str, snapshot: Callable[[], node_pb2.Load]) -> CollectorR
     registry = CollectorRegistry(auto_describe=False)
     registry.register(LoadCollector(role, snapshot))
     return registry
-
-
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serves GET /metrics from a thread. Returns the port bound (0 asks for a free one) and what closes it.
-
-    Raises OSError when the port cannot be bound.
-    """
-    server, thread = start_http_server(port, addr=host, registry=registry)
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5.0)
-
-    return server.server_port, close

@@ -18,8 +18,11 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.config import NodeConfig
 from baton.rpc import logs
+from baton.rpc.address import is_loopback
 from baton.rpc.bind import bind_grpc, bind_metrics
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from baton.rpc.cluster import Cluster
+from baton.rpc.door import ClusterDoor, Door, DoorKeeper, check_address
 from baton.rpc.errors import BatonError
 from baton.rpc.health import HealthServicer
 from baton.rpc.interceptor import ReadyGate
@@ -68,6 +71,7 @@ async def run_node(
     node: Node,
     config: NodeConfig,
     *,
+    door: Door | None = None,
     serve_metrics_http: bool = True,
     registry: CollectorRegistry | None = None,
     ready: asyncio.Event | None = None,
@@ -77,7 +81,8 @@ async def run_node(
 
     0: stopped as asked. 2: could not start; one line on stderr says why. 1: an error nobody foresaw.
     With `stop` given, signals are left alone. `registry` holds the node's own metrics; the load is added.
-    A second signal during the drain stops at once.
+    A second signal during the drain stops at once. `door`: who may call; without one, whom the
+    configuration's cluster secret and certificates let in.
     """
     if not logs.is_configured():
         try:
@@ -85,7 +90,17 @@ async def run_node(
         except ValueError as error:
             print(f"baton {node.role}: --log-level: {error}", file=sys.stderr, flush=True)
             return 2
-    shell = _Shell(node, config, serve_metrics_http, registry or CollectorRegistry(auto_describe=False))
+    try:
+        shell = _Shell(
+            node,
+            config,
+            door or ClusterDoor(Cluster.load(config)),
+            serve_metrics_http,
+            registry or CollectorRegistry(auto_describe=False),
+        )
+    except BatonError as error:
+        print(f"baton {node.role}: {error.message}", file=sys.stderr, flush=True)
+        return 2
     stopping = stop or asyncio.Event()
     hurry = asyncio.Event()
     with _signals(stopping, hurry, install=stop is None):
@@ -128,10 +143,16 @@ class _Shell:
     """The servers around a node."""
 
     def __init__(
-        self, node: Node, config: NodeConfig, serve_metrics_http: bool, registry: CollectorRegistry
+        self,
+        node: Node,
+        config: NodeConfig,
+        door: Door,
+        serve_metrics_http: bool,
+        registry: CollectorRegistry,
     ) -> None:
         self._node = node
         self._config = config
+        self._door = door
         self._serve_http = serve_metrics_http and config.http_port is not None
         self._registry = registry
         self._gate = ReadyGate()
@@ -142,7 +163,10 @@ class _Shell:
         self._http_address = ""
         self.address = ""
         limit = int(getattr(config, "max_message_bytes", MAX_MESSAGE_BYTES))
-        self._server = grpc.aio.server(options=server_options(limit), interceptors=[self._gate, Malformed()])
+        self._server = grpc.aio.server(
+            options=[*server_options(limit), *door.options()],
+            interceptors=[DoorKeeper(door), self._gate, Malformed()],
+        )
 
     async def bind(self) -> None:
         """Binds both ports and serves health (NOT_SERVING), reflection and Node."""
@@ -154,14 +178,18 @@ class _Shell:
         self._health.add_to(self._server, services)
         everything = [*services, HealthServicer.SERVICE, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(everything, self._server)
-        bound = bind_grpc(self._server, self._config.host, self._config.port)
+        check_address(self._config.host, self._door, self._config.insecure)
+        if self._door.missing():
+            who = "any user of this machine" if is_loopback(self._config.host) else "anybody"
+            _log.warning("nothing keeps strangers out", who=who, missing=self._door.missing())
+        bound = bind_grpc(self._server, self._config.host, self._config.port, self._door.credentials())
         self.address = self._config.advertise or bound
         await self._server.start()
         self._registry.register(LoadCollector(self._node.role, self._load_from(loop)))
         if self._serve_http:
             assert self._config.http_port is not None
             self._http_address, self._close_metrics = bind_metrics(
-                self._registry, self._config.host, self._config.http_port
+                self._registry, self._config.host, self._config.http_port, self._door.cluster
             )
 
     async def start(self, stopping: asyncio.Event) -> bool:
