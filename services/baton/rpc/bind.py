@@ -13,17 +13,22 @@ from prometheus_client import CollectorRegistry
 
 from baton.rpc.address import is_loopback, join_address
 from baton.rpc.cluster import Cluster
+from baton.rpc.door import Door, check_address
 from baton.rpc.errors import BatonError, failed_precondition, unavailable
 from baton.rpc.metrics_http import serve_metrics
 
 
-def bind_grpc(
-    server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None
-) -> str:
-    """Binds the server; returns host:port as bound. Raises BatonError (UNAVAILABLE, CANNOT_BIND)."""
+def bind_grpc(server: grpc.aio.Server, host: str, port: int, door: Door, insecure: bool) -> str:
+    """Binds the server; returns host:port as bound.
+
+    Raises BatonError: UNAVAILABLE (CANNOT_BIND), or FAILED_PRECONDITION when the door would let strangers in
+    (INSECURE) or has a certificate that cannot be used.
+    """
     problem = bind_problem(host, port, "--port")
     if problem is not None:
         raise problem
+    check_address(host, door, insecure)
+    credentials = door.credentials()
     try:
         if credentials is None:
             bound = server.add_insecure_port(join_address(host, port))
