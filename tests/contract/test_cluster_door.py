@@ -84,7 +84,7 @@ async def guarded(tmp_path):
 
 def calls(channel):
     """One call of each internal service, by name."""
-    release = prefill_pb2.PrefillRequest(release=prefill_pb2.PrefillRelease())
+    release = prefill_pb2.PrefillRequest(release=prefill_pb2.LeaseRelease())
     hello = decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=1))
     fetch = prefill_pb2.FetchRequest(id=1, page_ids=[0])
     listing = reflection_pb2.ServerReflectionRequest(list_services="")
