@@ -1,4 +1,4 @@
-"""Who may call a process of a deployment: the cluster secret, mutual TLS, and which addresses may be bound."""
+"""Who may call a process of a deployment: the cluster secret, mutual TLS, which addresses may be bound."""
 
 from __future__ import annotations
 
@@ -107,6 +107,17 @@ async def first(call):
     return await call.read()
 
 
+async def refusal(call, metadata):
+    """How the call fails. A client of grpc.aio that is still sending when its stream ends may say INTERNAL,
+    and nothing of why; it asks again."""
+    for _ in range(5):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(timeout=10, metadata=metadata)
+        if refused.value.details() != "Internal error from Core":
+            break
+    return from_rpc_error(refused.value)
+
+
 @pytest.mark.parametrize(
     "given", [None, "", "c0ffee", SECRET[:-1], SECRET[:-1] + "x", SECRET + "x", SECRET.upper()]
 )
@@ -114,9 +125,7 @@ async def test_strangers_reach_no_internal_service(guarded, given):
     metadata = ((HEADER, given),) if given is not None else ()
     async with open_channel(guarded.node.address) as channel:
         for name, call in calls(channel).items():
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(timeout=10, metadata=metadata)
-            error = from_rpc_error(refused.value)
+            error = await refusal(call, metadata)
             assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "CLUSTER_SECRET"), name
             assert SECRET not in error.message and "--cluster-secret-file" in error.message
         health = health_pb2_grpc.HealthStub(channel)
@@ -147,6 +156,11 @@ async def test_the_page_transport_shows_the_secret(guarded):
         await receiver.close()
 
 
+def tls_of(*paths: str) -> ClusterTls:
+    """Of the PEM files of a CA, a chain and its key."""
+    return ClusterTls(*(Path(path).read_bytes() for path in paths))
+
+
 async def test_mutual_tls(tmp_path):
     ours, theirs = certificates.make(tmp_path / "ours"), certificates.make(tmp_path / "theirs")
     config = NodeConfig(cluster_cert=ours.cert, cluster_key=ours.key, cluster_ca=ours.ca, drain_seconds=0.1)
@@ -156,10 +170,7 @@ async def test_mutual_tls(tmp_path):
     async with Cluster.load(config).dial(address) as channel:
         for call in calls(channel).values():
             await call(timeout=10)
-    mixed = [
-        ClusterTls(Path(ours.ca).read_bytes(), Path(theirs.cert).read_bytes(), Path(theirs.key).read_bytes()),
-        ClusterTls(Path(theirs.ca).read_bytes(), Path(ours.cert).read_bytes(), Path(ours.key).read_bytes()),
-    ]
+    mixed = [tls_of(ours.ca, theirs.cert, theirs.key), tls_of(theirs.ca, ours.cert, ours.key)]
     for stranger in (Cluster(SECRET), *(Cluster(SECRET, tls) for tls in mixed)):
         async with stranger.dial(address) as channel:
             for name in ("Prefill", "GetInfo"):
@@ -186,7 +197,7 @@ async def test_a_certificate_for_one_name_serves_all(tmp_path):
     assert await it.end() == 0
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 async def test_a_reachable_address_needs_a_secret_or_a_word(capsys, monkeypatch, tmp_path, host):
     node = EchoNode()
     assert await run_node(node, NodeConfig(host=host), stop=asyncio.Event()) == 2
@@ -251,8 +262,7 @@ async def test_metrics_beyond_loopback_take_the_secret(tmp_path):
     finally:
         await asyncio.to_thread(close)
     pem = certificates.make(tmp_path)
-    parts = (Path(each).read_bytes() for each in (pem.ca, pem.cert, pem.key))
-    port, close = serve_metrics(CollectorRegistry(), "127.0.0.1", 0, "", ClusterTls(*parts))
+    port, close = serve_metrics(CollectorRegistry(), "127.0.0.1", 0, "", tls_of(pem.ca, pem.cert, pem.key))
     try:
         known, unknown = (ssl.create_default_context(cafile=pem.ca) for _ in range(2))
         known.load_cert_chain(pem.cert, pem.key)

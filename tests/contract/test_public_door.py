@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import socket
 import ssl
 from pathlib import Path
@@ -26,7 +25,7 @@ from baton.gateway.callers import Limits
 from baton.gateway.server import serve
 from baton.rpc.channel import open_channel
 from baton.rpc.cluster import HEADER
-from baton.rpc.errors import from_rpc_error
+from baton.rpc.errors import from_rpc_error, from_status
 from baton.v1 import inference_pb2, node_pb2, node_pb2_grpc
 
 ALICE, BOB, SECRET = "alice-0123456789abcdef", "bob-0123456789abcdef", "c0ffee" * 8
@@ -120,8 +119,7 @@ async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
         stream = rig.stub.Generate(metadata=bearer(ALICE))
         await stream.write(start("a"))
         assert await ended(stream, "a") == "finished"
-        replaced = private(tmp_path / "new", f"{BOB}\n")
-        Path(replaced).rename(path)  # as a tool does that writes files whole
+        replace(path, f"{BOB}\n")
         assert await ask(rig.node.address, BOB)
         with pytest.raises(BatonError, match="not known"):
             await ask(rig.node.address, ALICE)
@@ -132,16 +130,23 @@ async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
         stream.cancel()
         # A file that is wrong, or that everybody can read, changes nothing.
         for text, mode in (("short\n", 0o600), ("", 0o600), (f"{ALICE}\n", 0o644)):
-            Path(path).write_text(text)
-            os.utime(path, ns=(1, hash(text) & 0xFFFF))
-            Path(path).chmod(mode)
+            replace(path, text, mode)
             assert await ask(rig.node.address, BOB)
             with pytest.raises(BatonError):
                 await ask(rig.node.address, ALICE)
-        Path(path).write_text(f"{ALICE}\n")
-        Path(path).chmod(0o600)
+        monkeypatch.setattr(keys_module, "LOOK_SECONDS", 1000.0)
+        replace(path, f"{ALICE}\n")
+        with pytest.raises(BatonError):
+            await ask(rig.node.address, ALICE)  # nobody has looked
         rig.node.reload()  # what SIGHUP does
         assert await ask(rig.node.address, ALICE)
+
+
+def replace(path: str, text: str, mode: int = 0o600) -> None:
+    """As a tool does that writes files whole."""
+    new = Path(private(Path(path + ".new"), text))
+    new.chmod(mode)
+    new.rename(path)
 
 
 def start(id: str, **fields) -> inference_pb2.GenerateRequest:
@@ -151,8 +156,6 @@ def start(id: str, **fields) -> inference_pb2.GenerateRequest:
 
 async def ended(stream, id: str) -> str:
     """How request `id` ended: "finished", or the reason."""
-    from baton.rpc.errors import from_status
-
     while True:
         event = await asyncio.wait_for(stream.read(), 10)
         kind = event.WhichOneof("kind")
@@ -228,8 +231,9 @@ async def test_a_connection_holds_so_many_streams():
         gateway(decode, max_streams_per_connection=2) as rig,
     ):
         streams = [rig.stub.Generate() for _ in range(3)]
-        for number, stream in enumerate(streams):
-            writing = asyncio.ensure_future(stream.write(start(str(number))))
+        for number, stream in enumerate(streams[:2]):
+            await stream.write(start(str(number)))
+        writing = asyncio.ensure_future(streams[2].write(start("2")))
         await until(lambda: len(decode.running) == 2, 10)
         await asyncio.sleep(0.3)
         assert len(decode.running) == 2
