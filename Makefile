@@ -17,7 +17,7 @@ GRPC := 1.75.1
 GRPC_PACKAGES := grpcio grpcio-health-checking grpcio-reflection grpcio-status grpcio-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint stubs lock clean
+.PHONY: help demo test soak lint stubs lock locked audit clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,13 @@ lock: ## Choose the newest versions that pyproject.toml allows, in a clean envir
 	  "$$folder/venv/bin/python" -m pip freeze --exclude baton-serve \
 	  | sed -E -e 's/ @ .*//' -e 's/\+[A-Za-z0-9.]+$$//' -e '/^nvidia-|^cuda-|^triton==/d'; } > requirements.lock
 
+locked: $(VENV)/installed-test ## Check that all that is installed is pinned, and fits together
+	@$(BIN)/python tools/check_lock.py requirements.lock
+	@$(PIP) check
+
+audit: $(VENV)/audit ## Ask the internet for known vulnerabilities of what the lock pins (3: it cannot be reached)
+	@$(VENV)/audit/bin/python tools/audit.py requirements.lock
+
 clean: ## Remove the environment and everything generated
 	rm -rf $(VENV) build dist services/baton/v1 .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -76,3 +83,8 @@ $(VENV)/installed-test: $(VENV)/installed
 	@echo "Installing what tests need into $(VENV)"
 	@$(PIP) install -q -c requirements.lock -e '.[test]'
 	@touch $@
+
+# In an environment of its own: what audits is none of what is audited.
+$(VENV)/audit: $(VENV)/base
+	@$(PYTHON) -m venv $@
+	@$@/bin/python -m pip --disable-pip-version-check install -q pip-audit || { rm -rf $@; exit 1; }

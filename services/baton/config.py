@@ -23,6 +23,19 @@ class NodeConfig:
     """JSON lines instead of key=value lines."""
     drain_seconds: float = 30.0
     """How long SIGTERM waits for running requests."""
+    cluster_secret_file: str = ""
+    """File with a secret that all processes of a deployment share: who does not know it can call none but the
+    gateway's public services. Readable by its user only. `openssl rand -hex 32` makes one."""
+    cluster_cert: str = ""
+    """PEM file with this process's certificate for connections within the deployment (mutual TLS)."""
+    cluster_key: str = ""
+    """PEM file with its key."""
+    cluster_ca: str = ""
+    """PEM file with the CA whose certificates the other processes show."""
+    cluster_tls_name: str = ""
+    """The name in the other processes' certificates; empty: the host part of each one's address."""
+    insecure: bool = False
+    """Bind an address that others can reach although nothing keeps strangers out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,3 +157,23 @@ class GatewayConfig(NodeConfig):
     """Seconds between requests of the gateway's own that try each hand-off in turn; 0: none."""
     max_prompt_bytes: int = 8 * 2**20
     """Size of a prompt's text at most."""
+    max_prompt_tokens: int = 0
+    """Tokens in a prompt at most; 0: as many as the context has room for. A key's line may say otherwise."""
+    api_keys: str = ""
+    """File with the keys that clients must show, one a line; read again when it changes, and on SIGHUP."""
+    max_requests_per_key: int = 1024
+    """Running requests of one API key at most; its line in the file may say otherwise."""
+    max_streams_per_key: int = 1024
+    """Open streams of one API key at most; its line in the file may say otherwise."""
+    tls_cert: str = ""
+    """PEM file with the certificate chain for clients, over gRPC and HTTP; empty: no TLS."""
+    tls_key: str = ""
+    """PEM file with its key."""
+    max_streams_per_connection: int = 1024
+    """Calls that one gRPC connection may have open; clients hold further ones back."""
+    max_header_bytes: int = 16384
+    """Size of a call's metadata or of an HTTP request's headers at most."""
+    idle_seconds: float = 1800.0
+    """After so long a gRPC connection without calls is closed, and a stream ended on which nothing runs."""
+    log_prompts: bool = False
+    """Write prompts and answers into the log; without it neither is ever logged."""

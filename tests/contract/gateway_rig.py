@@ -88,6 +88,7 @@ async def gateway(*decode: ScriptedDecode, tokenizer_address: str = "", **config
         run_node(
             node,
             made,
+            door=node.door,
             serve_metrics_http=False,
             registry=node.gateway.metrics.registry,
             ready=ready,

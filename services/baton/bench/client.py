@@ -24,6 +24,7 @@ import uvloop
 
 from baton.bench.record import Record
 from baton.bench.workload import Job, Workload
+from baton.client.access import Access
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error, from_status
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -163,7 +164,10 @@ async def main() -> None:
     index, clients = orders["index"], orders["clients"]
     jobs = work.jobs(orders["vocabulary"], orders["context"])[index::clients]
     concurrency = len(range(index, work.concurrency, clients))  # its share; not 0 unless the whole is
-    async with open_channel(orders["server"]) as channel:
+    access = Access.of(None, None)
+    async with open_channel(
+        orders["server"], credentials=access.credentials, metadata=access.metadata
+    ) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         warm = Asker(stub, work.temperature, orders["timeout"], time.monotonic())
         ahead = work.warm_up(orders["warm_up"], orders["vocabulary"], orders["context"])

@@ -14,6 +14,8 @@ from types import MappingProxyType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.rpc.channel import Dial, open_channel
+
 LAST_LINES = 8
 """Log lines shown when a child dies."""
 
@@ -47,14 +49,17 @@ class Child:
         port: int = 0,
         http_port: int | None = 0,
         environment: Mapping[str, str] = MappingProxyType({}),
+        dial: Dial | None = open_channel,
     ) -> None:
-        """`environment`: variables of its own."""
+        """`environment`: variables of its own. `dial`: opens the connection on which its health is asked;
+        None: it cannot be asked, and is believed when it says that it is ready."""
         self.name = name
         self.role = role
         self.host = host
         self.port = port
         self.http_port = http_port
         self.environment = dict(environment)
+        self.dial = dial
         self.log = folder / f"{name}.log"
         self.state = State.WAITING
         self.since = time.monotonic()
@@ -126,8 +131,10 @@ class Child:
             pass
 
     async def _until_serving(self) -> None:
+        if self.dial is None:
+            return
         target = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
-        async with grpc.aio.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        async with self.dial(target) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while self.running:
                 with contextlib.suppress(grpc.aio.AioRpcError):

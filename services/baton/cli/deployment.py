@@ -8,14 +8,19 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 
 from baton.cli.child import Child
+from baton.cli.dialing import CLUSTER_FIELDS
+from baton.cli.local_secret import LocalSecret
 from baton.cli.placement import Place, place, value_of, visible_gpus, wants_gpu
 from baton.cli.progress import follow_logs, start_progress
 from baton.cli.supervisor import Supervisor
+from baton.config import NodeConfig
+from baton.rpc.channel import Dial, open_channel
+from baton.rpc.cluster import Cluster
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +46,13 @@ class DeploymentPlan:
 
 
 class Deployment:
-    """`async with Deployment(plan, console)`: all processes are healthy inside, and gone afterwards."""
+    """`async with Deployment(plan, console)`: all processes are healthy inside, and gone afterwards.
+
+    Unless the plan names a cluster secret one is drawn, which this user's commands find (local_secret).
+    """
 
     def __init__(self, plan: DeploymentPlan, console: Console) -> None:
+        """Raises BatonError when the files of the cluster's certificates cannot be used."""
         self.plan = plan
         self.console = console
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -53,11 +62,20 @@ class Deployment:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_folder = folder
         self.places = _places(plan)
+        self._secret: LocalSecret | None = None
+        dial = _cluster(plan).dial
         self.children = [
-            Child("tokenizer", "tokenizer", folder=folder),
-            *(self._worker(name, role, folder) for name, role in _workers(plan)),
+            Child("tokenizer", "tokenizer", folder=folder, dial=dial),
+            *(self._worker(name, role, folder, dial) for name, role in _workers(plan)),
             Child(
-                "gateway", "gateway", folder=folder, host=plan.host, port=plan.port, http_port=plan.http_port
+                "gateway",
+                "gateway",
+                folder=folder,
+                host=plan.host,
+                port=plan.port,
+                http_port=plan.http_port,
+                # Whether the CA of its certificate is known here is the user's business.
+                dial=None if _given(plan, "gateway", "tls_cert") else open_channel,
             ),
         ]
         self.supervisor = Supervisor(
@@ -70,9 +88,10 @@ class Deployment:
         )
         self._follow: asyncio.Task[None] | None = None
 
-    def _worker(self, name: str, role: str, folder: Path) -> Child:
+    def _worker(self, name: str, role: str, folder: Path, dial: Dial) -> Child:
         place = self.places.get(name)
-        return Child(name, role, folder=folder, environment=place.environment if place is not None else {})
+        environment = place.environment if place is not None else {}
+        return Child(name, role, folder=folder, environment=environment, dial=dial)
 
     @property
     def gateway(self) -> Child:
@@ -90,6 +109,8 @@ class Deployment:
         flags = ["--drain-seconds", str(self.plan.drain_seconds), "--advertise", ""]
         given = self.plan.flags.get(child.role, ())
         flags += given
+        if self._secret is not None:
+            flags += ["--cluster-secret-file", str(self._secret.path)]
         place = self.places.get(child.name)
         if place is not None:
             flags += place.flags(value_of(given, child.role, "memory_fraction") is not None)
@@ -101,12 +122,16 @@ class Deployment:
 
     async def __aenter__(self) -> Self:
         try:
+            if not _given(self.plan, "gateway", "cluster_secret_file"):
+                self._secret = LocalSecret()
             if self.plan.verbose:
                 self._follow = asyncio.create_task(follow_logs(self.children, self.console))
                 await self.supervisor.start()
             else:
                 async with start_progress(self.children, self.console):
                     await self.supervisor.start()
+            if self._secret is not None:
+                self._secret.name(self.gateway.port)
         except BaseException:
             await self._close()
             raise
@@ -124,6 +149,8 @@ class Deployment:
             if self._follow is not None:
                 self._follow.cancel()
                 await asyncio.gather(self._follow, return_exceptions=True)
+            if self._secret is not None:
+                self._secret.close()
             if self._temporary is not None:
                 self._temporary.cleanup()
 
@@ -132,6 +159,17 @@ def _workers(plan: DeploymentPlan) -> list[tuple[str, str]]:
     """Name and role of each worker."""
     counts = (("prefill", plan.prefill), ("decode", plan.decode))
     return [(f"{role}-{number}", role) for role, count in counts for number in range(count)]
+
+
+def _given(plan: DeploymentPlan, role: str, name: str) -> str:
+    """What the plan's flags say about an option; empty: nothing."""
+    return value_of(plan.flags.get(role, ()), role, name) or ""
+
+
+def _cluster(plan: DeploymentPlan) -> Cluster:
+    """What the plan's flags say about it."""
+    given: dict[str, Any] = {name: _given(plan, "tokenizer", name) for name in CLUSTER_FIELDS}
+    return Cluster.load(NodeConfig(**given))
 
 
 def _places(plan: DeploymentPlan) -> dict[str, Place]:

@@ -8,7 +8,7 @@ import dataclasses
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.rpc.channel import open_channel
+from baton.cli.dialing import Dialing
 from baton.v1 import node_pb2, node_pb2_grpc
 
 ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
@@ -38,9 +38,10 @@ def brief(error: grpc.aio.AioRpcError) -> str:
     return details.rpartition(": ")[2] if error.code() is grpc.StatusCode.UNAVAILABLE else details
 
 
-async def ask(address: str, role: str = "", seconds: float = 3.0) -> NodeReport:
+async def ask(address: str, role: str, dialing: Dialing, seconds: float = 3.0) -> NodeReport:
     """Never raises for what the process does or does not answer."""
-    channel = open_channel(reachable(address))
+    dial = dialing.gateway if role == "gateway" else dialing.node
+    channel = dial(reachable(address))
     node = node_pb2_grpc.NodeStub(channel)
     health = health_pb2_grpc.HealthStub(channel)
     try:
@@ -58,11 +59,17 @@ async def ask(address: str, role: str = "", seconds: float = 3.0) -> NodeReport:
 
 
 async def ask_deployment(gateway: str, seconds: float = 3.0) -> list[NodeReport]:
-    """The reports of the gateway, of the processes that it connects to, and of those that they connect to."""
+    """The reports of the gateway, of the processes that it connects to, and of those that they connect to.
+
+    Raises BatonError when the files that the environment names for this cannot be used.
+    """
+    dialing = Dialing.to(reachable(gateway))
     reports: dict[str, NodeReport] = {}
     wanted = {gateway: "gateway"}
     while wanted:
-        answers = await asyncio.gather(*(ask(address, role, seconds) for address, role in wanted.items()))
+        answers = await asyncio.gather(
+            *(ask(address, role, dialing, seconds) for address, role in wanted.items())
+        )
         reports |= zip(wanted, answers, strict=True)
         peers = [peer for answer in answers if answer.info is not None for peer in answer.info.peers]
         wanted = {peer.address: peer.role for peer in peers if peer.address not in reports}

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from baton.cli.nodes import NodeReport, ask_deployment
 from baton.cli.options import F, fail
+from baton.rpc.errors import BatonError
 
 _HEALTH = {"SERVING": "[green]serving[/]", "NOT_SERVING": "[yellow]not serving[/]"}
 
@@ -136,7 +137,10 @@ def status(server: str, as_json: bool) -> None:
       baton status
       baton status --server 10.0.0.5:50050 --json
     """
-    reports = asyncio.run(ask_deployment(server))
+    try:
+        reports = asyncio.run(ask_deployment(server))
+    except BatonError as error:
+        fail(error.message, code=2)
     if as_json:
         click.echo(json.dumps([_as_dict(report) for report in reports], indent=2))
     elif reports[0].info is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ from rich.table import Table
 
 from baton.cli.child import Child
 from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.cli.dialing import Dialing
 from baton.cli.nodes import ask, reachable
 from baton.cli.options import SectionedCommand, as_flags, config_options, fail, fields_of, given
+from baton.cli.placement import value_of
 from baton.cli.running import run_command
 from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.toml import ROLES, config_file_option
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, WorkerConfig
+from baton.gateway.door import PublicDoor
+from baton.rpc.door import check_address
+from baton.rpc.errors import BatonError
 
 OWN = ("host", "port", "http_port", "advertise", "drain_seconds", "tokenizer", "prefill", "decode")
 """Fields that the supervisor sets itself."""
@@ -73,21 +79,41 @@ def process_table(children: list[Child]) -> Table:
     return table
 
 
-def _examples(address: str, http: str, model: str) -> str:
+def check_public(host: str, flags: Sequence[str]) -> None:
+    """Ends the command when strangers could use the gateway, or its keys and certificate cannot be used. It
+    would say so itself, but only once the workers have loaded."""
+    names = ("api_keys", "tls_cert", "tls_key")
+    files: dict[str, Any] = {name: value_of(flags, "gateway", name) or "" for name in names}
+    file = value_of([each for each in flags if each != "--insecure"], "gateway", "insecure")
+    try:
+        insecure = "--insecure" in flags or file == "True"
+        check_address(host, PublicDoor(GatewayConfig(**files)), insecure)
+    except BatonError as error:
+        fail(error.message, code=2)
+
+
+def _examples(address: str, http: str, model: str, gateway: Sequence[str]) -> str:
+    """gateway: its flags."""
     server = "" if address == "127.0.0.1:50050" else f" --server {address}"
     lines = [f'baton generate "def main():"{server}', f"baton chat{server}", f"baton status{server}"]
     if http:
         body = json.dumps({"model": model, "prompt": "def main():", "max_tokens": 32})
-        lines.append(f"curl http://{http}/v1/completions -H 'Content-Type: application/json' -d '{body}'")
+        scheme = "https" if value_of(gateway, "gateway", "tls_cert") else "http"
+        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if value_of(gateway, "gateway", "api_keys") else ""
+        lines.append(
+            f"curl {scheme}://{http}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        )
     return "\n".join(f"  {line}" for line in lines)
 
 
 async def _up(plan: DeploymentPlan, console: Console) -> int:
     async with Deployment(plan, console) as deployment:
         gateway = deployment.gateway
-        report = await ask(gateway.address)
+        dialing = Dialing.to(reachable(gateway.address))
+        report = await ask(gateway.address, "gateway", dialing)
         model = report.info.model.name if report.info is not None else "demo"
-        examples = _examples(reachable(gateway.address), reachable(gateway.http_address), model)
+        flags = plan.flags["gateway"]
+        examples = _examples(reachable(gateway.address), reachable(gateway.http_address), model, flags)
         console.print()
         console.print(process_table(deployment.children))
         console.print("\nTry it in another terminal:")
@@ -209,6 +235,7 @@ def up(
         drain_seconds=drain_seconds,
         verbose=verbose,
     )
+    check_public(plan.host, plan.flags["gateway"])
     check_port(plan.host, plan.port, "--port")
     check_port(plan.host, plan.http_port or 0, "--http-port")
     console = Console()

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 import grpc.aio
 
+from baton.client.access import Access
 from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model, rpc_error
 from baton.client.types import DEFAULT_ADDRESS, Completion, Delta, Message, Model, Options
 from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
@@ -21,10 +22,24 @@ CLOSE_SECONDS = 5.0
 class AsyncClient:
     """A connection to a gateway; tasks of one event loop may share it. All methods raise BatonError."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """address: the gateway's host:port. Connects with the first call. Needs a running event loop."""
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls_ca: str | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """address: the gateway's host:port. Connects with the first call. Needs a running event loop.
+
+        api_key: None takes BATON_API_KEY, "" sends none. tls_ca: PEM file with the CA of the gateway's
+        certificate, or "system" for those that gRPC brings along; None takes BATON_TLS_CA, "" is no TLS.
+        """
         self.address = address
-        self._channel = open_channel(address, max_message_bytes)
+        access = Access.of(api_key, tls_ca)
+        self._channel = open_channel(
+            address, max_message_bytes, credentials=access.credentials, metadata=access.metadata
+        )
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
         self._calls: set[Any] = set()
 

@@ -10,9 +10,11 @@ from typing import Any, Unpack
 
 import grpc
 
+from baton.client.access import Access
 from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model, rpc_error
 from baton.client.types import DEFAULT_ADDRESS, Completion, Delta, Message, Model, Options
 from baton.rpc.channel import MAX_MESSAGE_BYTES, client_options
+from baton.rpc.metadata_channel import Metadata
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 MODELS_SECONDS = 10.0
@@ -21,10 +23,27 @@ MODELS_SECONDS = 10.0
 class Client:
     """A connection to a gateway; threads may share it. All methods raise BatonError."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
-        """address: the gateway's host:port. Connects with the first call."""
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls_ca: str | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """address: the gateway's host:port. Connects with the first call.
+
+        api_key: None takes BATON_API_KEY, "" sends none. tls_ca: PEM file with the CA of the gateway's
+        certificate, or "system" for those that gRPC brings along; None takes BATON_TLS_CA, "" is no TLS.
+        """
         self.address = address
-        self._channel = grpc.insecure_channel(address, options=client_options(max_message_bytes))
+        access = Access.of(api_key, tls_ca)
+        self._metadata = access.metadata
+        options = client_options(max_message_bytes)
+        if access.credentials is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.secure_channel(address, access.credentials, options=options)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
     def __enter__(self) -> Client:
@@ -39,7 +58,9 @@ class Client:
 
     def models(self) -> list[Model]:
         try:
-            response = self._stub.ListModels(inference_pb2.ListModelsRequest(), timeout=MODELS_SECONDS)
+            response = self._stub.ListModels(
+                inference_pb2.ListModelsRequest(), timeout=MODELS_SECONDS, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise rpc_error(error) from None
         return [model(each) for each in response.models]
@@ -65,12 +86,12 @@ class Client:
     ) -> Stream:
         """The same, piece by piece. Closing the stream before its end cancels the request."""
         start = make_start("0", prompt, messages, token_ids, options)
-        call = self._stub.Generate(iter([start]), timeout=call_timeout(options))
+        call = self._stub.Generate(iter([start]), timeout=call_timeout(options), metadata=self._metadata)
         return Stream(call, Collector("0", options.get("n") or 1), call.cancel)
 
     def session(self) -> Session:
         """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""
-        return Session(self._stub)
+        return Session(self._stub, self._metadata)
 
 
 class Stream(Iterator[Delta]):
@@ -136,9 +157,9 @@ class Session:
     messages to the conversation (without the earlier ones).
     """
 
-    def __init__(self, stub: inference_pb2_grpc.InferenceStub) -> None:
+    def __init__(self, stub: inference_pb2_grpc.InferenceStub, metadata: Metadata = ()) -> None:
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._call = stub.Generate(iter(self._outgoing.get, None))
+        self._call = stub.Generate(iter(self._outgoing.get, None), metadata=metadata)
         self._turns = count()
         self._messages = count()
 

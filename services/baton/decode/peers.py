@@ -151,6 +151,7 @@ class _Peer:
             on_message=self._received,
             on_up=self._welcomed,
             on_down=self._lost,
+            dial=node.cluster.dial,
         )
         self.link.start()
 

@@ -16,6 +16,7 @@ from baton.decode.outputs import Output
 from baton.decode.peers import PrefillPeers
 from baton.engine.request import Request
 from baton.handoff.messages import DecodeEffect
+from baton.rpc.door import ClusterDoor
 from baton.rpc.errors import BatonError, abort, invalid, not_found, unavailable
 from baton.rpc.node import run_node
 from baton.rpc.streams import STREAM_ENDED, first_message
@@ -288,4 +289,5 @@ async def serve(
     config: DecodeConfig, *, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
 ) -> int:
     """Runs the process until it is told to stop. Returns its exit code."""
-    return await run_node(DecodeNode(config), config, ready=ready, stop=stop)
+    node = DecodeNode(config)
+    return await run_node(node, config, door=ClusterDoor(node.cluster), ready=ready, stop=stop)

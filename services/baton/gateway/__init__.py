@@ -4,5 +4,6 @@
 event. The pure core does no I/O: `token_log.py` (what a request has produced, and what of that its client has
 seen), `stop.py` (stop strings), `routing.py` (which nodes), `session.py` (turns that continue one token
 sequence), `admission.py` (what is refused at the door). `inference.py` and `http_api.py` are two faces of the
-same requests: the HTTP API translates to the messages of baton.v1.Inference and back.
+same requests: the HTTP API translates to the messages of baton.v1.Inference and back. `door.py` says who may
+ask, by `api_keys.py`, and `callers.py` how much.
 """

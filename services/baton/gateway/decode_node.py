@@ -10,7 +10,7 @@ from typing import Protocol
 import grpc.aio
 
 from baton.gateway.pulse import Pulse
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, from_status, unavailable
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
@@ -50,6 +50,7 @@ class DecodeNode:
         silence: float,
         accept: Callable[[node_pb2.NodeInfo], None],
         after_step: Callable[[], None],
+        dial: Dial = open_channel,
     ) -> None:
         self.address = address
         self.info: node_pb2.NodeInfo | None = None
@@ -58,6 +59,7 @@ class DecodeNode:
         """It gets no more requests: it drains, or has been removed."""
         self._accept = accept
         self._after_step = after_step
+        self._dial = dial
         self._sinks: dict[int, TokenSink] = {}
         self._cancelled: dict[int, int] = {}  # request: attempt; the node still owes their terminal event
         self._pulse = Pulse(silence)
@@ -71,6 +73,7 @@ class DecodeNode:
             on_message=self._on_message,
             on_up=self._on_up,
             on_down=self._on_down,
+            dial=dial,
         )
 
     @property
@@ -202,7 +205,7 @@ class DecodeNode:
 
     async def _ask(self, incarnation: int) -> None:
         try:
-            async with open_channel(self.address) as channel:
+            async with self._dial(self.address) as channel:
                 stub = node_pb2_grpc.NodeStub(channel)
                 info = await stub.GetInfo(node_pb2.GetInfoRequest(), timeout=10.0)
             if info.incarnation != incarnation:

@@ -9,12 +9,15 @@ from itertools import count
 from baton.config import GatewayConfig
 from baton.gateway import admission
 from baton.gateway.attempts import ResumePolicy
+from baton.gateway.callers import Caller
 from baton.gateway.decode_node import DecodeNode
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.nodes import Nodes
 from baton.gateway.probe import Prober
+from baton.gateway.prompt import shown
 from baton.gateway.requests import Request
 from baton.gateway.tokenizer import Tokenizer
+from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
 from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
@@ -26,15 +29,17 @@ _log = get_logger("baton.gateway")
 class Gateway:
     """Used on one event loop only."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, dial: Dial = open_channel) -> None:
+        """dial: opens connections to the tokenizer and decode nodes."""
         self.config = config
         self.incarnation = new_incarnation()
         self.metrics = GatewayMetrics()
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
-        self.tokenizer = Tokenizer(config.resume_wait_seconds)
+        self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
         self.nodes = Nodes(self.tokenizer, self._make_decode)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self, config.probe_every, self._probed)
+        self._dial = dial
         self._numbers = count(1)
         self._running: set[Request] = set()
         self._idle = asyncio.Event()
@@ -124,9 +129,11 @@ class Gateway:
 
     # Requests.
 
-    def request(self, start: inference_pb2.GenerateStart, on_change: Callable[[], None]) -> Request:
-        """A request, not begun yet."""
-        return Request(self, start, on_change)
+    def request(
+        self, start: inference_pb2.GenerateStart, on_change: Callable[[], None], caller: Caller
+    ) -> Request:
+        """A request of `caller`, not begun yet."""
+        return Request(self, start, on_change, caller)
 
     def next_number(self) -> int:
         return next(self._numbers)
@@ -142,8 +149,11 @@ class Gateway:
             raise unavailable("the gateway is draining", "DRAINING", 1000)
         if len(self._running) >= self.config.max_requests:
             raise exhausted(f"{len(self._running)} requests are running already", "TOO_MANY_REQUESTS", 1000)
+        request.caller.begin_request()
         self._running.add(request)
         self._idle.clear()
+        if self.config.log_prompts:
+            _log.info("prompt", request=request.name, prompt=shown(start))
         if model is None:
             raise self.no_decode_node()
 
@@ -154,7 +164,13 @@ class Gateway:
         self._counts["prompt"] += len(request.log.prompt_ids)
         self._counts["cached"] += request.log.cached_tokens
         self._counts["output"] += request.log.output_tokens
-        self._running.discard(request)
+        if request in self._running:
+            self._running.discard(request)
+            request.caller.end_request()
+            if self.config.log_prompts:
+                _log.info(
+                    "answer", request=request.name, texts=[choice.text for choice in request.log.choices]
+                )
         if not self._running:
             self._idle.set()
 
@@ -194,7 +210,7 @@ class Gateway:
 
     def _make_decode(self, address: str) -> DecodeNode:
         silence = self.config.silence_seconds
-        return DecodeNode(address, self.incarnation, silence, self._accept, self.tokenizer.flush)
+        return DecodeNode(address, self.incarnation, silence, self._accept, self.tokenizer.flush, self._dial)
 
     def _accept(self, info: node_pb2.NodeInfo) -> None:
         """Refuses a decode node that is none, or that serves another model than the others."""

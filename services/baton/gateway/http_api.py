@@ -18,7 +18,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from baton.gateway import openai_errors
+from baton.gateway.door import PublicDoor
 from baton.gateway.gateway import Gateway
+from baton.gateway.http_door import HttpDoor
 from baton.gateway.http_job import Job
 from baton.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json
 from baton.gateway.openai_errors import ApiError
@@ -36,9 +38,10 @@ _log = get_logger("baton.gateway")
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
-def make_app(gateway: Gateway) -> FastAPI:
-    """The HTTP application of one gateway."""
+def make_app(gateway: Gateway, door: PublicDoor) -> FastAPI:
+    """The HTTP application of one gateway; `door` says who may use it."""
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(HttpDoor, door=door, max_header_bytes=gateway.config.max_header_bytes)
     started = int(time.time())
 
     def models() -> list[Json]:
@@ -86,10 +89,11 @@ def make_app(gateway: Gateway) -> FastAPI:
         peers = [
             {"role": peer.role, "address": peer.address, "connected": peer.connected} for peer in info.peers
         ]
-        status = "serving" if gateway.healthy else "not serving"
-        problems = [problem.message for problem in gateway.problems()]
-        body = {"status": status, "peers": peers, "problems": problems}
-        return JSONResponse(body, status_code=200 if gateway.healthy else 503)
+        status: Json = {"status": "serving" if gateway.healthy else "not serving"}
+        if door.keys is None:  # else strangers may be asking
+            status["peers"] = peers
+            status["problems"] = [problem.message for problem in gateway.problems()]
+        return JSONResponse(status, status_code=200 if gateway.healthy else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -152,7 +156,7 @@ async def _job(
     gateway: Gateway, starts: list[inference_pb2.GenerateStart], request: Request
 ) -> AsyncIterator[Job]:
     """Runs the requests; they are cancelled when the client leaves, or when the body fails."""
-    job = Job(gateway, starts)
+    job = Job(gateway, starts, request.state.caller)
     watch = asyncio.create_task(_cancel_on_disconnect(request.receive, job))
     try:
         yield job

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
+from baton.gateway.callers import Caller
 from baton.gateway.gateway import Gateway
 from baton.gateway.openai_errors import ApiError, from_baton
 from baton.gateway.requests import Request
@@ -18,10 +19,12 @@ Event = inference_pb2.Delta | inference_pb2.Finished
 class Job:
     """They start together, and fail together: the first failure cancels the others."""
 
-    def __init__(self, gateway: Gateway, starts: Sequence[inference_pb2.GenerateStart]) -> None:
+    def __init__(
+        self, gateway: Gateway, starts: Sequence[inference_pb2.GenerateStart], caller: Caller
+    ) -> None:
         self.n = starts[0].n or 1
         self._wake = asyncio.Event()
-        self._requests = [gateway.request(start, self._wake.set) for start in starts]
+        self._requests = [gateway.request(start, self._wake.set, caller) for start in starts]
         self._left = set(range(len(starts)))
         self._unaccepted = set(self._left)
         self._taken: deque[tuple[int, Event]] = deque()

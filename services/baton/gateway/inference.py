@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from baton.gateway import admission
+from baton.gateway.callers import Caller
+from baton.gateway.door import PublicDoor
 from baton.gateway.gateway import Gateway
 from baton.gateway.requests import Request
 from baton.gateway.session import Session
-from baton.rpc.errors import BatonError, abort, exhausted, invalid, not_found, to_status
+from baton.rpc.door import as_mapping
+from baton.rpc.errors import BatonError, abort, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
@@ -27,11 +31,22 @@ _log = get_logger("baton.gateway")
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, door: PublicDoor) -> None:
         self._gateway = gateway
+        self._door = door
 
     async def Generate(self, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Any) -> None:
-        stream = _ClientStream(self._gateway)
+        metadata = as_mapping(context.invocation_metadata())
+        caller = self._door.caller(metadata.get("authorization", ""))
+        caller.open_stream()
+        try:
+            await self._generate(_ClientStream(self._gateway, caller), requests, context)
+        finally:
+            caller.close_stream()
+
+    async def _generate(
+        self, stream: _ClientStream, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Any
+    ) -> None:
         reading = asyncio.create_task(stream.read(requests))
         try:
             async for response in stream.responses():
@@ -59,8 +74,9 @@ class _ClientStream:
     what has accumulated since its last write, so that a slow client holds up nobody and costs no memory.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, caller: Caller) -> None:
         self._gateway = gateway
+        self._caller = caller
         self._open: dict[str, Request] = {}  # by the client's id, until the terminal event has been taken
         self._changed: dict[str, None] = {}  # ids whose logs may have something new, oldest first
         self._rejected: list[inference_pb2.GenerateResponse] = []
@@ -113,7 +129,20 @@ class _ClientStream:
             if self._half_closed and not self._open and not self._rejected:
                 return
             if not self._wake.is_set():
+                await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until there may be something to write. Raises BatonError when nobody has asked for long."""
+        if self._open:
+            await self._wake.wait()
+            return
+        seconds = self._gateway.config.idle_seconds
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
                 await self._wake.wait()
+                return
+        if not self._open:
+            raise deadline_exceeded(f"nothing was asked on this stream for {seconds:g} s", "IDLE")
 
     def leave(self) -> None:
         """The client has gone, or has everything: what has not ended is cancelled."""
@@ -141,7 +170,7 @@ class _ClientStream:
                 f"a request {start.id!r} is running on this stream: choose another id",
                 field="start.id",
             )
-        request = self._gateway.request(start, lambda: self._mark(start.id, request))
+        request = self._gateway.request(start, lambda: self._mark(start.id, request), self._caller)
         self._open[start.id] = request
         try:
             session = self._session(start.session) if start.session else None

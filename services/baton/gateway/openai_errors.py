@@ -89,6 +89,8 @@ def response(error: ApiError) -> JSONResponse:
     headers = {}
     if error.status in (429, 503):
         headers["Retry-After"] = str(max(1, math.ceil((error.retry_after_ms or 1000) / 1000)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body(error), status_code=error.status, headers=headers)
 
 

@@ -45,6 +45,14 @@ async def encode_prompt(
     return Prompt(token_ids, "chat", conversation, result.rendered)
 
 
+def shown(start: inference_pb2.GenerateStart) -> str | list[int] | list[str]:
+    """A prompt as --log-prompts writes it."""
+    kind = start.WhichOneof("prompt")
+    if kind == "tokens":
+        return list(start.tokens.token_ids)
+    return [message.content for message in start.chat.messages] if kind == "chat" else str(start.text)
+
+
 async def _encode_text(text: str, special: bool, tokenizer: Tokenizer, timeout: float) -> list[int]:
     given = tokenizer_pb2.EncodeInput(text=text, add_special_tokens=special)
     return list((await tokenizer.encode([given], timeout))[0].token_ids)

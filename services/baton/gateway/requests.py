@@ -11,6 +11,7 @@ import grpc
 
 from baton.gateway import admission
 from baton.gateway.attempts import Attempts, Wait
+from baton.gateway.callers import Caller
 from baton.gateway.choice_stream import ChoiceStream
 from baton.gateway.messages import decode_start, finished
 from baton.gateway.prompt import Prompt, encode_prompt
@@ -37,8 +38,13 @@ class Request:
     """
 
     def __init__(
-        self, gateway: Gateway, start: inference_pb2.GenerateStart, on_change: Callable[[], None]
+        self,
+        gateway: Gateway,
+        start: inference_pb2.GenerateStart,
+        on_change: Callable[[], None],
+        caller: Caller,
     ) -> None:
+        self.caller = caller
         self.number = gateway.next_number()
         self.log = TokenLog(
             start.id,
@@ -122,6 +128,7 @@ class Request:
             model = self._gateway.model_or_last()
             if model is None:
                 raise self._gateway.no_decode_node()
+            self.caller.check_prompt(len(self._prompt.token_ids), self._prompt.field)
             self._sampling = admission.fit(
                 self._start.sampling, len(self._prompt.token_ids), model.context_length, self._prompt.field
             )

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 from baton.gateway.tokenizer_node import TextSink, TokenizerNode
+from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, from_status, internal, unavailable
 from baton.v1 import node_pb2, tokenizer_pb2
 
@@ -26,9 +27,10 @@ class Tokenizer:
     wait_seconds: how long calls and token streams wait while none can be reached.
     """
 
-    def __init__(self, wait_seconds: float) -> None:
+    def __init__(self, wait_seconds: float, dial: Dial = open_channel) -> None:
         self.nodes: dict[str, TokenizerNode] = {}
         self._wait_seconds = wait_seconds
+        self._dial = dial
         self._ids = count(1)
         self._at: dict[int, TokenizerNode] = {}  # where each token stream lives
         self._homeless: dict[TextSink, asyncio.TimerHandle] = {}
@@ -40,7 +42,7 @@ class Tokenizer:
     def add(self, address: str) -> None:
         """Begins to connect. Idempotent."""
         if address not in self.nodes:
-            node = TokenizerNode(address, self._welcome, self._lost, self.flush)
+            node = TokenizerNode(address, self._welcome, self._lost, self.flush, self._dial)
             self.nodes[address] = node
             node.start()
 

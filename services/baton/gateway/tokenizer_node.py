@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.link import Link
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
@@ -43,6 +43,7 @@ class TokenizerNode:
         on_up: Callable[[], None],
         on_down: Callable[[list[TextSink], BatonError], None],
         after_message: Callable[[], None],
+        dial: Dial = open_channel,
     ) -> None:
         self.address = address
         self.info: node_pb2.NodeInfo | None = None
@@ -53,7 +54,7 @@ class TokenizerNode:
         self._after_message = after_message
         self._batch: list[tokenizer_pb2.DetokenizeItem] = []
         # Encoding has a connection of its own: a large prompt does not hold up the tokens of others.
-        self._channel = open_channel(address)
+        self._channel = dial(address)
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
         self._link = Link[tokenizer_pb2.DetokenizeRequest, tokenizer_pb2.DetokenizeResponse](
             address,
@@ -65,6 +66,7 @@ class TokenizerNode:
             on_up=self._on_up,
             on_down=self._on_down,
             merge=_merge,
+            dial=dial,
         )
         self._asking: asyncio.Task[None] | None = None
 

@@ -23,6 +23,7 @@ from baton.handoff.messages import (
 from baton.handoff.names import RecentNames
 from baton.handoff.prefill_side import PrefillSide
 from baton.prefill.core import PrefillCore
+from baton.rpc.door import ClusterDoor
 from baton.rpc.errors import (
     BatonError,
     abort,
@@ -281,4 +282,5 @@ async def serve(
     config: PrefillConfig, *, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
 ) -> int:
     """Runs the process until it is told to stop. Returns its exit code."""
-    return await run_node(PrefillNode(config), config, ready=ready, stop=stop)
+    node = PrefillNode(config)
+    return await run_node(node, config, door=ClusterDoor(node.cluster), ready=ready, stop=stop)

@@ -4,38 +4,61 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
 from collections.abc import Callable
 
+import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from baton.rpc.errors import BatonError, unavailable
-from baton.rpc.metrics import Health, serve_metrics
+from baton.rpc.address import is_loopback, join_address
+from baton.rpc.cluster import Cluster
+from baton.rpc.door import Door, check_address
+from baton.rpc.errors import BatonError, failed_precondition, unavailable
+from baton.rpc.metrics_http import Health, serve_metrics
 
 
-def join_address(host: str, port: int) -> str:
-    """host:port, with an IPv6 host in brackets."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+def bind_grpc(server: grpc.aio.Server, host: str, port: int, door: Door, insecure: bool) -> str:
+    """Binds the server; returns host:port as bound.
 
-
-def bind_grpc(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Binds the server; returns host:port as bound. Raises BatonError (UNAVAILABLE, CANNOT_BIND)."""
+    Raises BatonError: UNAVAILABLE (CANNOT_BIND), or FAILED_PRECONDITION when the door would let strangers in
+    (INSECURE) or has a certificate that cannot be used.
+    """
     problem = bind_problem(host, port, "--port")
     if problem is not None:
         raise problem
+    check_address(host, door, insecure)
+    credentials = door.credentials()
     try:
-        bound = server.add_insecure_port(join_address(host, port))
+        if credentials is None:
+            bound = server.add_insecure_port(join_address(host, port))
+        else:
+            bound = server.add_secure_port(join_address(host, port), credentials)
     except RuntimeError as error:
+        if (
+            credentials is not None
+        ):  # the address is free: gRPC says nothing about what is wrong with PEM files
+            raise failed_precondition(
+                "certificate and key cannot be used: both must be PEM, and belong to each other",
+                "BAD_CERTIFICATE",
+            ) from error
         raise _cannot(host, port, "the system refuses it", "choose another with --port") from error
     return join_address(host, bound)
 
 
 def bind_metrics(
-    registry: CollectorRegistry, host: str, port: int, health: Health
+    registry: CollectorRegistry, host: str, port: int, cluster: Cluster, health: Health
 ) -> tuple[str, Callable[[], None]]:
-    """Serves metrics and health; returns host:port as bound and what closes the server. Raises BatonError."""
+    """Serves metrics and health; returns host:port as bound and what closes the server. Raises BatonError.
+
+    Beyond this machine readers of metrics must know the cluster's secret; everywhere they must show a
+    certificate, if it has any.
+    """
+    secret = "" if is_loopback(host) else cluster.secret
     try:
-        bound, close = serve_metrics(registry, host, port, health)
+        bound, close = serve_metrics(registry, host, port, health, secret, cluster.tls)
+    except ssl.SSLError as error:
+        raise failed_precondition(f"the cluster's certificate cannot be used: {error}") from error
     except OSError as error:
         raise _explain(host, port, error, "--http-port") from error
     return join_address(host, bound), close

@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import grpc
 import grpc.aio
+
+from baton.rpc.metadata_channel import Metadata, MetadataChannel
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 KEEPALIVE_SECONDS = 10.0
 KEEPALIVE_TIMEOUT_SECONDS = 5.0
+HANDSHAKE_SECONDS = 20.0
+"""A connection that has not said what it is by then is closed."""
+MAX_PING_STRIKES = 100
+"""Early pings after which a connection is closed. Not 2, gRPC's default: a server that was stalled reads the
+pings of that time all at once, and those are no reason."""
 
-Options = list[tuple[str, int]]
+Options = list[tuple[str, int | str]]
 
 
-def open_channel(address: str, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+class Dial(Protocol):
+    """Opens a connection to host:port. The caller closes it."""
+
+    def __call__(self, address: str, max_message_bytes: int = ..., /) -> grpc.aio.Channel: ...
+
+
+def open_channel(
+    address: str,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    tls_name: str = "",
+    metadata: Metadata = (),
+) -> grpc.aio.Channel:
     """A connection of its own to host:port: not shared with other channels, never through a proxy.
 
     A peer that vanished without closing (a host lost, a process stopped) is noticed by keepalive.
+    credentials: TLS; None: none. tls_name: what the peer's certificate must be for; empty: the host.
+    metadata: sent with every call.
     """
-    return grpc.aio.insecure_channel(address, options=client_options(max_message_bytes))
+    options = client_options(max_message_bytes)
+    if tls_name:
+        options.append(("grpc.ssl_target_name_override", tls_name))
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address, options=options)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
+    return MetadataChannel(channel, metadata) if metadata else channel
 
 
 def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
@@ -39,8 +71,8 @@ def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.so_reuseport", 0),
         # Clients may ping as often as client_options says, and no oftener than twice that.
         ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500)),
-        # A server that was stalled reads the pings of that time all at once: no reason to close connections.
-        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
     ]
 
 

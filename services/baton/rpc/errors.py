@@ -76,6 +76,10 @@ def cancelled(message: str, reason: str = "CANCELLED") -> BatonError:
     return BatonError(grpc.StatusCode.CANCELLED, reason, message)
 
 
+def unauthenticated(message: str, reason: str = "UNAUTHENTICATED") -> BatonError:
+    return BatonError(grpc.StatusCode.UNAUTHENTICATED, reason, message)
+
+
 def failed_precondition(message: str, reason: str = "FAILED_PRECONDITION") -> BatonError:
     return BatonError(grpc.StatusCode.FAILED_PRECONDITION, reason, message)
 

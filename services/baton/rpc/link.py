@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
-from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from baton.rpc.channel import MAX_MESSAGE_BYTES, Dial, open_channel
 from baton.rpc.errors import BatonError, deadline_exceeded, from_rpc_error, internal, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.outbox import Outbox, OutboxFull, byte_size
@@ -37,6 +37,7 @@ class Link(Generic[Req, Resp]):
     on_down: told once for every session that ended and for every attempt to connect that failed (so it may
         come without on_up before it); what was sent in that session and is not answered is lost.
     merge: merges unsent requests, as in Outbox; None queues them.
+    dial: opens the connection of each session.
 
     Callbacks run on the event loop and must not block; one that raises is logged and takes the link down. The
     reader awaits nothing but the next message. After close() no callback is called.
@@ -52,6 +53,7 @@ class Link(Generic[Req, Resp]):
         on_down: Callable[[BatonError], None],
         merge: Callable[[Req, Req], Req] | None = None,
         *,
+        dial: Dial = open_channel,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         connect_seconds: float = 10.0,
     ) -> None:
@@ -64,6 +66,7 @@ class Link(Generic[Req, Resp]):
         self._on_up = on_up
         self._on_down = on_down
         self._merge = merge
+        self._dial = dial
         self._max_message_bytes = max_message_bytes
         self._connect_seconds = connect_seconds
         self._outbox: Outbox[Req] | None = None
@@ -134,7 +137,7 @@ class Link(Generic[Req, Resp]):
         self._failure = None
         was_up = False
         outbox = self._outbox = Outbox[Req](self._merge, size_of=_size, max_bytes=MAX_QUEUED_BYTES)
-        channel = open_channel(self.address, self._max_message_bytes)
+        channel = self._dial(self.address, self._max_message_bytes)
         writer: asyncio.Task[None] | None = None
         try:
             call = self._call = self._open_stream(channel)()

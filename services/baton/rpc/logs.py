@@ -1,4 +1,8 @@
-"""Structured log lines on stderr: key=value, or JSON. They never contain prompts, texts or tokens."""
+"""Structured log lines on stderr: key=value, or JSON.
+
+Prompts, texts and tokens are in them only where --log-prompts asks for it: what logs an error never gives
+the request or the variables that it came from.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,9 @@ def configure(role: str, level: str = "info", json: bool = False, name: str = ""
     ]
     ending: list[structlog.types.Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if json:
-        ending += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        # Not structlog's own dict_tracebacks: it shows the variables of each frame, prompts among them.
+        tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        ending += [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
     else:
         ending += [
             structlog.processors.format_exc_info,

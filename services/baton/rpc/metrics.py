@@ -1,17 +1,11 @@
-"""Prometheus metrics: the Load snapshot as baton_* series, and the HTTP server for them and for health."""
+"""Prometheus metrics: a registry per process, and the Load snapshot as baton_* series."""
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Callable, Iterator
-from socket import AF_INET, AF_INET6
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from baton.v1 import node_pb2
@@ -91,48 +85,8 @@ class LoadCollector(Collector):
         yield pages
 
 
-Health = Callable[[], tuple[bool, list[str]]]
-"""Whether the process serves, and what is wrong with it. Called on the HTTP server's threads."""
-
-
-def serve_metrics(
-    registry: CollectorRegistry, host: str, port: int, health: Health
-) -> tuple[int, Callable[[], None]]:
-    """Serves GET /metrics and GET /health (503 while the process does not serve) from threads.
-
-    Returns the port bound (0 asks for a free one) and what closes it. Raises OSError when it cannot be bound.
-    """
-    metrics = make_wsgi_app(registry)
-
-    def app(environ: dict[str, Any], start: Any) -> Any:
-        path = environ.get("PATH_INFO", "")
-        if path == "/metrics":
-            return metrics(environ, start)
-        if path != "/health":
-            start("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"see /metrics and /health\n"]
-        serving, problems = health()
-        body = {"status": "serving" if serving else "not serving", "problems": problems}
-        start("200 OK" if serving else "503 Service Unavailable", [("Content-Type", "application/json")])
-        return [json.dumps(body).encode()]
-
-    family = AF_INET6 if ":" in host else AF_INET
-    kind = type("_Server", (ThreadingWSGIServer,), {"address_family": family})
-    server: WSGIServer = make_server(host.strip("[]"), port, app, kind, handler_class=_Quiet)
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=5.0)
-
-    return server.server_port, close
-
-
-class _Quiet(WSGIRequestHandler):
-    timeout = 10.0
-    """Seconds that a client may take for its request."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+def new_registry(role: str, snapshot: Callable[[], node_pb2.Load]) -> CollectorRegistry:
+    """A registry that reports the load; the process object adds its own metrics to it."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(LoadCollector(role, snapshot))
+    return registry

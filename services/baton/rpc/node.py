@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
@@ -18,13 +16,17 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.config import NodeConfig
 from baton.rpc import logs
+from baton.rpc.address import is_loopback
 from baton.rpc.bind import bind_grpc, bind_metrics
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
+from baton.rpc.cluster import Cluster
+from baton.rpc.door import ClusterDoor, Door, DoorKeeper
 from baton.rpc.errors import BatonError
 from baton.rpc.health import HealthServicer
 from baton.rpc.interceptor import ReadyGate
 from baton.rpc.malformed import Malformed
 from baton.rpc.metrics import LoadCollector
+from baton.rpc.waiting import signals, unless
 from baton.v1 import node_pb2, node_pb2_grpc
 
 STOP_SECONDS = 10.0
@@ -72,6 +74,7 @@ async def run_node(
     node: Node,
     config: NodeConfig,
     *,
+    door: Door | None = None,
     serve_metrics_http: bool = True,
     registry: CollectorRegistry | None = None,
     ready: asyncio.Event | None = None,
@@ -81,7 +84,8 @@ async def run_node(
 
     0: stopped as asked. 2: could not start; one line on stderr says why. 1: an error nobody foresaw.
     With `stop` given, signals are left alone. `registry` holds the node's own metrics; the load is added.
-    A second signal during the drain stops at once.
+    A second signal during the drain stops at once. `door`: who may call; without one, whom the
+    configuration's cluster secret and certificates let in.
     """
     if not logs.is_configured():
         try:
@@ -89,10 +93,20 @@ async def run_node(
         except ValueError as error:
             print(f"baton {node.role}: --log-level: {error}", file=sys.stderr, flush=True)
             return 2
-    shell = _Shell(node, config, serve_metrics_http, registry or CollectorRegistry(auto_describe=False))
+    try:
+        shell = _Shell(
+            node,
+            config,
+            door or ClusterDoor(Cluster.load(config)),
+            serve_metrics_http,
+            registry or CollectorRegistry(auto_describe=False),
+        )
+    except BatonError as error:
+        print(f"baton {node.role}: {error.message}", file=sys.stderr, flush=True)
+        return 2
     stopping = stop or asyncio.Event()
     hurry = asyncio.Event()
-    with _signals(stopping, hurry, install=stop is None):
+    with signals(stopping, hurry, install=stop is None):
         try:
             await shell.bind()
             if not await shell.start(stopping):
@@ -132,10 +146,16 @@ class _Shell:
     """The servers around a node."""
 
     def __init__(
-        self, node: Node, config: NodeConfig, serve_metrics_http: bool, registry: CollectorRegistry
+        self,
+        node: Node,
+        config: NodeConfig,
+        door: Door,
+        serve_metrics_http: bool,
+        registry: CollectorRegistry,
     ) -> None:
         self._node = node
         self._config = config
+        self._door = door
         self._serve_http = serve_metrics_http and config.http_port is not None
         self._registry = registry
         self._gate = ReadyGate()
@@ -147,7 +167,10 @@ class _Shell:
         self._http_address = ""
         self.address = ""
         limit = int(getattr(config, "max_message_bytes", MAX_MESSAGE_BYTES))
-        self._server = grpc.aio.server(options=server_options(limit), interceptors=[self._gate, Malformed()])
+        self._server = grpc.aio.server(
+            options=[*server_options(limit), *door.options()],
+            interceptors=[DoorKeeper(door), self._gate, Malformed()],
+        )
 
     async def bind(self) -> None:
         """Binds both ports and serves health (NOT_SERVING), reflection and Node."""
@@ -159,20 +182,29 @@ class _Shell:
         self._health.add_to(self._server, services)
         everything = [*services, HealthServicer.SERVICE, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(everything, self._server)
-        bound = bind_grpc(self._server, self._config.host, self._config.port)
+        bound = bind_grpc(
+            self._server, self._config.host, self._config.port, self._door, self._config.insecure
+        )
+        if self._door.missing():
+            who = "any user of this machine" if is_loopback(self._config.host) else "anybody"
+            _log.warning("nothing keeps strangers out", who=who, missing=self._door.missing())
         self.address = self._config.advertise or bound
         await self._server.start()
         self._registry.register(LoadCollector(self._node.role, self._load_from(loop)))
         if self._serve_http:
             assert self._config.http_port is not None
             self._http_address, self._close_metrics = bind_metrics(
-                self._registry, self._config.host, self._config.http_port, self._health_from(loop)
+                self._registry,
+                self._config.host,
+                self._config.http_port,
+                self._door.cluster,
+                self._health_from(loop),
             )
 
     async def start(self, stopping: asyncio.Event) -> bool:
         """Starts the node; False when told to stop before it had started."""
         self._started = True
-        return await _unless(self._node.start(self.address), stopping)
+        return await unless(self._node.start(self.address), stopping)
 
     def announce(self) -> None:
         """From now on the node serves: opens the gate, reports SERVING, prints the ready line."""
@@ -212,7 +244,7 @@ class _Shell:
             self._health.set_all(serving=False)
         remaining = asyncio.ensure_future(self._node.drain(seconds))
         # The node keeps the time; the margin only guards against one that does not.
-        if not await _unless(remaining, hurry or asyncio.Event(), seconds + 5.0):
+        if not await unless(remaining, hurry or asyncio.Event(), seconds + 5.0):
             return max(1, self.load().requests)
         return remaining.result()
 
@@ -291,40 +323,6 @@ class _NodeServicer(node_pb2_grpc.NodeServicer):
         milliseconds = request.timeout_ms if request.HasField("timeout_ms") else 30000
         remaining = await self._shell.drain(milliseconds / 1000)
         return node_pb2.DrainResponse(drained=remaining == 0, remaining=remaining)
-
-
-async def _unless(work: Any, event: asyncio.Event, seconds: float | None = None) -> bool:
-    """Awaits `work`; False, with the work cancelled, when the event is set or the time is over before."""
-    task = asyncio.ensure_future(work)
-    waiter = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({task, waiter}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-            return True
-        return False
-    finally:
-        for pending in (task, waiter):
-            pending.cancel()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                await asyncio.gather(task, waiter, return_exceptions=True)
-
-
-@contextlib.contextmanager
-def _signals(stopping: asyncio.Event, hurry: asyncio.Event, install: bool) -> Any:
-    def received() -> None:
-        (hurry if stopping.is_set() else stopping).set()
-
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT) if install else ()
-    for number in numbers:
-        loop.add_signal_handler(number, received)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 def _unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import grpc.aio
 
-from baton.rpc.channel import open_channel
+from baton.rpc.channel import Dial, open_channel
 from baton.transport.base import PageStore, TransportError
 from baton.transport.fetch import Fetch, FetchStream
 from baton.transport.pages import check_pairs
@@ -30,6 +30,7 @@ class GrpcReceiver:
         local: PageStore,
         num_pages: int,
         progress_seconds: float = PROGRESS_SECONDS,
+        dial: Dial = open_channel,
     ) -> None:
         """`address`: host:port of a PageSource whose pool has `num_pages` pages, as many bytes each as ours.
         Connects with the first pull. To be made on an event loop."""
@@ -37,7 +38,7 @@ class GrpcReceiver:
         self._num_pages = num_pages
         self._progress_seconds = progress_seconds
         self._request_pages = max(1, REQUEST_BYTES // local.page_bytes)
-        self._channel: grpc.aio.Channel = open_channel(address)
+        self._channel: grpc.aio.Channel = dial(address)
         self._stream: FetchStream | None = None
         self._running: set[Fetch] = set()
         self._closed = False

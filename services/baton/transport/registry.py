@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from baton.rpc.channel import Dial, open_channel
 from baton.transport.base import EndpointRefused, PageStore, Receiver, Refusal, TransportError
 from baton.transport.grpc import GrpcReceiver
 from baton.transport.mapped import segment_endpoint
@@ -59,11 +60,12 @@ async def open_receiver(
     kinds: Sequence[str] = (),
     peer_address: str = "",
     busy: Callable[[], bool] = lambda: False,
+    dial: Dial = open_channel,
 ) -> Opened:
     """Opens the first of our `kinds` that the peer offers and that can be opened.
 
     `peer_address`: where the peer's Prefill is served. `busy`: whether steps run on the local pool's GPU;
-    asked in other threads. Raises TransportError that names every reason.
+    asked in other threads. `dial`: opens connections. Raises TransportError that names every reason.
     """
     by_kind = {endpoint.WhichOneof("kind"): endpoint for endpoint in endpoints}
     reasons = []
@@ -72,7 +74,7 @@ async def open_receiver(
             reasons.append(f"{kind}: not offered")
             continue
         try:
-            receiver = await _open(kind, by_kind[kind], local, peer_address, busy)
+            receiver = await _open(kind, by_kind[kind], local, peer_address, busy, dial)
         except TransportError as error:
             reasons.append(f"{kind}: {error}")
         else:
@@ -81,7 +83,12 @@ async def open_receiver(
 
 
 async def _open(
-    kind: str, endpoint: pb.Endpoint, local: PageStore, peer_address: str, busy: Callable[[], bool]
+    kind: str,
+    endpoint: pb.Endpoint,
+    local: PageStore,
+    peer_address: str,
+    busy: Callable[[], bool],
+    dial: Dial,
 ) -> Receiver:
     if kind == "cuda_ipc":
         # Late: it imports torch, which nobody else here needs.
@@ -97,4 +104,4 @@ async def _open(
     if grpc.page_bytes != local.page_bytes:
         text = f"the peer's pages have {grpc.page_bytes} bytes, not {local.page_bytes}"
         raise EndpointRefused(Refusal.PAGE_BYTES, text)
-    return GrpcReceiver(address, local, grpc.num_pages)
+    return GrpcReceiver(address, local, grpc.num_pages, dial=dial)

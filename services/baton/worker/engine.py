@@ -24,6 +24,7 @@ from baton.kvcache.pool import KvLayout, KvPool
 from baton.models.config import ModelError
 from baton.models.decoder import Model
 from baton.models.loader import fingerprint, load_model, weight_bytes
+from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
@@ -67,10 +68,10 @@ class Engine:
         return self.published.endpoints()
 
     async def open_receiver(
-        self, endpoints: list[common_pb2.Endpoint], address: str, busy: Callable[[], bool]
+        self, endpoints: list[common_pb2.Endpoint], address: str, busy: Callable[[], bool], dial: Dial
     ) -> Opened:
         """`busy`: whether steps are running; asked in other threads. Raises TransportError."""
-        return await open_receiver(endpoints, self.pages, self.kinds, address, busy)
+        return await open_receiver(endpoints, self.pages, self.kinds, address, busy, dial)
 
     def close(self) -> None:
         self.published.close()

@@ -19,6 +19,7 @@ from baton.engine.loop import StepLoop
 from baton.engine.meter import Meter
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import Core
+from baton.rpc.cluster import Cluster
 from baton.rpc.errors import BatonError, to_status, unavailable
 from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
@@ -61,7 +62,9 @@ class WorkerNode(Generic[C]):
     loop: asyncio.AbstractEventLoop
 
     def __init__(self, config: WorkerConfig) -> None:
+        """Raises BatonError when the files of its cluster secret or certificates cannot be used."""
         self.config = config
+        self.cluster = Cluster.load(config)
         self.incarnation = new_incarnation()
         self.draining = False
         self.tasks = Tasks()
@@ -177,7 +180,9 @@ class WorkerNode(Generic[C]):
         return self.engine.endpoints()
 
     async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Receiver:
-        opened = await self.engine.open_receiver(endpoints, address, lambda: self._load.running > 0)
+        opened = await self.engine.open_receiver(
+            endpoints, address, lambda: self._load.running > 0, self.cluster.dial
+        )
         _log.info("pool of a peer opened", address=address, transport=opened.reason)
         return opened.receiver
 

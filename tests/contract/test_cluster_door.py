@@ -1,0 +1,279 @@
+"""Who may call a process of a deployment: the cluster secret, mutual TLS, which addresses may be bound."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import certificates
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from test_node import EchoNode, Running, encode
+
+from baton.config import NodeConfig
+from baton.rpc import door as doors
+from baton.rpc.address import is_loopback
+from baton.rpc.channel import open_channel
+from baton.rpc.cluster import HEADER, Cluster, ClusterTls
+from baton.rpc.errors import BatonError, from_rpc_error
+from baton.rpc.metrics_http import serve_metrics
+from baton.rpc.node import run_node
+from baton.transport import HostPages
+from baton.transport.grpc import GrpcReceiver
+from baton.transport.page_source import PageSourceServicer
+from baton.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    node_pb2,
+    node_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    tokenizer_pb2_grpc,
+)
+
+SECRET = "c0ffee" * 8
+PAGE = 64
+
+
+class Everything(EchoNode, prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
+    """All internal services behind one door; what gets in is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def add_services(self, server):
+        super().add_services(server)
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+        self.pages = bytearray(range(PAGE)) * 2
+        pages = PageSourceServicer(HostPages(memoryview(self.pages), PAGE))
+        prefill_pb2_grpc.add_PageSourceServicer_to_server(pages, server)
+        return ["baton.v1.Tokenizer", "baton.v1.Prefill", "baton.v1.PageSource", "baton.v1.Decode"]
+
+    async def Run(self, requests, context):
+        async for message in requests:
+            self.seen.append(message.WhichOneof("kind"))
+            yield prefill_pb2.PrefillResponse()
+
+    async def Generate(self, requests, context):
+        async for message in requests:
+            self.seen.append(message.WhichOneof("kind"))
+            yield decode_pb2.StepEvents()
+
+
+def secret_file(folder: Path, secret: str = SECRET) -> str:
+    path = folder / "secret"
+    path.write_text(secret + "\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture
+async def guarded(tmp_path):
+    it = Running(Everything(), NodeConfig(cluster_secret_file=secret_file(tmp_path), drain_seconds=0.1))
+    await it.started()
+    yield it
+    assert await it.end() == 0
+
+
+def calls(channel):
+    """One call of each internal service, by name."""
+    release = prefill_pb2.PrefillRequest(release=prefill_pb2.LeaseRelease())
+    hello = decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=1))
+    fetch = prefill_pb2.FetchRequest(id=1, page_ids=[0])
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
+    node = node_pb2_grpc.NodeStub(channel)
+    return {
+        "Tokenizer": lambda **o: tokenizer_pb2_grpc.TokenizerStub(channel).Encode(encode("x"), **o),
+        "Prefill": lambda **o: first(prefill_pb2_grpc.PrefillStub(channel).Run(iter([release]), **o)),
+        "PageSource": lambda **o: first(prefill_pb2_grpc.PageSourceStub(channel).Fetch(iter([fetch]), **o)),
+        "Decode": lambda **o: first(decode_pb2_grpc.DecodeStub(channel).Generate(iter([hello]), **o)),
+        "GetInfo": lambda **o: node.GetInfo(node_pb2.GetInfoRequest(), **o),
+        "GetLoad": lambda **o: node.GetLoad(node_pb2.GetLoadRequest(), **o),
+        "Drain": lambda **o: node.Drain(node_pb2.DrainRequest(timeout_ms=1), **o),
+        "reflection": lambda **o: first(
+            reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([listing]), **o)
+        ),
+    }
+
+
+async def first(call):
+    return await call.read()
+
+
+async def refusal(call, metadata):
+    """How the call fails. A client of grpc.aio that is still sending when its stream ends may say INTERNAL,
+    and nothing of why; it asks again."""
+    for _ in range(5):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(timeout=10, metadata=metadata)
+        if refused.value.details() != "Internal error from Core":
+            break
+    return from_rpc_error(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", "c0ffee", SECRET[:-1], SECRET[:-1] + "x", SECRET + "x", SECRET.upper()]
+)
+async def test_strangers_reach_no_internal_service(guarded, given):
+    metadata = ((HEADER, given),) if given is not None else ()
+    async with open_channel(guarded.node.address) as channel:
+        for name, call in calls(channel).items():
+            error = await refusal(call, metadata)
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "CLUSTER_SECRET"), name
+            assert SECRET not in error.message and "--cluster-secret-file" in error.message
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING  # the Drain has had no effect
+    assert guarded.node.seen == []
+
+
+async def test_who_knows_the_secret_reaches_all_of_them(guarded):
+    cluster = Cluster(SECRET)
+    async with cluster.dial(guarded.node.address) as channel:
+        for call in calls(channel).values():
+            await call(timeout=10)
+    assert guarded.node.seen == ["release", "hello"]
+
+
+async def test_the_page_transport_shows_the_secret(guarded):
+    for cluster, works in ((Cluster(SECRET), True), (Cluster(), False)):
+        local = bytearray(2 * PAGE)
+        pages = HostPages(memoryview(local), PAGE)
+        receiver = GrpcReceiver(guarded.node.address, pages, 2, dial=cluster.dial)
+        if works:
+            await receiver.pull([(0, 1)])
+        else:
+            with pytest.raises(Exception, match="UNAUTHENTICATED"):
+                await receiver.pull([(0, 1)])
+        assert bool(any(local)) is works
+        await receiver.close()
+
+
+def tls_of(*paths: str) -> ClusterTls:
+    """Of the PEM files of a CA, a chain and its key."""
+    return ClusterTls(*(Path(path).read_bytes() for path in paths))
+
+
+async def test_mutual_tls(tmp_path):
+    ours, theirs = certificates.make(tmp_path / "ours"), certificates.make(tmp_path / "theirs")
+    config = NodeConfig(cluster_cert=ours.cert, cluster_key=ours.key, cluster_ca=ours.ca, drain_seconds=0.1)
+    it = Running(Everything(), config)
+    address = await it.started()
+    # One of our CA; none; one of another CA; one of ours by somebody who trusts another CA.
+    async with Cluster.load(config).dial(address) as channel:
+        for call in calls(channel).values():
+            await call(timeout=10)
+    mixed = [tls_of(ours.ca, theirs.cert, theirs.key), tls_of(theirs.ca, ours.cert, ours.key)]
+    for stranger in (Cluster(SECRET), *(Cluster(SECRET, tls) for tls in mixed)):
+        async with stranger.dial(address) as channel:
+            for name in ("Prefill", "GetInfo"):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await calls(channel)[name](timeout=5)
+                assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert it.node.seen == ["release", "hello"]
+    assert await it.end() == 0
+
+
+async def test_a_certificate_for_one_name_serves_all(tmp_path):
+    pem = certificates.make(tmp_path, "baton.cluster")
+    files = {"cluster_cert": pem.cert, "cluster_key": pem.key, "cluster_ca": pem.ca}
+    it = Running(EchoNode(), NodeConfig(**files, drain_seconds=0.1))
+    address = await it.started()
+    for name, works in (("baton.cluster", True), ("", False)):
+        async with Cluster.load(NodeConfig(**files, cluster_tls_name=name)).dial(address) as channel:
+            call = tokenizer_pb2_grpc.TokenizerStub(channel).Encode(encode("x"), timeout=5)
+            if works:
+                await call
+            else:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await call
+    assert await it.end() == 0
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+async def test_a_reachable_address_needs_a_secret_or_a_word(capsys, monkeypatch, tmp_path, host):
+    node = EchoNode()
+    assert await run_node(node, NodeConfig(host=host), stop=asyncio.Event()) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "--cluster-secret-file" in err and "--insecure" in err
+    # That it would go on: asked without binding, so that the test opens no port to others.
+    for config in (NodeConfig(cluster_secret_file=secret_file(tmp_path)), NodeConfig(insecure=True)):
+        door = doors.ClusterDoor(Cluster.load(config))
+        doors.check_address(host, door, config.insecure)
+    with pytest.raises(BatonError):
+        doors.check_address(host, doors.ClusterDoor(Cluster()), False)
+
+
+def test_what_is_loopback():
+    for host in ("127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]"):
+        assert is_loopback(host), host
+    for host in ("", "0.0.0.0", "::", "10.0.0.1", "192.0.2.1", "no-such-host.invalid"):
+        assert not is_loopback(host), host
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: None, "cannot read"),
+        (lambda path: path.write_text(SECRET) and path.chmod(0o604), "chmod 600"),
+        (lambda path: path.write_text("short") and path.chmod(0o600), "16 or more"),
+        (lambda path: path.write_text("ä" * 40) and path.chmod(0o600), "ASCII"),
+        (lambda path: path.write_text(SECRET + "\n" + SECRET) and path.chmod(0o600), "one line"),
+    ],
+)
+async def test_secret_files_that_cannot_be_used(tmp_path, capsys, make, words):
+    path = tmp_path / "secret"
+    make(path)
+    config = NodeConfig(cluster_secret_file=str(path))
+    assert await run_node(EchoNode(), config, stop=asyncio.Event()) == 2
+    err = capsys.readouterr().err
+    assert words in err and str(path) in err and SECRET not in err and err.count("\n") == 1
+
+
+async def test_half_of_what_mutual_tls_needs(capsys, tmp_path):
+    pem = certificates.make(tmp_path)
+    assert await run_node(EchoNode(), NodeConfig(cluster_cert=pem.cert), stop=asyncio.Event()) == 2
+    assert "--cluster-key and --cluster-ca" in capsys.readouterr().err
+
+
+async def test_metrics_beyond_loopback_take_the_secret(tmp_path):
+    from prometheus_client import CollectorRegistry
+
+    def scrape(port: int, scheme: str = "http", context=None, **headers: str) -> int:
+        request = urllib.request.Request(f"{scheme}://127.0.0.1:{port}/metrics", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=5, context=context) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    port, close = serve_metrics(CollectorRegistry(), "127.0.0.1", 0, SECRET)
+    try:
+        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": SECRET}):
+            assert await asyncio.to_thread(scrape, port, **given) == 401
+        assert await asyncio.to_thread(scrape, port, Authorization=f"Bearer {SECRET}") == 200
+    finally:
+        await asyncio.to_thread(close)
+    pem = certificates.make(tmp_path)
+    port, close = serve_metrics(CollectorRegistry(), "127.0.0.1", 0, "", tls_of(pem.ca, pem.cert, pem.key))
+    try:
+        known, unknown = (ssl.create_default_context(cafile=pem.ca) for _ in range(2))
+        known.load_cert_chain(pem.cert, pem.key)
+        assert await asyncio.to_thread(scrape, port, "https", known) == 200
+        with pytest.raises(OSError):
+            await asyncio.to_thread(scrape, port, "https", unknown)
+        assert await asyncio.to_thread(scrape, port, "https", known) == 200
+    finally:
+        await asyncio.to_thread(close)
+
+
+def test_secrets_do_not_show():
+    tls = ClusterTls(b"ca", b"cert", b"-key-")
+    assert SECRET not in repr(Cluster(SECRET, tls)) and "-key-" not in repr(Cluster(SECRET, tls))
