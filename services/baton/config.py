@@ -78,6 +78,10 @@ class WorkerConfig(NodeConfig):
     """Kinds to offer or accept, best first; empty: all that work here."""
     request_seconds: float = 600.0
     """Limit for a request that names none."""
+    etcd: tuple[str, ...] = ()
+    """host:port of etcd, where the node writes itself down for gateways to find; empty: nowhere."""
+    etcd_prefix: str = "/baton"
+    """What the keys of this deployment begin with; two that share an etcd need two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +113,15 @@ class GatewayConfig(NodeConfig):
     http_port: int | None = 8000
     tokenizer: str = "127.0.0.1:50051"
     """host:port of the tokenizer."""
-    decode: tuple[str, ...] = ("127.0.0.1:50071",)
-    """host:port of decode nodes."""
+    decode: tuple[str, ...] = ()
+    """Decode nodes: host:port, or dns:host:port for all addresses of a name; empty: those in etcd, or
+    127.0.0.1:50071 without one."""
     prefill: tuple[str, ...] = ()
-    """host:port of prefill nodes; empty: decode nodes compute prompts themselves."""
+    """Prefill nodes, likewise; empty: those in etcd. With none, decode nodes compute prompts themselves."""
+    etcd: tuple[str, ...] = ()
+    """host:port of etcd, where nodes have written themselves down; empty: none."""
+    etcd_prefix: str = "/baton"
+    """What the keys of this deployment begin with."""
     served_name: str = ""
     """Name clients ask for; empty: the decode nodes' own."""
     request_seconds: float = 600.0

@@ -21,7 +21,10 @@ from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.toml import ROLES, config_file_option
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, WorkerConfig
 
-OWN = ("host", "port", "http_port", "advertise", "drain_seconds", "tokenizer", "prefill", "decode")
+OWN = (
+    *("host", "port", "http_port", "advertise", "drain_seconds"),
+    *("tokenizer", "prefill", "decode", "etcd", "etcd_prefix"),
+)
 """Fields that the supervisor sets itself."""
 
 

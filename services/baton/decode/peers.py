@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from baton.decode.server import DecodeNode
 
 MAX_PEERS = 256
+FORGET_SECONDS = 60.0
+"""A node that cannot be reached, and that no request has named for so long, is given up."""
 
 _log = get_logger("baton.decode")
 
@@ -37,13 +39,24 @@ class PrefillPeers:
 
     def check_room(self, addresses: Sequence[str]) -> None:
         """Raises BatonError when a caller names more prefill nodes than this node will ever connect to."""
-        if len(self._peers) + len(set(addresses) - self._peers.keys()) > MAX_PEERS:
+        new = set(addresses) - self._peers.keys()
+        if new:
+            self._forget(time.monotonic())
+        if len(self._peers) + len(new) > MAX_PEERS:
             raise invalid("prefill", f"this node connects to at most {MAX_PEERS} prefill nodes")
 
     def connect(self, address: str) -> None:
         """Begins to connect, unless that has been done."""
         if address not in self._peers:
             self._peers[address] = _Peer(self._node, address)
+        self._peers[address].named = time.monotonic()
+
+    def _forget(self, now: float) -> None:
+        """Nodes come and go: those that join take the place of those that are gone."""
+        for address, peer in list(self._peers.items()):
+            if not peer.usable.is_set() and peer.named < now - FORGET_SECONDS:
+                del self._peers[address]
+                self._node.tasks.spawn(peer.close(), f"forget {address}")
 
     def describe(self) -> list[node_pb2.Peer]:
         """For NodeInfo."""
@@ -109,6 +122,8 @@ class _Peer:
         self.receiver: Receiver | None = None
         self.usable = asyncio.Event()
         self.incarnation = 0
+        self.named = 0.0
+        """When a request last named it, monotonic."""
         self._node = node
         self._session = 0
         self.link: LinkType = Link(

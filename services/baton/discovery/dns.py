@@ -1,4 +1,4 @@
-"""All addresses of a DNS name, asked for again and again: of a compose service or a Kubernetes headless one."""
+"""All addresses of a DNS name, asked for again and again: a service of compose or Kubernetes (headless)."""
 
 from __future__ import annotations
 

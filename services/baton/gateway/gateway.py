@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 from baton.config import GatewayConfig
+from baton.discovery.finder import Finder
+from baton.discovery.members import Change
 from baton.gateway import admission
 from baton.gateway.decode_node import DecodeNode
 from baton.gateway.metrics import GatewayMetrics
@@ -16,7 +18,11 @@ from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
 from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
+from baton.rpc.tasks import Tasks
 from baton.v1 import inference_pb2, node_pb2
+
+DECODE = "127.0.0.1:50071"
+"""The decode node when neither any nor an etcd is configured."""
 
 _log = get_logger("baton.gateway")
 
@@ -29,12 +35,13 @@ class Gateway:
         self.incarnation = new_incarnation()
         self.metrics = GatewayMetrics()
         self.tokenizer = Tokenizer(config.tokenizer)
-        self._nodes = {
-            address: DecodeNode(address, self.incarnation, self._accept, self.tokenizer.flush)
-            for address in config.decode
-        }
+        self._nodes: dict[str, DecodeNode] = {}
+        self._leaving: set[DecodeNode] = set()
+        self._decode = self._finder("decode", config.decode or (() if config.etcd else (DECODE,)))
+        self._prefill = self._finder("prefill", config.prefill)
         self._numbers = count(1)
         self._running: set[Request] = set()
+        self._tasks = Tasks()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -45,8 +52,8 @@ class Gateway:
     def start(self) -> None:
         """Begins to connect; what cannot be reached yet is tried again and again."""
         self.tokenizer.start()
-        for node in self._nodes.values():
-            node.start()
+        self._decode.start()
+        self._prefill.start()
 
     async def wait_until_usable(self, seconds: float) -> bool:
         """Waits for the tokenizer and one decode node, so long at most; logs what it waits for."""
@@ -68,6 +75,7 @@ class Gateway:
         missing = [] if self.tokenizer.connected else [f"tokenizer {self.tokenizer.address}"]
         if not any(node.usable for node in self._nodes.values()):
             missing += [f"decode {node.address}: {node.trouble}" for node in self._nodes.values()]
+            missing += [f"decode nodes of {place}" for place in self._decode.searches if not self._nodes]
         return missing
 
     @property
@@ -89,7 +97,37 @@ class Gateway:
         self._draining = True
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
-        await asyncio.gather(*(node.close() for node in self._nodes.values()), self.tokenizer.close())
+        await asyncio.gather(self._decode.close(), self._prefill.close())
+        nodes = [*self._nodes.values(), *self._leaving]
+        await asyncio.gather(*(node.close() for node in nodes), self.tokenizer.close(), self._tasks.close())
+
+    # Nodes.
+
+    def _finder(self, role: str, addresses: Sequence[str]) -> Finder:
+        changed = {"decode": self._decode_changed, "prefill": lambda change: None}[role]
+        return Finder(role, addresses, self.config.etcd, self.config.etcd_prefix, changed)
+
+    def _decode_changed(self, change: Change) -> None:
+        for address in change.left:
+            self._tasks.spawn(self._leave(self._nodes.pop(address)), f"leave {address}")
+        for address in change.joined:
+            node = DecodeNode(address, self.incarnation, self._accept, self.tokenizer.flush)
+            self._nodes[address] = node
+            node.start()
+
+    async def _leave(self, node: DecodeNode) -> None:
+        """The node gets no more requests; it is left when those that it has are done."""
+        self._leaving.add(node)
+        # Each has a deadline of its own.
+        while node.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        await node.close()
+        self._leaving.discard(node)
+
+    @property
+    def prefill_nodes(self) -> list[str]:
+        """host:port of the prefill nodes that are known."""
+        return self._prefill.addresses
 
     # Requests.
 

@@ -141,7 +141,7 @@ class Request:
     def _decode_start(self) -> decode_pb2.DecodeStart:
         session = self._session
         preferred = session.prefill_address if session is not None else ""
-        prefill = order_prefill(self._gateway.config.prefill, self.number, preferred)
+        prefill = order_prefill(self._gateway.prefill_nodes, self.number, preferred)
         start = decode_pb2.DecodeStart(
             request=self.number,
             attempt=self.attempt,

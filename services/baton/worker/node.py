@@ -15,6 +15,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from baton.config import WorkerConfig
+from baton.discovery.registration import Registration
 from baton.engine.loop import StepLoop
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import Core
@@ -64,6 +65,7 @@ class WorkerNode(Generic[C]):
         self._load = node_pb2.Load()
         self._observed = 0.0
         self._page_source: _LatePageSource | None = None
+        self._registration: Registration | None = None
 
     def make_core(self) -> C:
         raise AssertionError("each role makes its own core")
@@ -90,11 +92,19 @@ class WorkerNode(Generic[C]):
         gc.collect()
         gc.freeze()
         self.steps.start()
+        config = self.config
+        if config.etcd:
+            self._registration = Registration(
+                config.etcd, config.etcd_prefix, self.role, self.incarnation, address
+            )
+            self._registration.start()
 
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the running ones; returns how many are left."""
         self.draining = True
         deadline = time.monotonic() + seconds
+        if self._registration is not None:
+            await self._registration.close()
         # The step thread does not signal: a poll costs nothing next to a drain.
         while self._requests() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
@@ -104,6 +114,8 @@ class WorkerNode(Generic[C]):
         return self.core_or_none.requests if self.core_or_none is not None else 0
 
     async def stop(self) -> None:
+        if self._registration is not None:
+            await self._registration.close()
         if self.core_or_none is not None:
             await asyncio.to_thread(self.steps.stop)
         await self.tasks.close()
