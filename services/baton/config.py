@@ -23,6 +23,11 @@ class NodeConfig:
     """JSON lines instead of key=value lines."""
     drain_seconds: float = 30.0
     """How long SIGTERM waits for running requests."""
+    etcd: tuple[str, ...] = ()
+    """host:port of an etcd's members. Tokenizers, prefill and decode nodes write themselves down there, and
+    gateways find them; empty: none."""
+    etcd_prefix: str = "/baton"
+    """What the keys of this deployment in etcd begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +83,6 @@ class WorkerConfig(NodeConfig):
     """Kinds to offer or accept, best first; empty: all that work here."""
     request_seconds: float = 600.0
     """Limit for a request that names none."""
-    etcd: tuple[str, ...] = ()
-    """host:port of etcd, where the node writes itself down for gateways to find; empty: nowhere."""
-    etcd_prefix: str = "/baton"
-    """What the keys of this deployment begin with; two that share an etcd need two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,21 +112,23 @@ class DecodeConfig(WorkerConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(NodeConfig):
     http_port: int | None = 8000
-    tokenizer: str = "127.0.0.1:50051"
-    """host:port of the tokenizer."""
-    decode: tuple[str, ...] = ()
-    """Decode nodes: host:port, or dns:host:port for all addresses of a name; empty: those in etcd, or
-    127.0.0.1:50071 without one."""
+    tokenizer: tuple[str, ...] = ("127.0.0.1:50051",)
+    """Tokenizers: host:port, or dns:host:port for all addresses of a name. With --etcd those found there are
+    added, and the default is left out."""
+    decode: tuple[str, ...] = ("127.0.0.1:50071",)
+    """Decode nodes, likewise."""
     prefill: tuple[str, ...] = ()
-    """Prefill nodes, likewise; empty: those in etcd. With none, decode nodes compute prompts themselves."""
-    etcd: tuple[str, ...] = ()
-    """host:port of etcd, where nodes have written themselves down; empty: none."""
-    etcd_prefix: str = "/baton"
-    """What the keys of this deployment begin with."""
+    """Prefill nodes, likewise; none: decode nodes compute prompts themselves."""
     served_name: str = ""
     """Name clients ask for; empty: the decode nodes' own."""
     request_seconds: float = 600.0
     """Deadline of a request that names none, and the longest it may name."""
+    max_resumes: int = 8
+    """Times that a request may go on at another decode node after one that ran it was lost."""
+    resume_wait_seconds: float = 30.0
+    """How long requests wait while no decode node, or no tokenizer, can be reached; then they fail."""
+    silence_seconds: float = 10.0
+    """A decode node that leaves a heartbeat unanswered for so long is given up; above its longest step."""
     max_requests: int = 4096
     """Running requests at most; more are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: int = 16 * 2**20

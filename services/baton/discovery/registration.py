@@ -1,4 +1,4 @@
-"""A worker's entry in etcd: there while the worker lives and takes requests."""
+"""A process's entry in etcd: there while the process lives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import cycle
 
 import grpc.aio
 
+from baton.config import NodeConfig
 from baton.discovery.etcd import BACKOFF_SECONDS, CALL_SECONDS, etcd_errors, node_key, open_etcd
 from baton.etcd import rpc_pb2 as pb
 from baton.etcd import rpc_pb2_grpc as rpc
@@ -18,13 +19,13 @@ from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
 
 LEASE_SECONDS = 10
-"""The entry of a worker that died without a word goes after so long."""
+"""The entry of a process that died without a word goes after so long."""
 
 _log = get_logger("baton.discovery")
 
 
 class Registration:
-    """Keeps the entry there until `close`, over all losses of etcd. A worker serves whether it is registered
+    """Keeps the entry there until `close`, over all losses of etcd. A process serves whether it is registered
     or not."""
 
     def __init__(
@@ -83,6 +84,15 @@ class Registration:
                 if answer is grpc.aio.EOF or answer.TTL <= 0:
                     raise unavailable("the lease in etcd is gone")
                 await asyncio.sleep(LEASE_SECONDS / 3)
+
+
+def register(config: NodeConfig, role: str, incarnation: int, address: str) -> Registration | None:
+    """Begins to register a process at host:port, if there is an etcd to do so."""
+    if not config.etcd:
+        return None
+    registration = Registration(config.etcd, config.etcd_prefix, role, incarnation, address)
+    registration.start()
+    return registration
 
 
 def seen_from(address: str, peer: str) -> str:

@@ -15,7 +15,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from baton.config import WorkerConfig
-from baton.discovery.registration import Registration
+from baton.discovery.registration import Registration, register
 from baton.engine.loop import StepLoop
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import Core
@@ -92,19 +92,12 @@ class WorkerNode(Generic[C]):
         gc.collect()
         gc.freeze()
         self.steps.start()
-        config = self.config
-        if config.etcd:
-            self._registration = Registration(
-                config.etcd, config.etcd_prefix, self.role, self.incarnation, address
-            )
-            self._registration.start()
+        self._registration = register(self.config, self.role, self.incarnation, address)
 
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the running ones; returns how many are left."""
         self.draining = True
         deadline = time.monotonic() + seconds
-        if self._registration is not None:
-            await self._registration.close()
         # The step thread does not signal: a poll costs nothing next to a drain.
         while self._requests() and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
