@@ -34,7 +34,7 @@ def health(deployed):
         return json.load(response)
 
 
-def until(condition, what: str, seconds: float = 60.0) -> None:
+def until(condition, what: str, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
