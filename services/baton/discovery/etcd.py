@@ -71,7 +71,6 @@ async def watch(endpoints: Sequence[str], prefix: str, role: str, heard: Callabl
                 async for nodes in _snapshots(channel, role_prefix(prefix, role)):
                     heard(sorted(set(nodes.values())))
         except BatonError as error:
-            heard([])
             _log.warning("etcd lost", etcd=endpoint, role=role, error=error.message)
         await asyncio.sleep(BACKOFF_SECONDS)
 
