@@ -8,12 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from engine import IMAGE, Compose, build_image, compose_command, need_engine
+from engine import FIRST_TOKEN_SECONDS, IMAGE, Compose, build_image, compose_command, need_engine
 
 from baton.client import Client
 from baton.rpc.errors import BatonError
-
-FIRST_TOKEN_SECONDS = 60.0
 
 TIMES = pytest.StashKey[dict[str, float]]()
 
