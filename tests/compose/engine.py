@@ -19,6 +19,8 @@ IMAGE = "baton:test"
 START = "BATON_TEST_DOCKER_UP"
 """Environment variable: a command that starts an engine where none is running."""
 COMMAND_SECONDS = 120.0
+FIRST_TOKEN_SECONDS = 60.0
+"""From `up` on a built image."""
 
 
 def run(command: Sequence[str], seconds: float = COMMAND_SECONDS, **variables: str) -> str:

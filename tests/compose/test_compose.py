@@ -11,11 +11,10 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engine import run
+from engine import FIRST_TOKEN_SECONDS, run
 from openai import OpenAI
 
 from baton.client import Client
-from conftest import FIRST_TOKEN_SECONDS
 
 pytestmark = pytest.mark.timeout(1500)
 
