@@ -56,7 +56,7 @@ audit: $(VENV)/audit ## Ask the internet for known vulnerabilities of what the l
 	@$(VENV)/audit/bin/python tools/audit.py requirements.lock
 
 clean: ## Remove the environment and everything generated
-	rm -rf $(VENV) build dist services/baton/v1 .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist services/baton/v1 services/baton/etcd .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/base:
@@ -74,7 +74,7 @@ $(VENV)/torch: $(VENV)/base
 	@$(PIP) install -q -c requirements.lock $(TORCH) $(PIP_TORCH_ARGS)
 	@touch $@
 
-$(VENV)/installed: $(VENV)/torch pyproject.toml requirements.lock $(wildcard proto/baton/v1/*.proto)
+$(VENV)/installed: $(VENV)/torch pyproject.toml requirements.lock $(wildcard proto/baton/*/*.proto)
 	@echo "Installing Baton into $(VENV)"
 	@$(PIP) install -q -c requirements.lock -e .
 	@touch $@

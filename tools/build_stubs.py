@@ -1,7 +1,7 @@
-"""Generates the Python stubs of `proto/baton/v1` into `services/baton/v1`.
+"""Generates the Python stubs of `proto/baton/v1` and `proto/baton/etcd` into `services/baton`.
 
 Runs as a build hook of hatchling (wheel, sdist and editable installs alike), and by hand as
-`python tools/build_stubs.py`. The folder is named after the proto package because protoc writes
+`python tools/build_stubs.py`. A folder is named after its place in proto/ because protoc writes
 `from baton.v1 import ...` into what it generates.
 """
 
@@ -12,17 +12,23 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGET = ROOT / "services" / "baton" / "v1"
+FOLDERS = ("v1", "etcd")
+"""Below proto/baton and services/baton."""
 
 
 def generate(root: Path = ROOT) -> None:
     """Runs protoc; raises RuntimeError when it fails."""
     from grpc_tools import protoc
 
-    TARGET.mkdir(parents=True, exist_ok=True)
-    (TARGET / "__init__.py").write_text('"""Stubs generated from proto/baton/v1; do not edit."""\n')
     out = root / "services"
-    sources = sorted(str(path) for path in (root / "proto" / "baton" / "v1").glob("*.proto"))
+    sources: list[str] = []
+    for folder in FOLDERS:
+        target = out / "baton" / folder
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "__init__.py").write_text(
+            f'"""Stubs generated from proto/baton/{folder}; do not edit."""\n'
+        )
+        sources += sorted(str(path) for path in (root / "proto" / "baton" / folder).glob("*.proto"))
     well_known = Path(protoc.__file__).parent / "_proto"
     arguments = [
         "protoc",
@@ -34,7 +40,7 @@ def generate(root: Path = ROOT) -> None:
         *sources,
     ]
     if protoc.main(arguments) != 0:
-        raise RuntimeError("protoc failed on proto/baton/v1 (its messages are above)")
+        raise RuntimeError("protoc failed on proto/baton (its messages are above)")
 
 
 try:
@@ -54,4 +60,4 @@ else:
 
 if __name__ == "__main__":
     generate()
-    print(f"wrote {TARGET}", file=sys.stderr)
+    print("wrote", *(ROOT / "services" / "baton" / folder for folder in FOLDERS), file=sys.stderr)

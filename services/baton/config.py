@@ -36,6 +36,11 @@ class NodeConfig:
     """The name in the other processes' certificates; empty: the host part of each one's address."""
     insecure: bool = False
     """Bind an address that others can reach although nothing keeps strangers out."""
+    etcd: tuple[str, ...] = ()
+    """host:port of an etcd's members. Tokenizers, prefill and decode nodes write themselves down there, and
+    gateways find them; empty: none."""
+    etcd_prefix: str = "/baton"
+    """What the keys of this deployment in etcd begin with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,11 +135,12 @@ class DecodeConfig(WorkerConfig):
 class GatewayConfig(NodeConfig):
     http_port: int | None = 8000
     tokenizer: tuple[str, ...] = ("127.0.0.1:50051",)
-    """host:port of tokenizers."""
+    """Tokenizers: host:port, or dns:host:port for all addresses of a name. With --etcd those found there are
+    added, and the default is left out."""
     decode: tuple[str, ...] = ("127.0.0.1:50071",)
-    """host:port of decode nodes."""
+    """Decode nodes, likewise."""
     prefill: tuple[str, ...] = ()
-    """host:port of prefill nodes; empty: decode nodes compute prompts themselves."""
+    """Prefill nodes, likewise; none: decode nodes compute prompts themselves."""
     served_name: str = ""
     """Name clients ask for; empty: the decode nodes' own."""
     request_seconds: float = 600.0

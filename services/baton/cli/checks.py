@@ -9,13 +9,14 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
 from baton.cli.serve import DEFAULT_PORTS
+from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace
 
 Verdict = Literal["ok", "note", "bad"]
 """ok: works. note: works without it, or less well. bad: Baton cannot run."""
@@ -118,6 +119,7 @@ def transports() -> Iterator[Check]:
         yield Check("transports", "shm", "note", "/dev/shm is not there or not writable")
     yield Check("transports", "grpc", "ok", "anywhere")
     yield _cuda_ipc()
+    yield process_id(*_inside())
     yield Check("transports", "nixl", "note", "not in this version")
 
 
@@ -150,6 +152,32 @@ def _cuda_ipc() -> Check:
         return Check("transports", "cuda_ipc", "note", text)
     where = f"all {count} GPUs, which reach each other" if count > 1 else "the one GPU that is seen here"
     return Check("transports", "cuda_ipc", "ok", f"memory can be shared from {where}")
+
+
+def _inside() -> tuple[str, dict[int, list[str]]]:
+    """Our PID namespace, and the command of each process in it."""
+    commands = {}
+    for process in psutil.process_iter():
+        try:
+            commands[process.pid] = process.cmdline()
+        except psutil.Error:
+            continue
+    return pid_namespace(), commands
+
+
+def process_id(namespace: str, commands: Mapping[int, Sequence[str]]) -> Check:
+    """Whether workers in a PID namespace of their own, as in a container, can be told apart by CUDA IPC: it
+    refuses memory of a process with our own id in another namespace; the first process of each has id 1."""
+    if namespace == FIRST_PID_NAMESPACE:
+        return Check("transports", "process ids", "ok", "unique: not in a container's PID namespace")
+    if "serve" in commands.get(1, ()) and "baton.cli.entry" not in commands[1]:
+        text = "the worker here has process id 1, as those of other containers do, which CUDA IPC refuses"
+        hint = "start it with 'python -m baton.cli.entry baton serve ...' as the images do; else grpc is used"
+        return Check("transports", "process ids", "note", f"{text}; {hint}")
+    workers = sorted(pid for pid, command in commands.items() if pid > 1 and "serve" in command)
+    which = f"the worker's is {workers[0]}; " if workers else ""
+    text = f"{which}CUDA IPC needs other ones in other containers, as baton.cli.entry chooses them"
+    return Check("transports", "process ids", "ok", text)
 
 
 def ports() -> Iterator[Check]:

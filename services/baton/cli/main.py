@@ -23,6 +23,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Inspect": {
         "status": ("status:status", "Every process of a running deployment, with health and load."),
         "probe": ("probe:probe", "One small request through a running deployment, as an exit code."),
+        "health": ("health:health", "Whether one process serves; for the probes of containers."),
         "bench": ("bench:bench", "Measure a deployment or the engine: serve, offline, step."),
         "verify": ("verify:verify", "Compare split with aggregated, token for token."),
         "sim": ("sim:sim", "Run the core of all processes in simulated time, with faults, from a seed."),

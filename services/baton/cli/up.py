@@ -27,7 +27,10 @@ from baton.gateway.door import PublicDoor
 from baton.rpc.door import check_address
 from baton.rpc.errors import BatonError
 
-OWN = ("host", "port", "http_port", "advertise", "drain_seconds", "tokenizer", "prefill", "decode")
+OWN = (
+    *("host", "port", "http_port", "advertise", "drain_seconds"),
+    *("tokenizer", "prefill", "decode", "etcd", "etcd_prefix"),
+)
 """Fields that the supervisor sets itself."""
 
 

@@ -16,6 +16,7 @@ from baton.gateway.nodes import Nodes
 from baton.gateway.probe import Prober
 from baton.gateway.prompt import shown
 from baton.gateway.requests import Request
+from baton.gateway.search import Search
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
@@ -37,6 +38,7 @@ class Gateway:
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
         self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
         self.nodes = Nodes(self.tokenizer, self._make_decode)
+        self._search = Search(config, self.nodes)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self, config.probe_every, self._probed)
         self._dial = dial
@@ -51,9 +53,7 @@ class Gateway:
 
     def start(self) -> None:
         """Begins to connect; what cannot be reached yet is tried again and again."""
-        for role in ("tokenizer", "prefill", "decode"):
-            for address in getattr(self.config, role):
-                self.nodes.add(role, address)
+        self._search.start()
         if self.config.probe_every > 0:
             self._prober.start()
 
@@ -78,7 +78,8 @@ class Gateway:
 
     def missing(self) -> list[str]:
         """Why no request can be served now; empty: requests are served."""
-        return self.nodes.missing()
+        missing = self.nodes.missing()
+        return [*missing, *self._search.places] if missing else []
 
     def problems(self) -> list[node_pb2.Problem]:
         """What is wrong now. A decode node that is lost stops nothing while another one is left."""
@@ -125,6 +126,7 @@ class Gateway:
         self._prober.close()
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
+        await self._search.close()
         await self.nodes.close()
 
     # Requests.

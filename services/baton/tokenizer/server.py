@@ -11,6 +11,7 @@ import grpc.aio
 
 from baton import checkpoint
 from baton.config import TokenizerConfig
+from baton.discovery.registration import Registration, register
 from baton.rpc.errors import failed_precondition
 from baton.rpc.ids import new_incarnation
 from baton.rpc.node import run_node
@@ -30,6 +31,7 @@ class TokenizerNode:
         self.address = ""
         self._config = config
         self._incarnation = new_incarnation()
+        self._registration: Registration | None = None
         self._threads = ThreadPoolExecutor(max(1, config.threads), thread_name_prefix="vocabulary")
         self._service = TokenizerService(self._threads)
 
@@ -48,6 +50,7 @@ class TokenizerNode:
             self._service.vocabulary = await loop.run_in_executor(self._threads, load)
         except checkpoint.CheckpointError as error:
             raise failed_precondition(str(error), "CHECKPOINT") from error
+        self._registration = register(self._config, self.role, self._incarnation, address)
 
     async def drain(self, seconds: float) -> int:
         """New calls are refused; token streams of running calls go on."""
@@ -60,6 +63,8 @@ class TokenizerNode:
         return self._service.load().requests
 
     async def stop(self) -> None:
+        if self._registration is not None:
+            await self._registration.close()
         await self._service.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)
 

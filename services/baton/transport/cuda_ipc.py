@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -18,17 +17,10 @@ from baton.transport.cuda_copy import PageCopier, kernel_available
 from baton.transport.cuda_pages import CudaPages
 from baton.transport.mapped import MappedSegment, boot_id, segment_endpoint
 from baton.transport.pages import check_pairs, until_done
+from baton.transport.pid import pid_namespace
 from baton.transport.segment import Segment
 from baton.transport.ways import Way, choose_way, runs_of
 from baton.v1 import common_pb2 as pb
-
-
-def pid_namespace() -> str:
-    """The same for two processes that see each other's process ids; "" when it cannot be read."""
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
 
 
 def cuda_ipc_endpoint(pages: CudaPages, generations: Segment | None) -> pb.CudaIpcEndpoint:

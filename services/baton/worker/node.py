@@ -15,6 +15,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from baton.config import WorkerConfig
+from baton.discovery.registration import Registration, register
 from baton.engine.loop import StepLoop
 from baton.engine.meter import Meter
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -73,6 +74,7 @@ class WorkerNode(Generic[C]):
         self._load = node_pb2.Load()
         self._observed = 0.0
         self._page_source: _LatePageSource | None = None
+        self._registration: Registration | None = None
 
     def make_core(self) -> C:
         raise AssertionError("each role makes its own core")
@@ -100,6 +102,7 @@ class WorkerNode(Generic[C]):
         gc.freeze()
         self.steps.start()
         self.tasks.spawn(self._watch_steps(), "watch of the step thread")
+        self._registration = register(self.config, self.role, self.incarnation, address)
 
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the running ones; returns how many are left."""
@@ -114,6 +117,8 @@ class WorkerNode(Generic[C]):
         return self.core_or_none.requests if self.core_or_none is not None else 0
 
     async def stop(self) -> None:
+        if self._registration is not None:
+            await self._registration.close()
         if self.core_or_none is not None:
             await asyncio.to_thread(self.steps.stop)
         await self.tasks.close()

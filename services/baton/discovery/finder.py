@@ -1,0 +1,73 @@
+"""The nodes of one role, from all sources that are configured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from baton.discovery import dns, etcd
+from baton.discovery.members import Change, Members
+from baton.rpc.logs import get_logger
+from baton.rpc.tasks import Tasks
+
+_log = get_logger("baton.discovery")
+
+
+class Finder:
+    """`addresses`: "host:port" are nodes, "dns:host:port" are names of several. `endpoints` of an etcd: its
+    nodes of the role too. `changed` is called on the event loop, first by `start` for the nodes of the list.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        addresses: Sequence[str],
+        endpoints: Sequence[str],
+        prefix: str,
+        changed: Callable[[Change], None],
+    ) -> None:
+        """Raises BatonError that names the field of an address that is wrong."""
+        self._role = role
+        self._nodes = [address for address in addresses if not address.startswith(dns.PREFIX)]
+        names = [address for address in addresses if address.startswith(dns.PREFIX)]
+        self._names = [dns.parse_name(name, role) for name in names]
+        self._endpoints = endpoints
+        self._prefix = prefix
+        self._changed = changed
+        self._members = Members()
+        self._tasks = Tasks()
+
+    @property
+    def addresses(self) -> list[str]:
+        """host:port of the nodes that are known now, sorted."""
+        return self._members.addresses
+
+    @property
+    def searches(self) -> list[str]:
+        """Where nodes may still come from; for people."""
+        return [*map(str, self._names), *(f"etcd {endpoint}" for endpoint in self._endpoints)]
+
+    def start(self) -> None:
+        self._heard("list", self._nodes)
+        for name in self._names:
+            source = str(name)
+
+            def heard(nodes: list[str], source: str = source) -> None:
+                self._heard(source, nodes, dns.HOLD_SECONDS)
+
+            self._tasks.spawn(dns.watch(name, heard), source)
+        if self._endpoints:
+            watch = etcd.watch(self._endpoints, self._prefix, self._role, lambda n: self._heard("etcd", n))
+            self._tasks.spawn(watch, f"etcd {self._role}")
+
+    def _heard(self, source: str, nodes: list[str], hold: float = 0.0) -> None:
+        change = self._members.heard(source, nodes, asyncio.get_running_loop().time(), hold)
+        if change:
+            if source != "list":
+                _log.info(
+                    "nodes changed", role=self._role, source=source, joined=change.joined, left=change.left
+                )
+            self._changed(change)
+
+    async def close(self) -> None:
+        await self._tasks.close()

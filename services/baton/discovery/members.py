@@ -1,0 +1,61 @@
+"""The nodes of one role as their sources tell of them: sets and their differences. No clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """host:port of nodes, sorted."""
+
+    joined: tuple[str, ...]
+    left: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.joined or self.left)
+
+
+@dataclass(slots=True)
+class _Source:
+    seen: dict[str, float] = field(default_factory=dict)
+    """Address -> when the source last named it, in seconds of the caller's clock."""
+
+
+class Members:
+    """What several sources say together: a node is there while any of them names it.
+
+    A source that leaves a node out has it for `hold` seconds more (DNS answers may be incomplete for a
+    moment, and a node that is really gone takes no requests anyway).
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[str, _Source] = {}
+        self._known: frozenset[str] = frozenset()
+
+    @property
+    def addresses(self) -> list[str]:
+        return sorted(self._known)
+
+    def heard(self, source: str, addresses: Iterable[str], now: float, hold: float = 0.0) -> Change:
+        """A source has named all nodes that it knows of. A source that could not answer is not heard: what it
+        said last stays."""
+        seen = self._sources.setdefault(source, _Source()).seen
+        seen |= dict.fromkeys(addresses, now)
+        for address in [address for address, when in seen.items() if when < now - hold]:
+            del seen[address]
+        known = frozenset(address for each in self._sources.values() for address in each.seen)
+        before, self._known = self._known, known
+        return Change(tuple(sorted(known - before)), tuple(sorted(before - known)))
+
+
+def apply_events(nodes: Mapping[str, str], events: Iterable[tuple[str, str | None]]) -> dict[str, str]:
+    """The nodes (key -> address) after events, in order: a key with its address, or None when it is gone."""
+    after = dict(nodes)
+    for key, address in events:
+        if address is None:
+            after.pop(key, None)
+        else:
+            after[key] = address
+    return after

@@ -1,0 +1,77 @@
+"""A real etcd of one member, on the loopback, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+START_SECONDS = 30.0
+
+
+class Etcd:
+    """`stop` and `start` keep data and port."""
+
+    def __init__(self, binary: str, folder: Path) -> None:
+        self._binary, self._folder = binary, folder
+        self.port, self._peer_port = free_ports(2)
+        self.endpoint = f"127.0.0.1:{self.port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        command = [self._binary, "--name", "m", "--data-dir", str(self._folder / "data")]
+        command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+        command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
+        command += ["--initial-cluster", f"m={peer}", "--unsafe-no-fsync"]
+        with (self._folder / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        deadline = time.monotonic() + START_SECONDS
+        while not accepts(self.port):
+            assert self._process.poll() is None, (self._folder / "etcd.log").read_text()[-2000:]
+            assert time.monotonic() < deadline, "etcd does not listen"
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def running_etcd(folder: Path) -> Iterator[Etcd]:
+    """Skips the test where no etcd is installed."""
+    binary = shutil.which("etcd")
+    if binary is None:
+        pytest.skip("etcd is not installed; on Debian and Ubuntu: apt-get install etcd-server")
+    etcd = Etcd(binary, folder)
+    etcd.start()
+    try:
+        yield etcd
+    finally:
+        etcd.stop()

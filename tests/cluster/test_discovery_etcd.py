@@ -1,0 +1,108 @@
+"""Finding nodes in a real etcd: leases, watches, losses."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from etcd import running_etcd
+from polling import until
+
+from baton.discovery.finder import Finder
+from baton.discovery.registration import LEASE_SECONDS, Registration, seen_from
+from baton.etcd import rpc_pb2, rpc_pb2_grpc
+from baton.rpc.errors import BatonError
+
+PREFIX = "/baton"
+
+
+@pytest.fixture
+def etcd(tmp_path):
+    with running_etcd(tmp_path) as running:
+        yield running
+
+
+@asynccontextmanager
+async def finding(etcd, changes=None, prefix=PREFIX):
+    finder = Finder("decode", [], [etcd.endpoint], prefix, (changes if changes is not None else []).append)
+    finder.start()
+    try:
+        yield finder
+    finally:
+        await finder.close()
+
+
+def register(etcd, number, address, role="decode", prefix=PREFIX):
+    registration = Registration([etcd.endpoint], prefix, role, number, address)
+    registration.start()
+    return registration
+
+
+async def test_nodes_join_and_leave(etcd):
+    changes = []
+    first = register(etcd, 1, "10.0.0.1:50071")
+    async with finding(etcd, changes) as finder:
+        await until(lambda: finder.addresses == ["10.0.0.1:50071"], "the first node is found")
+        second = register(etcd, 2, "10.0.0.2:50071")
+        other_role = register(etcd, 3, "10.0.0.3:50061", role="prefill")
+        other_deployment = register(etcd, 4, "10.0.0.4:50071", prefix="/baton2")
+        await until(lambda: len(finder.addresses) == 2, "the second node is found")
+        await first.close()
+        await until(lambda: finder.addresses == ["10.0.0.2:50071"], "the first has left", 3.0)
+        for each in (second, other_role, other_deployment):
+            await each.close()
+        await until(lambda: not finder.addresses, "all have left", 3.0)
+    joined = [address for change in changes for address in change.joined]
+    left = [address for change in changes for address in change.left]
+    assert joined == left == ["10.0.0.1:50071", "10.0.0.2:50071"]
+
+
+async def test_a_node_that_died_without_a_word_goes_with_its_lease(etcd):
+    dead = register(etcd, 1, "10.0.0.1:50071")
+    alive = register(etcd, 2, "10.0.0.2:50071")
+    async with finding(etcd) as finder:
+        await until(lambda: len(finder.addresses) == 2, "both are found")
+        await dead._tasks.close()  # what a killed process does: nothing more
+        took = await until(
+            lambda: finder.addresses == ["10.0.0.2:50071"], "the lease expires", LEASE_SECONDS + 10.0
+        )
+        assert took > LEASE_SECONDS / 3, "left before its lease could have expired"
+    await alive.close()
+
+
+async def test_a_loss_of_etcd_takes_no_node_and_is_made_good(etcd):
+    node = register(etcd, 1, "10.0.0.1:50071")
+    changes = []
+    async with finding(etcd, changes) as finder:
+        await until(lambda: finder.addresses == ["10.0.0.1:50071"], "found")
+        etcd.stop()
+        await asyncio.sleep(2.0)
+        assert finder.addresses == ["10.0.0.1:50071"]
+        etcd.start()
+        late = register(etcd, 2, "10.0.0.2:50071")
+        await until(lambda: len(finder.addresses) == 2, "found after the loss")
+        await asyncio.sleep(LEASE_SECONDS / 3 + 1.0)
+        assert len(finder.addresses) == 2 and all(not change.left for change in changes)
+        await node.close()
+        await late.close()
+
+
+async def test_a_lease_that_was_taken_away_is_made_again(etcd):
+    node = register(etcd, 1, "10.0.0.1:50071")
+    async with finding(etcd) as finder:
+        await until(lambda: finder.addresses, "found")
+        async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
+            revoke = rpc_pb2.LeaseRevokeRequest(ID=node._lease[1])
+            await rpc_pb2_grpc.LeaseStub(channel).LeaseRevoke(revoke, timeout=5)
+        await until(lambda: not finder.addresses, "gone")
+        await until(lambda: finder.addresses, "registered again", LEASE_SECONDS)
+    await node.close()
+
+
+def test_an_address_of_all_interfaces_is_registered_as_etcd_would_see_it():
+    assert seen_from("10.0.0.1:50071", "127.0.0.1:2379") == "10.0.0.1:50071"
+    assert seen_from("0.0.0.0:50071", "127.0.0.1:2379") == "127.0.0.1:50071"
+    with pytest.raises(BatonError, match="--advertise"):
+        seen_from("0.0.0.0:50071", "nowhere.invalid:2379")

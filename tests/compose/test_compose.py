@@ -1,0 +1,130 @@
+"""docker-compose.yaml for real: built, started, asked from outside, killed, scaled, taken down.
+
+The tests share one deployment and run in the order in which they stand.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from engine import FIRST_TOKEN_SECONDS, run
+from openai import OpenAI
+
+from baton.client import Client
+
+pytestmark = pytest.mark.timeout(1500)
+
+PROMPT = "def main():"
+LONG = " ".join(f"word{number}" for number in range(40))
+"""More tokens than a decode node prefills itself."""
+
+
+def answer(deployed, **options) -> str:
+    with Client(deployed.grpc) as client:
+        return "".join(delta.text for delta in client.stream(temperature=0, **options))
+
+
+def health(deployed):
+    with urllib.request.urlopen(f"http://{deployed.http}/health", timeout=5) as response:
+        return json.load(response)
+
+
+def until(condition, what: str, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.2)
+
+
+def test_first_token_comes_soon(deployed, times):
+    assert times["up to first token"] < FIRST_TOKEN_SECONDS
+
+
+def test_both_apis_stream_from_outside(deployed):
+    with Client(deployed.grpc) as client:
+        deltas = list(client.stream(PROMPT, max_tokens=24, temperature=0))
+    assert len(deltas) > 2
+    client = OpenAI(base_url=f"http://{deployed.http}/v1", api_key="none", timeout=60, max_retries=0)
+    chunks = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, stream=True)
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == "".join(delta.text for delta in deltas)
+
+
+def test_pages_travel_through_shared_memory_of_containers(deployed):
+    """Prompts take turns at the prefill nodes: both are used, by whichever decode node."""
+    with Client(deployed.grpc) as client:
+        answers = [client.generate(f"{number} {LONG}", max_tokens=4) for number in range(4)]
+    assert {one.stats.transport for one in answers} == {"shm"}
+    assert len({one.stats.prefill_address for one in answers}) == 2
+
+
+def test_containers_are_what_they_should_be(deployed):
+    compose = deployed.compose
+    ids = set()
+    workers = [*compose.containers("prefill"), *compose.containers("decode")]
+    assert len(workers) == 4
+    for container in workers:
+        about = compose.inspect(container)
+        assert about["HostConfig"]["ReadonlyRootfs"] and about["HostConfig"]["CapDrop"] == ["ALL"]
+        assert not about["HostConfig"]["PortBindings"]
+        script = "import os, psutil; print(os.getuid(), [p.pid for p in psutil.process_iter()][1])"
+        user, pid = run(["docker", "exec", container, "python", "-c", script]).split()
+        assert user != "0"
+        ids.add(pid)
+    assert len(ids) == 4, f"CUDA IPC needs a process id of its own in each container: {ids}"
+    (gateway,) = compose.containers("gateway")
+    published = compose.inspect(gateway)["HostConfig"]["PortBindings"]
+    assert {each["HostIp"] for bindings in published.values() for each in bindings} == {"127.0.0.1"}
+
+
+def test_health_checks_pass(deployed):
+    compose = deployed.compose
+    services = ("gateway", "tokenizer", "prefill", "decode")
+    containers = [each for service in services for each in compose.containers(service)]
+
+    def healthy():
+        return all(compose.inspect(each)["State"]["Health"]["Status"] == "healthy" for each in containers)
+
+    until(healthy, "all containers are healthy")
+    assert len(containers) == 6
+
+
+def test_streams_outlive_a_killed_decode_container(deployed):
+    compose = deployed.compose
+    prompts = [f"{number} {LONG}" for number in range(4)]
+    options = {"max_tokens": 400, "ignore_eos": True}
+    expected = [answer(deployed, prompt=prompt, **options) for prompt in prompts]
+    victim = compose.containers("decode")[0]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = [pool.submit(answer, deployed, prompt=prompt, **options) for prompt in prompts]
+        time.sleep(1.0)
+        assert not any(each.done() for each in answers), "too fast to be killed"
+        run(["docker", "kill", victim])
+        assert [each.result(timeout=120) for each in answers] == expected
+    until(lambda: sum(peer["connected"] for peer in decode_peers(deployed)) == 1, "the loss is seen")
+
+
+def test_a_scaled_service_is_used(deployed):
+    """The killed container is started again, a third one comes; the gateway finds both by itself."""
+    deployed.compose("up", "-d", "--no-build", "--scale", "decode=3")
+    until(lambda: [peer["connected"] for peer in decode_peers(deployed)] == [True] * 3, "three decode nodes")
+    with ThreadPoolExecutor(3) as pool:
+        options = {"prompt": LONG, "max_tokens": 64, "ignore_eos": True}
+        answers = [pool.submit(answer, deployed, **options) for _ in range(3)]
+        assert len({each.result(timeout=60) for each in answers}) == 1
+
+
+def test_nothing_is_left(deployed, times):
+    """Last: takes it down."""
+    started = time.monotonic()
+    deployed.compose("down", "-v")
+    times["down"] = time.monotonic() - started
+    assert deployed.compose.left() == []
+
+
+def decode_peers(deployed):
+    return [peer for peer in health(deployed)["peers"] if peer["role"] == "decode"]

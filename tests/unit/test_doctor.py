@@ -1,0 +1,49 @@
+"""What `baton doctor` says of process ids, and `baton health` of a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from baton.cli.checks import process_id
+from baton.cli.health import health
+from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace
+
+ENTRY = ["python", "-m", "baton.cli.entry", "baton", "serve", "decode"]
+SERVE = ["python", "/opt/baton/bin/baton", "serve", "decode"]
+
+
+@pytest.mark.parametrize(
+    ("namespace", "commands", "verdict", "says"),
+    [
+        (FIRST_PID_NAMESPACE, {1: ["init"], 77: SERVE}, "ok", "unique"),
+        ("pid:[4026532000]", {1: SERVE}, "note", "has process id 1"),
+        ("pid:[4026532000]", {1: ENTRY, 105: SERVE}, "ok", "is 105"),
+        ("pid:[4026532000]", {1: ["bash"]}, "ok", "needs other ones"),
+    ],
+)
+def test_a_worker_that_cuda_ipc_could_not_tell_apart_is_found(namespace, commands, verdict, says):
+    check = process_id(namespace, commands)
+    assert check.verdict == verdict and says in check.detail
+
+
+def test_the_namespace_can_be_read_here():
+    assert pid_namespace().startswith("pid:[")
+
+
+def test_health_of_a_process_that_is_not_there():
+    result = CliRunner().invoke(health, ["127.0.0.1:1", "--seconds", "2"])
+    assert result.exit_code == 1
+    assert result.output.count("\n") == 1 and "does not answer" in result.output
+
+
+def test_the_command_of_a_container_is_light():
+    """The probe runs every few seconds in every container: no torch, no transformers."""
+    script = "import sys, baton.cli.health; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"

@@ -1,0 +1,57 @@
+"""The nodes of one role as several sources tell of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.discovery.members import Change, Members, apply_events
+
+A, B, C = "10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"
+
+
+def test_the_difference_to_what_was_known_is_told():
+    members = Members()
+    assert members.heard("list", [B, A], 0.0) == Change(joined=(A, B), left=())
+    assert not members.heard("list", [A, B], 1.0)
+    assert members.heard("list", [C, A], 2.0) == Change(joined=(C,), left=(B,))
+    assert members.addresses == [A, C]
+
+
+def test_a_node_stays_while_any_source_names_it():
+    members = Members()
+    members.heard("list", [A], 0.0)
+    assert not members.heard("etcd", [A], 0.0)
+    assert not members.heard("etcd", [], 1.0)
+    assert members.heard("list", [], 1.0) == Change(joined=(), left=(A,))
+
+
+def test_an_answer_that_leaves_a_node_out_for_a_moment_takes_nothing():
+    members = Members()
+    members.heard("dns", [A, B], 0.0, hold=10.0)
+    assert not members.heard("dns", [A], 3.0, hold=10.0)
+    assert not members.heard("dns", [A, B], 6.0, hold=10.0)
+    assert not members.heard("dns", [A], 16.0, hold=10.0)
+    assert members.heard("dns", [A], 16.1, hold=10.0) == Change(joined=(), left=(B,))
+
+
+def test_events_are_applied_in_order():
+    nodes = {"k1": A, "k2": B}
+    events = [("k1", None), ("k3", C), ("k2", C), ("k9", None), ("k1", B)]
+    assert apply_events(nodes, events) == {"k2": C, "k3": C, "k1": B}
+    assert nodes == {"k1": A, "k2": B}
+
+
+names = st.lists(st.sampled_from([A, B, C, "10.0.0.4:1"]))
+steps = st.lists(st.tuples(st.sampled_from(["list", "dns", "etcd"]), names))
+
+
+@given(steps)
+def test_changes_add_up_to_what_all_sources_say(history):
+    members, known, said = Members(), set(), {}
+    for now, (source, nodes) in enumerate(history):
+        change = members.heard(source, nodes, float(now))
+        said[source] = set(nodes)
+        assert not known & set(change.joined) and set(change.left) <= known
+        known = (known | set(change.joined)) - set(change.left)
+        assert known == set().union(*said.values()) == set(members.addresses)
