@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from checkpoints import make_model, save
+from polling import until
+from process import Process
 from reference import Reference
-from stress import Cluster, Task, make_tasks, record, run
+from stress import Cluster, Load, Task, make_tasks, record, run
+from stress.run import IDLE_SECONDS
 
 FAULTS = 50
 TASKS = 40
@@ -42,3 +47,53 @@ async def test_fifty_faults_under_sixty_four_streams(prepared):
     print(report.summary())
     assert not report.problems
     assert report.tally.exact > 64 and len(report.faults) == FAULTS
+
+
+DEADLINE = 10.0
+"""Of streams that cannot be finished; those that can have a minute."""
+LATE = 3.0
+"""How long after its deadline a client may hear of it, on a machine with much else to do."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("action", ["kill", "stall"])
+@pytest.mark.parametrize("role", ["decode", "tokenizer", "prefill"])
+async def test_no_survivor_of_a_kind(prepared, role, action):
+    """Without decode nodes or tokenizers each stream ends with a typed error within its deadline; without
+    prefill nodes decode nodes compute prompts themselves, and each gives its tokens."""
+    cluster, victims = prepared.cluster, prepared.cluster.of(role)
+    served_on = role == "prefill"
+    deadline = 60.0 if served_on else DEADLINE
+    load = Load(cluster.gateway.address, "", prepared.tasks, Random(1), deadline=deadline)
+    streams = [asyncio.create_task(load.one()) for _ in range(64)]
+    seen = cluster.of("prefill" if served_on else "decode")
+    try:
+        await until(lambda: any(process.load().running for process in seen), "streams under way")
+        for victim in victims:
+            victim.signal(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+        outcomes = await asyncio.gather(*streams)
+    finally:
+        await revive(cluster, victims, action)
+    assert not load.tally.broken
+    if served_on:
+        assert all(outcome.exact for outcome in outcomes), load.tally.errors
+    else:
+        assert load.tally.errors
+        assert max(outcome.seconds for outcome in outcomes) < DEADLINE + LATE
+    cluster.assert_idle(IDLE_SECONDS)
+    again = Load(cluster.gateway.address, cluster.gateway.http, prepared.tasks, Random(2))
+    assert all(outcome.exact for outcome in await asyncio.gather(*(again.one() for _ in range(16))))
+    await asyncio.gather(load.close(), again.close())
+
+
+async def revive(cluster: Cluster, victims: list[Process], action: str) -> None:
+    if action == "stall":
+        for victim in victims:
+            victim.signal(signal.SIGCONT)
+    else:
+        for victim in victims:
+            victim.kill()
+        await asyncio.to_thread(cluster.start_all, victims)
+        cluster.note_incarnations()
+    for victim in victims:
+        await cluster.in_touch(victim)
