@@ -107,8 +107,8 @@ class DecodeConfig(WorkerConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(NodeConfig):
     http_port: int | None = 8000
-    tokenizer: str = "127.0.0.1:50051"
-    """host:port of the tokenizer."""
+    tokenizer: tuple[str, ...] = ("127.0.0.1:50051",)
+    """host:port of tokenizers."""
     decode: tuple[str, ...] = ("127.0.0.1:50071",)
     """host:port of decode nodes."""
     prefill: tuple[str, ...] = ()
@@ -117,6 +117,12 @@ class GatewayConfig(NodeConfig):
     """Name clients ask for; empty: the decode nodes' own."""
     request_seconds: float = 600.0
     """Deadline of a request that names none, and the longest it may name."""
+    max_resumes: int = 8
+    """Times that a request may go on at another decode node after one that ran it was lost."""
+    resume_wait_seconds: float = 30.0
+    """How long requests wait while no decode node, or no tokenizer, can be reached; then they fail."""
+    silence_seconds: float = 10.0
+    """A decode node that leaves a heartbeat unanswered for so long is given up; above its longest step."""
     max_requests: int = 4096
     """Running requests at most; more are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: int = 16 * 2**20

@@ -80,7 +80,7 @@ async def gateway(*decode: ScriptedDecode, tokenizer_address: str = "", **config
         return
     settings = {"http_port": 0, "drain_seconds": 1.0, "log_level": "warning", **config}
     made = GatewayConfig(
-        tokenizer=tokenizer_address, decode=tuple(node.address for node in decode), **settings
+        tokenizer=(tokenizer_address,), decode=tuple(node.address for node in decode), **settings
     )
     node = GatewayNode(made)
     ready, stop = asyncio.Event(), asyncio.Event()

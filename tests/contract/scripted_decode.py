@@ -28,7 +28,12 @@ class Running:
 
     async def tokens(self, ids: Sequence[int], *, choice: int = 0, finish: int = 0, logprobs=()) -> None:
         delta = decode_pb2.TokenDelta(
-            request=self.start.request, choice=choice, token_ids=ids, finish_reason=finish, logprobs=logprobs
+            request=self.start.request,
+            attempt=self.start.attempt,
+            choice=choice,
+            token_ids=ids,
+            finish_reason=finish,
+            logprobs=logprobs,
         )
         await self.send(decode_pb2.StepEvents(step=1, tokens=[delta]))
 
@@ -116,6 +121,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
                 running = Running(command.start, send)
                 task = asyncio.create_task(self._run(running))
                 self.running[command.start.request] = task
+            elif kind == "heartbeat":
+                await send(decode_pb2.StepEvents())
             else:
                 self.cancels.append(command.cancel.request)
                 task = self.running.pop(command.cancel.request, None)

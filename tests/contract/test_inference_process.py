@@ -50,7 +50,7 @@ async def test_served_name_is_what_clients_ask_for():
 async def test_without_peers_http_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(server, "START_SECONDS", 0.3)
     grpc_port, http_port, nowhere = free_port(), free_port(), f"127.0.0.1:{free_port()}"
-    config = GatewayConfig(port=grpc_port, http_port=http_port, tokenizer=nowhere, decode=(nowhere,))
+    config = GatewayConfig(port=grpc_port, http_port=http_port, tokenizer=(nowhere,), decode=(nowhere,))
     ready, stop = asyncio.Event(), asyncio.Event()
     task = asyncio.create_task(server.serve(config, ready=ready, stop=stop))
     await asyncio.wait_for(ready.wait(), 10)

@@ -134,7 +134,7 @@ class World:
             request = Request(
                 key=effect.name,
                 prompt=effect.request.prompt,
-                delivered=effect.token_ids[len(effect.request.prompt) :],
+                delivered=(effect.token_ids[len(effect.request.prompt) :],) if effect.delivered else (),
                 params=effect.params,
                 n=effect.n,
             )

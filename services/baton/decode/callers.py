@@ -98,7 +98,9 @@ def merge(unsent: decode_pb2.StepEvents, new: decode_pb2.StepEvents) -> decode_p
 def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) -> None:
     """Appends what the core says to a message."""
     if isinstance(output, Tokens):
-        delta = message.tokens.add(request=output.request, choice=output.choice, token_ids=[output.token])
+        delta = message.tokens.add(
+            request=output.request, attempt=output.attempt, choice=output.choice, token_ids=[output.token]
+        )
         if output.logprobs is not None:
             delta.logprobs.append(logprobs_to(output.logprobs))
         if output.finish is not None:

@@ -158,6 +158,11 @@ class DecodeCore:
             del self.entries[entry.key]
             self.scheduler.close(entry.request)
 
+    def hand_back(self, now: float) -> None:
+        """The node stops: what has not finished may go on elsewhere, from where it is."""
+        for entry in list(self.entries.values()):
+            self._fail(entry, "UNAVAILABLE", "DRAINING", "the node stops; the request may go on elsewhere")
+
     def peer_changed(self, address: str, peer: Peer, reason: str, now: float) -> None:
         self.peers[address] = peer
         if not peer.up:
@@ -203,7 +208,8 @@ class DecodeCore:
         if isinstance(event, TokenEvent):
             entry.output_tokens += 1
             self.counters.output_tokens += 1
-            tokens = Tokens(number, event.sequence.index, event.token, event.logprobs, event.finish)
+            index = event.sequence.index
+            tokens = Tokens(number, entry.attempt, index, event.token, event.logprobs, event.finish)
             self._outputs.append((caller, tokens))
         elif isinstance(event, PromptEvent):
             cached = entry.request.cached_tokens or 0

@@ -13,6 +13,7 @@ class Tokens:
     """Not frozen, for its number: see `engine.plan`."""
 
     request: int
+    attempt: int
     choice: int
     token: int
     logprobs: Logprobs | None

@@ -19,15 +19,20 @@ from baton.handoff.messages import DecodeEffect
 from baton.rpc.errors import BatonError, abort, invalid, not_found, unavailable
 from baton.rpc.node import run_node
 from baton.rpc.streams import STREAM_ENDED, first_message
+from baton.rpc.validate import check_token_ids
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
-from baton.worker.convert import check_start, sampling_from
+from baton.worker.convert import check_start, delivered_from, sampling_from
 from baton.worker.node import WorkerNode
 
 MESSAGE_SECONDS = 0.005
 """Least time between two messages of tokens to a caller; steps shorter than this share one. Each token of a
 model that makes hundreds a second by itself would cost the other processes as much as the model."""
+HAND_BACK_SECONDS = 2.0
+"""How long a stopping node waits until its callers have been told of what it hands back."""
 CONNECT_SECONDS = 10.0
 """How long a starting node waits for the prefill nodes of its own configuration."""
+
+_DRAINING = decode_pb2.DecodeEvent(draining=decode_pb2.DecodeDraining())
 
 
 class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
@@ -72,13 +77,32 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         info.peers.extend(self._peers.describe())
         return info
 
+    async def drain(self, seconds: float) -> int:
+        """Callers are told, so that they send nothing more here."""
+        for caller in self._callers:
+            caller.send(decode_pb2.StepEvents(events=[_DRAINING]))
+        return await super().drain(seconds)
+
     async def stop(self) -> None:
+        await self._hand_back()
         for caller in list(self._callers):
             caller.error = unavailable("the node is stopping", "STOPPING")
             caller.outbox.close()
         await asyncio.sleep(0)
         await self._peers.close()
         await super().stop()
+
+    async def _hand_back(self) -> None:
+        """What still runs goes back to its callers, each request with its terminal event."""
+        if self.core_or_none is None or not self._callers:
+            return
+        self.steps.call(lambda core, now: core.hand_back(now))
+        deadline = time.monotonic() + HAND_BACK_SECONDS
+        # The step thread does not signal; what it said must also have left the outboxes.
+        while time.monotonic() < deadline and (  # noqa: ASYNC110
+            self.core_or_none.requests or any(len(caller.outbox) for caller in self._callers)
+        ):
+            await asyncio.sleep(0.01)
 
     def _flush(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
         self.loop.call_soon_threadsafe(self._deliver, step, outputs, effects)
@@ -115,6 +139,8 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         try:
             welcome = decode_pb2.DecodeWelcome(incarnation=self.incarnation)
             yield decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)])
+            if self.draining:
+                yield decode_pb2.StepEvents(events=[_DRAINING])
             async for message in caller.outbox:
                 yield message
                 await caller.pause(MESSAGE_SECONDS)
@@ -151,8 +177,15 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             else:
                 text = f"no attempt {attempt} of request {number} is running on this stream"
                 caller.refuse(number, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
+        elif kind == "heartbeat":
+            self.steps.call(lambda core, now: self._answer(caller))
         else:
-            raise invalid("kind", "each message on Decode.Generate after `hello` sets start or cancel")
+            text = "each message on Decode.Generate after `hello` sets start, cancel or heartbeat"
+            raise invalid("kind", text)
+
+    def _answer(self, caller: Caller) -> None:
+        """In the step thread: that is the one that must be alive."""
+        self.loop.call_soon_threadsafe(caller.send, decode_pb2.StepEvents())
 
     def _start(self, start: decode_pb2.DecodeStart, caller: Caller) -> None:
         if caller.attempt_of(start.request) is not None:
@@ -168,6 +201,9 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             check_start(
                 start.token_ids, start.delivered, start.sampling, n, info.vocab_size, info.context_length
             )
+            for index, choice in enumerate(start.choices):
+                check_token_ids(choice.token_ids, info.vocab_size, f"choices[{index}].token_ids")
+            delivered = delivered_from(start, n, info.context_length)
         except BatonError as error:
             caller.refuse(start.request, start.attempt, error)
             return
@@ -176,7 +212,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         request = Request(
             key=Key(caller, start.request),
             prompt=tuple(start.token_ids[:cut]),
-            delivered=tuple(start.token_ids[cut:]),
+            delivered=delivered,
             params=sampling_from(start.sampling, info.eos_token_ids, max(1, info.context_length - cut)),
             n=n,
             namespace=start.namespace,

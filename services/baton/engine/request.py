@@ -107,8 +107,9 @@ class Request:
     """The caller's name for it; opaque here."""
     prompt: tuple[int, ...]
     params: SamplingParams
-    delivered: tuple[int, ...] = ()
-    """Output tokens that an earlier attempt has delivered; they are never sampled again."""
+    delivered: tuple[tuple[int, ...] | None, ...] = ()
+    """On a resume, of each choice: the output that earlier attempts have delivered, which is never sampled
+    again; None: the choice has finished. Choices are then computed each by itself. Empty: no resume."""
     n: int = 1
     namespace: str = ""
     priority: int = 0
@@ -127,8 +128,10 @@ class Request:
     retractions: int = 0
 
     def __post_init__(self) -> None:
-        known = [*self.prompt, *self.delivered]
-        self.sequences = [Sequence(self, index, list(known)) for index in range(self.n)]
+        for index, output in enumerate(self.delivered or ((),) * self.n):
+            sequence = Sequence(self, index, [*self.prompt, *(output or ())])
+            sequence.phase = Phase.WAITING if output is not None else Phase.ENDED
+            self.sequences.append(sequence)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

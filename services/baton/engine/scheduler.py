@@ -101,7 +101,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises Refused when it could never run, or when too many wait."""
         config, size = self.config, self.cache.page_size
-        known = len(request.prompt) + len(request.delivered)
+        known = max(len(sequence.tokens) for sequence in request.sequences)
         total = self.cache.counts().total
         room = min(config.context_length, total * size)
         if not request.prompt:
@@ -112,17 +112,19 @@ class Scheduler:
             wanted = f"prompt ({len(request.prompt)}) and max_tokens ({request.params.max_tokens})"
             text = f"{wanted} exceed {room} tokens"
             raise Refused("TOO_MANY_TOKENS", text, "sampling.max_tokens")
-        if request.n > self.slots.count or (request.n > 1 and request.delivered):
-            raise Refused("TOO_MANY_CHOICES", f"n must be at most {self.slots.count}, and 1 on a resume", "n")
+        if request.n > self.slots.count:
+            raise Refused("TOO_MANY_CHOICES", f"n must be at most {self.slots.count}", "n")
         if request.key in self.requests:
             raise Refused("DUPLICATE_REQUEST", "a request of this name is running", "request")
         if len(self.waiting) >= config.max_waiting:
             raise Refused("QUEUE_FULL", f"{config.max_waiting} requests are waiting")
         self._arrivals += 1
         request.order = self._arrivals
-        request.forked = request.n == 1
+        request.forked = request.n == 1 or bool(request.delivered)
         self.requests[request.key] = request
-        self.waiting.add(request.sequences[0])
+        for sequence in request.sequences if request.forked else request.sequences[:1]:
+            if sequence.phase is Phase.WAITING:
+                self.waiting.add(sequence)
 
     def close(self, request: Request) -> None:
         """Ends the request wherever it is (cancelled, out of time, lease over); no event follows."""

@@ -1,4 +1,4 @@
-"""One choice on its way from the decode node through the detokenizer into the token log."""
+"""One choice on its way from its decode nodes through a detokenizer into the token log."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.errors import BatonError, from_status, internal
 from baton.v1 import common_pb2, decode_pb2, tokenizer_pb2
 
-CONTEXT_TOKENS = 8
-"""Of the prompt's end: enough for a character that lies across its border."""
+CONTEXT_TOKENS = 32
+"""Of what comes before: enough for a character that lies across the border, special tokens between its bytes
+included. So a detokenizer that begins after any token goes on as the one before it would have."""
 
 
 @dataclass(slots=True)
@@ -27,6 +28,9 @@ class _Item:
 
 class ChoiceStream:
     """Tokens go out to the detokenizer in order and enter the log, with their text, as the answers come.
+
+    The log and the items that are not answered yet are all that is needed to go on: with other decode nodes,
+    and with another tokenizer.
 
     one_by_one: every token is an item of its own, so that the text of each is known (stop strings).
     on_progress: the log has new tokens. on_error: the choice cannot go on.
@@ -43,12 +47,10 @@ class ChoiceStream:
         on_error: Callable[[BatonError], None],
     ) -> None:
         self.log = log
-        self.received = 0
-        """Tokens that the decode node has sent."""
-        self.ended = False
-        """The decode node has sent the last one."""
         self._tokenizer = tokenizer
-        self._context: Sequence[int] | None = prompt_ids[-CONTEXT_TOKENS:]
+        self._before = prompt_ids[-CONTEXT_TOKENS:]
+        self._opened = False
+        """The detokenizer has been given the context."""
         self._one_by_one = one_by_one
         self._on_progress = on_progress
         self._on_error = on_error
@@ -57,9 +59,9 @@ class ChoiceStream:
 
     def wrong(self, delta: decode_pb2.TokenDelta, sampling: common_pb2.SamplingParams) -> str:
         """What a decode node must not send; empty: nothing is wrong."""
-        if self.ended:
+        if self.log.ended:
             return "tokens after a choice's last"
-        if self.received + len(delta.token_ids) > sampling.max_tokens:
+        if len(self.log.received) + len(delta.token_ids) > sampling.max_tokens:
             return "more tokens than max_tokens"
         if sampling.HasField("logprobs") and len(delta.logprobs) != len(delta.token_ids):
             return f"{len(delta.logprobs)} log-probabilities for {len(delta.token_ids)} tokens"
@@ -71,9 +73,8 @@ class ChoiceStream:
         logprobs: Sequence[common_pb2.PositionLogprobs],
         finish_reason: common_pb2.FinishReason,
     ) -> None:
-        """Takes tokens from the decode node. finish_reason: with the choice's last token, else 0."""
-        self.received += len(token_ids)
-        self.ended = bool(finish_reason)
+        """Takes tokens from a decode node. finish_reason: with the choice's last token, else 0."""
+        self.log.receive(token_ids, bool(finish_reason))
         size = 1 if self._one_by_one else max(1, len(token_ids))
         for start in range(0, max(1, len(token_ids)), size):
             last = start + size >= len(token_ids)
@@ -89,7 +90,7 @@ class ChoiceStream:
 
     def close(self) -> None:
         self._pending.clear()
-        self._tokenizer.close_stream(self._id)
+        self._tokenizer.close_stream(self._id, self)
 
     def on_text(self, output: tokenizer_pb2.DetokenizeOutput) -> None:
         if output.HasField("error"):
@@ -109,11 +110,20 @@ class ChoiceStream:
             self.close()
         self._on_progress(len(item.token_ids))
 
+    def on_tokenizer_changed(self) -> None:
+        self._opened = False
+        self._id = self._tokenizer.open(self)
+        for item in self._pending:
+            self._push(item)
+
     def on_detokenizer_lost(self, error: BatonError) -> None:
         self._on_error(error)
 
     def _send(self, item: _Item) -> None:
         self._pending.append(item)
+        self._push(item)
+
+    def _push(self, item: _Item) -> None:
         # A token that ends the output (its own end of sequence, or one of stop_token_ids) has no text.
         ended_by_token = item.finish_reason == common_pb2.FINISH_REASON_STOP
         request = tokenizer_pb2.DetokenizeItem(
@@ -122,9 +132,9 @@ class ChoiceStream:
             finish=bool(item.finish_reason),
             token_bytes_of=[entry.token_id for entry in _entries(item.logprobs)],
         )
-        if self._context is not None:
-            request.context.extend(self._context)
-            self._context = None
+        if not self._opened:
+            self._opened = True
+            request.context.extend([*self._before, *self.log.token_ids[-CONTEXT_TOKENS:]])
         self._tokenizer.push(request)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 import grpc.aio
 
+from baton.gateway.pulse import Pulse
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, from_status, unavailable
 from baton.rpc.link import Link
@@ -18,20 +20,25 @@ _log = get_logger("baton.gateway")
 
 
 class TokenSink(Protocol):
-    """A request that runs on a decode node. on_finished and on_failed are terminal: one of them, once."""
+    """A request that runs on a decode node. on_finished and on_failed end its attempt: one of them, once.
 
-    attempt: int
+    Whether an attempt is the one that runs, the sink decides.
+    """
+
+    @property
+    def attempt(self) -> int: ...
 
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None: ...
-    def on_tokens(self, delta: decode_pb2.TokenDelta) -> None: ...
+    def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None: ...
     def on_finished(self, stats: decode_pb2.RequestStats) -> None: ...
-    def on_failed(self, error: BatonError) -> None:
-        """The node has failed the request, or the node is lost."""
+    def on_failed(self, error: BatonError, lost: bool) -> None:
+        """The node has failed the request, or (lost) the node is gone or silent."""
 
 
 class DecodeNode:
     """One decode node. It takes requests once it is connected and has said what it serves.
 
+    silence: seconds after which a node that leaves a heartbeat unanswered gives its requests to others.
     accept: judges the model that the node serves; raises BatonError when it must not be used.
     after_step: called when all events of one message have been handed out.
     """
@@ -40,16 +47,21 @@ class DecodeNode:
         self,
         address: str,
         incarnation: int,
+        silence: float,
         accept: Callable[[node_pb2.NodeInfo], None],
         after_step: Callable[[], None],
     ) -> None:
         self.address = address
         self.info: node_pb2.NodeInfo | None = None
         self.incarnation = 0
+        self.leaving = False
+        """It gets no more requests: it drains, or has been removed."""
         self._accept = accept
         self._after_step = after_step
         self._sinks: dict[int, TokenSink] = {}
         self._cancelled: dict[int, int] = {}  # request: attempt; the node still owes their terminal event
+        self._pulse = Pulse(silence)
+        self._ticking: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
         hello = decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=incarnation))
         self._link = Link[decode_pb2.GenerateCommand, decode_pb2.StepEvents](
@@ -63,7 +75,16 @@ class DecodeNode:
 
     @property
     def usable(self) -> bool:
+        return self.reached and not self.leaving and not self._silent
+
+    @property
+    def reached(self) -> bool:
+        """It is connected and has said what it serves."""
         return self._link.connected and self.info is not None
+
+    @property
+    def _silent(self) -> bool:
+        return self._pulse.silent(time.monotonic())
 
     @property
     def requests(self) -> int:
@@ -73,6 +94,8 @@ class DecodeNode:
     @property
     def trouble(self) -> str:
         """Why the node cannot be used; for people."""
+        if self.reached:
+            return "silent" if self._silent else "draining"
         error = self._link.last_error
         return error.message if error is not None else "not connected yet"
 
@@ -80,9 +103,15 @@ class DecodeNode:
         self._link.start()
 
     async def close(self) -> None:
+        """Leaves the node; it cancels what still runs there."""
+        self._stop_ticking()
         if self._asking is not None:
             self._asking.cancel()
         await self._link.close()
+
+    def takes(self, request: int) -> bool:
+        """Whether it could be given this request now. Not while an earlier attempt may still run there."""
+        return self.usable and request not in self._cancelled
 
     def send(self, start: decode_pb2.DecodeStart, sink: TokenSink) -> bool:
         """Gives the node a request. False: the node is down, and nothing was sent."""
@@ -95,23 +124,39 @@ class DecodeNode:
         """The gateway is done with the request; nothing about it is handed out any more."""
         sink = self._sinks.pop(request, None)
         if sink is not None:
-            self._cancelled[request] = sink.attempt
             self._send_cancel(request, sink.attempt)
 
+    def lose(self, error: BatonError) -> None:
+        """Gives up all requests there, so that they go on elsewhere."""
+        lost, self._sinks = self._sinks, {}
+        for request, sink in lost.items():
+            if self._link.connected:
+                self._send_cancel(request, sink.attempt)
+            sink.on_failed(error, lost=True)
+        self._after_step()
+
     def _send_cancel(self, request: int, attempt: int) -> None:
+        self._cancelled[request] = attempt
         cancel = decode_pb2.DecodeCancel(request=request, attempt=attempt)
         self._link.send(decode_pb2.GenerateCommand(cancel=cancel))
 
+    # What the node says.
+
     def _on_message(self, message: decode_pb2.StepEvents) -> None:
+        self._pulse.heard()
         for event in message.events:
-            if event.WhichOneof("kind") == "prompt" and (sink := self._sinks.get(event.request)):
-                sink.on_prompt(event.prompt)
+            if event.WhichOneof("kind") == "prompt":
+                sink = self._sinks.get(event.request)
+                if sink is not None and sink.attempt == event.attempt:
+                    sink.on_prompt(event.prompt)
         for delta in message.tokens:
             sink = self._sinks.get(delta.request)
             if sink is not None:
-                sink.on_tokens(delta)
+                sink.on_tokens(self.address, delta)
             elif delta.request not in self._cancelled:
-                self._refuse(delta.request)
+                # Of a request that nobody here knows: told to stop, so that it frees what it holds.
+                _log.warning("tokens of an unknown request", decode=self.address, request=delta.request)
+                self._send_cancel(delta.request, delta.attempt)
         for event in message.events:
             if event.WhichOneof("kind") != "prompt":
                 self._on_event(event)
@@ -119,6 +164,9 @@ class DecodeNode:
 
     def _on_event(self, event: decode_pb2.DecodeEvent) -> None:
         kind = event.WhichOneof("kind")
+        if kind == "draining":
+            self.leaving = True
+            return
         if kind not in ("finished", "failed"):
             _log.warning("unexpected event", decode=self.address, kind=kind or "none")
             return
@@ -133,19 +181,18 @@ class DecodeNode:
         if kind == "finished":
             sink.on_finished(event.finished.stats)
         else:
-            sink.on_failed(from_status(event.failed))
+            sink.on_failed(from_status(event.failed), lost=False)
 
-    def _refuse(self, request: int) -> None:
-        """Tokens of a request that nobody here knows: told to stop, so that it frees what it holds."""
-        _log.warning("tokens of an unknown request", decode=self.address, request=request)
-        self._cancelled[request] = 0
-        self._send_cancel(request, 0)
+    # The connection.
 
     def _on_up(self, first: decode_pb2.StepEvents) -> None:
         welcome = first.events[0].welcome if first.events else decode_pb2.DecodeWelcome()
         if not welcome.incarnation:
             raise failed_precondition(f"{self.address} is no decode node: it did not say welcome")
         self.incarnation = welcome.incarnation
+        self.leaving = False
+        self._pulse.reset()
+        self._tick()
         self._asking = asyncio.get_running_loop().create_task(self._ask(welcome.incarnation))
 
     async def _ask(self, incarnation: int) -> None:
@@ -163,15 +210,30 @@ class DecodeNode:
             _log.error("decode node refused", decode=self.address, error=error.message)
             self._link.reset(error)
 
+    def _tick(self) -> None:
+        """Asks for a sign of life while somebody waits for one. Not of the connection, which has pings of its
+        own, but of the step thread."""
+        now = time.monotonic()
+        if self._pulse.tick(now, wanted=bool(self._sinks)):
+            heartbeat = decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat())
+            self._link.send(heartbeat)
+        if self._silent and self._sinks:
+            text = f"decode node {self.address} has gone silent"
+            _log.warning(text, requests=self.requests)
+            self.lose(unavailable(text, "DECODE_SILENT", 1000))
+        self._ticking = asyncio.get_running_loop().call_later(self._pulse.interval, self._tick)
+
+    def _stop_ticking(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+            self._ticking = None
+
     def _on_down(self, error: BatonError) -> None:
         self.info = None
         self.incarnation = 0
+        self._stop_ticking()
+        self._pulse.reset()
         if self._asking is not None:
             self._asking.cancel()
-        lost, self._sinks = self._sinks, {}
         self._cancelled.clear()
-        for sink in lost.values():
-            sink.on_failed(
-                unavailable(f"decode node {self.address} was lost: {error.message}", "DECODE_LOST", 1000)
-            )
-        self._after_step()
+        self.lose(unavailable(f"decode node {self.address} was lost: {error.message}", "DECODE_LOST", 1000))

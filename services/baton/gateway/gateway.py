@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import count
 
 from baton.config import GatewayConfig
 from baton.gateway import admission
+from baton.gateway.attempts import ResumePolicy
 from baton.gateway.decode_node import DecodeNode
 from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.nodes import Nodes
 from baton.gateway.requests import Request
-from baton.gateway.routing import Candidate, pick_decode
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
 from baton.rpc.ids import new_incarnation
@@ -28,11 +29,10 @@ class Gateway:
         self.config = config
         self.incarnation = new_incarnation()
         self.metrics = GatewayMetrics()
-        self.tokenizer = Tokenizer(config.tokenizer)
-        self._nodes = {
-            address: DecodeNode(address, self.incarnation, self._accept, self.tokenizer.flush)
-            for address in config.decode
-        }
+        self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
+        self.tokenizer = Tokenizer(config.resume_wait_seconds)
+        self.nodes = Nodes(self.tokenizer, self._make_decode)
+        self._last_model: node_pb2.ModelInfo | None = None
         self._numbers = count(1)
         self._running: set[Request] = set()
         self._idle = asyncio.Event()
@@ -44,9 +44,9 @@ class Gateway:
 
     def start(self) -> None:
         """Begins to connect; what cannot be reached yet is tried again and again."""
-        self.tokenizer.start()
-        for node in self._nodes.values():
-            node.start()
+        for role in ("tokenizer", "prefill", "decode"):
+            for address in getattr(self.config, role):
+                self.nodes.add(role, address)
 
     async def wait_until_usable(self, seconds: float) -> bool:
         """Waits for the tokenizer and one decode node, so long at most; logs what it waits for."""
@@ -65,10 +65,7 @@ class Gateway:
 
     def missing(self) -> list[str]:
         """Why no request can be served now; empty: requests are served."""
-        missing = [] if self.tokenizer.connected else [f"tokenizer {self.tokenizer.address}"]
-        if not any(node.usable for node in self._nodes.values()):
-            missing += [f"decode {node.address}: {node.trouble}" for node in self._nodes.values()]
-        return missing
+        return self.nodes.missing()
 
     @property
     def healthy(self) -> bool:
@@ -89,7 +86,7 @@ class Gateway:
         self._draining = True
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
-        await asyncio.gather(*(node.close() for node in self._nodes.values()), self.tokenizer.close())
+        await self.nodes.close()
 
     # Requests.
 
@@ -101,16 +98,20 @@ class Gateway:
         return next(self._numbers)
 
     def admit(self, request: Request, start: inference_pb2.GenerateStart) -> None:
-        """Raises BatonError for a request that is wrong, or that cannot be taken now."""
-        admission.check_start(start, self.config, self._model())
+        """Raises BatonError for a request that is wrong, or that cannot be taken now.
+
+        One that comes while no node can be reached is taken, and waits.
+        """
+        model = self.model_or_last()
+        admission.check_start(start, self.config, model)
         if self._draining:
             raise unavailable("the gateway is draining", "DRAINING", 1000)
         if len(self._running) >= self.config.max_requests:
             raise exhausted(f"{len(self._running)} requests are running already", "TOO_MANY_REQUESTS", 1000)
         self._running.add(request)
         self._idle.clear()
-        self.model()
-        self.tokenizer.check()
+        if model is None:
+            raise self.no_decode_node()
 
     def forget(self, request: Request, outcome: str) -> None:
         """The request has ended."""
@@ -123,14 +124,9 @@ class Gateway:
         if not self._running:
             self._idle.set()
 
-    def pick_node(self, preferred: str, tried: Collection[str]) -> DecodeNode | None:
-        candidates = [Candidate(node.address, node.requests) for node in self._nodes.values() if node.usable]
-        address = pick_decode(candidates, preferred, tried)
-        return self._nodes[address] if address is not None else None
-
     def no_decode_node(self) -> BatonError:
         nodes = "; ".join(
-            f"{node.address}: {node.trouble}" for node in self._nodes.values() if not node.usable
+            f"{node.address}: {node.trouble}" for node in self.nodes.decode.values() if not node.usable
         )
         return unavailable(f"no decode node can be reached ({nodes})", "NO_DECODE_NODE", 1000)
 
@@ -143,8 +139,13 @@ class Gateway:
             raise self.no_decode_node()
         return model
 
+    def model_or_last(self) -> node_pb2.ModelInfo | None:
+        """The model; while no decode node can be reached, the one that was served last, if any."""
+        self._last_model = self._model() or self._last_model
+        return self._last_model
+
     def _model(self) -> node_pb2.ModelInfo | None:
-        models = [node.info.model for node in self._nodes.values() if node.usable and node.info is not None]
+        models = list(self.nodes.models())
         if not models:
             return None
         model = node_pb2.ModelInfo()
@@ -153,6 +154,10 @@ class Gateway:
         model.chat = self.tokenizer.chat
         model.context_length = min(each.context_length for each in models)
         return model
+
+    def _make_decode(self, address: str) -> DecodeNode:
+        silence = self.config.silence_seconds
+        return DecodeNode(address, self.incarnation, silence, self._accept, self.tokenizer.flush)
 
     def _accept(self, info: node_pb2.NodeInfo) -> None:
         """Refuses a decode node that is none, or that serves another model than the others."""
@@ -177,25 +182,14 @@ class Gateway:
         model = self._model()
         if model is not None:
             info.model.CopyFrom(model)
-        tokenizer = self.tokenizer.info
-        info.peers.add(
-            role="tokenizer",
-            address=self.tokenizer.address,
-            connected=self.tokenizer.connected,
-            incarnation=tokenizer.incarnation if tokenizer is not None else 0,
-        )
-        for node in self._nodes.values():
-            incarnation = node.incarnation if node.usable else 0
-            info.peers.add(
-                role="decode", address=node.address, connected=node.usable, incarnation=incarnation
-            )
+        info.peers.extend(self.nodes.describe())
         return info
 
     def load(self) -> node_pb2.Load:
         return node_pb2.Load(
             draining=self._draining,
             requests=len(self._running),
-            running=sum(node.requests for node in self._nodes.values()),
+            running=sum(node.requests for node in self.nodes.decode.values()),
             prompt_tokens=self._counts["prompt"],
             cached_tokens=self._counts["cached"],
             output_tokens=self._counts["output"],

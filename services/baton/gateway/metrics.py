@@ -28,5 +28,10 @@ class GatewayMetrics:
             buckets=_GAP_SECONDS,
             registry=self.registry,
         )
+        self.resumes = Counter(
+            "baton_gateway_resumes",
+            "Times that a request went on at a decode node after another one had been lost.",
+            registry=self.registry,
+        )
         for outcome in ("finished", "failed", "cancelled"):
             self.requests.labels(outcome)

@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING
 import grpc
 
 from baton.gateway import admission
+from baton.gateway.attempts import Attempts, Wait
 from baton.gateway.choice_stream import ChoiceStream
+from baton.gateway.decode_start import decode_start
 from baton.gateway.prompt import Prompt, encode_prompt
 from baton.gateway.routing import order_prefill
 from baton.gateway.session import Session
+from baton.gateway.timing import Timing
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, internal, to_status
 from baton.rpc.logs import get_logger
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
 if TYPE_CHECKING:
-    from baton.gateway.decode_node import DecodeNode
     from baton.gateway.gateway import Gateway
 
-_RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 _log = get_logger("baton.gateway")
 
 
@@ -38,7 +39,6 @@ class Request:
         self, gateway: Gateway, start: inference_pb2.GenerateStart, on_change: Callable[[], None]
     ) -> None:
         self.number = gateway.next_number()
-        self.attempt = 0
         self.log = TokenLog(
             start.id,
             n=start.n if start.HasField("n") else 1,
@@ -52,19 +52,26 @@ class Request:
         self._start = start
         self._session: Session | None = None
         self._on_change = on_change
-        self._started = time.monotonic()
-        self._first_token: float | None = None
-        self._last_token = 0.0
         self._prompt: Prompt | None = None
         self._sampling = common_pb2.SamplingParams()
-        self._node: DecodeNode | None = None
-        self._tried: set[str] = set()
+        self._fingerprint = ""
+        self._attempts = Attempts(
+            self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
+        )
+        self._accepted = self._prompt_done = False
         self._streams: list[ChoiceStream] = []
         self._stats: decode_pb2.RequestStats | None = None
         limit = gateway.config.request_seconds
-        self._seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else limit
+        self._timing = Timing(
+            gateway.metrics, start.timeout_ms / 1000 if start.HasField("timeout_ms") else limit
+        )
         self._timer: asyncio.TimerHandle | None = None
+        self._placing: asyncio.TimerHandle | None = None
         self._preparing: asyncio.Task[None] | None = None
+
+    @property
+    def attempt(self) -> int:
+        return self._attempts.number
 
     def begin(self, session: Session | None = None) -> None:
         """Checks the request and starts it. A request that is refused ends here."""
@@ -73,11 +80,12 @@ class Request:
             if session is not None:
                 session.begin(self._start.WhichOneof("prompt") == "chat", len(self.log.choices))
                 self._session = session
+                self._attempts.preferred = session.decode_address
         except BatonError as error:
             self.fail(error)
             return
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._seconds, self._expire)
+        self._timer = loop.call_later(self._timing.limit, self._expire)
         self._preparing = loop.create_task(self._prepare(), name=f"request {self.name}")
 
     def cancel(self, reason: str) -> None:
@@ -95,66 +103,73 @@ class Request:
     async def _prepare(self) -> None:
         try:
             self._prompt = await encode_prompt(
-                self._start, self._session, self._gateway.tokenizer, self._remaining()
+                self._start, self._session, self._gateway.tokenizer, self._timing.remaining
             )
             if self.log.terminal is not None:
                 return
+            model = self._gateway.model_or_last()
+            if model is None:
+                raise self._gateway.no_decode_node()
             self._sampling = admission.fit(
-                self._start.sampling,
-                len(self._prompt.token_ids),
-                self._gateway.model().context_length,
-                self._prompt.field,
+                self._start.sampling, len(self._prompt.token_ids), model.context_length, self._prompt.field
             )
+            self._fingerprint = model.fingerprint
             self.log.prompt_ids = self._prompt.token_ids
-            self._attempt_decode()
+            self._open_streams()
+            self._place()
         except BatonError as error:
             self.fail(error)
         except Exception as error:
             _log.exception("request failed", request=self.name)
             self.fail(internal(f"{type(error).__name__} while preparing the request"))
 
-    def _attempt_decode(self) -> None:
-        """Gives the request to the best decode node left. Nothing of it has been delivered yet."""
-        session = self._session
-        preferred = session.decode_address if session is not None else ""
-        while (node := self._gateway.pick_node(preferred, self._tried)) is not None:
-            self._tried.add(node.address)
-            self._streams = [
-                ChoiceStream(
-                    self._gateway.tokenizer,
-                    choice,
-                    self.log.prompt_ids,
-                    one_by_one=bool(self._start.sampling.stop),
-                    on_progress=self._on_progress,
-                    on_error=self.fail,
-                )
-                for choice in self.log.choices
-            ]
-            if node.send(self._decode_start(), self):
-                self._node = node
-                if self.attempt == 0:
-                    self._accept()
-                return
-            self._close_streams()
-        raise self._gateway.no_decode_node()
+    def _open_streams(self) -> None:
+        self._streams = [
+            ChoiceStream(
+                self._gateway.tokenizer,
+                choice,
+                self.log.prompt_ids,
+                one_by_one=bool(self._start.sampling.stop),
+                on_progress=self._on_progress,
+                on_error=self.fail,
+            )
+            for choice in self.log.choices
+        ]
+
+    # At decode nodes.
+
+    def _place(self) -> None:
+        """Gives the request to a decode node, now or as soon as one takes it."""
+        try:
+            while True:
+                candidates = self._gateway.nodes.candidates(self.number, self._fingerprint)
+                place = self._attempts.place(candidates, time.monotonic())
+                if isinstance(place, Wait):
+                    loop = asyncio.get_running_loop()
+                    self._placing = loop.call_later(place.seconds, self._place)
+                    return
+                if self._gateway.nodes.decode[place].send(self._decode_start(), self):
+                    break
+        except BatonError as error:
+            self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
+            return
+        self._attempts.begin(place)
+        if not self._accepted:
+            self._accepted = True
+            self._accept()
 
     def _decode_start(self) -> decode_pb2.DecodeStart:
-        session = self._session
-        preferred = session.prefill_address if session is not None else ""
-        prefill = order_prefill(self._gateway.config.prefill, self.number, preferred)
-        start = decode_pb2.DecodeStart(
-            request=self.number,
-            attempt=self.attempt,
-            token_ids=self.log.prompt_ids,
-            sampling=self._sampling,
-            n=len(self.log.choices),
-            timeout_ms=max(1, int(self._remaining() * 1000)),
-            prefill=prefill,
-            namespace=self._start.namespace,
+        preferred = self._session.prefill_address if self._session is not None else ""
+        prefill = order_prefill(self._gateway.nodes.prefill, self.number, preferred)
+        return decode_start(
+            self.number,
+            self._start,
+            self.log.prompt_ids,
+            self._sampling,
+            self._attempts,
+            prefill,
+            self._timing.remaining,
         )
-        if self._start.HasField("priority"):
-            start.priority = self._start.priority
-        return start
 
     def _accept(self) -> None:
         accepted = inference_pb2.Accepted(request_id=self.name, seed=self._sampling.seed)
@@ -165,19 +180,22 @@ class Request:
     # From the decode node (TokenSink) and the detokenizer.
 
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
+        first = not self._prompt_done
+        self._prompt_done = True
+        self._attempts.progress()
+        if not first:
+            return  # computed again, for another attempt
         self.log.cached_tokens = prompt.cached_tokens
         if self._start.sampling.HasField("prompt_logprobs"):
             logprobs = list(prompt.prompt_logprobs)
             self._streams[0].fill_token_bytes(logprobs, lambda: self.log.set_prompt_logprobs(logprobs))
 
-    def on_tokens(self, delta: decode_pb2.TokenDelta) -> None:
-        now = time.monotonic()
-        if self._first_token is None:
-            self._first_token = now
-            self._gateway.metrics.ttft.observe(now - self._started)
-        elif delta.token_ids and delta.choice == 0:
-            self._gateway.metrics.itl.observe((now - self._last_token) / len(delta.token_ids))
-        self._last_token = now
+    def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None:
+        if not self._attempts.current(address, delta.attempt):
+            _log.warning("tokens of an attempt that is over", request=self.name, decode=address)
+            return
+        self._attempts.progress()
+        self._timing.tokens(delta)
         known = delta.choice < len(self._streams)
         wrong = self._streams[delta.choice].wrong(delta, self._sampling) if known else "an unknown choice"
         if wrong:
@@ -187,26 +205,33 @@ class Request:
             self._streams[delta.choice].push(delta.token_ids, delta.logprobs, delta.finish_reason)
 
     def on_finished(self, stats: decode_pb2.RequestStats) -> None:
-        self._stats = stats
-        if not all(stream.ended or stream.log.finished for stream in self._streams):
+        if not self.log.received_all:
             self.fail(internal(f"decode node {self._address()} finished before its last token", "BAD_PEER"))
             return
+        self._stats = stats
+        self._attempts.done = True
         self._finish_if_complete()
 
-    def on_failed(self, error: BatonError) -> None:
-        self._node = None
-        retry = error.code in _RETRYABLE and self.log.output_tokens == 0
-        if not retry or self._gateway.pick_node("", self._tried) is None:
-            self.fail(error)
-            return
-        _log.info("trying another decode node", request=self.name, error=error.message)
-        self._close_streams()
-        self.attempt += 1
-        self._first_token = None
+    def on_failed(self, error: BatonError, lost: bool) -> None:
+        address, resumed = self._address(), self._attempts.resumed
         try:
-            self._attempt_decode()
+            self._attempts.ended(error, time.monotonic(), lost=lost)
         except BatonError as last:
             self.fail(last)
+            return
+        if self._attempts.done:
+            self._finish_if_complete()
+            return
+        if self._attempts.resumed > resumed:
+            self._gateway.metrics.resumes.inc()
+        _log.info(
+            "trying another decode node",
+            request=self.name,
+            decode=address,
+            output_tokens=self.log.output_tokens,
+            error=error.message,
+        )
+        self._place()
 
     def _on_progress(self, tokens: int) -> None:
         self._finish_if_complete()
@@ -216,7 +241,7 @@ class Request:
         """Ends the request well once all choices have finished and the decode node has nothing to add."""
         if not self.log.complete:
             return
-        if self._stats is None and not any(choice.stop_matched for choice in self.log.choices):
+        if not self._attempts.done and not any(choice.stop_matched for choice in self.log.choices):
             return
         stats = self._stats or decode_pb2.RequestStats(cached_tokens=self.log.cached_tokens)
         stats.prompt_tokens = len(self.log.prompt_ids)
@@ -229,9 +254,10 @@ class Request:
         finished = inference_pb2.Finished(
             usage=usage,
             stats=stats,
-            ttft_us=self._microseconds(self._first_token),
-            total_us=self._microseconds(time.monotonic()),
+            ttft_us=self._timing.ttft_us,
+            total_us=int(self._timing.elapsed * 1e6),
             decode_address=self._address(),
+            resumed=self._attempts.resumed,
         )
         if self.log.finish(finished):
             self._commit_session(stats.prefill_address)
@@ -240,7 +266,7 @@ class Request:
     # The end.
 
     def _expire(self) -> None:
-        self.fail(deadline_exceeded(f"the request did not finish within {self._seconds:g} s"))
+        self.fail(deadline_exceeded(f"the request did not finish within {self._timing.limit:g} s"))
 
     def _settle(self, outcome: str, error: BatonError | None) -> None:
         """Lets go of everything, at every node. Called once, with the terminal event."""
@@ -248,20 +274,23 @@ class Request:
             self._timer.cancel()
         if self._preparing is not None and self._preparing is not asyncio.current_task():
             self._preparing.cancel()
-        if self._node is not None:
-            self._node.cancel(self.number)
+        if self._placing is not None:
+            self._placing.cancel()
+        node = self._gateway.nodes.decode.get(self._attempts.address)
+        if node is not None:
+            node.cancel(self.number)
         self._close_streams()
         if self._session is not None:
             self._session.end()
         self._gateway.forget(self, outcome)
         ending = {"reason": error.reason} if error is not None else {}
-        seconds = round(time.monotonic() - self._started, 3)
         _log.info(
             outcome,
             request=self.name,
             prompt_tokens=len(self.log.prompt_ids),
             output_tokens=self.log.output_tokens,
-            seconds=seconds,
+            resumed=self._attempts.resumed,
+            seconds=round(self._timing.elapsed, 3),
             **ending,
         )
         self._on_change()
@@ -280,11 +309,5 @@ class Request:
         session.prefill_address = prefill_address
         session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)
 
-    def _remaining(self) -> float:
-        return max(0.001, self._started + self._seconds - time.monotonic())
-
-    def _microseconds(self, moment: float | None) -> int:
-        return int((moment - self._started) * 1e6) if moment is not None else 0
-
     def _address(self) -> str:
-        return self._node.address if self._node is not None else ""
+        return self._attempts.address

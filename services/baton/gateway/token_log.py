@@ -14,11 +14,19 @@ LOGPROBS_PER_DELTA = 512
 
 
 class ChoiceLog:
-    """One choice: its output tokens, their log-probabilities and the text that is certain."""
+    """One choice: its output tokens, their log-probabilities and the text that is certain.
+
+    Tokens are `received` from a decode node, then appended, once their text is known.
+    """
 
     def __init__(self, index: int, stop: Sequence[str], min_tokens: int) -> None:
         self.index = index
+        self.received: list[int] = []
+        """All that decode nodes have sent. None of these positions is ever sampled again."""
+        self.ended = False
+        """The last token has been received."""
         self.token_ids: list[int] = []
+        """Those whose text is known: the client's."""
         self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
         self._matcher = StopMatcher(stop)
         self._min_tokens = min_tokens
@@ -41,6 +49,11 @@ class ChoiceLog:
     @property
     def stop_matched(self) -> str:
         return self._matcher.matched
+
+    def receive(self, token_ids: Sequence[int], last: bool) -> None:
+        """Takes tokens from a decode node; what their text is comes with `append`."""
+        self.received.extend(token_ids)
+        self.ended = self.ended or last
 
     def append(
         self,
@@ -124,6 +137,16 @@ class TokenLog:
     @property
     def output_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def has_output(self) -> bool:
+        """A decode node has sent tokens."""
+        return any(choice.received for choice in self.choices)
+
+    @property
+    def received_all(self) -> bool:
+        """No choice wants another token."""
+        return all(choice.ended or choice.finished for choice in self.choices)
 
     @property
     def complete(self) -> bool:

@@ -1,62 +1,70 @@
-"""The gateway's side of the Tokenizer service: encoding, and one stream that detokenizes for all requests."""
+"""The Tokenizer service as the gateway uses it, whichever of its processes answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import Any
 
-import grpc.aio
+from baton.gateway.tokenizer_node import TextSink, TokenizerNode
+from baton.rpc.errors import BatonError, from_status, internal, unavailable
+from baton.v1 import node_pb2, tokenizer_pb2
 
-from baton.rpc.channel import open_channel
-from baton.rpc.errors import BatonError, from_rpc_error, from_status, internal, unavailable
-from baton.rpc.link import Link
-from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+RETRY_SECONDS = 0.1
+"""Pause before a call is tried again while no tokenizer answers."""
 
-_HELLO = 0  # the id of a token stream that is opened and closed at once: its answer says that the link works
-
-_Answer = TypeVar("_Answer")
-
-
-class TextSink(Protocol):
-    """Who owns a token stream."""
-
-    def on_text(self, output: tokenizer_pb2.DetokenizeOutput) -> None:
-        """The answer to the oldest item not yet answered."""
-
-    def on_detokenizer_lost(self, error: BatonError) -> None:
-        """The token stream is gone; nothing more is answered."""
+NO_STREAM = 0
+"""The id of a token stream that no tokenizer holds at the moment: what is pushed to it is dropped."""
 
 
 class Tokenizer:
-    """One tokenizer service. Items pushed while handling a step leave as one message, at flush()."""
+    """Several tokenizer processes as one. A token stream lives at one of them; when that one is lost, the
+    stream's sink opens it anew at another, or at the same one once it is back.
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.info: node_pb2.NodeInfo | None = None
+    wait_seconds: how long calls and token streams wait while none can be reached.
+    """
+
+    def __init__(self, wait_seconds: float) -> None:
+        self.nodes: dict[str, TokenizerNode] = {}
+        self._wait_seconds = wait_seconds
         self._ids = count(1)
-        self._sinks: dict[int, TextSink] = {}
-        self._batch: list[tokenizer_pb2.DetokenizeItem] = []
-        # Encoding has a connection of its own: a large prompt does not hold up the tokens of others.
-        self._channel = open_channel(address)
-        self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
-        self._link = Link[tokenizer_pb2.DetokenizeRequest, tokenizer_pb2.DetokenizeResponse](
-            address,
-            lambda channel: tokenizer_pb2_grpc.TokenizerStub(channel).Detokenize,
-            hello=lambda: tokenizer_pb2.DetokenizeRequest(
-                items=[tokenizer_pb2.DetokenizeItem(id=_HELLO, finish=True)]
-            ),
-            on_message=self._on_message,
-            on_up=self._on_up,
-            on_down=self._on_down,
-            merge=_merge,
-        )
-        self._asking: asyncio.Task[None] | None = None
+        self._at: dict[int, TokenizerNode] = {}  # where each token stream lives
+        self._homeless: dict[TextSink, asyncio.TimerHandle] = {}
+        self._turn = count()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # Which processes there are.
+
+    def add(self, address: str) -> None:
+        """Begins to connect. Idempotent."""
+        if address not in self.nodes:
+            node = TokenizerNode(address, self._welcome, self._lost, self.flush)
+            self.nodes[address] = node
+            node.start()
+
+    def remove(self, address: str) -> None:
+        """Its token streams go on at others."""
+        node = self.nodes.pop(address, None)
+        if node is not None:
+            node.lose_streams(unavailable(f"tokenizer {address} was removed", "TOKENIZER_UNAVAILABLE"))
+            task = asyncio.get_running_loop().create_task(node.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        for timer in self._homeless.values():
+            timer.cancel()
+        await asyncio.gather(*(node.close() for node in self.nodes.values()), *self._closing)
+
+    @property
+    def info(self) -> node_pb2.NodeInfo | None:
+        return next((node.info for node in self.nodes.values() if node.connected), None)
 
     @property
     def connected(self) -> bool:
-        return self._link.connected and self.info is not None
+        return any(node.connected for node in self.nodes.values())
 
     @property
     def chat(self) -> bool:
@@ -64,30 +72,17 @@ class Tokenizer:
 
     @property
     def streams(self) -> int:
-        """Token streams that are open."""
-        return len(self._sinks)
+        """Token streams that are open, or wait for a tokenizer."""
+        return sum(len(node.sinks) for node in self.nodes.values()) + len(self._homeless)
 
-    def check(self) -> None:
-        """Raises BatonError while the tokenizer cannot be reached."""
-        if not self.connected:
-            raise self._gone()
-
-    def start(self) -> None:
-        self._link.start()
-
-    async def close(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-        await self._link.close()
-        await self._channel.close()
+    # Calls.
 
     async def encode(
         self, inputs: Sequence[tokenizer_pb2.EncodeInput], timeout: float
     ) -> list[tokenizer_pb2.EncodeResult]:
         """Encodes; raises the BatonError of the first input that cannot be."""
         request = tokenizer_pb2.EncodeRequest(inputs=inputs)
-        call: Awaitable[tokenizer_pb2.EncodeResponse] = self._stub.Encode(request, timeout=timeout)
-        response = await self._call(call)
+        response = await self._call(lambda node, left: node.encode(request, left), timeout)
         for result in response.results:
             if result.HasField("error"):
                 error = from_status(result.error)
@@ -97,86 +92,93 @@ class Tokenizer:
                     error.field = field
                 raise error
         if len(response.results) != len(inputs):
-            raise internal(
-                f"tokenizer {self.address} answered {len(response.results)} of {len(inputs)} inputs"
-            )
+            raise internal(f"a tokenizer answered {len(response.results)} of {len(inputs)} inputs")
         return list(response.results)
 
     async def decode(self, token_ids: Sequence[int], timeout: float) -> str:
         """The text of a whole token sequence, special tokens left out."""
         sequence = tokenizer_pb2.TokenSequence(token_ids=token_ids)
         request = tokenizer_pb2.DecodeRequest(sequences=[sequence])
-        call: Awaitable[tokenizer_pb2.DecodeResponse] = self._stub.Decode(request, timeout=timeout)
-        return (await self._call(call)).texts[0]
+        response = await self._call(lambda node, left: node.decode(request, left), timeout)
+        return str(response.texts[0])
+
+    async def _call(self, ask: Callable[[TokenizerNode, float], Awaitable[Any]], timeout: float) -> Any:
+        """Asks them in turn until one answers. Raises BatonError: TOKENIZER_UNAVAILABLE when none does."""
+        now = time.monotonic()
+        deadline, patience = now + timeout, now + self._wait_seconds
+        while True:
+            error = self.trouble()
+            connected = [node for node in self.nodes.values() if node.connected]
+            first = next(self._turn)
+            for offset in range(len(connected)):
+                node = connected[(first + offset) % len(connected)]
+                try:
+                    return await ask(node, max(0.001, deadline - time.monotonic()))
+                except BatonError as failed:
+                    if failed.reason != "TOKENIZER_UNAVAILABLE":
+                        raise
+                    error = failed
+            if time.monotonic() + RETRY_SECONDS >= min(deadline, patience):
+                raise error
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def trouble(self) -> BatonError:
+        """That no tokenizer can be reached, and why."""
+        found = next((node.trouble for node in self.nodes.values() if not node.connected), None)
+        return found or unavailable("no tokenizer is known", "TOKENIZER_UNAVAILABLE", 1000)
+
+    # Token streams.
 
     def open(self, sink: TextSink) -> int:
-        """A new token stream, opened by its first item."""
+        """A new token stream, opened by its first item; NO_STREAM: the sink is told when one can be had."""
+        nodes = [node for node in self.nodes.values() if node.connected]
+        node = min(nodes, key=lambda node: len(node.sinks), default=None)
+        if node is None:
+            self._wait_for_home(sink, self.trouble())
+            return NO_STREAM
         id = next(self._ids)
-        self._sinks[id] = sink
+        node.sinks[id] = sink
+        self._at[id] = node
         return id
 
     def push(self, item: tokenizer_pb2.DetokenizeItem) -> None:
-        self._batch.append(item)
+        node = self._at.get(item.id)
+        if node is not None and item.id in node.sinks:
+            node.push(item)
 
-    def close_stream(self, id: int) -> None:
-        """The owner wants no more text; the tokenizer frees what it holds."""
-        if self._sinks.pop(id, None) is not None:
-            self._batch.append(tokenizer_pb2.DetokenizeItem(id=id, finish=True))
+    def close_stream(self, id: int, sink: TextSink) -> None:
+        """The owner wants no more text."""
+        timer = self._homeless.pop(sink, None)
+        if timer is not None:
+            timer.cancel()
+        node = self._at.pop(id, None)
+        if node is not None:
+            node.close_stream(id)
 
     def flush(self) -> None:
-        if not self._batch:
-            return
-        request = tokenizer_pb2.DetokenizeRequest(items=self._batch)
-        self._batch = []
-        if not self._link.send(request):
-            self._lose(self._gone())
+        for node in self.nodes.values():
+            node.flush()
 
-    def _on_message(self, response: tokenizer_pb2.DetokenizeResponse) -> None:
-        for output in response.outputs:
-            sink = self._sinks.get(output.id)
-            if sink is None:
-                continue  # closed by its owner; the tokenizer had answered before it knew
-            if output.finished or output.HasField("error"):
-                del self._sinks[output.id]
-            sink.on_text(output)
+    def _wait_for_home(self, sink: TextSink, error: BatonError) -> None:
+        if sink not in self._homeless:
+            loop = asyncio.get_running_loop()
+            self._homeless[sink] = loop.call_later(self._wait_seconds, self._give_up, sink, error)
+
+    def _give_up(self, sink: TextSink, error: BatonError) -> None:
+        if self._homeless.pop(sink, None) is not None:
+            sink.on_detokenizer_lost(error)
+            self.flush()
+
+    def _lost(self, sinks: list[TextSink], error: BatonError) -> None:
+        self._at = {id: node for id, node in self._at.items() if id in node.sinks}
+        for sink in sinks:
+            sink.on_tokenizer_changed()
         self.flush()
 
-    def _on_up(self, first: tokenizer_pb2.DetokenizeResponse) -> None:
-        self._asking = asyncio.get_running_loop().create_task(self._ask())
-
-    async def _ask(self) -> None:
-        try:
-            self.info = await node_pb2_grpc.NodeStub(self._channel).GetInfo(
-                node_pb2.GetInfoRequest(), timeout=10.0
-            )
-        except grpc.aio.AioRpcError as error:
-            self._link.reset(from_rpc_error(error))
-
-    def _on_down(self, error: BatonError) -> None:
-        self.info = None
-        self._lose(self._gone(error))
-
-    def _lose(self, error: BatonError) -> None:
-        lost, self._sinks, self._batch = self._sinks, {}, []
-        for sink in lost.values():
-            sink.on_detokenizer_lost(error)
-
-    def _gone(self, cause: BatonError | None = None) -> BatonError:
-        why = f": {cause.message}" if cause is not None else ""
-        return unavailable(f"tokenizer {self.address} is not reachable{why}", "TOKENIZER_UNAVAILABLE", 1000)
-
-    async def _call(self, call: Awaitable[_Answer]) -> _Answer:
-        try:
-            return await call
-        except grpc.aio.AioRpcError as failed:
-            error = from_rpc_error(failed)
-            if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise self._gone(error) from failed
-            raise error from failed
-
-
-def _merge(
-    unsent: tokenizer_pb2.DetokenizeRequest, new: tokenizer_pb2.DetokenizeRequest
-) -> tokenizer_pb2.DetokenizeRequest:
-    unsent.items.extend(new.items)
-    return unsent
+    def _welcome(self) -> None:
+        """A tokenizer has become usable."""
+        homeless, self._homeless = self._homeless, {}
+        for sink, timer in homeless.items():
+            timer.cancel()
+            sink.on_tokenizer_changed()
+        self.flush()

@@ -169,7 +169,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         request = Request(
             key=name,
             prompt=tuple(start.token_ids[:cut]),
-            delivered=tuple(start.token_ids[cut:]),
+            delivered=(tuple(start.token_ids[cut:]),) if start.delivered else (),
             params=sampling_from(start.sampling, info.eos_token_ids, info.context_length),
             n=n,
             namespace=start.namespace,

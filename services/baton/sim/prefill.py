@@ -112,7 +112,7 @@ class SimPrefill(Worker):
         request = Request(
             key=start.name,
             prompt=start.token_ids[:cut],
-            delivered=start.token_ids[cut:],
+            delivered=(start.token_ids[cut:],) if start.delivered else (),
             params=start.params,
             n=start.n,
             priority=start.request.priority,

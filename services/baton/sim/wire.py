@@ -26,7 +26,7 @@ class StartDecode:
     request: int
     attempt: int
     prompt: tuple[int, ...]
-    delivered: tuple[int, ...]
+    delivered: tuple[tuple[int, ...] | None, ...]
     params: SamplingParams
     n: int
     priority: int

@@ -11,7 +11,7 @@ from baton.engine.sampling import SamplingParams
 from baton.handoff.names import AttemptName
 from baton.rpc.errors import invalid
 from baton.rpc.validate import check_choices, check_sampling, check_token_ids
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, decode_pb2
 
 FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -62,9 +62,37 @@ def check_start(
     if not 0 <= delivered < len(token_ids):
         raise invalid("delivered", "delivered must be less than the number of token_ids")
     check_choices(n, "n")
+    if delivered and n > 1:
+        raise invalid("n", "n must be 1 with delivered: only DecodeStart.choices resumes several choices")
     check_sampling(sampling, vocab_size, "sampling", allow_stop=False)
     if sampling.HasField("max_tokens") and delivered >= sampling.max_tokens:
         raise invalid("delivered", "delivered must be less than sampling.max_tokens: nothing is left to do")
+
+
+def delivered_from(
+    start: decode_pb2.DecodeStart, n: int, context_length: int
+) -> tuple[tuple[int, ...] | None, ...]:
+    """What `start` says to have been delivered, as engine.request.Request takes it; for a checked start.
+
+    Raises BatonError naming the field.
+    """
+    if not start.choices:
+        cut = len(start.token_ids) - start.delivered
+        return (tuple(start.token_ids[cut:]),) if start.delivered else ()
+    if start.delivered or len(start.choices) != n:
+        text = f"choices has {len(start.choices)} entries: one for each of n ({n}), and none beside delivered"
+        raise invalid("choices", text)
+    if all(choice.finished for choice in start.choices):
+        raise invalid("choices", "all choices have finished: nothing is left to do")
+    if n > 1 and start.sampling.HasField("prompt_logprobs"):
+        raise invalid("sampling.prompt_logprobs", "prompt_logprobs is not for a resume of several choices")
+    most = start.sampling.max_tokens if start.sampling.HasField("max_tokens") else context_length
+    longest = min(most, context_length - len(start.token_ids))
+    for index, choice in enumerate(start.choices):
+        if not choice.finished and len(choice.token_ids) >= longest:
+            text = f"choices[{index}] has {len(choice.token_ids)} tokens: nothing is left to do"
+            raise invalid(f"choices[{index}].token_ids", text)
+    return tuple(None if choice.finished else tuple(choice.token_ids) for choice in start.choices)
 
 
 def name_from(message: common_pb2.Attempt) -> AttemptName:

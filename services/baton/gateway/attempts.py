@@ -1,0 +1,143 @@
+"""Where a request runs, and what becomes of it when its decode node is lost: pure, the clock passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from baton.gateway.routing import Candidate, pick_decode
+from baton.gateway.token_log import TokenLog
+from baton.rpc.errors import BatonError, unavailable
+
+FIRST_BACKOFF_SECONDS = 0.05
+LAST_BACKOFF_SECONDS = 1.0
+_RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePolicy:
+    max_resumes: int
+    wait_seconds: float
+    """How long a request waits for a decode node that takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No decode node can take the request now: ask again."""
+
+    seconds: float
+
+
+class Attempts:
+    """The attempts at one request, one after the other.
+
+    The caller alternates `place` and `begin`; then either `done` or `ended` follows. What a decode node says
+    counts only while `current` holds: tokens of an attempt that has been given up never reach the log.
+
+    resumable: False when the client prefers an error to a resume.
+    """
+
+    def __init__(self, log: TokenLog, policy: ResumePolicy, *, resumable: bool = True) -> None:
+        self.number = 0
+        """Of the attempt that runs, or is to run next."""
+        self.address = ""
+        """Of the node that it runs on; empty: on none."""
+        self.resumed = 0
+        """Times that the request was taken up after a node had run it and was lost, or had given it back."""
+        self.preferred = ""
+        """Of the node that is asked first, where it can be."""
+        self.done = False
+        """No decode node has anything to add."""
+        self._log = log
+        self._policy = policy
+        self._resumable = resumable
+        self._progress = False  # of the attempt that runs: the node has said something about the request
+        self._failures: dict[str, int] = {}
+        self._avoid: dict[str, float] = {}  # until when a node is not asked again
+        self._full: set[str] = set()  # nodes that had no room for a request without output
+        self._since: float | None = None  # since when it is to be placed, in vain
+        self._last: BatonError | None = None
+
+    def place(self, nodes: Sequence[Candidate], now: float) -> str | Wait:
+        """The address of the node for the next attempt. Raises BatonError when the request is given up.
+
+        Without output a request that every node refuses for want of room fails at once: overload is told
+        early. One with output waits for room, and any request waits for a node.
+        """
+        full = self._full if not self._log.has_output else ()
+        left = [node for node in nodes if node.address not in full]
+        if self._last is not None and full and nodes and not left:
+            raise self._last
+        ready = [node for node in left if self._avoid.get(node.address, 0.0) <= now]
+        address = pick_decode(ready, self.preferred)
+        if address is not None:
+            return address
+        if self._since is None:
+            self._since = now
+        remaining = self._since + self._policy.wait_seconds - now
+        if remaining <= 0:
+            raise self._in_vain()
+        due = [self._avoid[node.address] - now for node in left]
+        return Wait(min([remaining, LAST_BACKOFF_SECONDS / 4, *due]))
+
+    def begin(self, address: str) -> None:
+        """The attempt has been sent there."""
+        self.address = address
+        self._progress = False
+
+    def current(self, address: str, attempt: int) -> bool:
+        """Whether what this node says of that attempt counts."""
+        return address == self.address and attempt == self.number
+
+    def progress(self) -> None:
+        """The node has said something about the attempt that runs."""
+        self._progress = True
+        self._since = None
+
+    def delivered(self) -> tuple[tuple[int, ...] | None, ...]:
+        """What the next attempt carries, of each choice; None: it has finished. Empty: there is no output.
+
+        Everything received counts as delivered, whether or not the client has read it: a position is sampled
+        once.
+        """
+        if not self._log.has_output:
+            return ()
+        return tuple(
+            None if choice.ended or choice.finished else tuple(choice.received)
+            for choice in self._log.choices
+        )
+
+    def ended(self, error: BatonError, now: float, *, lost: bool) -> None:
+        """The attempt has ended before the request. lost: the node is gone or silent, and did not say so.
+
+        Returns when the request is to be placed again, or is `done`. Raises BatonError, the request's end.
+        """
+        if self._log.received_all:
+            self.done = True
+            return
+        address, self.address = self.address, ""
+        if error.code not in _RETRYABLE or (self._log.has_output and not self._resumable):
+            raise error
+        refused = not lost and not self._progress
+        if not refused:
+            if self.resumed >= self._policy.max_resumes:
+                text = f"given up after {self.resumed} resumes: {error.message}"
+                raise unavailable(text, "TOO_MANY_RESUMES")
+            self.resumed += 1
+        elif error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason != "NO_PREFILL_NODE":
+            self._full.add(address)
+        failures = self._failures[address] = self._failures.get(address, 0) + 1
+        self._avoid[address] = now + min(FIRST_BACKOFF_SECONDS * 2.0**failures, LAST_BACKOFF_SECONDS)
+        if not refused or self._since is None:
+            self._since = now
+        self._last = error
+        self.number += 1
+
+    def _in_vain(self) -> BatonError:
+        wait = f"{self._policy.wait_seconds:g} s"
+        if self._last is None:
+            return unavailable(f"no decode node could be reached within {wait}", "NO_DECODE_NODE", 1000)
+        text = f"{self._last.message}; no decode node took the request up within {wait}"
+        return BatonError(self._last.code, self._last.reason, text, retry_after_ms=1000)

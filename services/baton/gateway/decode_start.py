@@ -1,0 +1,40 @@
+"""What a decode node is told of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.gateway.attempts import Attempts
+from baton.v1 import common_pb2, decode_pb2, inference_pb2
+
+
+def decode_start(
+    number: int,
+    start: inference_pb2.GenerateStart,
+    prompt_ids: Sequence[int],
+    sampling: common_pb2.SamplingParams,
+    attempts: Attempts,
+    prefill: Sequence[str],
+    remaining: float,
+) -> decode_pb2.DecodeStart:
+    """The next attempt at a request, with what earlier ones have delivered.
+
+    sampling: complete, with its seed, so that every attempt continues the same sequence. remaining: seconds.
+    """
+    message = decode_pb2.DecodeStart(
+        request=number,
+        attempt=attempts.number,
+        token_ids=prompt_ids,
+        sampling=sampling,
+        n=start.n if start.HasField("n") else 1,
+        timeout_ms=max(1, int(remaining * 1000)),
+        prefill=prefill,
+        namespace=start.namespace,
+    )
+    if start.HasField("priority"):
+        message.priority = start.priority
+    for tokens in attempts.delivered():
+        message.choices.add(token_ids=tokens or (), finished=tokens is None)
+    if message.choices:
+        message.sampling.ClearField("prompt_logprobs")  # they have come, before the first token
+    return message
