@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,11 +18,13 @@ from deployment import Deployment
 from fuzzing.cases import Case
 from fuzzing.send import Sender, Wrong
 
-FLAGS = ("--context-length", "128", "--request-seconds", "10", "--max-rows", "16")
+FLAGS = ("--context-length", "64", "--request-seconds", "5", "--max-rows", "16")
 """Of workers: whatever parses as a request ends soon."""
-GATEWAY = ("--request-seconds", "10")
+GATEWAY = ("--request-seconds", "5", "--served-name", "model")
 AT_A_TIME = 8
 IDLE_SECONDS = 15.0
+MOST_BYTES = 6 * 2**30
+"""Of address space, for each process: a message that makes it grow without end shall not take the machine."""
 PROMPT = list(range(40, 90))
 KEPT = 20
 
@@ -57,6 +60,8 @@ class Run:
         self._deployment = deployment
         self._good = self._answer()
         self._lives = self._incarnations()
+        for process in deployment.processes:
+            resource.prlimit(process.pid, resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
         self._weigh()
 
     @staticmethod
@@ -127,9 +132,7 @@ class Run:
 
     def _answer(self) -> list[int]:
         client = self._deployment.client()
-        return client.generate(
-            token_ids=PROMPT, max_tokens=8, temperature=0, ignore_eos=True, timeout=10
-        ).token_ids
+        return client.generate(token_ids=PROMPT, max_tokens=8, temperature=0, ignore_eos=True).token_ids
 
     def _incarnations(self) -> dict[str, int]:
         return {process.name: process.info().incarnation for process in self._deployment.processes}

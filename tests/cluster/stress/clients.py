@@ -140,7 +140,7 @@ def _take(judge: Judge, kind: str, event: inference_pb2.GenerateResponse) -> Non
         judge.add_text(event.delta.text)
     elif kind == "finished":
         stats = event.finished.stats
-        judge.resumed = getattr(stats, "resumed", 0)
+        judge.resumed = event.finished.resumed
         judge.retries = stats.handoff_retries
         judge.end()
         if event.finished.usage.output_tokens != judge.count:

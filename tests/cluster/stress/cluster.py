@@ -15,6 +15,7 @@ GRACE_SECONDS = 1.5
 """Of a lease: stalls last longer."""
 REQUEST_SECONDS = 60
 """Deadline of a request that names none, such as each over HTTP."""
+GATEWAY = ("--request-seconds", str(REQUEST_SECONDS), "--silence-seconds", "3")
 WORKER = ("--kv-tokens", "32768", "--token-budget", "256", "--max-rows", "64", "--drain-seconds", "3")
 
 
@@ -31,7 +32,7 @@ class Cluster(Deployment):
         grace = ("--lease-grace-seconds", str(GRACE_SECONDS))
         prefill = [self.add_worker("prefill", *WORKER, *grace) for _ in range(nodes)]
         decode = [self.add_worker("decode", *WORKER, "--handoff-seconds", "6") for _ in range(nodes)]
-        self.add_gateway(decode, prefill, "--request-seconds", str(REQUEST_SECONDS))
+        self.add_gateway(decode, prefill, *GATEWAY)
         self._reserved = [self._reserve(process) for process in self.processes]
         self.incarnations: dict[int, str] = {}
         """Of every process that ever ran here."""
