@@ -43,6 +43,8 @@ class Options(TypedDict, total=False):
     """Seconds; the request then fails with DEADLINE_EXCEEDED."""
     priority: int
     namespace: str
+    resume: bool
+    """False: rather an error than a resume at another decode node, once there is output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Stats:
     pulled_bytes: int
     retractions: int
     handoff_retries: int
+    resumed: int
+    """Times that it went on at a decode node after another one, which ran it, had been lost."""
 
 
 @dataclass(slots=True)

@@ -176,7 +176,7 @@ async def _answer(job: Job, answer: Answer, stream: bool) -> Response:
         if isinstance(event, inference_pb2.Delta):
             answer.add(index, event)
         else:
-            answer.add_usage(event.usage)
+            answer.add_end(event)
     return JSONResponse(answer.whole())
 
 
@@ -213,7 +213,7 @@ class EventStream(Response):
                 if isinstance(event, inference_pb2.Delta):
                     yield _encode(self._answer.add(index, event))
                 else:
-                    self._answer.add_usage(event.usage)
+                    self._answer.add_end(event)
             for chunk in self._answer.closing():
                 yield _encode(chunk)
             yield b"[DONE]"

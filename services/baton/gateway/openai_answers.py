@@ -27,7 +27,7 @@ class Answer(ABC):
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[Json | None] = [None] * choices
         self._finish: list[str | None] = [None] * choices
-        self._prompt_tokens = self._output_tokens = self._cached_tokens = 0
+        self._prompt_tokens = self._output_tokens = self._cached_tokens = self._resumed = 0
 
     def add(self, index: int, delta: inference_pb2.Delta) -> Json:
         """Takes new output of choice `index`; returns its chunk."""
@@ -47,7 +47,10 @@ class Answer(ABC):
             [{"index": index, **self._part(delta.text), "logprobs": logprobs, "finish_reason": finish}]
         )
 
-    def add_usage(self, usage: inference_pb2.Usage) -> None:
+    def add_end(self, finished: inference_pb2.Finished) -> None:
+        """One of the answer's prompts has finished."""
+        usage = finished.usage
+        self._resumed += finished.resumed
         self._prompt_tokens += usage.prompt_tokens
         self._output_tokens += usage.output_tokens
         self._cached_tokens += usage.cached_tokens
@@ -82,6 +85,8 @@ class Answer(ABC):
             "completion_tokens": self._output_tokens,
             "total_tokens": self._prompt_tokens + self._output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            # Beyond OpenAI's.
+            "resumed": self._resumed,
         }
 
     @abstractmethod

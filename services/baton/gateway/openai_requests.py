@@ -92,6 +92,8 @@ def _start(request: CommonRequest, sampling: common_pb2.SamplingParams) -> infer
         start.n = request.n
     if request.priority is not None:
         start.priority = request.priority
+    if request.resume is not None:
+        start.resume = request.resume
     return start
 
 

@@ -54,6 +54,7 @@ class CommonRequest(Strict):
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     priority: Int32 | None = None
+    resume: bool | None = None
     # Accepted, and without effect here.
     user: str | None = None
     safety_identifier: str | None = None

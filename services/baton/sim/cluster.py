@@ -23,6 +23,9 @@ from baton.sim.world import Actor, Trace, Violation, World
 _LOOK_EVERY = 16
 """Events between two looks whether everything has come to rest."""
 
+STOP_SECONDS = 0.05
+"""From handing back what runs to the end of the process."""
+
 _STEP_SECONDS = 3.0
 """A device that was to fail and has had no step to do by then is well again."""
 
@@ -79,7 +82,8 @@ class Cluster:
             self.processes[name] = SimDecode(self.network, name, life, *self._decode[name])
         else:
             peers = (tuple(self._decode), tuple(self._prefill))
-            self.processes[name] = SimGateway(self.network, name, life, self.ledger, *peers)
+            settings = self.scenario.gateway
+            self.processes[name] = SimGateway(self.network, name, life, self.ledger, settings, *peers)
         self.world.note(name, f"starts, life {life}")
 
     def _ask(self, spec: RequestSpec) -> None:
@@ -114,7 +118,7 @@ class Cluster:
         elif fault.kind == "stall":
             process.stall(fault.seconds, fault.value)
         elif fault.kind == "drain":
-            process.draining = True
+            process.drain()
             self.world.at(fault.seconds, self._fate, lambda: self._stop(process))
         elif fault.kind == "pull" and isinstance(process, SimDecode):
             process.pull_fails_after = fault.value
@@ -137,8 +141,9 @@ class Cluster:
             self.world.at(seconds, self._fate, lambda: self._start(name))
 
     def _stop(self, process: Process) -> None:
-        """A drained process ends, and is started again at once."""
-        self._crash(process, 0.0, silently=False)
+        """A drained process hands back what it has, ends, and is started again at once."""
+        process.hand_back()
+        self.world.at(STOP_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
     def _squeeze(self, worker: Worker, fault: Fault) -> None:
         """Takes pages that nobody has been promised, for a while."""

@@ -15,7 +15,7 @@ from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import HOP_SECONDS, StepDriver, Worker, WorkerSettings
 from baton.sim.transport import Pull
-from baton.sim.wire import CancelDecode, Hello, StartDecode, Welcome
+from baton.sim.wire import CancelDecode, Draining, Heartbeat, Hello, StartDecode, Welcome
 from baton.sim.world import Violation
 
 MESSAGE_SECONDS = 0.005
@@ -29,11 +29,11 @@ class _Caller:
         self.running: dict[int, int] = {}
         self.ended: set[int] = set()
         self._node = node
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._unsent: list[Output] = []
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[tuple[int, int, int]] = set()
         """Choices that have finished."""
-        self._prompts: set[int] = set()
+        self._prompts: set[tuple[int, int]] = set()
 
     def put(self, output: Output) -> None:
         """Design rule 4, as this stream sees it; then the outbox, which may merge steps."""
@@ -51,19 +51,19 @@ class _Caller:
         if number not in self.running:
             raise Violation(f"terminal: {who} says {output} of request {number}, which has ended there")
         if isinstance(output, Tokens):
-            name = (number, output.choice)
+            name = (number, output.attempt, output.choice)
             if name in self._seen:
                 raise Violation(f"terminal: {who} sends a token after the last of request {number}")
             if output.finish is not None:
                 self._seen.add(name)
         elif isinstance(output, Prompt):
-            if number in self._prompts:
+            if (number, output.attempt) in self._prompts:
                 raise Violation(f"terminal: {who} completes the prompt of request {number} twice")
-            self._prompts.add(number)
+            self._prompts.add((number, output.attempt))
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []
-        self._endpoint.send(tuple(unsent))
+        self.endpoint.send(tuple(unsent))
 
 
 class _Prefill:
@@ -139,6 +139,7 @@ class SimDecode(Worker):
         self.pull_pace = settings.pull_pace
         self.pull_fails_after: int | None = None
         """The next pull breaks after so many pieces."""
+        self._callers: list[_Caller] = []
         self._peers: dict[str, _Prefill] = {}
         self._pulls: dict[int, Pull] = {}
 
@@ -165,8 +166,17 @@ class SimDecode(Worker):
 
     # --- callers ----------------------------------------------------------------------------------------
 
+    def drain(self) -> None:
+        super().drain()
+        for caller in self._callers:
+            caller.endpoint.send((Draining(),))
+
+    def hand_back(self) -> None:
+        self.driver.call(lambda core, now: core.hand_back(now))
+
     def accept(self, endpoint: Endpoint) -> None:
         caller = _Caller(self, endpoint)
+        self._callers.append(caller)
         endpoint.on_message = lambda message: self._hello(caller, endpoint, message)
         endpoint.on_end = lambda reason: self.driver.call(lambda core, now: core.caller_gone(caller, now))
 
@@ -174,8 +184,16 @@ class SimDecode(Worker):
         caller.incarnation = hello.incarnation
         endpoint.on_message = lambda message: self._take(caller, message)
         endpoint.send(Welcome(self.incarnation))
+        if self.draining:
+            endpoint.send((Draining(),))
 
-    def _take(self, caller: _Caller, message: StartDecode | CancelDecode) -> None:
+    def _answer(self, caller: _Caller) -> None:
+        self.world.at(HOP_SECONDS, self.loop, lambda: caller.endpoint.send(()))
+
+    def _take(self, caller: _Caller, message: StartDecode | CancelDecode | Heartbeat) -> None:
+        if isinstance(message, Heartbeat):
+            self.driver.call(lambda core, now: self._answer(caller))
+            return
         number = message.request
         if isinstance(message, StartDecode):
             self._start(caller, message)

@@ -1,28 +1,31 @@
-"""A simulated gateway: routing, token log and stop strings of gateway/, and in place of its shells a simple
-caller of decode nodes. A token's text is its number and a space; clients read when they come to it."""
+"""A simulated gateway: routing, attempts, pulse, token log and stop strings of gateway/, and in place of its
+shells a small one. A token's text is its number and a space; clients read when they come to it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import grpc
 from google.rpc import status_pb2
 
 from baton.decode.outputs import Done, Failed, Tokens
-from baton.gateway.routing import Candidate, order_prefill, pick_decode
+from baton.gateway.attempts import Attempts, ResumePolicy, Wait
+from baton.gateway.pulse import Pulse
+from baton.gateway.routing import Candidate, order_prefill
 from baton.gateway.token_log import TokenLog
+from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, unavailable
 from baton.sim.ledger import Ledger, text_of
 from baton.sim.network import Network, SimLink
 from baton.sim.process import Process
-from baton.sim.scenario import RequestSpec
-from baton.sim.wire import CancelDecode, Hello, StartDecode
+from baton.sim.scenario import GatewaySettings, RequestSpec
+from baton.sim.wire import CancelDecode, Draining, Heartbeat, Hello, StartDecode
 from baton.sim.world import Violation
 from baton.v1 import common_pb2, inference_pb2
 from baton.worker.convert import FINISH_REASONS
 
 BOUND_SECONDS = 0.5
 """How much later than its deadline a request may end, while its gateway runs."""
-RETRYABLE = ("UNAVAILABLE", "RESOURCE_EXHAUSTED")
 
 
 @dataclass(slots=True, eq=False)
@@ -31,20 +34,63 @@ class _Running:
     number: int
     deadline: float
     log: TokenLog
-    attempt: int = 0
-    node: str = ""
-    tried: set[str] = field(default_factory=set)
+    attempts: Attempts
     read_due: bool = False
     """The client will come to read."""
 
-    @property
-    def delivered(self) -> tuple[int, ...]:
-        """What a resume carries; only a request of one choice can be resumed."""
-        return tuple(self.log.choices[0].token_ids) if self.spec.n == 1 else ()
 
-    @property
-    def has_output(self) -> bool:
-        return self.log.output_tokens > 0
+class _Node:
+    """gateway/decode_node.py in small."""
+
+    def __init__(self, gateway: SimGateway, address: str, silence: float) -> None:
+        self.address = address
+        self.leaving = False
+        self.owed: set[int] = set()
+        """Requests that were cancelled there; their terminal events are still to come."""
+        self._gateway = gateway
+        self._pulse = Pulse(silence)
+        self.link: SimLink = gateway.link(
+            address, lambda: Hello(gateway.incarnation), self._welcomed, self._received, self._lost
+        )
+        self.link.start()
+        self._tick()
+
+    def takes(self, request: int) -> bool:
+        silent = self._pulse.silent(self._gateway.world.now)
+        return self.link.connected and not self.leaving and not silent and request not in self.owed
+
+    def cancel(self, running: _Running) -> None:
+        if self.link.connected:
+            self.owed.add(running.number)
+            self.link.send(CancelDecode(running.number, running.attempts.number))
+
+    def _welcomed(self, welcome: Any) -> None:
+        self.leaving = False
+
+    def _received(self, outputs: tuple[Any, ...]) -> None:
+        self._pulse.heard()
+        for output in outputs:
+            if isinstance(output, Draining):
+                self.leaving = True
+                continue
+            if isinstance(output, Done | Failed):
+                self.owed.discard(output.request)
+            self._gateway.take(self.address, output)
+
+    def _lost(self, reason: str) -> None:
+        self.owed.clear()
+        self._pulse.reset()
+        self._gateway.lose(self, unavailable(f"{self.address} was lost", "DECODE_LOST"))
+
+    def _tick(self) -> None:
+        world = self._gateway.world
+        if self.link.connected:
+            wanted = bool(self._gateway.runs_at(self.address))
+            if self._pulse.tick(world.now, wanted):
+                self.link.send(Heartbeat())
+            if self._pulse.silent(world.now):
+                self._gateway.lose(self, unavailable(f"{self.address} is silent", "DECODE_SILENT"))
+        world.at(self._pulse.interval, self._gateway.loop, self._tick)
 
 
 class SimGateway(Process):
@@ -54,47 +100,40 @@ class SimGateway(Process):
         name: str,
         life: int,
         ledger: Ledger,
+        settings: GatewaySettings,
         decode: tuple[str, ...],
         prefill: tuple[str, ...],
     ) -> None:
         super().__init__(network, name, life)
         self._ledger = ledger
         self._prefill = prefill
+        self._policy = ResumePolicy(settings.max_resumes, settings.wait)
         self._running: dict[int, _Running] = {}
-        self._links: dict[str, SimLink] = {}
-        for address in decode:
-            self._links[address] = self._connect(address)
+        self._nodes = {address: _Node(self, address, settings.silence) for address in decode}
 
     @property
     def busy(self) -> str:
         return f"{len(self._running)} requests" if self._running else ""
 
-    def _connect(self, address: str) -> SimLink:
-        link = self.link(
-            address,
-            lambda: Hello(self.incarnation),
-            lambda welcome: None,
-            lambda outputs: self._received(address, outputs),
-            lambda reason: self._lost(address),
-        )
-        link.start()
-        return link
+    def runs_at(self, address: str) -> list[_Running]:
+        return [r for r in self._running.values() if r.attempts.address == address]
 
     # --- what clients ask -------------------------------------------------------------------------------
 
     def ask(self, spec: RequestSpec) -> None:
         log = TokenLog(str(spec.number), n=spec.n, stop=spec.stop)
-        running = _Running(spec, spec.number + 1, self.world.now + spec.timeout, log)
+        attempts = Attempts(log, self._policy, resumable=spec.resume)
+        running = _Running(spec, spec.number + 1, self.world.now + spec.timeout, log, attempts)
         self._running[running.number] = running
         self.world.at(spec.timeout, self.loop, lambda: self._expire(running))
         # Made after the gateway's own timer: when both are due at the end of a stall, that one comes first.
         self.world.at(spec.timeout + BOUND_SECONDS, self.loop, lambda: self._look(running))
-        self._attempt(running)
+        self._place(running)
 
     def cancel(self, spec: RequestSpec) -> None:
         running = self._running.get(spec.number + 1)
         if self._ledger.cancelled(spec.number) and running is not None:
-            self._fail(running, "CANCELLED", "CANCELLED", "cancelled by the client")
+            self._fail(running, cancelled("cancelled by the client"))
 
     def _look(self, running: _Running) -> None:
         if running.number in self._running:
@@ -104,47 +143,73 @@ class SimGateway(Process):
 
     def _expire(self, running: _Running) -> None:
         if running.number in self._running:
-            self._fail(running, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
+            self._fail(running, deadline_exceeded("the request's time is over"))
 
     # --- decode nodes -----------------------------------------------------------------------------------
 
-    def _attempt(self, running: _Running) -> None:
-        spec = running.spec
-        while True:
-            load = [r.node for r in self._running.values()]
-            usable = [Candidate(a, load.count(a)) for a, link in self._links.items() if link.connected]
-            address = pick_decode(usable, "", running.tried)
-            if address is None:
-                self._fail(running, "UNAVAILABLE", "NO_DECODE_NODE", "no decode node can be reached")
-                return
-            running.tried.add(address)
-            start = StartDecode(
-                running.number,
-                running.attempt,
-                spec.prompt,
-                running.delivered,
-                spec.params,
-                spec.n,
-                spec.priority,
-                running.deadline - self.world.now,
-                tuple(order_prefill(self._prefill, running.number)),
-            )
-            if self._links[address].send(start):
-                running.node = address
-                return
+    def _place(self, running: _Running) -> None:
+        spec, attempts = running.spec, running.attempts
+        if running.number not in self._running:
+            return
+        nodes = [
+            Candidate(address, len(self.runs_at(address)))
+            for address, node in self._nodes.items()
+            if node.takes(running.number)
+        ]
+        try:
+            place = attempts.place(nodes, self.world.now)
+        except BatonError as error:
+            self._fail(running, error)
+            return
+        if isinstance(place, Wait):
+            self.world.at(place.seconds, self.loop, lambda: self._place(running))
+            return
+        start = StartDecode(
+            running.number,
+            attempts.number,
+            spec.prompt,
+            attempts.delivered(),
+            spec.params,
+            spec.n,
+            spec.priority,
+            running.deadline - self.world.now,
+            tuple(order_prefill(self._prefill, running.number)),
+        )
+        self._nodes[place].link.send(start)
+        attempts.begin(place)
 
-    def _received(self, address: str, outputs: tuple[Any, ...]) -> None:
-        for output in outputs:
-            running = self._running.get(output.request)
-            if running is None or running.node != address:
-                continue  # cancelled here, or an attempt that is over: what was under way is dropped
-            if isinstance(output, Tokens):
-                self._append(running, output)
-            elif isinstance(output, Done) and output.attempt == running.attempt:
-                running.node = ""
-                self._finish(running)
-            elif isinstance(output, Failed) and output.attempt == running.attempt:
-                self._retry(running, output.code, output.reason, output.message)
+    def take(self, address: str, output: Any) -> None:
+        """What a decode node says of a request."""
+        running = self._running.get(output.request)
+        if running is None or not running.attempts.current(address, output.attempt):
+            return  # cancelled here, or an attempt that is over: what was under way is dropped
+        if isinstance(output, Failed):
+            error = BatonError(grpc.StatusCode[output.code], output.reason, output.message)
+            self._end_attempt(running, error, lost=False)
+            return
+        running.attempts.progress()
+        if isinstance(output, Tokens):
+            self._append(running, output)
+        elif isinstance(output, Done):
+            running.attempts.done = True
+            self._finish(running)
+
+    def lose(self, node: _Node, error: BatonError) -> None:
+        for running in self.runs_at(node.address):
+            node.cancel(running)
+            self._end_attempt(running, error, lost=True)
+
+    def _end_attempt(self, running: _Running, error: BatonError, *, lost: bool) -> None:
+        try:
+            running.attempts.ended(error, self.world.now, lost=lost)
+        except BatonError as last:
+            self._fail(running, last)
+            return
+        if running.attempts.done:
+            self._finish(running)
+            return
+        self._ledger.resumed += bool(running.log.has_output)
+        self._place(running)
 
     def _append(self, running: _Running, tokens: Tokens) -> None:
         """As gateway.requests: a choice that a stop string has ended takes no more, and the request ends when
@@ -154,16 +219,12 @@ class SimGateway(Process):
             return
         unspecified = common_pb2.FINISH_REASON_UNSPECIFIED
         reason = FINISH_REASONS[tokens.finish] if tokens.finish is not None else unspecified
+        choice.receive([tokens.token], tokens.finish is not None)
         choice.append([tokens.token], text_of([tokens.token]), (), reason)
         if running.log.complete and any(choice.stop_matched for choice in running.log.choices):
             self._finish(running)
         else:
             self._changed(running)
-
-    def _finish(self, running: _Running) -> None:
-        self._settle(running)
-        running.log.finish(inference_pb2.Finished())
-        self._changed(running)
 
     # --- what clients read ------------------------------------------------------------------------------
 
@@ -187,29 +248,20 @@ class SimGateway(Process):
                     code, reason, message = event.failed.message.split("|")
                     self._ledger.failed(number, code, reason, message)
 
-    def _lost(self, address: str) -> None:
-        for running in [r for r in self._running.values() if r.node == address]:
-            self._retry(running, "UNAVAILABLE", "DECODE_LOST", f"{address} was lost")
-
-    def _retry(self, running: _Running, code: str, reason: str, message: str) -> None:
-        """Elsewhere, with the tokens delivered so far; one choice only, for a resume has one."""
-        running.node = ""
-        left = [a for a, link in self._links.items() if link.connected and a not in running.tried]
-        if running.log.complete:
-            self._finish(running)
-            return
-        if code not in RETRYABLE or not left or (running.has_output and running.spec.n > 1):
-            self._fail(running, code, reason, message)
-            return
-        running.attempt += 1
-        self._attempt(running)
-
-    def _fail(self, running: _Running, code: str, reason: str, message: str) -> None:
+    def _finish(self, running: _Running) -> None:
         self._settle(running)
-        running.log.fail(status_pb2.Status(message=f"{code}|{reason}|{message}"))
+        running.log.finish(inference_pb2.Finished())
+        self._changed(running)
+
+    def _fail(self, running: _Running, error: BatonError) -> None:
+        self._settle(running)
+        text = f"{error.code.name}|{error.reason}|{error.message}"
+        running.log.fail(status_pb2.Status(message=text))
         self._changed(running)
 
     def _settle(self, running: _Running) -> None:
+        """As gateway.requests: what still runs at a decode node is cancelled there."""
         del self._running[running.number]
-        if running.node:
-            self._links[running.node].send(CancelDecode(running.number, running.attempt))
+        node = self._nodes.get(running.attempts.address)
+        if node is not None and not running.attempts.done:
+            node.cancel(running)

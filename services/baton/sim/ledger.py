@@ -35,6 +35,8 @@ class Ledger:
         self._scenario = scenario
         self._accounts = {spec.number: _account(spec) for spec in scenario.requests}
         self.tokens = 0
+        self.resumed = 0
+        """Times that a request with output went on elsewhere."""
 
     @property
     def complete(self) -> bool:

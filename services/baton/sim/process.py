@@ -49,6 +49,13 @@ class Process:
     def accept(self, endpoint: Endpoint) -> None:
         raise AssertionError(f"{self.name} serves nothing")
 
+    def drain(self) -> None:
+        """Takes no more requests from now on."""
+        self.draining = True
+
+    def hand_back(self) -> None:
+        """Ends what still runs, with word to those who asked for it."""
+
     def crash(self, silently: bool) -> None:
         for actor in (self.loop, self.steps, self.copies, self.device):
             actor.alive = False

@@ -22,6 +22,8 @@ class Outcome:
     """Delivered to clients, each compared with the reference."""
     requests: dict[str, int]
     """How many ended in which way."""
+    resumed: int = 0
+    """Times that a request with output went on at another decode node."""
     rule: str = ""
     """What was broken, in a word or two; empty: nothing."""
     failure: str = ""
@@ -59,5 +61,13 @@ def run_scenario(scenario: Scenario, max_steps: int | None = None, trace: Trace 
     if trace is not None:
         world.note("end", failure or "well")
     return Outcome(
-        scenario.seed, world.steps, world.now, faults, ledger.tokens, ledger.outcomes, rule, failure
+        scenario.seed,
+        world.steps,
+        world.now,
+        faults,
+        ledger.tokens,
+        ledger.outcomes,
+        ledger.resumed,
+        rule,
+        failure,
     )

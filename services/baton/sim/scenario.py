@@ -34,6 +34,16 @@ class RequestSpec:
     """The client cancels, or leaves, so many seconds after it has asked."""
     probe: bool = False
     """Asked when all faults are over: it must finish."""
+    resume: bool = True
+    """The client would rather have a resume than an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    max_resumes: int
+    wait: float
+    """Seconds that a request waits for a decode node."""
+    silence: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,7 @@ class Scenario:
     seed: int
     latency: float
     gateways: int
+    gateway: GatewaySettings
     prefill: tuple[tuple[WorkerSettings, PrefillSettings], ...]
     decode: tuple[tuple[WorkerSettings, DecodeSettings], ...]
     requests: tuple[RequestSpec, ...]
@@ -87,12 +98,22 @@ def make_scenario(seed: int) -> Scenario:
     )
     quiet = rng.random() < 0.1
     faults = () if quiet else tuple(sorted(_faults(rng, tight, *names), key=lambda fault: fault.at))
-    scenario = Scenario(seed, rng.choice((0.0005, 0.003, 0.02)), gateways, prefill, decode, requests, faults)
+    latency = rng.choice((0.0005, 0.003, 0.02))
+    gateway = _gateway(random.Random(f"gateway {seed}"))
+    scenario = Scenario(seed, latency, gateways, gateway, prefill, decode, requests, faults)
     probes = tuple(
         _request(rng, len(requests) + i, scenario.calm + i * 0.05, gateways, room, [], probe=True)
         for i in range(len(decode))
     )
-    return Scenario(seed, scenario.latency, gateways, prefill, decode, (*requests, *probes), faults)
+    return replace(scenario, requests=(*requests, *probes))
+
+
+def _gateway(rng: random.Random) -> GatewaySettings:
+    return GatewaySettings(
+        max_resumes=rng.choice((1, 8, 8, 8)),
+        wait=rng.choice((1.0, 30.0)),
+        silence=rng.choice((0.3, 1.0, 4.0)),
+    )
 
 
 def _worker(rng: random.Random, pages: int) -> WorkerSettings:
@@ -178,6 +199,7 @@ def _request(
         timeout=60.0 if probe else rng.choice((6.0, 15.0) if tight else (0.3, 2.0, 6.0, 15.0)),
         cancel_after=None if probe or rng.random() > 0.15 else rng.uniform(0.0, 1.0),
         probe=probe,
+        resume=probe or params.seed % 8 != 1,
     )
 
 

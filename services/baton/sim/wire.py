@@ -36,6 +36,16 @@ class StartDecode:
 
 
 @dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """To a decode node's step thread, which answers with nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """From a decode node: it takes no more requests."""
+
+
+@dataclass(frozen=True, slots=True)
 class CancelDecode:
     request: int
     attempt: int

@@ -10,9 +10,10 @@ from typing import Any
 from baton.sim.bugs.leases import LEASE_BUGS
 from baton.sim.bugs.patching import Bug
 from baton.sim.bugs.pulls import PULL_BUGS
+from baton.sim.bugs.resumes import RESUME_BUGS
 from baton.sim.bugs.steps import STEP_BUGS
 
-BUGS: dict[str, Bug] = {bug.name: bug for bug in (*LEASE_BUGS, *PULL_BUGS, *STEP_BUGS)}
+BUGS: dict[str, Bug] = {bug.name: bug for bug in (*LEASE_BUGS, *PULL_BUGS, *STEP_BUGS, *RESUME_BUGS)}
 
 __all__ = ["BUGS", "Bug", "planted"]
 
