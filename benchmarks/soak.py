@@ -3,10 +3,10 @@
     python benchmarks/soak.py --minutes 30 --json benchmarks/results/soak.json
 
 As benchmarks/chaos.py, but for a time: first --calibrate seconds of a closed loop of 64 streams, with faults;
-then requests as a Poisson process at --load times the rate that was reached, with a fault every ten seconds. Of
-each kind one process is killed and drained, the other one at most stalled: its resident memory, and the
-gateway's, may end at most 5 % above that after a sixth of the time (five minutes of thirty). Throughput of the
-last third must be within 15 % of that of the first; no token may be wrong. Exit code 1 otherwise.
+then requests as a Poisson process at --load times the rate that was reached, with a fault every ten seconds.
+Of each kind one process is killed and drained, the other one at most stalled: its resident memory, and the
+gateway's, may end at most 5 % above that after a sixth of the time (five minutes of thirty). Throughput of
+the last third must be within 15 % of that of the first; no token may be wrong. Exit code 1 otherwise.
 """
 
 from __future__ import annotations

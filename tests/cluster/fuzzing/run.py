@@ -23,8 +23,8 @@ FLAGS = ("--context-length", "64", "--request-seconds", "5", "--max-rows", "16")
 GATEWAY = ("--request-seconds", "5", "--served-name", "model")
 AT_A_TIME = 8
 IDLE_SECONDS = 15.0
-MOST_BYTES = 6 * 2**30
-"""Of address space, for each process: a message that makes it grow without end shall not take the machine."""
+MOST_BYTES = 2 * 2**30
+"""Of private memory, for each process: a message that makes it grow shall not take the machine."""
 PROMPT = list(range(40, 90))
 KEPT = 20
 
@@ -61,7 +61,7 @@ class Run:
         self._good = self._answer()
         self._lives = self._incarnations()
         for process in deployment.processes:
-            resource.prlimit(process.pid, resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+            resource.prlimit(process.pid, resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         self._weigh()
 
     @staticmethod
