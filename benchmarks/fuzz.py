@@ -4,9 +4,9 @@
 
 Sends the corpus, then in turn messages that parse (hypothesis, from the protobuf and JSON schemas), bytes
 that were good once, and noise on bare connections (HTTP/1.1, HTTP/2 frames). After each part all processes
-must be the same, hold nothing, have logged no traceback, and answer a good request with the tokens of before. What
-is wrong is printed, and the case kept in --keep, from where it can be put into tests/fuzz_corpus. Exit code 1
-if anything was.
+must be the same, hold nothing, have logged no traceback, and answer a good request with the tokens of before.
+What is wrong is printed, and the case kept in --keep, from where it can be put into tests/fuzz_corpus. Exit
+code 1 if anything was.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Judge:
         self.count = 0
         self.text = ""
         self.error = ""
-        self.ended = False
+        self.accepted = self.ended = False
         self.resumed = self.retries = 0
         self.first = 0.0
 
@@ -120,13 +120,8 @@ async def by_grpc(
     try:
         await call.write(make_start("it", None, None, task.prompt, options))
         await call.done_writing()
-        accepted = 0
         while (event := await call.read()) is not grpc.aio.EOF:
-            kind = event.WhichOneof("kind")
-            accepted += kind == "accepted"
-            if event.id != "it" or judge.ended or accepted > 1:
-                raise Broken(f"{kind} of {event.id!r} came after {judge.count} tokens, ended={judge.ended}")
-            _take(judge, kind, event)
+            judge_event(judge, event)
             yield
         if await call.code() is not grpc.StatusCode.OK:
             raise Broken(f"the call ended with {await call.code()}: {await call.details()}")
@@ -134,7 +129,11 @@ async def by_grpc(
         call.cancel()
 
 
-def _take(judge: Judge, kind: str, event: inference_pb2.GenerateResponse) -> None:
+def judge_event(judge: Judge, event: inference_pb2.GenerateResponse) -> None:
+    """The next event of the request `it`. Raises Broken."""
+    kind = event.WhichOneof("kind")
+    if event.id != "it" or judge.ended:
+        raise Broken(f"{kind} of {event.id!r} came after {judge.count} tokens, ended={judge.ended}")
     if kind == "delta":
         judge.tokens(list(event.delta.token_ids))
         judge.add_text(event.delta.text)
@@ -148,7 +147,9 @@ def _take(judge: Judge, kind: str, event: inference_pb2.GenerateResponse) -> Non
     elif kind == "failed":
         error = from_status(event.failed)
         judge.fail(error.code, error.reason)
-    elif kind != "accepted":
+    elif kind == "accepted" and not judge.accepted:
+        judge.accepted = True
+    else:
         raise Broken(f"an event of kind {kind}")
 
 

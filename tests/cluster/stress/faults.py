@@ -13,7 +13,7 @@ from process import Process
 
 from stress.cluster import GRACE_SECONDS, Cluster
 
-WEIGHTS = {"stall": 6, "kill": 2, "drain": 2}
+WEIGHTS = {"stall": 7, "kill": 2, "drain": 1}
 STALL_SECONDS = (1.3 * GRACE_SECONDS, 2.5 * GRACE_SECONDS)
 PAUSE_SECONDS = 0.5
 """At most, before a process that has ended is started again."""
