@@ -212,8 +212,7 @@ async def test_a_silent_node_is_given_up_and_its_late_tokens_never_arrive():
         async def talk_later(running):
             async def talk() -> None:
                 """Not of the script: it does not hear that it has been cancelled."""
-                while not (a.starts and b.starts):
-                    await asyncio.sleep(0.01)
+                await until(lambda: a.starts and b.starts, 5)
                 for token in outputs[0][3:6]:
                     await running.tokens([token])
 

@@ -32,6 +32,7 @@ def test_no_seed_breaks_a_rule():
     assert ends["finished"] > 0.5 * sum(ends.values())
     assert all(ends[end] for end in ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL")), ends
     assert "open" not in ends
+    assert sum(outcome.resumed for outcome in outcomes) > 200, "streams went on at another decode node"
 
 
 def _ends(outcomes):

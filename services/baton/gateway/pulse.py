@@ -10,7 +10,7 @@ class Pulse:
     """
 
     def __init__(self, limit: float) -> None:
-        self.interval = limit / 8
+        self.interval = limit / 4
         self._limit = limit
         self._asked: float | None = None
         self._ticked: float | None = None

@@ -88,7 +88,7 @@ class Ledger:
         account = self._open(number, f"{code} {reason}")
         account.ended = code
         self._world.note("client", f"{number} {code} {reason} {account.got}")
-        if not self._excused(account, code):
+        if not self._excused(account, code, reason, message):
             raise Violation(
                 f"excuse: request {number} failed with {code} ({reason}: {message}), and nothing that "
                 "happened excuses it"
@@ -105,7 +105,7 @@ class Ledger:
             raise Violation(f"terminal: request {number} got {what} after it had ended ({account.ended})")
         return account
 
-    def _excused(self, account: _Account, code: str) -> bool:
+    def _excused(self, account: _Account, code: str, reason: str, message: str) -> bool:
         spec, now = account.spec, self._world.now
         if code == "CANCELLED":
             return account.cancelled
@@ -115,6 +115,10 @@ class Ledger:
             return (
                 not spec.probe
             )  # overload is enough: leases revoked, pages overwritten, nothing left to try
+        if code == "UNAVAILABLE" and spec.resume:
+            in_vain = reason == "TOO_MANY_RESUMES" or "no decode node" in message
+            if not in_vain:
+                return False  # it should have gone on elsewhere, or waited
         kinds = EXCUSES.get(code, ())
         return not spec.probe and any(f.kind in kinds and f.at <= now for f in self._scenario.faults)
 
