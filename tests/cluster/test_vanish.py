@@ -18,8 +18,8 @@ CLIENTS = 500
 CONNECTIONS = 20
 CORES = len(os.sched_getaffinity(0))
 FREED_SECONDS = 0.3 if CORES >= 8 else 1.0
-"""The aim is 0.3 s. The gateway, the workers' steps in flight and the dying client need about one second of CPU
-time for it in all, which fewer cores than processes do one after the other."""
+"""The aim is 0.3 s. The gateway, the workers' steps in flight and the dying client need about one second of
+CPU time for it in all, which fewer cores than processes do one after the other."""
 TRIES = 4
 """The machine may be busy with something else in one of them: the best counts."""
 CLIENT = f"""
