@@ -30,6 +30,8 @@ from reference import Reference
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from stress import Cluster, Report, make_tasks, record, run
+from stress.clients import Outcome
+from stress.faults import Fault
 
 from baton.bench.machine import machine
 
@@ -49,15 +51,12 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
             shown = progress.add_task("faults", total=args.faults)
             counts = {"streams": 0}
 
-            def ended(outcome: object) -> None:
+            def ended(outcome: Outcome) -> None:
                 counts["streams"] += 1
 
-            def happened(fault: object) -> None:
-                progress.update(
-                    shown,
-                    advance=1,
-                    description=f"{counts['streams']} streams, {fault.action} {fault.process}",
-                )  # type: ignore[attr-defined]
+            def happened(fault: Fault) -> None:
+                said = f"{counts['streams']} streams, {fault.action} {fault.process}"
+                progress.update(shown, advance=1, description=said)
 
             report = asyncio.run(
                 run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +84,8 @@ def parse(method: Method, data: bytes) -> Message | None:
 NOWHERE = ("127.0.0.1:1", "", "nonsense", ":", "127.0.0.1:99999")
 
 
-def _harmless(addresses: object) -> bool:
-    return all(address in NOWHERE for address in addresses)  # type: ignore[attr-defined]
+def _harmless(addresses: Iterable[str]) -> bool:
+    return all(address in NOWHERE for address in addresses)
 
 
 def save(case: Case, folder: Path, name: str) -> Path:

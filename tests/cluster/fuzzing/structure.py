@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -107,8 +108,6 @@ def _json() -> st.SearchStrategy[Any]:
 @st.composite
 def _bodies(draw: Callable[..., Any], path: str) -> Case:
     """A body that would be good, with other values in some of its fields, known ones or not."""
-    import json
-
     model = ChatRequest if path == "/v1/chat/completions" else CompletionRequest
     body = dict(draw(st.sampled_from(BODIES[path])))
     names = st.sampled_from(sorted(model.model_fields)) | _STRINGS

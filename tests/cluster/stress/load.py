@@ -11,6 +11,7 @@ from random import Random
 import grpc.aio
 
 from baton.rpc.channel import open_channel
+from baton.v1 import inference_pb2, inference_pb2_grpc
 from stress.clients import Judge, Outcome, ask, by_grpc, by_http
 from stress.tasks import Task
 
@@ -116,15 +117,13 @@ class Load:
             outcome = await ask(judge, events, self._deadline)
         finally:
             self.running -= 1
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
         self.tally.add(outcome, f"{how} request {number}, prompt of {len(task.prompt)} tokens")
         self._ended(outcome)
         return outcome
 
     async def _served(self) -> str:
         if not self._model:
-            from baton.v1 import inference_pb2, inference_pb2_grpc
-
             stub = inference_pb2_grpc.InferenceStub(self._channels[0])
             answer = await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=10)
             self._model = answer.models[0].name
