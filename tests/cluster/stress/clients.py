@@ -89,7 +89,7 @@ class Judge:
         self.end(reason, whole=False)
 
 
-async def ask(judge: Judge, events: AsyncGenerator[None], deadline: float) -> Outcome:
+async def ask(judge: Judge, events: AsyncGenerator[None, None], deadline: float) -> Outcome:
     """Follows a stream to its end. `deadline`: seconds that the request may take."""
     started = time.monotonic()
     broken = ""
@@ -112,7 +112,7 @@ async def ask(judge: Judge, events: AsyncGenerator[None], deadline: float) -> Ou
 
 async def by_grpc(
     channel: grpc.aio.Channel, judge: Judge, deadline: float, namespace: str
-) -> AsyncGenerator[None]:
+) -> AsyncGenerator[None, None]:
     """A call of its own on Inference.Generate, read until gRPC ends it."""
     task = judge.task
     options = {**task.request, "timeout": deadline, "namespace": namespace}
@@ -153,7 +153,7 @@ def judge_event(judge: Judge, event: inference_pb2.GenerateResponse) -> None:
         raise Broken(f"an event of kind {kind}")
 
 
-async def by_http(address: str, judge: Judge, deadline: float, model: str) -> AsyncGenerator[None]:
+async def by_http(address: str, judge: Judge, deadline: float, model: str) -> AsyncGenerator[None, None]:
     """POST /v1/completions with server-sent events, read until the server closes the connection. The API has
     no deadline of its own, and its tokens are text."""
     task = judge.task
