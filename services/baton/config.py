@@ -52,7 +52,7 @@ class WorkerConfig(NodeConfig):
     decode_attention: str = "auto"
     """Attention backend for decode rows."""
     page_size: int = 0
-    """Tokens per page; 0: 16 on a CPU, 64 on a GPU."""
+    """Tokens per page; 0: 16 on a CPU, 128 on a GPU."""
     kv_tokens: int = 0
     """Size of the KV pool; 0: on a CPU 65536, or what fits into 1 GiB, if that is less, but one context at
     least; on a GPU what --memory-fraction leaves."""

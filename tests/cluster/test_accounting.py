@@ -1,4 +1,4 @@
-"""Workers are killed in the middle of streams: clients are told, the others go on, nothing is left behind."""
+"""Workers are killed in the middle of streams: what can goes on, clients are told, nothing is left."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair(slow, tmp_path_factory, deployments) -> Iterator[Deployment]:
     worker = ("--token-budget", "32", "--max-rows", "16", "--kv-tokens", "16384")
     prefill = [deployment.add_worker("prefill", *worker, "--transports", kind) for kind in TRANSPORTS]
     decode = [deployment.add_worker("decode", *worker, overlap) for overlap in ("--overlap", "--no-overlap")]
-    deployment.add_gateway(decode, prefill)
+    deployment.add_gateway(decode, prefill, "--resume-wait-seconds", "1")
     with deployment:
         deployments.append(deployment)
         # A decode node connects with the first request; until then the first node connected gets them all.
@@ -109,8 +109,7 @@ async def test_without_any_prefill_node_decode_computes_prompts_itself(pair, slo
     pair.start_all(pair.of("prefill"))
 
 
-async def test_a_killed_decode_node_fails_its_streams_and_no_others(pair, slow):
-    """UNAVAILABLE where tokens had been delivered; the rest goes to the other decode node."""
+async def test_streams_of_a_killed_decode_node_go_on_at_the_other(pair, slow):
     victim, other = pair.of("decode")
     old = victim.segments()
     async with AsyncClient(pair.gateway.address) as client:
@@ -120,18 +119,10 @@ async def test_a_killed_decode_node_fails_its_streams_and_no_others(pair, slow):
         await until(lambda: victim.load().running and victim.load().output_tokens, "decoding")
         await until(lambda: any(stream.so_far.token_ids for stream in streams), "tokens delivered")
         victim.kill()
-        killed = time.monotonic()
-        survivors = 0
-        for answer, stream, task in zip(slow[1], streams, tasks, strict=True):
-            try:
-                assert (await asyncio.wait_for(task, 60)).token_ids == answer.tokens
-                survivors += 1
-                assert task.result().stats.decode_address in (other.address, victim.address)
-            except BatonError as error:
-                assert error.code is grpc.StatusCode.UNAVAILABLE and error.reason == "DECODE_LOST", error
-                assert stream.so_far.token_ids == answer.tokens[: len(stream.so_far.token_ids)]
-                assert time.monotonic() - killed < 60
-        assert 0 < survivors < len(streams)
+        completions = await asyncio.wait_for(asyncio.gather(*tasks), 120)
+        check(slow[1], completions)
+        assert any(completion.stats.resumed for completion in completions)
+        assert {c.stats.decode_address for c in completions if c.stats.resumed} == {other.address}
     victim.start()
     victim.wait_ready()
     assert not any(path.exists() for path in old)
@@ -142,7 +133,7 @@ async def test_a_killed_decode_node_fails_its_streams_and_no_others(pair, slow):
 
 
 async def test_clients_of_a_lost_decode_node_hear_of_it_in_time(pair, slow):
-    """With no other decode node left there is nothing to wait for."""
+    """With no other decode node left, after --resume-wait-seconds."""
     first, second = pair.of("decode")
     second.kill()
     async with AsyncClient(pair.gateway.address) as client:

@@ -16,7 +16,8 @@ def test_rates(tmp_path):
     assert result.returncode == 0, result.stderr
     print(result.stdout)
     figures = json.loads(file.read_text())
-    methods = ["cuda_ipc, adjacent", "cuda_ipc", "cuda_ipc, copy engine", "cuda_ipc, kernel, quota 4", "grpc"]
+    forced = [f"cuda_ipc, {way}, random pages" for way in ("copy engine", "kernel, quota 4")]
+    methods = ["cuda_ipc, adjacent", "cuda_ipc", *forced, "grpc"]
     assert [one["method"] for one in figures["decode_load"]] == methods
     assert [rate["method"] for rate in figures["rates"]] == [method for method in methods for _ in range(2)]
     assert all(rate["gigabytes_per_second"] > 0 for rate in figures["rates"])

@@ -36,3 +36,45 @@ def test_gemv(rows, columns, gated, add, norm, bias, pdl):
     out = before.clone() if add else torch.full_like(before, torch.nan)
     gemv(x, linear, out, norm=scale if norm else None, eps=1e-6, gated=gated, add=add, pdl=pdl)
     assert ((out.float() - want).norm() / want.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize("rows", [2, 16, 64, 65, 128, 136, 200, 256])
+@pytest.mark.parametrize(
+    ("columns", "k"), [(4096, 4096), (4096, 12288), (1024, 3072), (1000, 1504), (2048, 8960), (96, 64)]
+)
+def test_project_and_add_norm(rows, columns, k):
+    """Parts of a projection, added to the residual and normalized; a second time, as a graph's replay is."""
+    from baton.layers.kernels.gemm import add_norm, fits, project
+
+    torch.manual_seed(rows)
+    linear = Linear(torch.randn(columns, k, device=CUDA).bfloat16() / k**0.5)
+    assert fits(linear)
+    x = torch.randn(rows, k, device=CUDA).bfloat16()
+    scale = torch.rand(columns, device=CUDA).bfloat16()
+    before = torch.randn(rows, columns, device=CUDA).bfloat16()
+    assert linear.weight is not None
+    total = before.float() + x.float() @ linear.weight.float().t()
+    want = F.rms_norm(total, (columns,), scale.float(), 1e-6)
+    for _ in range(2):
+        residual, out = before.clone(), torch.full_like(before, torch.nan)
+        add_norm(residual, project(x, linear), scale, out, 1e-6)
+        assert ((residual.float() - total).norm() / total.norm()).item() < 4e-3
+        assert ((out.float() - want).norm() / want.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize("rows", [2, 16, 64, 65, 128, 136, 200, 256])
+@pytest.mark.parametrize(("columns", "k"), [(12288, 4096), (3072, 1024), (8960, 1536), (1000, 1504)])
+def test_gated(rows, columns, k):
+    from baton.layers.kernels.gemm import gated
+
+    torch.manual_seed(rows)
+    linear = Linear(torch.randn(2 * columns, k, device=CUDA).bfloat16() / k**0.5)
+    x = torch.randn(rows, k, device=CUDA).bfloat16()
+    assert linear.weight is not None
+    both = x.float() @ linear.weight.float().t()
+    want = F.silu(both[:, :columns]) * both[:, columns:]
+    out = gated(x, linear)
+    if out is None:
+        assert rows > 64, "so few rows have few tiles"
+        return
+    assert ((out.float() - want).norm() / want.norm()).item() < 4e-3

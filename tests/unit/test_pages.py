@@ -111,9 +111,9 @@ def test_check_sees_damage(damage: str) -> None:
     if damage == "states":
         allocator._states[pages[PageState.OWNED][0]] = PageState.CACHED
     elif damage == "free list":
-        allocator._free[0] = pages[PageState.OWNED][0]
+        allocator._free.add([pages[PageState.OWNED][0]])
     else:
-        allocator._free[0] = allocator._free[1]
+        allocator._free.add([next(iter(allocator._free))])
     with pytest.raises(AccountingError):
         allocator.check()
 

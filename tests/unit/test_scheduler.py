@@ -263,3 +263,18 @@ def test_any_mix_of_arrivals_cancels_and_pressure(seed, overlap, pages, policy):
                 cancelled.add(victim.key)
     engine.run()
     check_outputs(engine, requests, cancelled)
+
+
+def test_prompts_that_keep_the_device_busy_do_not_wait_for_younger_ones():
+    """With a full step of 16 tokens: two prompts end in it, the third waits; a long one is not held up."""
+    engine = Engine(budget=64, full_step=16, prompt_only=True)
+    for key, length in enumerate((10, 8, 12, 150, 20)):
+        engine.scheduler.submit(request(key, range(length)))
+    taken = []
+    while (step := engine.scheduler.plan()) is not None:
+        taken.append([row.count for row in step.plan.rows])
+        engine.scheduler.commit(step, engine.runner.read(engine.runner.launch(step.plan)))
+    assert taken[0] == [10, 8]
+    # The 12 end short of a full step; the long one takes half of what is left, the young one ends beside it.
+    assert taken[1][0] == 12 and 20 in taken[1]
+    assert sum(map(sum, taken)) == 10 + 8 + 12 + 150 + 20

@@ -29,7 +29,7 @@ class Answer:
 
     @property
     def stats(self) -> Stats:
-        return self.completion.stats or Stats(0.0, 0.0, "", "", "", 0, 0, 0, 0)
+        return self.completion.stats or Stats(0.0, 0.0, "", "", "", 0, 0, 0, 0, 0)
 
     @property
     def ttft(self) -> float:

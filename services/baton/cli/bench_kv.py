@@ -62,9 +62,8 @@ class KvBench:
 
     @property
     def pages(self) -> int:
-        """Of each pool: more than the longest prompt has, so that places can be random."""
-        most = -(-max(self.lengths) // self.layout.page_size)
-        return most + most // 4 + 1
+        """Of each pool: the longest prompt fits twice, and once while others hold a half."""
+        return 2 * -(-max(self.lengths) // self.layout.page_size) + 1
 
 
 def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> KvLayout:
@@ -247,8 +246,9 @@ def kv(
     """Measure how fast a prompt's KV pages come from another process.
 
     Starts a process that owns a pool of the model's pages, and pulls prompts of several lengths from it, page
-    by page from random places: on a CPU over shm and grpc, on GPUs over cuda_ipc (as it chooses, by the copy
-    engine, by a kernel on so many blocks) and grpc. No weights are loaded.
+    by page, where pools that have been in use would put it: on a CPU over shm and grpc, on GPUs over cuda_ipc
+    and grpc; on GPUs at random places too (by the copy engine, by a kernel on so many blocks). No weights are
+    loaded.
 
     \b
     Examples:

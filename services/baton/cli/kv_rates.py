@@ -8,15 +8,19 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import torch
 
+from baton.kvcache import PageAllocator
 from baton.transport import PageStore, Receiver, open_receiver
 from baton.transport.ways import COPY_ENGINE, Way
 from baton.v1 import common_pb2
 
 LOAD_BYTES = {"cuda": 2**31, "cpu": 2**27}
 LOAD_SECONDS = 1.0
+CHURN = 1000
+"""Prompts that a pool has served before pages of it are measured."""
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -27,14 +31,16 @@ class Method:
 
     kind: str
     way: Way | None = None
-    adjacent: bool = False
-    """All pages in one run, which is as good as one copy: what the link gives."""
+    pages: Literal["adjacent", "in use", "random"] = "in use"
+    """Which: all in one run, as good as one copy, which shows what the link gives; what the allocators of two
+    pools give after a while of use; or any."""
 
     @property
     def name(self) -> str:
-        if self.adjacent:
+        if self.pages == "adjacent":
             return f"{self.kind}, adjacent"
-        return f"{self.kind}, {self.way}" if self.way is not None else self.kind
+        name = f"{self.kind}, {self.way}" if self.way is not None else self.kind
+        return f"{name}, random pages" if self.pages == "random" else name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,10 +78,11 @@ class Slowdown:
 def methods_for(device: torch.device, quotas: Iterable[int]) -> list[Method]:
     """The reference, one contiguous copy, comes first."""
     if device.type == "cpu":
-        return [Method("shm", adjacent=True), Method("shm"), Method("grpc")]
+        return [Method("shm", pages="adjacent"), Method("shm"), Method("grpc")]
     ways = [COPY_ENGINE, *(Way(quota) for quota in quotas)]
-    forced = [Method("cuda_ipc", way) for way in ways]
-    return [Method("cuda_ipc", COPY_ENGINE, adjacent=True), Method("cuda_ipc"), *forced, Method("grpc")]
+    forced = [Method("cuda_ipc", way, "random") for way in ways]
+    reference = Method("cuda_ipc", COPY_ENGINE, "adjacent")
+    return [reference, Method("cuda_ipc"), *forced, Method("grpc")]
 
 
 async def open_method(method: Method, endpoints: Sequence[common_pb2.Endpoint], pages: PageStore) -> Receiver:
@@ -90,12 +97,29 @@ async def open_method(method: Method, endpoints: Sequence[common_pb2.Endpoint], 
 
 
 def pairs_for(method: Method, count: int, pool_pages: int, seed: int) -> list[tuple[int, int]]:
-    """`count` pages at random places of both pools, as in pools that have been in use for a while."""
-    if method.adjacent:
+    """`count` pages of both pools. Raises OutOfPages when half a pool does not hold so many."""
+    if method.pages == "adjacent":
         return [(page, page) for page in range(count)]
     rng = random.Random(seed)
-    pages = range(pool_pages)
-    return list(zip(rng.sample(pages, count), rng.sample(pages, count), strict=True))
+    if method.pages == "in use":
+        return list(zip(*(pages_in_use(pool_pages, count, rng) for _ in range(2)), strict=True))
+    return list(zip(*(rng.sample(range(pool_pages), count) for _ in range(2)), strict=True))
+
+
+def pages_in_use(total: int, count: int, rng: random.Random) -> list[int]:
+    """What an allocator gives for a prompt after prompts of 1 to 128 pages have come, grown by a page now and
+    then, and gone in any order, at about half occupancy."""
+    allocator = PageAllocator(total)
+    held: list[list[int]] = []
+    for _ in range(CHURN):
+        size = rng.randint(1, min(128, max(1, total // 8)))
+        while held and allocator.free - size < total // 2:
+            allocator.give_back(held.pop(rng.randrange(len(held))))
+        held.append(allocator.take(size))
+        for sequence in rng.sample(held, min(8, len(held))):
+            if allocator.free > total // 2:
+                sequence.extend(allocator.take(1))
+    return allocator.take(count)
 
 
 async def measure(

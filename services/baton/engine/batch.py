@@ -93,7 +93,8 @@ def _share(scheduler: Scheduler, budget: int) -> list[tuple[Sequence, int]]:
     """Divides a token budget among the prompts, in order of age.
 
     Prompts that one step could hold are computed one after the other: their first tokens then come sooner, on
-    average, than if they were computed side by side. A longer one takes at most half of what is left while
+    average, than if they were computed side by side. Once those that end in the step keep the device busy
+    (`full_step`), younger ones wait for the next. A longer one takes at most half of what is left while
     others wait, so that it never starves short ones; what remains goes round again. Chunks end on page
     borders where they can, because only full pages are announced to a receiver.
     """
@@ -102,7 +103,10 @@ def _share(scheduler: Scheduler, budget: int) -> list[tuple[Sequence, int]]:
     counts = dict.fromkeys(prompts, 0)
     whole = budget
     for fair in (True, False):
+        ending = 0
         for position, sequence in enumerate(prompts):
+            if ending >= scheduler.config.full_step:
+                break
             share = budget
             missing = sequence.missing - counts[sequence]
             if fair and missing > whole and position + 1 < len(prompts):
@@ -110,6 +114,8 @@ def _share(scheduler: Scheduler, budget: int) -> list[tuple[Sequence, int]]:
             take = min(share, missing)
             counts[sequence] += take
             budget -= take
+            if counts[sequence] == sequence.missing:
+                ending += counts[sequence]
     chunks: list[tuple[Sequence, int]] = []
     for sequence, count in counts.items():
         end = sequence.computed + count

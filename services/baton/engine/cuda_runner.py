@@ -168,7 +168,7 @@ class CudaRunner:
             self._singles.attend(layer, q, out, paged)
 
         tokens = self._last_token.index_select(0, inputs.slots)
-        hidden = self._decoder.forward(tokens, inputs.positions, inputs.slots, attend)
+        hidden = self._decoder.forward(tokens, inputs.positions, inputs.slots, attend, decode=True)
         self._model.weights.head.into(hidden, inputs.logits)
 
     def _sample_plain(self, inputs: Inputs) -> None:
@@ -244,7 +244,12 @@ class CudaRunner:
         tokens = torch.where(ids < 0, self._last_token.index_select(0, token_slots), ids)
         whole = any(row.prompt_logprobs for row in rows)
         hidden = self._decoder.forward(
-            tokens, positions, token_slots, attend, wanted=None if whole else last_there
+            tokens,
+            positions,
+            token_slots,
+            attend,
+            wanted=None if whole else last_there,
+            decode=single == len(ordered),
         )
         if slots.size:
             logits = self._model.weights.head(hidden.index_select(0, last_there) if whole else hidden)

@@ -12,6 +12,7 @@ it plans and launches step N+1 before it commits step N. Page ownership goes thr
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -47,6 +48,8 @@ class SchedulerConfig:
     token_budget: int
     """Tokens of a step: decode rows first, prompt chunks with the rest."""
     max_rows: int
+    full_step: int = sys.maxsize
+    """A step with so many tokens of prompts that end in it takes no younger prompt."""
     max_waiting: int = 1024
     policy: str = "fcfs"
     output_margin: int = 64

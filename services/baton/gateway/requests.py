@@ -12,7 +12,7 @@ import grpc
 from baton.gateway import admission
 from baton.gateway.attempts import Attempts, Wait
 from baton.gateway.choice_stream import ChoiceStream
-from baton.gateway.decode_start import decode_start
+from baton.gateway.messages import decode_start, finished
 from baton.gateway.prompt import Prompt, encode_prompt
 from baton.gateway.routing import order_prefill
 from baton.gateway.session import Session
@@ -244,23 +244,8 @@ class Request:
             return
         if not self._attempts.done and not any(choice.stop_matched for choice in self.log.choices):
             return
-        stats = self._stats or decode_pb2.RequestStats(cached_tokens=self.log.cached_tokens)
-        stats.prompt_tokens = len(self.log.prompt_ids)
-        stats.output_tokens = self.log.output_tokens
-        usage = inference_pb2.Usage(
-            prompt_tokens=stats.prompt_tokens,
-            output_tokens=stats.output_tokens,
-            cached_tokens=stats.cached_tokens or self.log.cached_tokens,
-        )
-        finished = inference_pb2.Finished(
-            usage=usage,
-            stats=stats,
-            ttft_us=self._timing.ttft_us,
-            total_us=int(self._timing.elapsed * 1e6),
-            decode_address=self._address(),
-            resumed=self._attempts.resumed,
-        )
-        if self.log.finish(finished):
+        stats = self._stats or decode_pb2.RequestStats()
+        if self.log.finish(finished(self.log, stats, self._attempts, self._timing)):
             self._commit_session(stats.prefill_address)
             self._settle("finished", None)
 

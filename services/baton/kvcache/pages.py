@@ -8,6 +8,8 @@ from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from baton.kvcache.free_runs import FreeRuns
+
 
 class OutOfPages(Exception):
     """Fewer pages are free than were asked for; nothing was taken."""
@@ -58,28 +60,25 @@ class PageAllocator:
             raise ValueError(f"{len(generations)} generations for {total} pages")
         self._generations = generations
         self._states = bytearray(total)
-        self._free = list(range(total - 1, -1, -1))
+        self._free = FreeRuns(total)
         self._counts = [0] * len(PageState)
         self._counts[PageState.FREE] = total
 
     def take(self, count: int) -> list[int]:
-        """free -> owned, the pages freed last first. Raises OutOfPages; ValueError for a negative count."""
+        """free -> owned, adjacent ones if there are. Raises OutOfPages; ValueError for a negative count."""
         if count < 0:
             raise ValueError(f"cannot take {count} pages")
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} free")
-        if count == 0:
-            return []
-        pages = self._free[: -count - 1 : -1]
+        pages = self._free.take(count)
         for page in pages:
             self._generations[page] += 1
-        del self._free[-count:]
         self._set(pages, PageState.FREE, PageState.OWNED)
         return pages
 
     def give_back(self, pages: Iterable[int]) -> None:
         """owned -> free"""
-        self._free.extend(self._move(pages, PageState.OWNED, PageState.FREE))
+        self._free.add(self._move(pages, PageState.OWNED, PageState.FREE))
 
     def to_cached(self, pages: Iterable[int]) -> None:
         """owned -> cached"""
@@ -87,7 +86,7 @@ class PageAllocator:
 
     def drop_cached(self, pages: Iterable[int]) -> None:
         """cached -> free"""
-        self._free.extend(self._move(pages, PageState.CACHED, PageState.FREE))
+        self._free.add(self._move(pages, PageState.CACHED, PageState.FREE))
 
     def quarantine(self, pages: Iterable[int]) -> None:
         """owned -> quarantined, for ever"""
@@ -116,11 +115,12 @@ class PageAllocator:
         for state in PageState:
             if found[state] != self._counts[state]:
                 raise AccountingError(f"{found[state]} pages are {state.name}, counted {self._counts[state]}")
-        if len(self._free) != found[PageState.FREE] or len(set(self._free)) != len(self._free):
-            raise AccountingError(f"free list of {len(self._free)} for {found[PageState.FREE]} free pages")
-        for page in self._free:
+        free = list(self._free)
+        if not len(free) == len(set(free)) == len(self._free) == found[PageState.FREE]:
+            raise AccountingError(f"{len(free)} pages in free runs, {found[PageState.FREE]} are free")
+        for page in free:
             if self._states[page] != PageState.FREE:
-                raise AccountingError(f"page {page} is on the free list but {self.state(page).name}")
+                raise AccountingError(f"page {page} is in a free run but {self.state(page).name}")
 
     def _move(self, pages: Iterable[int], source: PageState, target: PageState) -> list[int]:
         moved = list(pages)

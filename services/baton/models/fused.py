@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from sgl_kernel import fused_add_rmsnorm, rmsnorm, silu_and_mul
 
 from baton.kvcache.pool import KvPool
+from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project
 from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.qkv import write_qkv
 from baton.models.decoder import Model
@@ -35,6 +36,9 @@ class FusedDecoder:
         half = config.head_dim // 2
         # Cosines, then the sines of the second half, which are the positive ones.
         self._rope = torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
+        self._few = all(
+            fits(linear) for w in model.weights.layers for linear in (w.output, w.gate_up, w.down)
+        )
 
     def forward(
         self,
@@ -43,30 +47,24 @@ class FusedDecoder:
         slots: torch.Tensor,
         attend: Attend,
         wanted: torch.Tensor | None = None,
+        *,
+        decode: bool = False,
     ) -> torch.Tensor:
         """Token ids, positions and batch slots, int32 [tokens] -> final normalized hidden states
         [tokens, hidden], or only those of the tokens `wanted` [n]: what follows the last layer's attention is
-        not computed for others."""
+        not computed for others. `decode`: every token is a row's only one."""
         config, weights = self.model.config, self.model.weights
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         residual = F.embedding(tokens, weights.embedding)
         if tokens.shape[0] == 1:
             return self._forward_one(residual, positions, slots, attend, wanted)
+        if decode and self._few and tokens.shape[0] <= MOST_ROWS:
+            return self._forward_few(residual, positions, slots, attend, wanted)
         norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
         x: torch.Tensor = rmsnorm(residual, weights.layers[0].input_norm, eps)
         for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
             qkv = w.qkv(x)
-            write_qkv(
-                qkv,
-                w.qk_norm,
-                self._rope,
-                positions,
-                slots,
-                self._tables,
-                self._caches[index],
-                heads,
-                eps,
-            )
+            self._write(index, qkv, positions, slots)
             if wanted is not None and following is weights.norm and not wanted.shape[0]:
                 return x[:0]
             q = qkv.view(tokens.shape[0], -1, dim)[:, :heads]
@@ -80,6 +78,46 @@ class FusedDecoder:
             x = w.down(silu_and_mul(w.gate_up(x)))
             fused_add_rmsnorm(x, residual, following, eps)
         return x
+
+    def _write(self, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Normalizes and rotates a layer's queries and keys; writes keys and values into the pool."""
+        config, norm = self.model.config, self.model.weights.layers[index].qk_norm
+        write_qkv(
+            qkv,
+            norm,
+            self._rope,
+            positions,
+            slots,
+            self._tables,
+            self._caches[index],
+            config.num_heads,
+            config.rms_norm_eps,
+        )
+
+    def _forward_few(
+        self,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The same for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
+        config, weights = self.model.config, self.model.weights
+        heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
+        norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
+        x: torch.Tensor = rmsnorm(residual, weights.layers[0].input_norm, eps)
+        attended = residual.new_empty(residual.shape[0], heads, dim)
+        for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
+            qkv = w.qkv(x)
+            self._write(index, qkv, positions, slots)
+            attend(index, qkv.view(residual.shape[0], -1, dim)[:, :heads], attended)
+            add_norm(residual, project(attended.flatten(1), w.output), w.post_norm, x, eps)
+            inner = gated(x, w.gate_up)
+            if inner is None:
+                inner = silu_and_mul(w.gate_up(x))
+            add_norm(residual, project(inner, w.down), following, x, eps)
+        return x if wanted is None else x.index_select(0, wanted)
 
     def _forward_one(
         self,
@@ -99,17 +137,7 @@ class FusedDecoder:
         attended = residual.new_empty(1, heads, dim)
         for index, w in enumerate(weights.layers):
             gemv(residual, w.qkv, qkv, norm=w.input_norm, eps=eps)
-            write_qkv(
-                qkv,
-                w.qk_norm,
-                self._rope,
-                positions,
-                slots,
-                self._tables,
-                self._caches[index],
-                heads,
-                eps,
-            )
+            self._write(index, qkv, positions, slots)
             attend(index, qkv.view(1, -1, dim)[:, :heads], attended)
             gemv(attended.flatten(1), w.output, residual, add=True)
             gemv(residual, w.gate_up, inner, norm=w.post_norm, eps=eps, gated=True)

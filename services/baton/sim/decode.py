@@ -188,7 +188,10 @@ class SimDecode(Worker):
             endpoint.send((Draining(),))
 
     def _answer(self, caller: _Caller) -> None:
-        self.world.at(HOP_SECONDS, self.loop, lambda: caller.endpoint.send(()))
+        def send() -> None:
+            caller.endpoint.send(())
+
+        self.world.at(HOP_SECONDS, self.loop, send)
 
     def _take(self, caller: _Caller, message: StartDecode | CancelDecode | Heartbeat) -> None:
         if isinstance(message, Heartbeat):

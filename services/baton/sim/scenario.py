@@ -112,7 +112,7 @@ def _gateway(rng: random.Random) -> GatewaySettings:
     return GatewaySettings(
         max_resumes=rng.choice((1, 8, 8, 8)),
         wait=rng.choice((1.0, 30.0)),
-        silence=rng.choice((0.3, 1.0, 4.0)),
+        silence=rng.choice((1.0, 2.0, 4.0)),
     )
 
 

@@ -58,8 +58,9 @@ class PageCopier:
                         self._by_kernel(part, way.quota)
                     else:
                         self._by_engine(part)
-                    # A blocking event sleeps; the default one spins on a core that the step thread may need.
-                    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                    # Spins while there are more cores than contexts: to be woken takes longer than to copy
+                    # a short prompt.
+                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     done.record()
                     flying.append(done)
             while flying:

@@ -101,7 +101,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     path = resolve(config.model)
     model = _load(config, path, dtype, device)
     shape = model.config
-    size = config.page_size or (16 if device.type == "cpu" else 64)
+    size = config.page_size or (16 if device.type == "cpu" else 128)
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, model.dtype)
     pages = num_pages(config, layout, shape.context_length, device)
     pool, published = make_pool(layout, pages, device, kinds, incarnation)

@@ -1,10 +1,12 @@
-"""What a decode node is told of a request."""
+"""What a decode node is told of a request, and what its client is told at its end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from baton.gateway.attempts import Attempts
+from baton.gateway.timing import Timing
+from baton.gateway.token_log import TokenLog
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
 
@@ -38,3 +40,26 @@ def decode_start(
     if message.choices:
         message.sampling.ClearField("prompt_logprobs")  # they have come, before the first token
     return message
+
+
+def finished(
+    log: TokenLog, stats: decode_pb2.RequestStats, attempts: Attempts, timing: Timing
+) -> inference_pb2.Finished:
+    """stats: those of the last attempt; what concerns all attempts is corrected in them."""
+    stats.prompt_tokens = len(log.prompt_ids)
+    stats.output_tokens = log.output_tokens
+    if attempts.resumed or not stats.cached_tokens:
+        stats.cached_tokens = log.cached_tokens
+    usage = inference_pb2.Usage(
+        prompt_tokens=stats.prompt_tokens,
+        output_tokens=stats.output_tokens,
+        cached_tokens=stats.cached_tokens,
+    )
+    return inference_pb2.Finished(
+        usage=usage,
+        stats=stats,
+        ttft_us=timing.ttft_us,
+        total_us=int(timing.elapsed * 1e6),
+        decode_address=attempts.address,
+        resumed=attempts.resumed,
+    )

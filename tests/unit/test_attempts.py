@@ -1,0 +1,136 @@
+"""Attempts at a request, and the pulse of a decode node: no network, no clock."""
+
+import pytest
+
+from baton.gateway.attempts import Attempts, ResumePolicy, Wait
+from baton.gateway.pulse import Pulse
+from baton.gateway.routing import Candidate
+from baton.gateway.token_log import TokenLog
+from baton.rpc.errors import BatonError, exhausted, internal, unavailable
+from baton.v1 import common_pb2, decode_pb2
+from baton.worker.convert import delivered_from
+
+A, B = Candidate("a", 0), Candidate("b", 0)
+LOST = unavailable("a was lost", "DECODE_LOST")
+
+
+def attempts(n=1, max_resumes=8, **options):
+    log = TokenLog("x", n=n)
+    return log, Attempts(log, ResumePolicy(max_resumes, 10.0), **options)
+
+
+def placed(made, nodes, now=0.0):
+    address = made.place(nodes, now)
+    made.begin(address)
+    return address
+
+
+def test_a_lost_node_is_left_for_another_with_all_that_was_received():
+    log, made = attempts(n=3)
+    assert placed(made, [A, B]) == "a" and made.delivered() == ()
+    made.progress()
+    log.choices[0].receive([1, 2], last=False)
+    log.choices[1].receive([3], last=True)
+    made.ended(LOST, 1.0, lost=True)
+    assert not made.current("a", 0)
+    assert placed(made, [A, B], 1.0) == "b"
+    assert made.current("b", 1) and not made.current("b", 0) and not made.current("a", 1)
+    assert made.delivered() == ((1, 2), None, ())
+    assert made.resumed == 1
+
+
+def test_a_node_that_failed_is_asked_again_a_little_later():
+    _, made = attempts()
+    placed(made, [A])
+    made.ended(LOST, 5.0, lost=True)
+    wait = made.place([A], 5.0)
+    assert isinstance(wait, Wait) and 0 < wait.seconds <= 0.1
+    assert made.place([A], 5.0 + wait.seconds) == "a"
+
+
+def test_refusals_cost_no_resume_and_full_nodes_end_what_has_no_output():
+    _, made = attempts(max_resumes=0)
+    for _ in range(2):
+        placed(made, [A, B])
+        made.ended(exhausted("full", "QUEUE_FULL"), 0.0, lost=False)
+    with pytest.raises(BatonError, match="full"):
+        made.place([A, B], 0.0)
+    assert made.resumed == 0
+
+
+def test_waiting_for_a_node_ends():
+    _, made = attempts()
+    assert isinstance(made.place([], 100.0), Wait)
+    assert isinstance(made.place([], 109.9), Wait)
+    with pytest.raises(BatonError) as error:
+        made.place([], 110.1)
+    assert error.value.reason == "NO_DECODE_NODE"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "reason"),
+    [
+        ({"max_resumes": 0}, LOST, "TOO_MANY_RESUMES"),
+        ({"resumable": False}, LOST, "DECODE_LOST"),
+        ({}, internal("x"), "INTERNAL"),
+    ],
+)
+def test_what_ends_a_request_with_output(options, error, reason):
+    log, made = attempts(**options)
+    placed(made, [A])
+    made.progress()
+    log.choices[0].receive([1], last=False)
+    with pytest.raises(BatonError) as raised:
+        made.ended(error, 0.0, lost=error is LOST)
+    assert raised.value.reason == reason
+
+
+def test_with_every_last_token_there_is_nothing_to_resume():
+    log, made = attempts()
+    placed(made, [A])
+    log.choices[0].receive([1], last=True)
+    made.ended(LOST, 0.0, lost=True)
+    assert made.done and made.resumed == 0
+
+
+def test_a_pulse_asks_once_and_tells_silence():
+    pulse = Pulse(8.0)
+    assert not pulse.tick(0.0, wanted=False)
+    assert pulse.tick(1.0, wanted=True) and not pulse.tick(2.0, wanted=True)
+    assert not pulse.silent(8.9)
+    for now in range(3, 11):
+        pulse.tick(float(now), wanted=True)
+    assert pulse.silent(9.1)
+    pulse.heard()
+    assert not pulse.silent(9.1)
+
+
+def test_a_pause_of_its_own_is_no_silence_of_the_node():
+    pulse = Pulse(8.0)
+    assert pulse.tick(0.0, wanted=True)
+    assert pulse.tick(60.0, wanted=True) and not pulse.silent(60.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"choices": [{"token_ids": [1]}], "n": 2}, "choices"),
+        ({"choices": [{"token_ids": [1]}], "delivered": 1}, "choices"),
+        ({"choices": [{"finished": True}]}, "choices"),
+        ({"choices": [{"token_ids": [1, 2, 3]}]}, "choices[0].token_ids"),
+        ({"choices": [{}, {}], "n": 2, "sampling": {"prompt_logprobs": 1}}, "sampling.prompt_logprobs"),
+    ],
+)
+def test_a_resume_that_cannot_be_is_refused(fields, field):
+    start = decode_pb2.DecodeStart(**{"token_ids": [1, 2], "sampling": {"max_tokens": 3}, **fields})
+    with pytest.raises(BatonError) as error:
+        delivered_from(start, start.n or 1, 100)
+    assert error.value.field == field
+
+
+def test_what_a_start_says_to_have_been_delivered():
+    choices = [{"token_ids": [1]}, {"finished": True}, {}]
+    start = decode_pb2.DecodeStart(token_ids=[9], sampling=common_pb2.SamplingParams(), choices=choices)
+    assert delivered_from(start, 3, 100) == ((1,), None, ())
+    assert delivered_from(decode_pb2.DecodeStart(token_ids=[9, 1], delivered=1), 1, 100) == ((1,),)
+    assert delivered_from(decode_pb2.DecodeStart(token_ids=[9, 1]), 1, 100) == ()
