@@ -45,30 +45,27 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
     )
-    with Cluster(folder, path, tokenizers=args.tokenizers) as cluster:
-        tasks = asyncio.run(record(cluster.gateway.address, make_tasks(Reference(model), args.tasks)))
-        with Progress(*columns, console=console) as progress:
-            shown = progress.add_task("faults", total=args.faults)
-            counts = {"streams": 0}
+    tasks = make_tasks(Reference(model), args.tasks)
+    with (
+        Cluster(folder, path, tokenizers=args.tokenizers) as cluster,
+        Progress(*columns, console=console) as bar,
+    ):
+        shown = bar.add_task("faults", total=args.faults)
+        counts = {"streams": 0}
 
-            def ended(outcome: Outcome) -> None:
-                counts["streams"] += 1
+        def ended(outcome: Outcome) -> None:
+            counts["streams"] += 1
 
-            def happened(fault: Fault) -> None:
-                said = f"{counts['streams']} streams, {fault.action} {fault.process}"
-                progress.update(shown, advance=1, description=said)
+        def happened(fault: Fault) -> None:
+            said = f"{counts['streams']} streams, {fault.action} {fault.process}"
+            bar.update(shown, advance=1, description=said)
 
-            report = asyncio.run(
-                run(
-                    cluster,
-                    tasks,
-                    seed=args.seed,
-                    faults=args.faults,
-                    streams=args.streams,
-                    happened=happened,
-                    ended=ended,
-                )
-            )
+        async def attack() -> Report:
+            known = await record(cluster.gateway.address, tasks)
+            options = {"seed": args.seed, "faults": args.faults, "streams": args.streams}
+            return await run(cluster, known, **options, happened=happened, ended=ended)
+
+        report = asyncio.run(attack())
         for process in cluster.processes:
             if "Traceback" in process.log.read_text():
                 console.print(f"a traceback in {process.log}", style="red")

@@ -63,6 +63,7 @@ async def soak(
 ) -> dict[str, Any]:
     rng = Random(args.seed)
     address, http = cluster.gateway.address, cluster.gateway.http
+    tasks = await record(address, tasks)
     load = Load(address, http, tasks, rng, deadline=REQUEST_SECONDS)
     injector = Injector(cluster, Random(rng.random()), may=may)
     calibrated, stop = asyncio.Event(), asyncio.Event()
@@ -161,8 +162,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         model = make_model("qwen3")
         with Cluster(folder, save(model, folder / "model")) as cluster:
-            tasks = asyncio.run(record(cluster.gateway.address, make_tasks(Reference(model), 40)))
-            found = asyncio.run(soak(cluster, tasks, args, console))
+            found = asyncio.run(soak(cluster, make_tasks(Reference(model), 40), args, console))
     found = {"machine": machine(), "seed": args.seed, **found, "problems": problems(found)}
     console.print_json(json.dumps(found))
     if args.json:

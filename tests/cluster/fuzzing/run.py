@@ -58,6 +58,7 @@ class Run:
     def __init__(self, deployment: Deployment) -> None:
         self.report = Report()
         self._deployment = deployment
+        self._runner = asyncio.Runner()  # gRPC's poller belongs to one event loop
         self._good = self._answer()
         self._lives = self._incarnations()
         for process in deployment.processes:
@@ -73,7 +74,7 @@ class Run:
     ) -> None:
         """Sends them all; then checks. What is wrong is in the report."""
         started = time.monotonic()
-        asyncio.run(self._send(iter(cases), rng, sent))
+        self._runner.run(self._send(iter(cases), rng, sent))
         self.report.seconds += time.monotonic() - started
         self.check()
         self._weigh()
