@@ -88,6 +88,7 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
             kv_tokens=options.kv_tokens,
             max_rows=options.max_rows,
             token_budget=options.budget,
+            batch_invariant=options.batch_invariant,
         )
         bench = EngineBench(config)
         info, dtype = bench.engine.model_info, bench.engine.pool.layout.dtype
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--nano-repeats", type=int, default=3)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--batch-invariant", action="store_true", help="what that mode costs")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     configure("bench", "warning")

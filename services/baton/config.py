@@ -51,6 +51,10 @@ class WorkerConfig(NodeConfig):
     """Attention backend for prompts; `baton doctor` lists those that work here."""
     decode_attention: str = "auto"
     """Attention backend for decode rows."""
+    batch_invariant: bool = False
+    """On a GPU: compute a request's tokens in the same order whatever else is in the batch, so that the same
+    request gets the same tokens alone, in any batch, and split or not; slower. Chooses the attention
+    backends."""
     page_size: int = 0
     """Tokens per page; 0: 16 on a CPU, 128 on a GPU."""
     kv_tokens: int = 0

@@ -75,7 +75,7 @@ def make(
 ):
     """A runner and its cache; kind: "cpu", or on the GPU "plain" (ModelRunner with the torch backend), "fa3"
     or "triton" (the same with that one), "graphs" or "eager" (CudaRunner), or these with their backends:
-    "graphs:PREFILL/DECODE"."""
+    "graphs:PREFILL/DECODE", or "invariant" (the batch has no say in the order of computing)."""
     device = torch.device("cpu") if kind == "cpu" else CUDA
     model = load_model(path, dtype, device)
     config = model.config
@@ -83,8 +83,9 @@ def make(
     pool = KvPool(layout, num_pages, device, spare=1)
     pool.pages.fill_(poison)
     kind, _, pair = kind.partition(":")
-    if kind in ("graphs", "eager"):
-        prefill, decode = (BACKENDS[name] for name in (pair or "mixed/mixed").split("/"))
+    if kind in ("graphs", "eager", "invariant"):
+        usual = "fa3-fixed/fa3-fixed" if kind == "invariant" else "mixed/mixed"
+        prefill, decode = (BACKENDS[name] for name in (pair or usual).split("/"))
         runner = CudaRunner(
             model,
             pool,
@@ -92,7 +93,8 @@ def make(
             context_length=CONTEXT,
             prefill_attention=prefill,
             decode_attention=decode,
-            graphs=kind == "graphs",
+            graphs=kind != "eager",
+            batch_invariant=kind == "invariant",
         )
     else:
         backend = BACKENDS[kind if kind in ("fa3", "triton") else "torch"]

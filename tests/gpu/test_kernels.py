@@ -44,7 +44,7 @@ def test_gemv(rows, columns, gated, add, norm, bias, pdl):
 )
 def test_project_and_add_norm(rows, columns, k):
     """Parts of a projection, added to the residual and normalized; a second time, as a graph's replay is."""
-    from baton.layers.kernels.gemm import add_norm, fits, project
+    from baton.layers.kernels.gemm import add_norm, fits, project_parts
 
     torch.manual_seed(rows)
     linear = Linear(torch.randn(columns, k, device=CUDA).bfloat16() / k**0.5)
@@ -57,7 +57,7 @@ def test_project_and_add_norm(rows, columns, k):
     want = F.rms_norm(total, (columns,), scale.float(), 1e-6)
     for _ in range(2):
         residual, out = before.clone(), torch.full_like(before, torch.nan)
-        add_norm(residual, project(x, linear), scale, out, 1e-6)
+        add_norm(residual, project_parts(x, linear), scale, out, 1e-6)
         assert ((residual.float() - total).norm() / total.norm()).item() < 4e-3
         assert ((out.float() - want).norm() / want.norm()).item() < 4e-3
 

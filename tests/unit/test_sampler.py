@@ -227,3 +227,22 @@ def test_tiny_temperature_is_greedy_and_never_garbage():
     logits = torch.randn(1, 50)
     samples = sampler.sample(logits, np.array([0]), np.array([3]))
     assert samples.tokens.item() == logits.argmax().item()
+
+
+def test_a_large_top_k_does_not_depend_on_rows_without_one():
+    """More than the candidates that are looked at first, beside a row whose top-k keeps all."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 4000)
+    top_k, top_p = torch.tensor([2500, 0]), torch.tensor([0.5, 0.9])
+    together = thresholds(logits, top_k, top_p, 0)
+    assert together[0] == thresholds(logits[:1], top_k[:1], top_p[:1], 2500)[0]
+    assert together[1] == thresholds(logits[1:], top_k[1:], top_p[1:], 0)[0]
+
+
+def test_all_that_tie_with_the_last_of_top_k_count_for_top_p():
+    """Also those beyond the candidates that are looked at first: 45 tokens, then 59 that tie."""
+    logits = torch.cat((torch.linspace(3.25, 4.5, 45), torch.full((59,), 3.0), torch.zeros(400)))[None]
+    top_k, top_p = torch.tensor([50]), torch.tensor([0.9])
+    floor = thresholds(logits, top_k, top_p, 50)
+    assert int((logits >= floor).sum()) == 45 + 59
+    assert floor == thresholds(logits, top_k, top_p, 400)

@@ -6,12 +6,14 @@ import torch
 
 from baton.attention.base import AttentionBackend
 from baton.attention.fa3 import Fa3Attention
+from baton.attention.fa3_fixed import FixedFa3Attention
 from baton.attention.mixed import MixedAttention
 from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "fa3": Fa3Attention,
+    "fa3-fixed": FixedFa3Attention,
     "mixed": MixedAttention,
     "torch": TorchAttention,
     "triton": TritonAttention,

@@ -15,11 +15,12 @@ import torch
 
 from baton.attention.mixed import MixedAttention
 from baton.attention.paged import PagedAttention, PagedRows
+from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.graphs import DecodeGraphs, Inputs, Progress, batch_sizes
 from baton.engine.page_tables import PageTables
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.results import row_results
-from baton.engine.sampler import Sampler, Samples, TokenLogprobs, token_logprobs
+from baton.engine.sampler import Samples, TokenLogprobs, token_logprobs
 from baton.engine.upload import Upload, to_device, to_host
 from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
@@ -60,9 +61,12 @@ class CudaRunner:
         prefill_attention: type[PagedAttention] = MixedAttention,
         decode_attention: type[PagedAttention] = MixedAttention,
         graphs: bool = True,
+        batch_invariant: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """`progress` is called as graphs are captured. Raises ValueError for a pool without a spare page."""
+        """`batch_invariant`: matrix products in an order that the batch has no say in; with attention of that
+        kind a sequence's tokens depend on itself alone. `progress` is called as graphs are captured. Raises
+        ValueError for a pool without a spare page."""
         from baton.layers.kernels.sampling import sample
         from baton.models.fused import FusedDecoder
 
@@ -75,11 +79,13 @@ class CudaRunner:
         self._device = pool.device
         width = -(-context_length // pool.layout.page_size)
         self._tables = PageTables(max_slots, width, pool.num_pages, self._device)
-        self._decoder = FusedDecoder(model, pool, self._tables.table, context_length)
+        self._decoder = FusedDecoder(
+            model, pool, self._tables.table, context_length, invariant=batch_invariant
+        )
         self._chunks: PagedAttention = prefill_attention(pool, model.config.num_heads)
         self._singles: PagedAttention = decode_attention(pool, model.config.num_heads)
         self._choose = sample
-        self._sampler = Sampler(max_slots, self.vocab_size, self._device)
+        self._sampler = CudaSampler(max_slots, self.vocab_size, self._device)
         self._last_token = torch.zeros(max_slots + 1, dtype=torch.int32, device=self._device)
         self.graphs: DecodeGraphs | None = None
         if graphs:
@@ -169,7 +175,7 @@ class CudaRunner:
 
         tokens = self._last_token.index_select(0, inputs.slots)
         hidden = self._decoder.forward(tokens, inputs.positions, inputs.slots, attend, decode=True)
-        self._model.weights.head.into(hidden, inputs.logits)
+        self._decoder.project(self._model.weights.head, hidden, inputs.logits)
 
     def _sample_plain(self, inputs: Inputs) -> None:
         """Sampling behind it, where it takes no more than a temperature; captured."""
@@ -252,7 +258,8 @@ class CudaRunner:
             decode=single == len(ordered),
         )
         if slots.size:
-            logits = self._model.weights.head(hidden.index_select(0, last_there) if whole else hidden)
+            last_hidden = hidden.index_select(0, last_there) if whole else hidden
+            logits = self._decoder.project(self._model.weights.head, last_hidden)
             if simple is not None:
                 result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
                 self._choose(logits, temperatures_there, keys_there, slots_there, self._last_token, result)
@@ -266,10 +273,8 @@ class CudaRunner:
     # --- what takes more than a temperature -------------------------------------------------------------
 
     def _sample(self, logits: torch.Tensor, slots: Ints, positions: Ints, flight: CudaFlight) -> None:
-        samples = self._sampler.sample(logits.float(), slots, positions)
-        tokens = samples.tokens.to(torch.int32)
-        self._last_token.index_copy_(0, to_device(slots, self._device), tokens)
-        flight.result = to_host(torch.stack((tokens, samples.peaks.view(torch.int32)), 1))
+        result, samples = self._sampler.sample(logits, slots, positions, self._last_token)
+        flight.result = to_host(result)
         if samples.logprobs is not None:
             samples.logprobs = _logprobs_to_host(samples.logprobs)
             flight.samples = samples
@@ -277,13 +282,13 @@ class CudaRunner:
     def _prompt_logprobs(self, row: PlanRow, hidden: torch.Tensor) -> list[TokenLogprobs]:
         assert row.prompt_logprobs is not None
         targets = to_device(np.array(row.prompt_logprobs, np.int64), self._device)
+        parts = zip(
+            torch.split(hidden[: len(targets)], _LOGITS_ROWS), torch.split(targets, _LOGITS_ROWS), strict=True
+        )
+        head, project = self._model.weights.head, self._decoder.project
         return [
-            _logprobs_to_host(token_logprobs(self._model.logits(states), wanted, row.prompt_top))
-            for states, wanted in zip(
-                torch.split(hidden[: len(targets)], _LOGITS_ROWS),
-                torch.split(targets, _LOGITS_ROWS),
-                strict=True,
-            )
+            _logprobs_to_host(token_logprobs(project(head, states).float(), wanted, row.prompt_top))
+            for states, wanted in parts
         ]
 
 

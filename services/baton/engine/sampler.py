@@ -79,17 +79,6 @@ class Sampler:
     def init(self, init: SlotInit) -> None:
         self._states.init(init)
 
-    def simple(
-        self, slots: Slots, positions: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None:
-        """Temperatures (0: greedy) and generator states [slots] if these are all that the slots' sampling
-        depends on, for the caller to sample by; None, and nothing changed, if it takes more."""
-        states = self._states
-        if not states.simple[slots].all() or (states.output_length[slots] < states.min_tokens[slots]).any():
-            return None
-        states.output_length[slots] += 1
-        return states.temperature[slots], row_keys(states.seed[slots], positions.astype(np.uint64))
-
     def sample(self, logits: torch.Tensor, slots: Slots, positions: npt.NDArray[np.int64]) -> Samples:
         """Chooses a token for each slot.
 

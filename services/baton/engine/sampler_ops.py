@@ -42,7 +42,7 @@ def thresholds(
     """
     vocab = logits.shape[1]
     width = min(vocab, max(largest_k + 1, 2) if largest_k else _CANDIDATES)
-    if logits.device.type != "cpu" and not largest_k:
+    if logits.device.type != "cpu":
         width = vocab
     result, covered = _thresholds(logits, top_k, top_p, width)
     if width < vocab and logits.device.type == "cpu" and not bool(covered.all()):
@@ -69,8 +69,10 @@ def _thresholds(
     kept[:, 0] = True
     result = largest.masked_fill(~kept, torch.inf).amin(-1)
     unrestricted = (limit >= vocab) & (top_p >= 1.0)
-    # Enough: something below the threshold has been seen.
-    covered = unrestricted | (largest[:, -1] < result) if width < vocab else torch.ones_like(unrestricted)
+    # Enough: all that top-k keeps, ties included, and something below the threshold, has been seen.
+    whole = (limit <= width) | (limit >= vocab)
+    seen = whole & (largest[:, -1] < torch.where(limit < vocab, by_k.squeeze(1), result))
+    covered = unrestricted | seen if width < vocab else torch.ones_like(unrestricted)
     return result.masked_fill(unrestricted, -torch.inf), covered
 
 

@@ -17,7 +17,7 @@ class SlotStates:
     """
 
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = device
         self.params: list[SamplingParams | None] = [None] * max_slots
         self.temperature = np.zeros(max_slots, np.float32)
@@ -58,7 +58,7 @@ class SlotStates:
         self.frequency[slot] = params.frequency_penalty
         self.seed[slot] = init.seed
         self.output_length[slot] = len(init.output)
-        self.stop_tokens[slot] = sorted(t for t in params.stop_token_ids if 0 <= t < self._vocab_size)
+        self.stop_tokens[slot] = sorted(t for t in params.stop_token_ids if 0 <= t < self.vocab_size)
         self.min_tokens[slot] = params.min_tokens if self.stop_tokens[slot] else 0
         self.penalized[slot] = params.penalized
         self.biased[slot] = bool(params.logit_bias)
@@ -73,7 +73,7 @@ class SlotStates:
 
     def _count(self, init: SlotInit) -> None:
         if self.counts is None or self.prompt is None:
-            shape = (len(self.params), self._vocab_size)
+            shape = (len(self.params), self.vocab_size)
             self.counts = torch.zeros(shape, dtype=torch.float32, device=self._device)
             self.prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
         counts, prompt = self.counts[init.slot].zero_(), self.prompt[init.slot].zero_()

@@ -1,8 +1,9 @@
 """The decoder's forward pass on a GPU's kernels: the same function as `Model.forward`, in fewer launches.
 
 A layer: fused add and norm, projection, head norms with rotation and KV write, attention, projection, fused
-add and norm, projection, SiLU and product, projection. For one token: projections that norm what they read
-and gate or add what they write. Needs a GPU: import it where one is in use.
+add and norm, projection, SiLU and product, projection. For a few rows of one token: projections that gate
+what they write, or leave it to the norm in parts. For one token: projections that norm what they read and
+gate or add what they write. Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import torch.nn.functional as F
 from sgl_kernel import fused_add_rmsnorm, rmsnorm, silu_and_mul
 
 from baton.kvcache.pool import KvPool
-from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project
+from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_parts
 from baton.layers.kernels.gemv import gemv
+from baton.layers.kernels.matmul import matmul
 from baton.layers.kernels.qkv import write_qkv
+from baton.layers.linear import Linear
 from baton.models.decoder import Model
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -26,9 +29,18 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 class FusedDecoder:
     """Bound to one pool and the page tables of its batch slots."""
 
-    def __init__(self, model: Model, pool: KvPool, tables: torch.Tensor, context_length: int) -> None:
-        """`tables`: int32 [slots, pages]; `context_length`: positions that will be used."""
+    def __init__(
+        self,
+        model: Model,
+        pool: KvPool,
+        tables: torch.Tensor,
+        context_length: int,
+        invariant: bool = False,
+    ) -> None:
+        """`tables`: int32 [slots, pages]; `context_length`: positions that will be used. `invariant`: a token
+        is computed in the same order whatever others are there; slower."""
         self.model = model
+        self._invariant = invariant
         self._tables = tables
         self._caches = [pool.pages[:, index] for index in range(pool.layout.num_layers)]
         config = model.config
@@ -36,7 +48,7 @@ class FusedDecoder:
         half = config.head_dim // 2
         # Cosines, then the sines of the second half, which are the positive ones.
         self._rope = torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
-        self._few = all(
+        self._few = not invariant and all(
             fits(linear) for w in model.weights.layers for linear in (w.output, w.gate_up, w.down)
         )
 
@@ -56,14 +68,14 @@ class FusedDecoder:
         config, weights = self.model.config, self.model.weights
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         residual = F.embedding(tokens, weights.embedding)
-        if tokens.shape[0] == 1:
+        if tokens.shape[0] == 1 and not self._invariant:
             return self._forward_one(residual, positions, slots, attend, wanted)
         if decode and self._few and tokens.shape[0] <= MOST_ROWS:
             return self._forward_few(residual, positions, slots, attend, wanted)
         norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
         x: torch.Tensor = rmsnorm(residual, weights.layers[0].input_norm, eps)
         for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
-            qkv = w.qkv(x)
+            qkv = self.project(w.qkv, x)
             self._write(index, qkv, positions, slots)
             if wanted is not None and following is weights.norm and not wanted.shape[0]:
                 return x[:0]
@@ -73,9 +85,9 @@ class FusedDecoder:
             attended = attended.flatten(1)
             if wanted is not None and following is weights.norm:
                 attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
-            x = w.output(attended)
+            x = self.project(w.output, attended)
             fused_add_rmsnorm(x, residual, w.post_norm, eps)
-            x = w.down(silu_and_mul(w.gate_up(x)))
+            x = self.project(w.down, silu_and_mul(self.project(w.gate_up, x)))
             fused_add_rmsnorm(x, residual, following, eps)
         return x
 
@@ -112,12 +124,21 @@ class FusedDecoder:
             qkv = w.qkv(x)
             self._write(index, qkv, positions, slots)
             attend(index, qkv.view(residual.shape[0], -1, dim)[:, :heads], attended)
-            add_norm(residual, project(attended.flatten(1), w.output), w.post_norm, x, eps)
+            add_norm(residual, project_parts(attended.flatten(1), w.output), w.post_norm, x, eps)
             inner = gated(x, w.gate_up)
             if inner is None:
                 inner = silu_and_mul(w.gate_up(x))
-            add_norm(residual, project(inner, w.down), following, x, eps)
+            add_norm(residual, project_parts(inner, w.down), following, x, eps)
         return x if wanted is None else x.index_select(0, wanted)
+
+    def project(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, in] -> [rows, out], into `out` if given, which is for layers without bias."""
+        if self._invariant:
+            return matmul(x, linear, out)
+        if out is None:
+            return linear(x)
+        linear.into(x, out)
+        return out
 
     def _forward_one(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from baton.attention.fa3_fixed import FixedFa3Attention
 from baton.attention.registry import NoBackend
 from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
@@ -89,6 +90,8 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     device = _device(config.device)
     config = sized(config, device)
     _check(config)
+    if config.batch_invariant:
+        config = _invariant(config, device)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
     dtype = _dtype(config.dtype, device)
@@ -109,7 +112,12 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     prefill, why_prefill = resolve_attention(config.prefill_attention, device, model.dtype, shape.head_dim)
     decode, why_decode = resolve_attention(config.decode_attention, device, model.dtype, shape.head_dim)
     context = min(config.context_length or shape.context_length, shape.context_length, pages * size)
-    runner: Runner[Any] = make_runner(model, pool, prefill, decode, config.max_rows, context)
+    try:
+        runner: Runner[Any] = make_runner(
+            model, pool, prefill, decode, config.max_rows, context, config.batch_invariant
+        )
+    except ValueError as error:
+        raise failed_precondition(f"--batch-invariant does not work here: {error}") from error
     if device.type == "cpu":
         runner = tuned = TunedRunner(runner)
         by_tokens = {f"to_{tokens}": count for tokens, count in tuned.small_steps.items()}
@@ -208,6 +216,16 @@ def _check(config: WorkerConfig) -> None:
         rows = f"--max-rows ({config.max_rows})"
         text = f"--token-budget ({config.token_budget}) must be at least {rows}, and that 1"
         raise invalid("token_budget", text)
+
+
+def _invariant(config: WorkerConfig, device: torch.device) -> WorkerConfig:
+    """With attention of that kind. Raises BatonError."""
+    if device.type != "cuda":
+        raise failed_precondition(f"--batch-invariant needs an NVIDIA GPU, not {device.type}; leave it out")
+    for name in (config.prefill_attention, config.decode_attention):
+        if name not in ("auto", FixedFa3Attention.name):
+            raise invalid("batch_invariant", f"--batch-invariant excludes attention {name!r}; leave that out")
+    return replace(config, prefill_attention=FixedFa3Attention.name, decode_attention=FixedFa3Attention.name)
 
 
 def _device(name: str) -> torch.device:

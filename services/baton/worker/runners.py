@@ -24,10 +24,14 @@ def make_runner(
     decode: type[AttentionBackend],
     max_slots: int,
     context_length: int,
+    batch_invariant: bool = False,
 ) -> ModelRunner | CudaRunner:
-    """The one with fused kernels and CUDA graphs where it can be had, else the plain one."""
+    """The one with fused kernels and CUDA graphs where it can be had, else the plain one. Raises ValueError
+    where a batch-invariant one cannot be had."""
     problem = unsuited(model, prefill, decode)
     if problem is not None:
+        if batch_invariant:
+            raise ValueError(problem)
         if pool.device.type == "cuda":
             _log.warning("no fused kernels and no CUDA graphs: slow", reason=problem)
         return ModelRunner(
@@ -54,6 +58,7 @@ def make_runner(
         context_length=context_length,
         prefill_attention=prefill,
         decode_attention=decode,
+        batch_invariant=batch_invariant,
         progress=report,
     )
     if runner.graphs is not None:

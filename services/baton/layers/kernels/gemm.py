@@ -94,7 +94,7 @@ def _processors(device: torch.device) -> int:
 
 
 def fits(linear: Linear) -> bool:
-    """Whether `project` and `gated` compute this layer: on a Hopper GPU, 16 bits, no bias."""
+    """Whether `project_parts` and `gated` compute this layer: on a Hopper GPU, 16 bits, no bias."""
     weight = linear.weight
     if weight is None or linear.bias is not None or weight.dtype.itemsize != 2:
         return False
@@ -102,7 +102,7 @@ def fits(linear: Linear) -> bool:
     return hopper and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
-def project(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+def project_parts(x: torch.Tensor, linear: Linear) -> torch.Tensor:
     """y = W x of x [rows, in], at most MOST_ROWS, in parts to be added: float32 [parts, rows, out]."""
     weight = linear.weight
     assert weight is not None

@@ -1,0 +1,161 @@
+"""Sampling on a GPU: what the kernels in `layers.kernels` are told about each sampled slot of a step.
+
+The same function as `engine.sampler.Sampler`, which says what it is; in a few launches, without sorting
+and without ever waiting for the device. Rounding differs: of a top-p, a token whose cumulative mass is within
+about 1e-6 of p may be kept here and not there, or the reverse; and noise may differ in its last bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.engine.plan import SlotInit
+from baton.engine.random import row_keys
+from baton.engine.sampler import Samples, Slots, token_logprobs
+from baton.engine.sampler_state import SlotStates
+from baton.engine.upload import Upload, to_device
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Edits:
+    """Which rows' logits change before anything is sampled from them, beside penalties."""
+
+    rows: Ints
+    """Those that change at all, penalized ones included."""
+    places: npt.NDArray[np.int32]
+    """Of every row: where it is in `rows`, or -1."""
+    at: Ints
+    """Entries of a [len(rows), vocab] copy, flattened; none twice."""
+    added: Floats
+    """What is added to them: a bias, or -inf for what min_tokens forbids."""
+
+
+def edits(states: SlotStates, slots: Slots) -> Edits:
+    """Of the sampled slots, in their order."""
+    waiting = states.output_length[slots] < states.min_tokens[slots]
+    rows = (states.penalized[slots] | states.biased[slots] | waiting).nonzero()[0]
+    places = np.full(len(slots), -1, np.int32)
+    places[rows] = np.arange(len(rows))
+    at: list[int] = []
+    added: list[float] = []
+    for row in rows[states.biased[slots[rows]] | waiting[rows]].tolist():
+        slot, first = slots[row], int(places[row]) * states.vocab_size
+        changes = dict(zip(*states.bias[slot], strict=True))
+        if waiting[row]:
+            changes |= dict.fromkeys(states.stop_tokens[slot], -np.inf)
+        at += [first + token for token in changes]
+        added += changes.values()
+    return Edits(rows, places, np.array(at, np.int64), np.array(added, np.float32))
+
+
+class CudaSampler:
+    """Parameters and state of every batch slot. Used by one thread."""
+
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._states = SlotStates(max_slots, vocab_size, device)
+
+    def init(self, init: SlotInit) -> None:
+        self._states.init(init)
+
+    def simple(self, slots: Slots, positions: Ints) -> tuple[Floats, Ints] | None:
+        """Temperatures (0: greedy) and generator states [slots] if these are all that the slots' sampling
+        depends on, for the caller to sample by; None, and nothing changed, if it takes more."""
+        states = self._states
+        if not states.simple[slots].all() or (states.output_length[slots] < states.min_tokens[slots]).any():
+            return None
+        states.output_length[slots] += 1
+        return states.temperature[slots], row_keys(states.seed[slots], positions.astype(np.uint64))
+
+    def sample(
+        self, logits: torch.Tensor, slots: Slots, positions: Ints, last_token: torch.Tensor
+    ) -> tuple[torch.Tensor, Samples]:
+        """Chooses a token for each slot, into `last_token` (int32) at the slot; none occurs twice.
+
+        logits: [slots, vocab], unmodified; positions [slots]: that of the token being sampled. Yields int32
+        [slots, 2], the token and the bits of the largest logit, and the samples.
+        """
+        from baton.layers.kernels.penalties import penalize
+        from baton.layers.kernels.sampling import Special, sample
+
+        states = self._states
+        change = edits(states, slots)
+        own = slots[change.rows]
+        penalized = states.penalized[slots]
+        top_k, top_p = states.top_k[slots], states.top_p[slots]
+        random = states.temperature[slots] > 0
+        upload = Upload()
+        for array in (
+            states.temperature[slots],
+            row_keys(states.seed[slots], positions.astype(np.uint64)),
+            slots.astype(np.int32),
+            change.places,
+            change.rows,
+            np.minimum(top_k, states.vocab_size).astype(np.int32),
+            top_p,
+            # By torch, as where there is no GPU.
+            -torch.from_numpy(states.min_p[slots]).log().numpy(),
+            np.where(penalized, slots, -1).astype(np.int32),
+            states.repetition[own],
+            states.presence[own],
+            states.frequency[own],
+            change.at,
+            change.added,
+        ):
+            upload.add(array)
+        (
+            temperatures,
+            keys,
+            slots_there,
+            places,
+            rows,
+            top_k_there,
+            top_p_there,
+            limits,
+            counted,
+            repetition,
+            presence,
+            frequency,
+            at,
+            added,
+        ) = upload.send(self._device)
+        counts = states.counts if penalized.any() else None
+        changed = torch.empty(0, logits.shape[1], device=self._device)
+        if len(change.rows):
+            changed = penalize(logits, rows, counted, counts, states.prompt, repetition, presence, frequency)
+            if len(change.at):
+                changed.view(-1).index_add_(0, at, added)
+        result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
+        special = Special(
+            changed=changed,
+            places=places,
+            changed_rows=rows,
+            restricted=bool((random & ((top_k > 0) | (top_p < 1))).any()),
+            top_k=top_k_there,
+            top_p=top_p_there,
+            limits=limits,
+            counted=counted,
+            counts=counts,
+        )
+        sample(logits, temperatures, keys, slots_there, last_token, result, special)
+        states.output_length[slots] += 1
+        return result, self._report(logits, slots, result)
+
+    def _report(self, logits: torch.Tensor, slots: Slots, result: torch.Tensor) -> Samples:
+        samples = Samples(result[:, 0], result[:, 1].view(torch.float32), [])
+        wanted = (self._states.logprobs[slots] >= 0).nonzero()[0]
+        if wanted.size:
+            rows = to_device(wanted, self._device)
+            samples.wanted = tuple(self._states.logprobs[slots[wanted]].tolist())
+            samples.logprob_rows = wanted.tolist()
+            samples.logprobs = token_logprobs(
+                logits.index_select(0, rows).float(), samples.tokens[rows].long(), max(samples.wanted)
+            )
+        return samples

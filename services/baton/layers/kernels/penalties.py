@@ -1,0 +1,85 @@
+"""Triton: penalties for tokens that occurred before, row by row of a batch.
+
+The same function as `engine.sampler_ops.penalize`, rounding included. Needs a GPU: import it where one is in
+use.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _penalize(
+    logits,
+    rows,
+    counted,
+    counts,
+    prompt,
+    repetition,
+    presence,
+    frequency,
+    changed,
+    vocab,
+    stride,
+    COUNTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < vocab
+    row = tl.load(rows + place)
+    x = tl.load(logits + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if COUNTED:
+        own = tl.load(counted + row).to(tl.int64)
+        if own >= 0:
+            count = tl.load(counts + own * vocab + columns, mask=inside, other=0.0)
+            occurred = count > 0
+            before = occurred | (tl.load(prompt + own * vocab + columns, mask=inside, other=0) > 0)
+            factor = tl.load(repetition + place)
+            x = tl.where(before, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
+            x = x - tl.load(frequency + place) * count
+            x = x - tl.load(presence + place) * occurred.to(tl.float32)
+    tl.store(changed + place * vocab + columns, x, mask=inside)
+
+
+def penalize(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    counted: torch.Tensor,
+    counts: torch.Tensor | None,
+    prompt: torch.Tensor | None,
+    repetition: torch.Tensor,
+    presence: torch.Tensor,
+    frequency: torch.Tensor,
+) -> torch.Tensor:
+    """Of the rows named by `rows` (int64 [n]) of logits [rows, vocab]: a changed copy, float32 [n, vocab].
+
+    counted: int32 [rows], whose `counts` (float32 [slots, vocab]) and `prompt` (bool) a row has, or -1: it is
+    copied as it is; penalties: float32 [n].
+    """
+    count, vocab = len(rows), logits.shape[1]
+    changed = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
+    _penalize[(count, triton.cdiv(vocab, _BLOCK))](
+        logits,
+        rows,
+        counted,
+        logits if counts is None else counts,
+        logits if prompt is None else prompt.view(torch.uint8),
+        repetition,
+        presence,
+        frequency,
+        changed,
+        vocab,
+        logits.stride(0),
+        COUNTED=counts is not None,
+        BLOCK=_BLOCK,
+        num_warps=8,
+        # A product is rounded before it is subtracted, as on a CPU.
+        enable_fp_fusion=False,
+    )
+    return changed

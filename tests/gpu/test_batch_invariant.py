@@ -1,0 +1,152 @@
+"""A request gets the same logits, to the bit, alone and in any batch, however its prompt is divided."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from rig import CUDA, GREEDY, generate, make, prompts_of, save_checkpoint
+
+from baton.engine.sampling import SamplingParams
+from baton.layers.linear import Linear
+
+LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
+SHAPE = {"head_dim": 128}
+TILES = ((64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("columns", "inner"), [(6144, 4096), (1024, 3072), (1000, 200)])
+def test_a_row_of_a_product(columns, inner, bias):
+    from baton.layers.kernels.matmul import Tile, matmul
+
+    torch.manual_seed(inner)
+    weight = torch.randn(columns, inner, device=CUDA).bfloat16() / inner**0.5
+    linear = Linear(weight, torch.randn(columns, device=CUDA).bfloat16() if bias else None)
+    x = torch.randn(2100, inner, device=CUDA).bfloat16()
+    want = matmul(x, linear)
+    exact = x.float() @ weight.float().t() + (0 if linear.bias is None else linear.bias.float())
+    assert ((want.float() - exact).norm() / exact.norm()).item() < 4e-3
+    for rows in (1, 2, 17, 64, 65, 200, 256, 257, 1024):
+        assert torch.equal(matmul(x[:rows], linear), want[:rows]), rows
+        assert torch.equal(matmul(x[-rows:], linear), want[-rows:]), rows
+    for shape in TILES:
+        assert torch.equal(matmul(x[:300], linear, tile=Tile(*shape)), want[:300]), shape
+    out = torch.full((70, columns), torch.nan, device=CUDA, dtype=torch.bfloat16)
+    assert matmul(x[:65], linear, out[:65]) is not None
+    assert torch.equal(out[:65], want[:65]) and out[65:].isnan().all()
+
+
+class Recorded:
+    """The logits that a runner samples from, by seed of the request and position; seeds are unique."""
+
+    def __init__(self, runner) -> None:
+        self.logits: dict[tuple[int, int], torch.Tensor] = {}
+        self._runner, self._launch, self._project = runner, runner.launch, runner._decoder.project
+        self._seeds: dict[int, int] = {}
+        self._seen = None
+        runner.launch, runner._decoder.project = self.launch, self.project
+
+    def project(self, linear, x, out=None):
+        result = self._project(linear, x, out)
+        if linear is self._runner._model.weights.head and not torch.cuda.is_current_stream_capturing():
+            self._seen = result
+        return result
+
+    def launch(self, plan):
+        self._seeds |= {init.slot: init.seed for init in plan.inits}
+        self._seen = None
+        flight = self._launch(plan)
+        rows = [row for row in plan.rows if row.sample]
+        # A replayed graph calls nothing, and leaves its logits in its buffer.
+        seen = self._runner.graphs._logits if self._seen is None else self._seen
+        for row, logits in zip(rows, seen[: len(rows)].clone(), strict=True):
+            self.logits[self._seeds[row.sample[0]], row.start + row.count] = logits
+        return flight
+
+
+def run(path, requests, *, slots=64, budget=256, rounds=1, **options):
+    """Outputs and logits of (prompt, parameters), which share a batch; of the last of several rounds over
+    the same cache."""
+    runner, cache = make(path, "invariant", torch.bfloat16, slots=slots, num_pages=1200, **options)
+    for _ in range(rounds):
+        recorded = Recorded(runner)
+        outputs = generate(
+            runner, cache, [prompt for prompt, _ in requests], [own for _, own in requests], budget=budget
+        )
+        runner.launch, runner._decoder.project = recorded._launch, recorded._project
+    return outputs, recorded.logits
+
+
+def assert_same(outputs, logits, want_outputs, want_logits):
+    assert outputs == want_outputs
+    shared = logits.keys() & want_logits.keys()
+    assert len(shared) >= sum(map(len, want_outputs))
+    for key in shared:
+        assert torch.equal(logits[key], want_logits[key]), key
+
+
+@pytest.mark.parametrize("shape", [SHAPE, {**SHAPE, "num_key_value_heads": 4}])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+def test_alone_in_a_batch_from_a_cache_and_by_other_chunks(tmp_path, shape, page_size):
+    path = save_checkpoint(tmp_path, **shape)
+    prompts = prompts_of(*LENGTHS)
+    params = [
+        SamplingParams(temperature=(0.0, 0.8)[i % 2], top_p=(1.0, 0.9)[i % 3 // 2], seed=i, max_tokens=24)
+        for i in range(len(prompts))
+    ]
+    requests = list(zip(prompts, params, strict=True))
+    alone, logits = [], {}
+    for request in requests:
+        outputs, own = run(path, [request], slots=4, page_size=page_size)
+        alone += outputs
+        logits |= own
+    for options in ({}, {"budget": 64}, {"budget": 1000, "rounds": 2}):
+        outputs, found = run(path, requests, page_size=page_size, **options)
+        assert_same(outputs, found, alone, logits)
+    others = [
+        (prompt, dataclasses.replace(GREEDY, seed=100 + i, max_tokens=10 + i))
+        for i, prompt in enumerate(prompts_of(*range(30, 84), seed=9))
+    ]
+    outputs, found = run(path, requests + others, page_size=page_size)
+    assert_same(outputs[: len(requests)], found, alone, logits)
+
+
+def test_a_sequence_goes_on_from_its_own_output_as_a_prompt(tmp_path):
+    """What was decoded token by token is computed as a chunk, as after a retraction: nothing changes."""
+    path = save_checkpoint(tmp_path, **SHAPE)
+    (prompt,) = prompts_of(70)
+    params = dataclasses.replace(GREEDY, max_tokens=40)
+    (whole,), logits = run(path, [(prompt, params)])
+    (rest,), found = run(path, [(prompt + whole[:25], dataclasses.replace(params, max_tokens=15))])
+    assert whole[25:] == rest
+    shared = found.keys() & logits.keys()
+    assert len(shared) >= 15
+    for key in shared:
+        assert torch.equal(found[key], logits[key]), key
+
+
+def test_without_the_mode_logits_do_differ(tmp_path):
+    """Else the tests above would prove nothing."""
+    path = save_checkpoint(tmp_path, **SHAPE)
+    prompts = prompts_of(*LENGTHS)
+    found = []
+    for chosen in (prompts[3:4], prompts):
+        runner, cache = make(path, "graphs", torch.bfloat16)
+        recorded = Recorded(runner)
+        params = [
+            dataclasses.replace(GREEDY, seed=0 if p is prompts[3] else i + 1, max_tokens=8)
+            for i, p in enumerate(chosen)
+        ]
+        generate(runner, cache, chosen, params)
+        found.append({key: row for key, row in recorded.logits.items() if key[0] == 0})
+    keys = found[0].keys() & found[1].keys()
+    assert keys and any(not torch.equal(found[0][key], found[1][key]) for key in keys)
+
+
+def test_heads_of_another_size_are_refused():
+    from baton.attention.fa3_fixed import FixedFa3Attention
+
+    assert FixedFa3Attention.available(CUDA, torch.bfloat16, 128) is None
+    assert "depend on the batch" in str(FixedFa3Attention.available(CUDA, torch.bfloat16, 64))
