@@ -76,7 +76,7 @@ class Deployment:
             first = [process for process in self.processes if process not in gateways]
             self.start_all(first)
             for gateway, decode, prefill in self._late:
-                gateway.flags += ["--tokenizer", self.tokenizer.address]
+                gateway.flags += ["--tokenizer", ",".join(each.address for each in self.of("tokenizer"))]
                 gateway.flags += ["--decode", ",".join(process.address for process in decode)]
                 if prefill:
                     gateway.flags += ["--prefill", ",".join(process.address for process in prefill)]

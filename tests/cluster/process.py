@@ -64,6 +64,7 @@ class Process:
             "baton.cli.main",
             "serve",
             self.role,
+            "--lifeline",  # it ends when this process does, however that happens
             "--port",
             port,
             "--http-port",
@@ -73,7 +74,7 @@ class Process:
         with self.log.open("ab") as log:
             self._popen = subprocess.Popen(
                 [*command, *self.flags],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **ENVIRONMENT, **self.environment},

@@ -80,6 +80,7 @@ def make_app(gateway: Gateway, door: PublicDoor) -> FastAPI:
         start = chat_start(body)
         async with _job(gateway, [start], request) as job:
             await job.begin()
+            await job.wait_for_output()  # `n` has been checked by then
             answer = ChatAnswer(job.name, body.model, job.n, _include_usage(body))
             return await _answer(job, answer, bool(body.stream))
 

@@ -1,0 +1,103 @@
+"""Kills, stalls and drains processes at random moments while streams run, and checks every token.
+
+    python benchmarks/chaos.py --faults 500 --json benchmarks/results/chaos.json
+
+Two prefill, two decode and two tokenizer processes and a gateway run on this machine; --streams requests are
+under way at any time, each with an answer that is known beforehand (transformers computes it, float32;
+sampled ones are recorded before the first fault). Each fault is SIGKILL, SIGTERM (drain), or SIGSTOP for
+longer than a lease and then SIGCONT. A stream that fails, differs by a token, ends twice or hangs is a
+problem, and so is whatever a process still holds at the end. A problem found makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import asyncio
+import json
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
+
+from checkpoints import make_model, save
+from reference import Reference
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from stress import Cluster, Report, make_tasks, record, run
+from stress.clients import Outcome
+from stress.faults import Fault
+
+from baton.bench.machine import machine
+
+
+def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
+    model = make_model("qwen3")
+    path = save(model, folder / "model")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    tasks = make_tasks(Reference(model), args.tasks)
+    with (
+        Cluster(folder, path, tokenizers=args.tokenizers) as cluster,
+        Progress(*columns, console=console) as bar,
+    ):
+        shown = bar.add_task("faults", total=args.faults)
+        counts = {"streams": 0}
+
+        def ended(outcome: Outcome) -> None:
+            counts["streams"] += 1
+
+        def happened(fault: Fault) -> None:
+            said = f"{counts['streams']} streams, {fault.action} {fault.process}"
+            bar.update(shown, advance=1, description=said)
+
+        async def attack() -> Report:
+            known = await record(cluster.gateway.address, tasks)
+            options = {"seed": args.seed, "faults": args.faults, "streams": args.streams}
+            return await run(cluster, known, **options, happened=happened, ended=ended)
+
+        report = asyncio.run(attack())
+        for process in cluster.processes:
+            if "Traceback" in process.log.read_text():
+                console.print(f"a traceback in {process.log}", style="red")
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--streams", type=int, default=64, help="under way at any time")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults and requests; 0: a random one")
+    parser.add_argument("--tasks", type=int, default=40, help="different requests")
+    parser.add_argument("--tokenizers", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="keep logs in this folder")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    args = parser.parse_args()
+    args.seed = args.seed or secrets.randbits(32)
+    console = Console()
+    console.print(f"seed {args.seed}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        report = measure(args, console, folder)
+    console.print_json(json.dumps(report.summary()))
+    if args.json:
+        found = {"machine": machine(), **report.summary(), "each": report.details()}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 1 if report.problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,80 @@
+"""Bad bytes against every public and internal port of a deployment, many messages.
+
+    python benchmarks/fuzz.py --messages 100000 --json benchmarks/results/fuzz.json
+
+Sends the corpus, then in turn messages that parse (hypothesis, from the protobuf and JSON schemas), bytes
+that were good once, and noise on bare connections (HTTP/1.1, HTTP/2 frames). After each part all processes
+must be the same, hold nothing, have logged no traceback, and answer a good request with the tokens of before.
+What is wrong is printed, and the case kept in --keep, from where it can be put into tests/fuzz_corpus. Exit
+code 1 if anything was.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import itertools
+import json
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
+
+from checkpoints import make_model, save
+from fuzzing import Run, load, structured
+from fuzzing import save as keep
+from fuzzing.mutate import mutated
+from rich.console import Console
+from rich.progress import Progress
+
+from baton.bench.machine import machine
+
+CORPUS = Path(__file__).parent.parent / "tests" / "fuzz_corpus"
+CALLS = 1000
+"""In a part, of each kind."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--messages", type=int, default=10000, help="at least")
+    parser.add_argument("--seed", type=int, default=0, help="0: a random one")
+    parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing cases")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    args = parser.parse_args()
+    seed = args.seed or secrets.randbits(32)
+    console, rng = Console(), Random(seed)
+    console.print(f"seed {seed}")
+    with tempfile.TemporaryDirectory() as scratch:
+        model = save(make_model("qwen3"), Path(scratch) / "model")
+        with Run.deployment(Path(scratch), model) as deployment, Progress(console=console) as progress:
+            shown = progress.add_task("messages", total=args.messages)
+            run = Run(deployment)
+            run.send(load(CORPUS), rng, lambda count: progress.advance(shown, count))
+            for part in itertools.count():
+                if run.report.messages >= args.messages or run.report.wrong:
+                    break
+                cases = itertools.chain(structured(CALLS, seed + part), itertools.islice(mutated(rng), CALLS))
+                run.send(cases, rng, lambda count: progress.advance(shown, count))
+    report = run.report
+    if report.failing:
+        args.keep.mkdir(parents=True, exist_ok=True)
+    for number, case in enumerate(report.failing):
+        console.print(f"kept: {keep(case, args.keep, f'failing-{number}')}")
+    found = {"machine": machine(), "seed": seed, **report.summary()}
+    console.print_json(json.dumps(found))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,92 @@
+"""Good messages, for others to go wrong from. Small ones: most of what is made of them is run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+from baton.v1 import common_pb2, decode_pb2, inference_pb2, node_pb2, prefill_pb2, tokenizer_pb2
+
+SAMPLING = common_pb2.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+RICH = common_pb2.SamplingParams(
+    max_tokens=6, temperature=0.7, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=7,
+    logprobs=2, prompt_logprobs=1, stop_token_ids=[4], logit_bias={5: 1.5},
+)  # fmt: skip
+PROMPT = list(range(5, 60))
+TALK = tokenizer_pb2.ChatPrompt(messages=[tokenizer_pb2.ChatMessage(role="user", content="hello")])
+NAME = common_pb2.Attempt(gateway=1, request=2)
+
+
+def _generate(**fields: Any) -> Message:
+    start = inference_pb2.GenerateStart(id="a", sampling=SAMPLING, **fields)
+    return inference_pb2.GenerateRequest(start=start)
+
+
+def _prefill(**fields: Any) -> Message:
+    return prefill_pb2.PrefillRequest(**fields)
+
+
+_TOKENS = inference_pb2.TokenPrompt(token_ids=PROMPT)
+_WITH_STOP = common_pb2.SamplingParams(max_tokens=8, stop=["a", "the"], seed=3)
+_RUN = prefill_pb2.PrefillStart(attempt=NAME, token_ids=PROMPT, sampling=SAMPLING)
+_FIRST_ONLY = prefill_pb2.PrefillStart(attempt=NAME, token_ids=PROMPT, sampling=RICH, keep_pages=False)
+
+SEEDS: dict[str, list[Message]] = {
+    "Inference/Generate": [
+        _generate(text="hello"),
+        _generate(chat=TALK, n=2),
+        _generate(tokens=_TOKENS, session="s", namespace="n"),
+        inference_pb2.GenerateRequest(
+            start=inference_pb2.GenerateStart(id="b", text="the pages of a prompt", sampling=_WITH_STOP)
+        ),
+        inference_pb2.GenerateRequest(cancel=inference_pb2.GenerateCancel(id="a")),
+    ],
+    "Inference/ListModels": [inference_pb2.ListModelsRequest()],
+    "Tokenizer/Encode": [
+        tokenizer_pb2.EncodeRequest(inputs=[{"text": "the pages"}, {"chat": TALK}]),
+    ],
+    "Tokenizer/Decode": [tokenizer_pb2.DecodeRequest(sequences=[{"token_ids": PROMPT}, {}])],
+    "Tokenizer/Detokenize": [
+        tokenizer_pb2.DetokenizeRequest(items=[{"id": 1, "context": [5, 6], "token_ids": [7, 8]}]),
+        tokenizer_pb2.DetokenizeRequest(items=[{"id": 1, "token_ids": [9]}, {"id": 2, "token_ids": [200]}]),
+        tokenizer_pb2.DetokenizeRequest(items=[{"id": 1, "finish": True, "token_bytes_of": [9]}]),
+    ],
+    "Decode/Generate": [
+        decode_pb2.GenerateCommand(
+            start=decode_pb2.DecodeStart(request=1, token_ids=PROMPT, sampling=SAMPLING)
+        ),
+        decode_pb2.GenerateCommand(
+            start=decode_pb2.DecodeStart(request=2, token_ids=PROMPT[:5], sampling=RICH, delivered=2)
+        ),
+        decode_pb2.GenerateCommand(cancel=decode_pb2.DecodeCancel(request=1)),
+    ],
+    "Prefill/Run": [
+        _prefill(start=_RUN),
+        _prefill(start=_FIRST_ONLY),
+        _prefill(cancel=prefill_pb2.PrefillCancel(attempt=NAME)),
+        _prefill(release=prefill_pb2.LeaseRelease(attempt=NAME)),
+        _prefill(heartbeat=prefill_pb2.Heartbeat()),
+    ],
+    "PageSource/Fetch": [prefill_pb2.FetchRequest(id=1, page_ids=[0, 1])],
+    "Node/GetInfo": [node_pb2.GetInfoRequest()],
+    "Node/GetLoad": [node_pb2.GetLoadRequest()],
+}
+"""Method -> messages."""
+
+_COMMON = {"model": "model", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+BODIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/completions": [
+        {**_COMMON, "prompt": "hello"},
+        {**_COMMON, "prompt": [PROMPT], "stream": True, "logprobs": 2, "echo": True},
+    ],
+    "/v1/chat/completions": [
+        {**_COMMON, "messages": [{"role": "user", "content": "hello"}]},
+        {
+            **_COMMON,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+            "stream": True,
+        },
+    ],
+}
+"""Path -> bodies. The model's name is the test checkpoint's."""

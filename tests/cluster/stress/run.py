@@ -1,0 +1,97 @@
+"""Load and faults together, and what was wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+from stress.clients import Outcome
+from stress.cluster import REQUEST_SECONDS, Cluster
+from stress.faults import Fault, Injector
+from stress.load import Load, Tally
+from stress.tasks import Task
+
+IDLE_SECONDS = 20.0
+"""After the last stream, until no process may hold anything. Longer than a lease."""
+
+
+@dataclass
+class Report:
+    seed: int
+    seconds: float
+    tally: Tally
+    faults: list[Fault]
+    left: str
+    """What processes still held, or "": nothing."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that a correct system would not have done; empty: all is well."""
+        found = [f"{count} streams failed with {reason}" for reason, count in self.tally.errors.items()]
+        found += [
+            f"fault {fault.number}, {fault.action} {fault.process}: {fault.wrong}"
+            for fault in self.faults
+            if fault.wrong
+        ]
+        found += self.tally.broken
+        return found + ([self.left] if self.left else [])
+
+    def summary(self) -> dict[str, Any]:
+        """For a JSON file."""
+        tally = self.tally
+        return {
+            "seed": self.seed,
+            "seconds": round(self.seconds, 1),
+            "streams": tally.ended,
+            "exact": tally.exact,
+            "errors": dict(tally.errors),
+            "broken": tally.broken_count,
+            "tokens": tally.tokens,
+            "resumed": tally.resumed,
+            "handoff_retries": tally.retries,
+            "slowest_seconds": round(tally.slowest, 1),
+            "faults": dict(Counter(f"{f.action} {f.process.rpartition('-')[0]}" for f in self.faults)),
+            "problems": self.problems,
+        }
+
+    def details(self) -> list[dict[str, Any]]:
+        return [asdict(fault) for fault in self.faults]
+
+
+async def run(
+    cluster: Cluster,
+    tasks: Sequence[Task],
+    *,
+    seed: int,
+    faults: int,
+    streams: int = 64,
+    gap: tuple[float, float] = (0.1, 1.2),
+    happened: Callable[[Fault], None] = lambda fault: None,
+    ended: Callable[[Outcome], None] = lambda outcome: None,
+) -> Report:
+    """Keeps `streams` running until `faults` have been injected and are over; then waits for the last stream,
+    and for every process to hold nothing."""
+    rng = Random(seed)
+    started = time.monotonic()
+    address, http = cluster.gateway.address, cluster.gateway.http
+    load = Load(address, http, tasks, Random(rng.random()), deadline=REQUEST_SECONDS, ended=ended)
+    injector = Injector(cluster, Random(rng.random()), happened=happened)
+    stop = asyncio.Event()
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(load.closed_loop(streams, stop))
+            await injector.run(stop, faults, gap)
+            stop.set()
+    finally:
+        await load.close()
+    left = ""
+    try:
+        await asyncio.to_thread(cluster.assert_idle, IDLE_SECONDS)
+    except AssertionError as error:
+        left = str(error)
+    return Report(seed, time.monotonic() - started, load.tally, injector.faults, left)

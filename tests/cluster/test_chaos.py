@@ -1,0 +1,108 @@
+"""Processes are killed, stalled and drained at random moments under 64 streams: clients see nothing of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from checkpoints import make_model, save
+from polling import until
+from process import Process
+from reference import Reference
+from stress import Cluster, Load, Task, make_tasks, record, run
+from stress.run import IDLE_SECONDS
+
+FAULTS = 50
+TASKS = 40
+
+
+@dataclass
+class Prepared:
+    cluster: Cluster
+    tasks: list[Task]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, deployments) -> Iterator[Prepared]:
+    folder = tmp_path_factory.mktemp("chaos")
+    model = make_model("qwen3")
+    path = save(model, folder / "model")
+    with Cluster(folder, path) as cluster:
+        deployments.append(cluster)
+        tasks = make_tasks(Reference(model), TASKS)
+        yield Prepared(cluster, asyncio.run(record(cluster.gateway.address, tasks)))
+
+
+@pytest.mark.timeout(600)
+async def test_fifty_faults_under_sixty_four_streams(prepared):
+    seed = int(os.environ.get("BATON_CHAOS_SEED", "0")) or secrets.randbits(32)
+    print(f"BATON_CHAOS_SEED={seed}")
+    report = await run(prepared.cluster, prepared.tasks, seed=seed, faults=FAULTS)
+    print(report.summary())
+    assert not report.problems
+    assert report.tally.exact > 64 and len(report.faults) == FAULTS
+
+
+DEADLINE = 6.0
+"""Of streams that cannot be finished; those that can have a minute."""
+LATE = 3.0
+"""How long after its deadline a client may hear of it, on a machine with much else to do."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("action", ["kill", "stall"])
+@pytest.mark.parametrize("role", ["decode", "tokenizer", "prefill"])
+async def test_no_survivor_of_a_kind(prepared, role, action):
+    """Without decode nodes or tokenizers each stream ends with a typed error within its deadline; without
+    prefill nodes decode nodes compute prompts themselves, and each gives its tokens."""
+    cluster, victims = prepared.cluster, prepared.cluster.of(role)
+    served_on = role == "prefill"
+    deadline = 60.0 if served_on else DEADLINE
+    load = Load(cluster.gateway.address, "", prepared.tasks, Random(1), deadline=deadline)
+    streams = [asyncio.create_task(load.one()) for _ in range(64)]
+    try:
+        await until(
+            lambda: any(under_way(process, role) for process in cluster.processes), "streams under way"
+        )
+        for victim in victims:
+            victim.signal(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
+        outcomes = await asyncio.gather(*streams)
+    finally:
+        await revive(cluster, victims, action)
+    assert not load.tally.broken
+    if served_on:
+        assert all(outcome.exact for outcome in outcomes), load.tally.errors
+    else:
+        assert load.tally.errors
+        assert max(outcome.seconds for outcome in outcomes) < DEADLINE + LATE
+    cluster.assert_idle(IDLE_SECONDS)
+    again = Load(cluster.gateway.address, cluster.gateway.http, prepared.tasks, Random(2))
+    assert all(outcome.exact for outcome in await asyncio.gather(*(again.one() for _ in range(16))))
+    await asyncio.gather(load.close(), again.close())
+
+
+def under_way(process: Process, role: str) -> bool:
+    """Of a prefill node that prompts are there; else that tokens are being made."""
+    load = process.load()
+    if role == "prefill":
+        return process.role == "prefill" and load.requests > 0
+    return process.role == "decode" and load.running > 0
+
+
+async def revive(cluster: Cluster, victims: list[Process], action: str) -> None:
+    if action == "stall":
+        for victim in victims:
+            victim.signal(signal.SIGCONT)
+    else:
+        for victim in victims:
+            victim.kill()
+        await asyncio.to_thread(cluster.start_all, victims)
+        cluster.note_incarnations()
+    for victim in victims:
+        await cluster.in_touch(victim)
