@@ -18,10 +18,7 @@ from deployment import Deployment
 LENGTHS = [2, 63, 64, 65, 128, 300, 700]
 OUTPUT = 24
 WORKER = ("--device", "cuda", "--dtype", "bfloat16", "--kv-tokens", "16384", "--token-budget", "256")
-WORKER += (
-    "--max-rows",
-    "8",
-)
+WORKER += ("--max-rows", "8", "--page-size", "64")
 
 
 @pytest.fixture(scope="module")
