@@ -66,6 +66,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         self.starts: list[decode_pb2.DecodeStart] = []
         self.cancels: list[int] = []
         self.pauses: list[tuple[int, bool]] = []
+        self.paused_attempts: list[int] = []
         self.address = ""
         self.mute = False
         """Heartbeats are left unanswered, as by a step thread that hangs."""
@@ -131,6 +132,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
                     await send(decode_pb2.StepEvents())
             elif kind == "pause":
                 self.pauses.append((command.pause.request, command.pause.paused))
+                self.paused_attempts.append(command.pause.attempt)
             else:
                 self.cancels.append(command.cancel.request)
                 task = self.running.pop(command.cancel.request, None)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.error
 import urllib.request
 
+import grpc
 import grpc.aio
 from gateway_rig import Stream, gateway, ids_of, tokenizer, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -15,8 +17,8 @@ from test_node import Running as Served
 
 from baton.config import NodeConfig
 from baton.rpc.channel import open_channel
-from baton.rpc.errors import unavailable
-from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+from baton.rpc.errors import from_status, unavailable
+from baton.v1 import common_pb2, node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
 
 class HangingTokenizer(tokenizer_pb2_grpc.TokenizerServicer, node_pb2_grpc.NodeServicer):
@@ -55,16 +57,20 @@ class HangingTokenizer(tokenizer_pb2_grpc.TokenizerServicer, node_pb2_grpc.NodeS
 
 async def test_a_prompt_at_a_tokenizer_that_is_removed_goes_to_another():
     hanging = HangingTokenizer()
-    async with ScriptedDecode(saying([50, 51])) as node, tokenizer() as good, hanging as address:
-        async with gateway(node, tokenizer_address=address, resume_wait_seconds=5.0) as rig:
-            stream = Stream(rig)
-            await stream.start(text="x")
-            await until(lambda: hanging.asked, 5)
-            rig.node.gateway.nodes.add("tokenizer", good)
-            rig.node.gateway.nodes.remove("tokenizer", address)
-            events = await stream.until_end()
-            assert ids_of(events) == [50, 51] and events[-1].WhichOneof("kind") == "finished"
-            await rig.idle()
+    async with (
+        ScriptedDecode(saying([50, 51])) as node,
+        tokenizer() as good,
+        hanging as address,
+        gateway(node, tokenizer_address=address, resume_wait_seconds=5.0) as rig,
+    ):
+        stream = Stream(rig)
+        await stream.start(text="x")
+        await until(lambda: hanging.asked, 5)
+        rig.node.gateway.nodes.add("tokenizer", good)
+        rig.node.gateway.nodes.remove("tokenizer", address)
+        events = await stream.until_end()
+        assert ids_of(events) == [50, 51] and events[-1].WhichOneof("kind") == "finished"
+        await rig.idle()
 
 
 async def health(rig) -> tuple[bool, bool]:
@@ -130,3 +136,79 @@ async def test_health_is_told_again_after_a_load_that_could_not_be():
             while (await stub.Check(health_pb2.HealthCheckRequest())).status == 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     assert await it.end() == 0
+
+
+async def test_what_is_too_much_is_refused_before_it_is_looked_at():
+    """One message of the allowed size must not hold up the gateway, or be multiplied in it."""
+    async with ScriptedDecode(silent) as node, gateway(node) as rig:
+        stream = Stream(rig)
+        role = tokenizer_pb2.ChatMessage(role="x" * 8_000_000)
+        wrong = {
+            "sampling.stop": {"text": "x", "n": 16, "sampling": {"stop": [""] * 1_000_000}},
+            "tokens.token_ids": {"tokens": {"token_ids": [1] * 3_000_000}},
+            "chat.messages": {"chat": {"messages": [tokenizer_pb2.ChatMessage()] * 1_000_000}},
+            "chat.messages ": {"chat": {"messages": [role]}},
+        }
+        loop = asyncio.get_running_loop()
+        for field, fields in wrong.items():
+            await stream.start(**fields)
+            began = loop.time()
+            error = from_status((await stream.next()).failed)
+            assert error.field == field.strip(), error.message
+            assert loop.time() - began < 2.0, field
+        body = {"model": "scripted", "prompt": ["x"] * 256, "stop": ["x"] * 500_000}
+        assert await post(f"{rig.http}/v1/completions", body) == 400
+        await rig.idle()
+
+
+async def post(url: str, body: dict[str, object]) -> int:
+    def ask() -> int:
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    return await asyncio.to_thread(ask)
+
+
+def until_paused(node: ScriptedDecode):
+    entry = common_pb2.TokenLogprob(token_id=50, logprob=-1.5)
+    large = common_pb2.PositionLogprobs(chosen=entry, top=[entry] * 20)
+
+    async def script(running: Running) -> None:
+        await running.prompt()
+        while not node.pauses:
+            await running.tokens([50] * 20, logprobs=[large] * 20)
+            await asyncio.sleep(0.001)
+        await silent(running)
+
+    return script
+
+
+async def test_a_paused_request_is_paused_elsewhere_and_fails_there():
+    """Its node dies; at the other one it stays paused, and nobody holds anything of it in the end."""
+    nodes = ScriptedDecode(silent, context=100_000), ScriptedDecode(silent, context=100_000)
+    settings = {"max_unread_tokens": 400, "slow_reader_seconds": 2.0}
+    async with nodes[0], nodes[1], gateway(*nodes, **settings) as rig:
+        for node in nodes:
+            node.script = until_paused(node)
+        stream = Stream(rig)
+        await stream.start(text="x", sampling={"max_tokens": 60_000, "logprobs": 20})
+        await until(lambda: any(node.pauses for node in nodes), 20)
+        first, second = nodes if nodes[0].pauses else nodes[::-1]
+        await first.die()
+        await until(lambda: second.pauses, 2)
+        assert second.pauses == [(second.starts[0].request, True)]
+        assert second.starts[0].attempt == 1 and second.paused_attempts == [1]
+        await until(lambda: second.cancels, 5)
+        await rig.idle()
+        assert rig.node.door._anyone._requests == 0
+        events = await stream.until_end()
+        error = from_status(events[-1].failed)
+        assert error.reason == "SLOW_READER" and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(second.starts) == 1 and not second.running
+        stream.call.cancel()
+        await until(lambda: rig.node.door._anyone._streams == 0, 5)

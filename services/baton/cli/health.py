@@ -17,8 +17,8 @@ from baton.rpc.errors import BatonError
 
 
 async def check(address: str, service: str, seconds: float) -> str:
-    """What the process says of itself: "SERVING" or "NOT_SERVING". Raises grpc.aio.AioRpcError, and BatonError
-    for files named by the environment that cannot be used.
+    """What the process says of itself: "SERVING" or "NOT_SERVING". Raises AioRpcError, and BatonError for
+    files of the environment that cannot be used.
 
     Whether a worker or a gateway is there is not known: asked is as the deployment's processes do, as clients
     do, and without TLS. No secret and no key is sent.
@@ -62,8 +62,8 @@ def health(address: str, service: str, seconds: float) -> None:
     """Ask one process whether it serves (grpc.health.v1), for the probes of containers.
 
     Exits with 0 when it serves, else with 1 and one line that says why: it loads or drains, or does not
-    answer. Where connections are encrypted, BATON_CLUSTER_CERT, BATON_CLUSTER_KEY and BATON_CLUSTER_CA say how
-    to ask a worker, BATON_TLS_CA how to ask a gateway.
+    answer. Where connections are encrypted, BATON_CLUSTER_CERT, BATON_CLUSTER_KEY and BATON_CLUSTER_CA say
+    how to ask a worker, BATON_TLS_CA how to ask a gateway.
 
     \b
     Examples:

@@ -20,8 +20,8 @@ class Change:
 @dataclass(slots=True)
 class _Source:
     left_out: dict[str, float | None] = field(default_factory=dict)
-    """Address -> since when the source's answers leave it out, in seconds of the caller's clock; None: the last
-    one named it."""
+    """Address -> since when the source's answers leave it out, in seconds of the caller's clock; None: the
+    last one named it."""
 
 
 class Members:

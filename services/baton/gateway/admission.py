@@ -14,6 +14,8 @@ from baton.v1 import common_pb2, inference_pb2, node_pb2
 MAX_ID_CHARACTERS = 128
 MAX_NAME_CHARACTERS = 256
 MAX_PRIORITY = 100
+MAX_MESSAGES = 65536
+"""Of a conversation."""
 MAX_TOKEN_BYTES = 256
 """No vocabulary has longer tokens: a text with more bytes than that for each token of the context is refused
 without being encoded, which would take seconds."""
@@ -38,9 +40,8 @@ def check_start(
             f"model {start.model[:MAX_NAME_CHARACTERS]!r} is not served here; {model.name!r} is",
             field="model",
         )
-    vocab_size = model.vocab_size if model is not None else None
-    _check_prompt(start, _max_prompt_bytes(config, model), vocab_size)
-    check_sampling(start.sampling, vocab_size)
+    _check_prompt(start, _max_prompt_bytes(config, model), model)
+    check_sampling(start.sampling, model.vocab_size if model is not None else None)
     if start.HasField("n"):
         check_choices(start.n)
     longest = int(config.request_seconds * 1000)
@@ -59,14 +60,19 @@ def _max_prompt_bytes(config: GatewayConfig, model: node_pb2.ModelInfo | None) -
     return min(config.max_prompt_bytes, MAX_TOKEN_BYTES * model.context_length)
 
 
-def _check_prompt(start: inference_pb2.GenerateStart, max_bytes: int, vocab_size: int | None) -> None:
+def _check_prompt(
+    start: inference_pb2.GenerateStart, max_bytes: int, model: node_pb2.ModelInfo | None
+) -> None:
+    """How much there is comes first: to look at each of millions would hold up everybody."""
     kind = start.WhichOneof("prompt")
     if kind is None:
         raise invalid("prompt", "a prompt is missing: give text, chat or tokens")
     if kind == "tokens":
         if not start.tokens.token_ids:
             raise invalid("tokens.token_ids", "the prompt is empty: give at least one token id")
-        check_token_ids(start.tokens.token_ids, vocab_size, "tokens.token_ids")
+        if model is not None:
+            check_room(len(start.tokens.token_ids), model.context_length, "tokens.token_ids")
+            check_token_ids(start.tokens.token_ids, model.vocab_size, "tokens.token_ids")
         return
     if kind == "text":
         if not start.text:
@@ -75,10 +81,27 @@ def _check_prompt(start: inference_pb2.GenerateStart, max_bytes: int, vocab_size
     else:
         if not start.chat.messages:
             raise invalid("chat.messages", "the conversation is empty: give at least one message")
-        size = sum(len(message.content.encode()) for message in start.chat.messages)
+        count = len(start.chat.messages)
+        if count > MAX_MESSAGES:
+            raise invalid(
+                "chat.messages", f"the conversation has {count} messages; {MAX_MESSAGES} are allowed"
+            )
+        size = sum(len(message.role) + len(message.content.encode()) for message in start.chat.messages)
     if size > max_bytes:
         field = "text" if kind == "text" else "chat.messages"
         raise invalid(field, f"the prompt has {size} bytes, more than the {max_bytes} allowed here")
+
+
+def check_room(prompt_tokens: int, context_length: int, prompt_field: str) -> int:
+    """Tokens that the context has left. Raises BatonError if there is none."""
+    room = context_length - prompt_tokens
+    if room < 1:
+        raise invalid(
+            prompt_field,
+            f"the prompt has {prompt_tokens} tokens; with at least one of output it exceeds the context of "
+            f"{context_length}",
+        )
+    return room
 
 
 def fit(
@@ -90,13 +113,7 @@ def fit(
     """
     if prompt_tokens == 0:
         raise invalid(prompt_field, "the prompt has no tokens")
-    room = context_length - prompt_tokens
-    if room < 1:
-        raise invalid(
-            prompt_field,
-            f"the prompt has {prompt_tokens} tokens; with at least one of output it exceeds the context of "
-            f"{context_length}",
-        )
+    room = check_room(prompt_tokens, context_length, prompt_field)
     if sampling.HasField("max_tokens") and sampling.max_tokens > room:
         raise invalid(
             "sampling.max_tokens",

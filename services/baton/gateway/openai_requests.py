@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.gateway.openai_errors import ApiError, unsupported
 from baton.gateway.openai_types import ChatRequest, CommonRequest, CompletionRequest
+from baton.rpc.validate import check_sampling
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -25,7 +26,8 @@ _SAME_NAME = (
 
 
 def completion_starts(request: CompletionRequest) -> list[inference_pb2.GenerateStart]:
-    """One start for each prompt, in order. Raises ApiError for what is not supported."""
+    """One start for each prompt, in order. Raises ApiError for what is not supported, BatonError for
+    sampling parameters that are wrong."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "best_of is not supported, unless it equals n")
     if request.echo and request.logprobs is not None:
@@ -35,6 +37,7 @@ def completion_starts(request: CompletionRequest) -> list[inference_pb2.Generate
     sampling.max_tokens = DEFAULT_COMPLETION_TOKENS if tokens is None else tokens
     if request.logprobs is not None:
         sampling.logprobs = request.logprobs
+    check_sampling(sampling, None)  # before it is copied for each prompt
     starts = []
     for prompt in _prompts(request):
         start = _start(request, sampling)

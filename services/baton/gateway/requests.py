@@ -22,7 +22,7 @@ from baton.gateway.timing import Timing
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, internal, to_status
 from baton.rpc.logs import get_logger
-from baton.rpc.validate import MAX_CHOICES
+from baton.rpc.validate import MAX_CHOICES, MAX_STOP_STRINGS
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Request:
         self.log = TokenLog(
             start.id,
             n=min(start.n, MAX_CHOICES) if start.HasField("n") else 1,  # before it is checked
-            stop=start.sampling.stop,
+            stop=start.sampling.stop[:MAX_STOP_STRINGS],  # likewise
             min_tokens=start.sampling.min_tokens,
             include_token_ids=start.include_token_ids if start.HasField("include_token_ids") else True,
             await_prompt_logprobs=start.sampling.HasField("prompt_logprobs"),
