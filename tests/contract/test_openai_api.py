@@ -19,11 +19,12 @@ MODEL = "scripted"
 
 
 @asynccontextmanager
-async def api(script=silent, say=None, **how):
-    """A scripted node that says `say`, the gateway, the official client and a plain one."""
+async def api(script=silent, say=None, wait=30.0, **how):
+    """A scripted node that says `say`, the gateway (which waits so long for a node that is lost), the official
+    client and a plain one."""
     async with (
         ScriptedDecode(script) as node,
-        gateway(node, max_message_bytes=2**20, request_seconds=30.0) as rig,
+        gateway(node, max_message_bytes=2**20, request_seconds=30.0, resume_wait_seconds=wait) as rig,
         openai.AsyncOpenAI(base_url=f"{rig.http}/v1", api_key="none", max_retries=0, timeout=20) as client,
         httpx.AsyncClient(base_url=rig.http, timeout=20) as http,
     ):
@@ -311,7 +312,7 @@ async def test_first_failure_of_several_prompts_cancels_the_others():
 
 
 async def test_health_and_metrics():
-    async with api(say="one two") as rig:
+    async with api(say="one two", wait=1.0) as rig:
         health = await rig.plain.get("/health")
         assert health.status_code == 200
         assert {(peer["role"], peer["connected"]) for peer in health.json()["peers"]} == {
