@@ -20,8 +20,8 @@ MODEL = "scripted"
 
 @asynccontextmanager
 async def api(script=silent, say=None, wait=30.0, **how):
-    """A scripted node that says `say`, the gateway (which waits so long for a node that is lost), the official
-    client and a plain one."""
+    """A scripted node that says `say`, the gateway (which waits so long for a lost node), the official client
+    and a plain one."""
     async with (
         ScriptedDecode(script) as node,
         gateway(node, max_message_bytes=2**20, request_seconds=30.0, resume_wait_seconds=wait) as rig,
