@@ -9,7 +9,7 @@ from baton.rpc.garbage import settle
 LOADED = 200_000
 CALLS = 10_000
 RUNNING = 20
-"""At a time: a call outlives the youngest generation, and what its finalizer brings back goes to the oldest."""
+"""At a time: a call outlives the youngest generation; what its finalizer brings back goes to the oldest."""
 LEFT = 3_500
 """At most so many wait for the collector: a full collection comes after 11 * 11 * 700 allocations, and a call
 here makes some 40. Not counted as growth, nearly all of them would."""
