@@ -1,6 +1,7 @@
 """run_node against stock clients: health, reflection, metrics, drain, signals and failures to start."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.config import GatewayConfig, NodeConfig
 from baton.rpc.channel import open_channel
-from baton.rpc.errors import failed_precondition, from_rpc_error
+from baton.rpc.errors import failed_precondition, from_rpc_error, invalid
 from baton.rpc.node import run_node
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -189,6 +190,35 @@ async def test_a_message_beyond_the_limit_fails_alone():
             assert (await stub.Encode(encode("x" * 1000), timeout=5)).results[0].token_ids == [1000]
         state = channel.get_state()
         assert state is grpc.ChannelConnectivity.READY  # the same connection all along
+    assert await it.end() == 0
+
+
+class RefusingNode(EchoNode):
+    """Ends each stream at its first message."""
+
+    async def Detokenize(self, requests, context):
+        async for _ in requests:
+            raise invalid("items", "never these")
+        yield tokenizer_pb2.DetokenizeResponse()
+
+
+async def test_a_stream_that_ends_early_leaves_no_open_generator():
+    """One that is left is closed by a finalizer of the garbage collector: see rpc.garbage."""
+    it = Running(RefusingNode(), NodeConfig())
+    async with open_channel(await it.started()) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(50):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    async for _ in stub.Detokenize(iter([tokenizer_pb2.DetokenizeRequest()]), timeout=10):
+                        pass
+                assert from_rpc_error(refused.value).field == "items"
+            left = [type(each) for each in gc.get_objects()]
+        finally:
+            gc.enable()
+    assert not [kind for kind in left if kind.__name__ == "async_generator" and "cython" in kind.__module__]
     assert await it.end() == 0
 
 

@@ -99,16 +99,22 @@ def _not_utf8(data: bytes, descriptor: Descriptor | None, depth: int = 0) -> str
 
 
 class _Checked:
-    """A stream of requests. What cannot be parsed is raised in its turn; the next can be read after it."""
+    """A stream of requests. What cannot be parsed is raised in its turn; the next can be read after it.
 
-    def __init__(self, requests: AsyncIterator[Any]) -> None:
-        self._requests = aiter(requests)
+    Reads from the call itself: gRPC's own iterator is an asynchronous generator, and a servicer that ends
+    early would leave it, with all that the call held, to a finalizer of the garbage collector.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
 
     def __aiter__(self) -> _Checked:
         return self
 
     async def __anext__(self) -> Any:
-        request = await anext(self._requests)
+        request = await self._context.read()
+        if request is grpc.aio.EOF:
+            raise StopAsyncIteration
         if isinstance(request, BatonError):
             raise request
         return request
@@ -119,9 +125,9 @@ def _checked_stream(behaviour: Any) -> Any:
     through is what the caller is told."""
     if inspect.isasyncgenfunction(behaviour):
 
-        async def generate(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async def generate(_requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             try:
-                async with aclosing(behaviour(_Checked(requests), context)) as responses:
+                async with aclosing(behaviour(_Checked(context), context)) as responses:
                     async for response in responses:
                         yield response
             except BatonError as error:
@@ -129,9 +135,9 @@ def _checked_stream(behaviour: Any) -> Any:
 
         return generate
 
-    async def run(requests: Any, context: grpc.aio.ServicerContext) -> None:
+    async def run(_requests: Any, context: grpc.aio.ServicerContext) -> None:
         try:
-            await behaviour(_Checked(requests), context)
+            await behaviour(_Checked(context), context)
         except BatonError as error:
             await abort(context, error)
 

@@ -22,6 +22,7 @@ from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.cluster import Cluster
 from baton.rpc.door import ClusterDoor, Door, DoorKeeper
 from baton.rpc.errors import BatonError
+from baton.rpc.garbage import settle
 from baton.rpc.health import HealthServicer
 from baton.rpc.interceptor import ReadyGate
 from baton.rpc.malformed import Malformed
@@ -208,6 +209,7 @@ class _Shell:
 
     def announce(self) -> None:
         """From now on the node serves: opens the gate, reports SERVING, prints the ready line."""
+        settle()
         self._gate.open()
         self._health.set_all(self._serves(self.load()))
         self._watching = asyncio.get_running_loop().create_task(self._watch(), name="health")

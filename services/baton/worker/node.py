@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import threading
 import time
@@ -97,9 +96,6 @@ class WorkerNode(Generic[C]):
             crashed=self._crashed,
         )
         self.observe()
-        # What has been loaded stays: the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
         self.steps.start()
         self.tasks.spawn(self._watch_steps(), "watch of the step thread")
         self._registration = register(self.config, self.role, self.incarnation, address)
