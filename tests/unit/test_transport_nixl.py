@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -206,7 +207,10 @@ async def test_nothing_is_written_after_a_pull_from_a_frozen_owner(owner: Owner,
     assert b"\xee" * LARGE in still
     os.kill(owner.process.pid, signal.SIGCONT)
     await asyncio.sleep(0.5)
-    assert local == still
+    # The receiver's next reads are what would let late bytes in. UCX may have ended the owner (see the docs).
+    with contextlib.suppress(TransportError):
+        await asyncio.wait_for(receiver.pull([(0, 0), (1, 1)]), 90)
+    assert local[2 * LARGE :] == still[2 * LARGE :]
     await asyncio.wait_for(closing or receiver.close(), 30)
 
 
