@@ -44,8 +44,8 @@ def offered(
     nixl: pb.NixlEndpoint | None = None,
 ) -> list[pb.Endpoint]:
     """Endpoints of a pool, best first: `cuda_ipc` when its memory has been exported, `shm` when it lies in a
-    segment, `nixl` when an agent has registered it, `grpc` at `address` (of a PageSource; empty: where Prefill
-    is served)."""
+    segment, `nixl` when an agent has registered it, `grpc` at `address` (of a PageSource; empty: where
+    Prefill is served)."""
     endpoints = []
     for kind in check_kinds(kinds):
         if kind == "cuda_ipc" and cuda_ipc is not None:
