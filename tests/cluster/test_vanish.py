@@ -17,9 +17,12 @@ from baton.client import Client
 CLIENTS = 500
 CONNECTIONS = 20
 CORES = len(os.sched_getaffinity(0))
-FREED_SECONDS = 0.3 if CORES >= 8 else 1.0
+FREED_SECONDS = 0.3 if CORES >= 8 else 3.0
 """The aim is 0.3 s. The gateway, the workers' steps in flight and the dying client need about one second of
-CPU time for it in all, which fewer cores than processes do one after the other."""
+CPU time for it in all, which fewer cores than processes do one after the other; two cores by themselves took
+0.4 to 0.9 s."""
+SLACK_SECONDS = 0.05
+"""What a busy machine may add to a TTFT of some milliseconds."""
 TRIES = 4
 """The machine may be busy with something else in one of them: the best counts."""
 CLIENT = f"""
@@ -81,10 +84,10 @@ def test_five_hundred_clients_vanish(cluster: Deployment):
         )
         afterwards.append(ttft(client, f"after {attempt}"))
         vanishing.wait()
-        if min(freed) < FREED_SECONDS and min(afterwards) < 2 * idle:
+        if min(freed) < FREED_SECONDS and min(afterwards) < 2 * idle + SLACK_SECONDS:
             break
     said = f"freed after {freed}, TTFT {afterwards}, idle {idle}"
-    assert min(freed) < FREED_SECONDS and min(afterwards) < 2 * idle, said
+    assert min(freed) < FREED_SECONDS and min(afterwards) < 2 * idle + SLACK_SECONDS, said
 
 
 def under_way(decode, prefill) -> bool:

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from test_node import EchoNode, Running, encode
 
+from baton.cli.health import check
 from baton.config import NodeConfig
 from baton.rpc import door as doors
 from baton.rpc.address import is_loopback
@@ -181,6 +182,22 @@ async def test_mutual_tls(tmp_path):
     assert await it.end() == 0
 
 
+async def test_a_health_probe_shows_the_certificate_of_its_environment(tmp_path, monkeypatch):
+    pem = certificates.make(tmp_path, "baton.cluster")
+    files = {"cluster_cert": pem.cert, "cluster_key": pem.key, "cluster_ca": pem.ca}
+    names = {**files, "cluster_tls_name": "baton.cluster"}
+    it, plain = Running(EchoNode(), NodeConfig(**files)), Running(EchoNode(), NodeConfig())
+    for each in (it, plain):
+        await each.started()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await check(it.node.address, "", 5.0)
+    for name, value in names.items():
+        monkeypatch.setenv(f"BATON_{name.upper()}", value)
+    for each in (it, plain):  # such as a gateway whose TLS ends elsewhere
+        assert await check(each.node.address, "", 5.0) == "SERVING"
+        assert await each.end() == 0
+
+
 async def test_a_certificate_for_one_name_serves_all(tmp_path):
     pem = certificates.make(tmp_path, "baton.cluster")
     files = {"cluster_cert": pem.cert, "cluster_key": pem.key, "cluster_ca": pem.ca}
@@ -246,6 +263,9 @@ async def test_half_of_what_mutual_tls_needs(capsys, tmp_path):
 async def test_metrics_beyond_loopback_take_the_secret(tmp_path):
     from prometheus_client import CollectorRegistry
 
+    def well() -> tuple[bool, list[str]]:
+        return True, []
+
     def scrape(port: int, scheme: str = "http", context=None, **headers: str) -> int:
         request = urllib.request.Request(f"{scheme}://127.0.0.1:{port}/metrics", headers=headers)
         try:
@@ -254,7 +274,7 @@ async def test_metrics_beyond_loopback_take_the_secret(tmp_path):
         except urllib.error.HTTPError as error:
             return error.code
 
-    port, close = serve_metrics(CollectorRegistry(), "127.0.0.1", 0, SECRET)
+    port, close = serve_metrics(CollectorRegistry(), "127.0.0.1", 0, well, SECRET)
     try:
         for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": SECRET}):
             assert await asyncio.to_thread(scrape, port, **given) == 401
@@ -262,7 +282,9 @@ async def test_metrics_beyond_loopback_take_the_secret(tmp_path):
     finally:
         await asyncio.to_thread(close)
     pem = certificates.make(tmp_path)
-    port, close = serve_metrics(CollectorRegistry(), "127.0.0.1", 0, "", tls_of(pem.ca, pem.cert, pem.key))
+    port, close = serve_metrics(
+        CollectorRegistry(), "127.0.0.1", 0, well, "", tls_of(pem.ca, pem.cert, pem.key)
+    )
     try:
         known, unknown = (ssl.create_default_context(cafile=pem.ca) for _ in range(2))
         known.load_cert_chain(pem.cert, pem.key)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers import cpu_layouts
-from baton.layers.cpu_layouts import Blocked, Transposed, fastest_layout
+from baton.layers.cpu_layouts import Blocked, Transposed, blocked_available, fastest_layout
 from baton.layers.linear import Linear
 
 
@@ -16,6 +16,8 @@ from baton.layers.linear import Linear
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_layouts_compute_the_same(layout, dtype, tolerance, rows, with_bias):
+    if layout is Blocked and not blocked_available(dtype):
+        pytest.skip(f"oneDNN has no layout of its own for {dtype} on this processor")
     torch.manual_seed(rows)
     weight = torch.randn(48, 32).mul_(0.2).to(dtype)
     bias = torch.randn(48).to(dtype) if with_bias else None
@@ -43,3 +45,8 @@ def test_the_faster_layout_is_taken(monkeypatch, slow):
     chosen = fastest_layout(torch.randn(64, 64))
     assert chosen is getattr(cpu_layouts, {"Transposed": "Blocked", "Blocked": "Transposed"}[slow])
     assert torch.get_num_threads() == threads
+
+
+def test_a_processor_without_the_blocked_layout_gets_the_other(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert fastest_layout(torch.randn(64, 64).bfloat16()) is Transposed

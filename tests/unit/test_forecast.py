@@ -8,7 +8,7 @@ from baton.decode.forecast import MARGIN, Rates, forecast
 from baton.engine.batch import Step
 from baton.engine.meter import Average, Meter
 from baton.engine.plan import PlanRow, StepPlan
-from baton.engine.request import Request
+from baton.engine.request import Phase, Request
 from baton.engine.sampling import SamplingParams
 
 RATES = Rates(step=0.01, first=0.5, output=20.0)
@@ -108,3 +108,13 @@ def test_an_average_begins_with_its_first_value():
     average.add(4.0)
     average.add(2.0)
     assert average.value == 3.0
+
+
+def test_choices_that_are_taken_up_again_are_not_refused():
+    """Each waits by itself, with output or without; to refuse them would end the request once for each."""
+    for delivered in [((7,), (), ()), (None, (), ())]:
+        params = SamplingParams(max_tokens=100)
+        resumed = Request(key=1, prompt=(1, 2), params=params, n=3, delivered=delivered, deadline=0.5)
+        waiting = [each for each in resumed.sequences if each.phase is Phase.WAITING]
+        assert len(waiting) >= 2
+        assert not forecast(waiting, [sequence(100)], 1, 0, RATES, now=0.0).refused

@@ -31,8 +31,17 @@ def test_an_answer_that_leaves_a_node_out_for_a_moment_takes_nothing():
     members.heard("dns", [A, B], 0.0, hold=10.0)
     assert not members.heard("dns", [A], 3.0, hold=10.0)
     assert not members.heard("dns", [A, B], 6.0, hold=10.0)
-    assert not members.heard("dns", [A], 16.0, hold=10.0)
-    assert members.heard("dns", [A], 16.1, hold=10.0) == Change(joined=(), left=(B,))
+    assert not members.heard("dns", [A], 9.0, hold=10.0)
+    assert not members.heard("dns", [A], 18.9, hold=10.0)
+    assert members.heard("dns", [A], 19.0, hold=10.0) == Change(joined=(), left=(B,))
+
+
+def test_an_incomplete_answer_after_a_silence_takes_nothing_at_once():
+    members = Members()
+    members.heard("dns", [A, B], 0.0, hold=10.0)
+    assert not members.heard("dns", [A], 60.0, hold=10.0)  # the resolver had been down
+    assert not members.heard("dns", [A], 69.9, hold=10.0)
+    assert members.heard("dns", [A], 70.0, hold=10.0) == Change(joined=(), left=(B,))
 
 
 def test_events_are_applied_in_order():

@@ -67,8 +67,10 @@ def forecast(
             continue
         own, wait = rates.seconds(sequence), soonest + ahead / max(1, rows)
         late = MARGIN * wait + own - (sequence.request.deadline - now)
-        # Whose client has tokens already goes on until its time is over.
-        if wait > 0 and late > 0 and not sequence.num_output:
+        # Whose client has tokens already, of whichever choice, goes on until its time is over. Others wait as
+        # one sequence, so that no request is refused twice.
+        begun = sequence.num_output or sequence.request.delivered
+        if wait > 0 and late > 0 and not begun:
             result.refused.append((sequence, late))
         else:
             ahead += own

@@ -19,8 +19,9 @@ class Change:
 
 @dataclass(slots=True)
 class _Source:
-    seen: dict[str, float] = field(default_factory=dict)
-    """Address -> when the source last named it, in seconds of the caller's clock."""
+    left_out: dict[str, float | None] = field(default_factory=dict)
+    """Address -> since when the source's answers leave it out, in seconds of the caller's clock; None: the last
+    one named it."""
 
 
 class Members:
@@ -40,12 +41,12 @@ class Members:
 
     def heard(self, source: str, addresses: Iterable[str], now: float, hold: float = 0.0) -> Change:
         """A source has named all nodes that it knows of. A source that could not answer is not heard: what it
-        said last stays."""
-        seen = self._sources.setdefault(source, _Source()).seen
-        seen |= dict.fromkeys(addresses, now)
-        for address in [address for address, when in seen.items() if when < now - hold]:
-            del seen[address]
-        known = frozenset(address for each in self._sources.values() for address in each.seen)
+        said last stays, and the time of its silence is no part of a node's `hold`."""
+        found = self._sources.setdefault(source, _Source())
+        named = dict.fromkeys(addresses)
+        since = {address: now if when is None else when for address, when in found.left_out.items()}
+        found.left_out = {a: when for a, when in since.items() if now - when < hold} | named
+        known = frozenset(address for each in self._sources.values() for address in each.left_out)
         before, self._known = self._known, known
         return Change(tuple(sorted(known - before)), tuple(sorted(before - known)))
 

@@ -102,13 +102,13 @@ class Gateway:
                 for (decode, prefill), text in failures.items()
             ]
             text = f"probes failed at {'; '.join(hops)}"
-            all_failed = {decode for decode, _ in failures} >= {n.address for n in self.usable_nodes()}
+            all_failed = failures.keys() >= {(node.address, prefill) for node, prefill in self.hops()}
             problems.append(node_pb2.Problem(reason="PROBE_FAILED", message=text, stops_serving=all_failed))
         return problems
 
     @property
     def healthy(self) -> bool:
-        return not self._draining and not self.missing()
+        return not self._draining and not any(problem.stops_serving for problem in self.problems())
 
     async def drain(self, seconds: float) -> int:
         """Takes no more requests; returns how many still run when none does, or after so long."""
@@ -178,6 +178,10 @@ class Gateway:
 
     def usable_nodes(self) -> list[DecodeNode]:
         return [node for node in self.nodes.decode.values() if node.usable]
+
+    def hops(self) -> list[tuple[DecodeNode, str]]:
+        """What requests may take: a decode node and a prefill node's address ("" where there are none)."""
+        return [(node, prefill) for node in self.usable_nodes() for prefill in self.nodes.prefill or ("",)]
 
     def no_decode_node(self) -> BatonError:
         nodes = "; ".join(

@@ -73,8 +73,7 @@ class Prober:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._every)
-            nodes = self._gateway.usable_nodes()
-            pairs = [(node, prefill) for node in nodes for prefill in self._gateway.nodes.prefill or ("",)]
+            pairs = self._gateway.hops()
             known = {(node.address, prefill) for node, prefill in pairs}
             self.failures = {pair: text for pair, text in self.failures.items() if pair in known}
             if pairs:

@@ -114,6 +114,8 @@ class Tokenizer:
             first = next(self._turn)
             for offset in range(len(connected)):
                 node = connected[(first + offset) % len(connected)]
+                if not node.connected:
+                    continue  # by now
                 try:
                     return await ask(node, max(0.001, deadline - time.monotonic()))
                 except BatonError as failed:

@@ -159,6 +159,12 @@ class TokenizerNode:
             if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
                 raise self._gone(error) from failed
             raise error from failed
+        except asyncio.CancelledError:
+            # Either this task is cancelled, or the call was, by close().
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise self._gone() from None
 
 
 def _merge(

@@ -168,7 +168,8 @@ class PrefillSide:
 
     @property
     def leases(self) -> int:
-        return sum(1 for a in self._attempts.values() if a.announced)
+        """May be asked from another thread than the core's."""
+        return sum(1 for a in list(self._attempts.values()) if a.announced)
 
     def oldest_lease(self, now: float) -> float:
         """Its age in seconds; 0 without one. May be asked from another thread than the core's."""

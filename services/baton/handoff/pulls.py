@@ -42,8 +42,9 @@ class Pulls(Generic[H]):
 
     @property
     def overdue(self) -> list[str]:
-        """Addresses of the nodes out of whose pools a copy is overdue."""
-        return sorted({pull.address for pull in self.running.values() if pull.overdue})
+        """Addresses of the nodes out of whose pools a copy is overdue. May be asked from another thread than
+        the core's."""
+        return sorted({pull.address for pull in list(self.running.values()) if pull.overdue})
 
     def begin(self, pull: Pull[H]) -> int:
         """Returns the number that the transport will report."""

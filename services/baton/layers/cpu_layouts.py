@@ -71,7 +71,7 @@ def fastest_layout(weight: torch.Tensor) -> type[CpuLayout]:
 
     With one thread, and the shortest of many times: other processes may be starting on the same cores.
     """
-    if not _has_blocked(weight.dtype):
+    if not blocked_available(weight.dtype):
         return Transposed
     layouts: tuple[type[CpuLayout], ...] = (Transposed, Blocked)
     made = [layout(weight) for layout in layouts]
@@ -101,10 +101,13 @@ def _times(layouts: Sequence[CpuLayout], x: torch.Tensor) -> list[float]:
     return [min(own) for own in times]
 
 
-def _has_blocked(dtype: torch.dtype) -> bool:
-    return (
-        dtype in (torch.float32, torch.bfloat16)
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+def blocked_available(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has its layout for this dtype here: in bfloat16 it needs AVX-512 or AVX-NE-CONVERT."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    names = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+    if not all(hasattr(torch.ops.mkldnn, name) for name in names):
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32

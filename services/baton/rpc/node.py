@@ -226,7 +226,12 @@ class _Shell:
         """Keeps health true, and logs what goes wrong and what is well again."""
         known: dict[str, node_pb2.Problem] = {}
         while True:
-            load = self.load()
+            await asyncio.sleep(HEALTH_SECONDS)
+            try:
+                load = self.load()
+            except Exception:
+                _log.exception("load not known; health stays as it was")
+                continue
             found = {problem.reason: problem for problem in load.problems}
             for reason in found.keys() - known.keys():
                 _log.warning("problem", reason=reason, message=found[reason].message)
@@ -234,7 +239,6 @@ class _Shell:
                 _log.info("problem over", reason=reason)
             known = found
             self._health.set_all(self._serves(load))
-            await asyncio.sleep(HEALTH_SECONDS)
 
     async def drain(self, seconds: float, hurry: asyncio.Event | None = None) -> int:
         """Reports NOT_SERVING and waits for running requests; `hurry` ends the wait. Returns what remains."""

@@ -1,0 +1,132 @@
+"""Nodes that leave, hang or fail while others serve: what still can be served is, and health says so."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.error
+import urllib.request
+
+import grpc.aio
+from gateway_rig import Stream, gateway, ids_of, tokenizer, until
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from scripted_decode import Running, ScriptedDecode, saying, silent
+from test_node import EchoNode
+from test_node import Running as Served
+
+from baton.config import NodeConfig
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import unavailable
+from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+
+
+class HangingTokenizer(tokenizer_pb2_grpc.TokenizerServicer, node_pb2_grpc.NodeServicer):
+    """Takes prompts and answers never."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def __aenter__(self) -> str:
+        self._server = grpc.aio.server()
+        tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, self._server)
+        node_pb2_grpc.add_NodeServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return f"127.0.0.1:{port}"
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(None)
+
+    async def GetInfo(self, request, context) -> node_pb2.NodeInfo:
+        model = node_pb2.ModelInfo(name="scripted", vocab_size=4096)
+        return node_pb2.NodeInfo(role="tokenizer", incarnation=1, model=model)
+
+    async def Encode(self, request, context) -> None:
+        self.asked += 1
+        await asyncio.Event().wait()
+
+    async def Detokenize(self, requests, context):
+        async for request in requests:
+            yield tokenizer_pb2.DetokenizeResponse(
+                outputs=[
+                    tokenizer_pb2.DetokenizeOutput(id=item.id, finished=item.finish) for item in request.items
+                ]
+            )
+
+
+async def test_a_prompt_at_a_tokenizer_that_is_removed_goes_to_another():
+    hanging = HangingTokenizer()
+    async with ScriptedDecode(saying([50, 51])) as node, tokenizer() as good, hanging as address:
+        async with gateway(node, tokenizer_address=address, resume_wait_seconds=5.0) as rig:
+            stream = Stream(rig)
+            await stream.start(text="x")
+            await until(lambda: hanging.asked, 5)
+            rig.node.gateway.nodes.add("tokenizer", good)
+            rig.node.gateway.nodes.remove("tokenizer", address)
+            events = await stream.until_end()
+            assert ids_of(events) == [50, 51] and events[-1].WhichOneof("kind") == "finished"
+            await rig.idle()
+
+
+async def health(rig) -> tuple[bool, bool]:
+    """Over gRPC, and over HTTP."""
+
+    def http() -> bool:
+        try:
+            with urllib.request.urlopen(f"{rig.http}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except urllib.error.HTTPError as error:
+            return error.code != 503
+
+    async with open_channel(rig.node.address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING, await asyncio.to_thread(http)
+
+
+async def test_one_hop_that_fails_is_no_end_of_service():
+    """Probes name one prefill node each; requests name all, and go on to the next."""
+    wedged = {"127.0.0.1:1"}
+
+    async def script(running: Running) -> None:
+        if wedged & set(running.start.prefill):
+            await running.failed(unavailable("wedged", "TEST"))
+        else:
+            await saying([50, 51])(running)
+
+    async with ScriptedDecode(silent) as node:
+        node.script = script
+        async with gateway(node, prefill=("127.0.0.1:1", "127.0.0.1:2"), probe_every=0.05) as rig:
+            failures = rig.node.gateway._prober.failures
+            await until(lambda: len(rig.node.gateway._prober.failures) == 1 and len(node.starts) > 4, 10)
+            await asyncio.sleep(0.7)  # health follows within 0.5 s
+            assert await health(rig) == (True, True), failures
+            wedged.add("127.0.0.1:2")
+            await until(lambda: len(rig.node.gateway._prober.failures) == 2, 10)
+            await asyncio.sleep(0.7)
+            assert await health(rig) == (False, False)
+
+
+async def test_health_is_told_again_after_a_load_that_could_not_be():
+    node = EchoNode()
+    told = node.load
+    problems: list[node_pb2.Problem] = []
+
+    def load() -> node_pb2.Load:
+        load = told()
+        load.problems.extend(problems)
+        return load
+
+    def broken() -> node_pb2.Load:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    node.load = load
+    it = Served(node, NodeConfig(http_port=None))
+    async with open_channel(await it.started()) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        node.load = broken
+        await asyncio.sleep(0.7)
+        problems.append(node_pb2.Problem(reason="TEST", stops_serving=True))
+        node.load = load
+        async with asyncio.timeout(5):
+            while (await stub.Check(health_pb2.HealthCheckRequest())).status == 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    assert await it.end() == 0
