@@ -3,7 +3,8 @@
     python tools/check_lock.py requirements.lock
 
 Not pinned, because the machine decides on them: Baton itself, the installers, what a CUDA build of torch
-brings along, and NIXL, which has a build for each CUDA. Exits with 1 and a line for each package that differs.
+brings along, and NIXL, which has a build for each CUDA. Exits with 1 and a line for each package that
+differs.
 """
 
 from __future__ import annotations
