@@ -21,7 +21,7 @@ from baton.v1 import common_pb2 as pb
 BATCH_BYTES = 64 * 2**20
 """A pull reads so many bytes at a time: that is what a cancelled one waits for."""
 STALL_SECONDS = 20.0
-"""For a batch. UCX itself sees a peer's death at once, and a cut link after some 15 s."""
+"""For a batch. UCX itself sees a peer's death, and not that one is frozen."""
 STOP_SECONDS = 2.0
 """For the batch that runs when a pull is cancelled, or its receiver closed."""
 OPEN_SECONDS = 5.0

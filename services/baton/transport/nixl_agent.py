@@ -1,7 +1,7 @@
 """An agent of NIXL's UCX plugin, as far as the `nixl` transport needs it.
 
 Made with NIXL's bindings, not with its `nixl_agent`: that one fixes the progress thread's pause at 0, which
-keeps a third of a core busy in an idle worker.
+keeps a thread of an idle worker polling.
 """
 
 from __future__ import annotations
