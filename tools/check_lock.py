@@ -2,8 +2,9 @@
 
     python tools/check_lock.py requirements.lock
 
-Not pinned, because the machine decides on them: Baton itself, the installers, and what a CUDA build of torch
-brings along. Exits with 1 and a line for each package that differs.
+Not pinned, because the machine decides on them: Baton itself, the installers, what a CUDA build of torch
+brings along, and NIXL, which has a build for each CUDA. Exits with 1 and a line for each package that
+differs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
-NOT_PINNED = re.compile(r"baton-serve|pip|setuptools|wheel|triton|nvidia-.*|cuda-.*")
+NOT_PINNED = re.compile(r"baton-serve|pip|setuptools|wheel|triton|nvidia-.*|cuda-.*|nixl(-cu\d+)?")
 
 
 def canonical(name: str) -> str:

@@ -97,7 +97,7 @@ class WorkerConfig(NodeConfig):
     overlap: bool | None = None
     """Launch step N+1 before reading step N; neither: on a GPU only."""
     transports: tuple[str, ...] = ()
-    """Kinds to offer or accept, best first; empty: all that work here."""
+    """Kinds to offer or accept, best first; empty: all that work here, but `nixl`."""
     request_seconds: float = 600.0
     """Limit for a request that names none."""
     stuck_seconds: float = 20.0

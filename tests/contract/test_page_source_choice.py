@@ -44,7 +44,7 @@ def test_offers(segment: Segment) -> None:
     shm, grpc_ = offer(segment, address="host:1")
     assert (shm.shm.path, shm.shm.num_pages, shm.shm.page_bytes) == (str(segment.path), PAGES, PAGE_BYTES)
     assert (grpc_.grpc.address, grpc_.grpc.num_pages, grpc_.grpc.page_bytes) == ("host:1", PAGES, PAGE_BYTES)
-    with pytest.raises(ValueError, match="unknown transport 'rdma': use cuda_ipc, shm, grpc"):
+    with pytest.raises(ValueError, match="unknown transport 'rdma': use cuda_ipc, shm, nixl, grpc"):
         check_kinds(["rdma"])
 
 

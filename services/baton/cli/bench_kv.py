@@ -37,7 +37,7 @@ from baton.kvcache.pool import KvLayout
 from baton.models.config import ModelError, read_config
 from baton.rpc.ids import new_incarnation
 from baton.transport import SegmentError, TransportError
-from baton.transport.registry import KINDS
+from baton.transport.registry import DEFAULT_KINDS
 from baton.worker.engine import DTYPES
 from baton.worker.published import make_pool
 
@@ -91,7 +91,7 @@ def fitting(lengths: Sequence[int], layout: KvLayout, device: torch.device) -> t
 async def run_bench(bench: KvBench, console: Console) -> tuple[list[Rate], list[Slowdown]]:
     """Raises TransportError, SegmentError or ChildError."""
     size = bench.layout.page_size
-    _, published = make_pool(bench.layout, bench.pages, bench.device, KINDS, new_incarnation())
+    _, published = make_pool(bench.layout, bench.pages, bench.device, DEFAULT_KINDS, new_incarnation())
     pages = published.pages
     methods = methods_for(bench.device, bench.quotas)
     load = Load(bench.device) if bench.decode_load else None

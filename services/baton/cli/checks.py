@@ -120,7 +120,17 @@ def transports() -> Iterator[Check]:
     yield Check("transports", "grpc", "ok", "anywhere")
     yield _cuda_ipc()
     yield process_id(*_inside())
-    yield Check("transports", "nixl", "note", "not in this version")
+    yield _nixl()
+
+
+def _nixl() -> Check:
+    """Makes an agent; whether others reach its port, a deployment tells."""
+    from baton.transport.nixl_agent import problem
+
+    why_not = problem()
+    if why_not is not None:
+        return Check("transports", "nixl", "note", f"{why_not}; between hosts pages travel over grpc")
+    return Check("transports", "nixl", "ok", "between hosts, where --transports names it")
 
 
 def _cuda_ipc() -> Check:

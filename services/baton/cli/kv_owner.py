@@ -20,7 +20,7 @@ from baton.kvcache.pool import KvLayout
 from baton.rpc.channel import server_options
 from baton.rpc.ids import new_incarnation
 from baton.transport.page_source import PageSourceServicer
-from baton.transport.registry import KINDS
+from baton.transport.registry import DEFAULT_KINDS
 from baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
 from baton.worker.published import make_pool
 
@@ -62,7 +62,7 @@ async def owner(
 
 
 async def _serve(layout: KvLayout, pages: int, device: torch.device) -> None:
-    pool, published = make_pool(layout, pages, device, KINDS, new_incarnation())
+    pool, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
     server = grpc.aio.server(options=server_options())
     prefill_pb2_grpc.add_PageSourceServicer_to_server(PageSourceServicer(published.pages), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -1,7 +1,7 @@
 """How KV pages travel: the owner of a pool publishes endpoints, a receiver opens one and pulls pages. `base`
 is the interface, `registry` chooses; `cuda_ipc` (memory of GPUs, by `cuda_copy`), `shm` (a `segment` in
-/dev/shm) and `grpc` (from a `page_source`) do it. A pool's bytes are a page store: `pages` on the host,
-`cuda_pages` on a GPU. A transport knows nothing of requests or leases."""
+/dev/shm), `nixl` (by a `nixl_agent`) and `grpc` (from a `page_source`) do it. A pool's bytes are a page
+store: `pages` on the host, `cuda_pages` on a GPU. A transport knows nothing of requests or leases."""
 
 from baton.transport.base import EndpointRefused, PageStore, Receiver, Refusal, TransportError
 from baton.transport.pages import HostPages

@@ -22,6 +22,8 @@ class Refusal(enum.Enum):
     SAME_PROCESS = "the peer is this process"
     SAME_PID = "the peer has our process id in another PID namespace"
     PAGE_BYTES = "the peer's pages have another size"
+    NO_NIXL = "nixl is not here"
+    NOT_REACHED = "the peer's agent cannot be reached"
     NOT_MAPPED = "the peer's memory cannot be mapped"
 
 

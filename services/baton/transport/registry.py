@@ -13,8 +13,10 @@ from baton.transport.segment import Segment
 from baton.transport.shm import ShmReceiver
 from baton.v1 import common_pb2 as pb
 
-KINDS = ("cuda_ipc", "shm", "grpc")
+KINDS = ("cuda_ipc", "shm", "nixl", "grpc")
 """Best first."""
+DEFAULT_KINDS = ("cuda_ipc", "shm", "grpc")
+"""`nixl` must be asked for: it listens on a port of UCX's, past the cluster's TLS and secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,8 @@ class Opened:
 
 
 def check_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
-    """The kinds to use, best first; all for none. Raises ValueError for an unknown one."""
-    chosen = tuple(kinds) or KINDS
+    """The kinds to use, best first; DEFAULT_KINDS for none. Raises ValueError for an unknown one."""
+    chosen = tuple(kinds) or DEFAULT_KINDS
     for kind in chosen:
         if kind not in KINDS:
             raise ValueError(f"unknown transport {kind!r}: use {', '.join(KINDS)}")
@@ -39,15 +41,19 @@ def offered(
     cuda_ipc: pb.CudaIpcEndpoint | None = None,
     kinds: Sequence[str] = (),
     address: str = "",
+    nixl: pb.NixlEndpoint | None = None,
 ) -> list[pb.Endpoint]:
     """Endpoints of a pool, best first: `cuda_ipc` when its memory has been exported, `shm` when it lies in a
-    segment, `grpc` at `address` (of a PageSource; empty: where Prefill is served)."""
+    segment, `nixl` when an agent has registered it, `grpc` at `address` (of a PageSource; empty: where
+    Prefill is served)."""
     endpoints = []
     for kind in check_kinds(kinds):
         if kind == "cuda_ipc" and cuda_ipc is not None:
             endpoints.append(pb.Endpoint(cuda_ipc=cuda_ipc))
         elif kind == "shm" and segment is not None:
             endpoints.append(pb.Endpoint(shm=segment_endpoint(segment)))
+        elif kind == "nixl" and nixl is not None:
+            endpoints.append(pb.Endpoint(nixl=nixl))
         elif kind == "grpc":
             grpc = pb.GrpcEndpoint(address=address, page_bytes=pages.page_bytes, num_pages=pages.num_pages)
             endpoints.append(pb.Endpoint(grpc=grpc))
@@ -95,6 +101,11 @@ async def _open(
         from baton.transport.cuda_ipc import CudaIpcReceiver
 
         return await CudaIpcReceiver.open(endpoint.cuda_ipc, local, busy)
+    if kind == "nixl":
+        # Late: it imports nixl, which need not be installed.
+        from baton.transport.nixl import NixlReceiver
+
+        return await NixlReceiver.open(endpoint.nixl, local)
     if kind == "shm":
         return ShmReceiver(endpoint.shm, local)
     grpc = endpoint.grpc

@@ -16,6 +16,7 @@ from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
     from baton.transport.cuda_pages import CudaPages
+    from baton.transport.nixl import NixlOwner
 
 _log = get_logger("baton.engine")
 
@@ -31,13 +32,17 @@ class Published:
     """Holds the generations, and on a CPU the pages."""
     cuda_ipc: common_pb2.CudaIpcEndpoint | None
     kinds: tuple[str, ...]
+    nixl: NixlOwner | None = None
 
     def endpoints(self) -> list[common_pb2.Endpoint]:
         """Best first."""
         shared = self.segment if isinstance(self.pages, HostPages) else None
-        return offered(self.pages, shared, self.cuda_ipc, self.kinds)
+        nixl = self.nixl.endpoint if self.nixl is not None else None
+        return offered(self.pages, shared, self.cuda_ipc, self.kinds, nixl=nixl)
 
     def close(self) -> None:
+        if self.nixl is not None:
+            self.nixl.close()
         self.pages.close()
         if self.segment is not None:
             self.segment.close()
@@ -62,6 +67,7 @@ def make_pool(
         segment=segment,
         cuda_ipc=_export(pages, segment) if "cuda_ipc" in kinds else None,
         kinds=kinds,
+        nixl=_register(pages) if "nixl" in kinds else None,
     )
     return pool, published
 
@@ -73,12 +79,14 @@ def _host_pool(
     pool = KvPool(layout, num_pages, storage=segment.pages if segment is not None else None)
     raw: Any = pool.raw.numpy()
     memory = segment.pages if segment is not None else memoryview(raw).cast("B")
+    pages = HostPages(memory, layout.page_bytes)
     published = Published(
-        pages=HostPages(memory, layout.page_bytes),
+        pages=pages,
         generations=_where(segment, num_pages),
         segment=segment,
         cuda_ipc=None,
         kinds=kinds,
+        nixl=_register(pages) if "nixl" in kinds else None,
     )
     return pool, published
 
@@ -104,4 +112,14 @@ def _export(pages: CudaPages, segment: Segment | None) -> common_pb2.CudaIpcEndp
     except TransportError as error:
         text = "the pool's memory cannot be shared by CUDA IPC; pages travel over grpc"
         _log.warning(text, error=str(error))
+        return None
+
+
+def _register(pages: PageStore) -> NixlOwner | None:
+    from baton.transport.nixl import NixlOwner
+
+    try:
+        return NixlOwner(pages)
+    except TransportError as error:
+        _log.warning("the pool is not offered over nixl", error=str(error))
         return None

@@ -1,0 +1,192 @@
+"""The `nixl` transport: the receiver reads pages out of the owner's registered pool, over UCX.
+
+The owner's host takes no part where the network can read memory (RDMA); elsewhere (TCP) UCX's thread answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+from baton.transport.base import EndpointRefused, PageStore, Refusal, TransportError
+from baton.transport.nixl_agent import Agent, Range, memory_of, scratch
+from baton.transport.pages import check_pairs, until_done
+from baton.transport.ways import runs_of
+from baton.v1 import common_pb2 as pb
+
+BATCH_BYTES = 64 * 2**20
+"""A pull reads so many bytes at a time: that is what a cancelled one waits for."""
+STALL_SECONDS = 20.0
+"""For a batch. UCX itself sees a peer's death, and not that one is frozen."""
+STOP_SECONDS = 2.0
+"""For the batch that runs when a pull is cancelled, or its receiver closed."""
+OPEN_SECONDS = 5.0
+POLL_SECONDS = 0.0001
+
+
+class NixlOwner:
+    """A pool that others may read. It must outlive this."""
+
+    def __init__(self, pages: PageStore) -> None:
+        """Raises TransportError."""
+        memory = memory_of(pages)
+        self._agent = Agent(memory, progress=True)
+        self.endpoint = pb.NixlEndpoint(
+            agent=self._agent.name,
+            metadata=self._agent.metadata(),
+            address=memory.address,
+            page_bytes=pages.page_bytes,
+            num_pages=pages.num_pages,
+            memory=memory.kind,
+            device=memory.device,
+        )
+
+    def close(self) -> None:
+        """Idempotent. Pulls that run fail."""
+        self._agent.close()
+
+
+class NixlReceiver:
+    """One pull runs at a time, in a thread of the receiver's own; others wait their turn.
+
+    A read that was started cannot be taken back: NIXL reports a released one as over while its bytes still
+    come. So a read that fails, or takes too long, costs the agent: with it goes the connection, and with that
+    all that was under way. The next pull makes another one, which is why no two receivers share an agent.
+    """
+
+    kind = "nixl"
+
+    def __init__(self, endpoint: pb.NixlEndpoint, local: PageStore, stall_seconds: float) -> None:
+        """Use `open`."""
+        memory = memory_of(local)
+        if endpoint.memory != memory.kind:
+            refusal = Refusal.HOST_POOL if memory.kind == "DRAM" else Refusal.GPU_POOL
+            text = f"the peer's pool lies in {endpoint.memory or 'nothing'}, ours in {memory.kind}"
+            raise EndpointRefused(refusal, text)
+        if endpoint.page_bytes != local.page_bytes:
+            text = f"the peer's pages have {endpoint.page_bytes} bytes, not {local.page_bytes}"
+            raise EndpointRefused(Refusal.PAGE_BYTES, text)
+        self._endpoint = endpoint
+        self._local = local
+        self._memory = memory
+        self._stall_seconds = stall_seconds
+        self._batch = max(1, BATCH_BYTES // local.page_bytes)
+        self._scratch = scratch(local)
+        self._probe = memory_of(self._scratch)
+        self._agent: Agent | None = None
+        self._executor = ThreadPoolExecutor(1, "baton-nixl")
+        self._running: dict[asyncio.Future[None], threading.Event] = {}
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls, endpoint: pb.NixlEndpoint, local: PageStore, stall_seconds: float = STALL_SECONDS
+    ) -> Self:
+        """Reads a few bytes, to see that the peer can be reached. Raises EndpointRefused."""
+        self = cls(endpoint, local, stall_seconds)
+        connecting = asyncio.get_running_loop().run_in_executor(self._executor, self._connect)
+        try:
+            await until_done([connecting])
+            connecting.result()
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TransportError) and not isinstance(error, EndpointRefused):
+                raise EndpointRefused(Refusal.NOT_REACHED, str(error)) from error
+            raise
+        return self
+
+    async def pull(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if self._closing is not None:
+            raise TransportError("the receiver is closed")
+        check_pairs(pairs, self._endpoint.num_pages, self._local.num_pages)
+        if not pairs:
+            return
+        stop = threading.Event()
+        copy = asyncio.get_running_loop().run_in_executor(self._executor, self._copy, list(pairs), stop)
+        self._running[copy] = stop
+        copy.add_done_callback(self._ended)
+        await until_done([copy], stop.set)
+        copy.result()
+
+    def generations(self, pages: Sequence[int]) -> None:
+        """Not to be seen from here."""
+
+    async def close(self) -> None:
+        """Fails the pulls that run, after `STOP_SECONDS` at most."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        for stop in self._running.values():
+            stop.set()
+        await until_done(list(self._running))
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._disconnect)
+        self._executor.shutdown()
+
+    def _ended(self, copy: asyncio.Future[None]) -> None:
+        del self._running[copy]
+        copy.exception()  # Seen, also where the pull was cancelled and nobody asks.
+
+    # --- in the receiver's thread -----------------------------------------------------------------------
+
+    def _connect(self) -> Agent:
+        agent = Agent(self._memory, progress=False)
+        try:
+            name = agent.connect(self._endpoint.metadata)
+            if name != self._endpoint.agent:
+                raise TransportError(f"the metadata are of agent {name}, not of {self._endpoint.agent}")
+            agent.register(self._probe)
+            here = [(self._probe.address, self._probe.size, self._probe.device)]
+            there = [(self._endpoint.address, self._probe.size, self._endpoint.device)]
+            self._read(agent, here, there, OPEN_SECONDS, threading.Event())
+        except BaseException:
+            agent.close()
+            raise
+        self._agent = agent
+        return agent
+
+    def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
+        try:
+            for begin in range(0, len(pairs), self._batch):
+                if stop.is_set():
+                    raise TransportError("the pull was stopped")
+                agent = self._agent or self._connect()
+                here, there = self._ranges(pairs[begin : begin + self._batch])
+                self._read(agent, here, there, self._stall_seconds, stop)
+        except BaseException:
+            self._disconnect()
+            raise
+
+    def _ranges(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[Range], list[Range]]:
+        size, here, there = self._local.page_bytes, self._memory, self._endpoint
+        runs = list(runs_of(pairs))
+        return (
+            [(here.address + target * size, count * size, here.device) for _, target, count in runs],
+            [(there.address + source * size, count * size, there.device) for source, _, count in runs],
+        )
+
+    def _read(
+        self, agent: Agent, here: list[Range], there: list[Range], seconds: float, stop: threading.Event
+    ) -> None:
+        """Raises TransportError; the agent must be closed then."""
+        transfer = agent.read(self._endpoint.agent, self._memory.kind, here, there)
+        deadline = time.monotonic() + seconds
+        stopping = False
+        while not agent.done(transfer):
+            if stop.is_set() and not stopping:
+                stopping = True
+                deadline = min(deadline, time.monotonic() + STOP_SECONDS)
+            if time.monotonic() > deadline:
+                raise TransportError("the pull was stopped" if stopping else f"no answer for {seconds:g} s")
+            time.sleep(POLL_SECONDS)
+        agent.release(transfer)
+
+    def _disconnect(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.close()
