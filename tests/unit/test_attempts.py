@@ -58,6 +58,18 @@ def test_refusals_cost_no_resume_and_full_nodes_end_what_has_no_output():
     assert made.resumed == 0
 
 
+def test_a_full_node_says_so_although_another_one_was_lost_since():
+    """Found by the simulator, seed 934: the request failed with the loss, as if nothing could be reached."""
+    _, made = attempts()
+    placed(made, [A, B])
+    made.ended(exhausted("full", "QUEUE_FULL"), 0.0, lost=False)
+    placed(made, [B])
+    made.ended(unavailable("b was lost", "DECODE_LOST"), 0.0, lost=True)
+    with pytest.raises(BatonError) as raised:
+        made.place([A], 5.0)
+    assert raised.value.reason == "QUEUE_FULL"
+
+
 def test_waiting_for_a_node_ends():
     _, made = attempts()
     assert isinstance(made.place([], 100.0), Wait)

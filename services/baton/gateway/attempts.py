@@ -56,7 +56,7 @@ class Attempts:
         self._progress = False  # of the attempt that runs: the node has said something about the request
         self._failures: dict[str, int] = {}
         self._avoid: dict[str, float] = {}  # until when a node is not asked again
-        self._full: set[str] = set()  # nodes that had no room for a request without output
+        self._full: dict[str, BatonError] = {}  # nodes that had no room for a request without output
         self._since: float | None = None  # since when it is to be placed, in vain
         self._last: BatonError | None = None
 
@@ -66,10 +66,10 @@ class Attempts:
         Without output a request that every node refuses for want of room fails at once: overload is told
         early. One with output waits for room, and any request waits for a node.
         """
-        full = self._full if not self._log.has_output else ()
+        full = self._full if not self._log.has_output else {}
         left = [node for node in nodes if node.address not in full]
-        if self._last is not None and full and nodes and not left:
-            raise self._last
+        if nodes and not left:
+            raise full[nodes[-1].address]  # not the last error: that may be of a node that was lost since
         ready = [node for node in left if self._avoid.get(node.address, 0.0) <= now]
         address = pick_decode(ready, self.preferred)
         if address is not None:
@@ -127,7 +127,7 @@ class Attempts:
                 raise unavailable(text, "TOO_MANY_RESUMES")
             self.resumed += 1
         elif error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.reason != "NO_PREFILL_NODE":
-            self._full.add(address)
+            self._full[address] = error
         failures = self._failures[address] = self._failures.get(address, 0) + 1
         self._avoid[address] = now + min(FIRST_BACKOFF_SECONDS * 2.0**failures, LAST_BACKOFF_SECONDS)
         if not refused or self._since is None:
