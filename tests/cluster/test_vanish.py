@@ -75,8 +75,8 @@ def test_five_hundred_clients_vanish(cluster: Deployment):
     for attempt in range(TRIES):
         vanishing = subprocess.Popen([sys.executable, "-c", CLIENT, gateway.address, str(attempt)])
         try:
-            wait(lambda: gateway.load().requests == CLIENTS, "all at the gateway", 60)
-            wait(lambda: under_way(decode.load(), prefill.load()), "in all states", 60)
+            wait(lambda: gateway.load().requests == CLIENTS, "all at the gateway", 150)
+            wait(lambda: under_way(decode.load(), prefill.load()), "in all states", 150)
         finally:
             vanishing.kill()
         freed.append(

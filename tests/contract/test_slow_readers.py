@@ -56,7 +56,7 @@ async def test_a_paused_request_goes_on_where_it_was(node):
     async with gateway(node, max_unread_tokens=LIMIT) as rig:
         stream = Stream(rig)
         await stream.start(text="x", sampling=LARGE)
-        await until(lambda: node.pauses, 20)
+        await until(lambda: node.pauses, 60)
         assert [paused for _, paused in node.pauses] == [True]
         await asyncio.sleep(0.3)
         assert LIMIT < max(unread(rig)) < LIMIT + 100 * CHUNK, "what was under way, and no more"
@@ -106,7 +106,7 @@ async def test_http_keeps_no_more_either(node):
             deaf.connect((host, int(port)))
             head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             deaf.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            await until(lambda: node.pauses, 20)
+            await until(lambda: node.pauses, 60)
             assert max(unread(rig)) < LIMIT + 20 * CHUNK
             await until(lambda: node.cancels, 20)
             await rig.idle()

@@ -56,7 +56,7 @@ print(run_scenario(make_scenario({seed}), trace=lambda line: sys.stdout.write(li
     return done.stdout
 
 
-@pytest.mark.parametrize("seed", [1, 5, 21])
+@pytest.mark.parametrize("seed", [3, 5, 21])
 def test_a_seed_replays_byte_for_byte_in_another_process(seed):
     first = _trace(seed, "1")
     assert first == _trace(seed, "2")

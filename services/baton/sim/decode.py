@@ -172,7 +172,8 @@ class SimDecode(Worker):
     def drain(self) -> None:
         super().drain()
         for caller in self._callers:
-            caller.endpoint.send((Draining(),))
+            if caller.incarnation:  # else it is told behind its welcome
+                caller.endpoint.send((Draining(),))
 
     def hand_back(self) -> None:
         self.driver.call(lambda core, now: core.hand_back(now))
