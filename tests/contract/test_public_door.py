@@ -121,9 +121,7 @@ async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
         assert await ended(stream, "a") == "finished"
         replace(path, f"{BOB}\n")
         assert await ask(rig.node.address, BOB)
-        with pytest.raises(
-            BatonError
-        ):  # a client that is still sending may see INTERNAL: test_cluster_door.py
+        with pytest.raises(BatonError):  # INTERNAL to a client that is still sending
             await ask(rig.node.address, ALICE)
         # The stream that is open from before starts nothing more.
         await stream.write(start("b"))
