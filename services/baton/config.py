@@ -69,6 +69,9 @@ class WorkerConfig(NodeConfig):
     """Attention backend for prompts; `baton doctor` lists those that work here."""
     decode_attention: str = "auto"
     """Attention backend for decode rows."""
+    step_profile: str = ""
+    """File of `baton bench profile`: steps take the time that it says, and compute nothing; tokens mean
+    nothing. To size a deployment, or to measure all but the model."""
     batch_invariant: bool = False
     """On a GPU: compute a request's tokens in the same order whatever else is in the batch, so that the same
     request gets the same tokens alone, in any batch, and split or not; slower. Chooses the attention

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
+from baton.attention.base import AttentionBackend
 from baton.attention.fa3_fixed import FixedFa3Attention
 from baton.attention.registry import NoBackend
 from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.admission import POLICIES
+from baton.engine.cost import read_cost
 from baton.engine.runner import Runner
 from baton.engine.threads import TunedRunner
+from baton.engine.timed_runner import TimedRunner
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.eviction import make_policy
 from baton.kvcache.pool import KvLayout, KvPool
@@ -113,16 +116,11 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     prefill, why_prefill = resolve_attention(config.prefill_attention, device, model.dtype, shape.head_dim)
     decode, why_decode = resolve_attention(config.decode_attention, device, model.dtype, shape.head_dim)
     context = min(config.context_length or shape.context_length, shape.context_length, pages * size)
-    try:
-        runner: Runner[Any] = make_runner(
-            model, pool, prefill, decode, config.max_rows, context, config.batch_invariant
-        )
-    except ValueError as error:
-        raise failed_precondition(f"--batch-invariant does not work here: {error}") from error
-    if device.type == "cpu":
-        runner = tuned = TunedRunner(runner)
-        by_tokens = {f"to_{tokens}": count for tokens, count in tuned.small_steps.items()}
-        _log.info("threads measured", **by_tokens, others=tuned.threads)
+    runner = (
+        _timed(config, shape.vocab_size)
+        if config.step_profile
+        else _computing(config, model, pool, (prefill, decode), context)
+    )
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture.name,
@@ -157,6 +155,35 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         attention=f"prefill={prefill.name} decode={decode.name}",
         overlap=device.type != "cpu" if config.overlap is None else config.overlap,
     )
+
+
+def _timed(config: WorkerConfig, vocab_size: int) -> TimedRunner:
+    try:
+        cost = read_cost(config.step_profile)
+    except ValueError as error:
+        raise invalid("step_profile", f"--step-profile: {error}") from error
+    _log.warning("steps compute nothing: tokens mean nothing", step_profile=config.step_profile)
+    return TimedRunner(cost, max_slots=config.max_rows, vocab_size=vocab_size)
+
+
+def _computing(
+    config: WorkerConfig,
+    model: Model,
+    pool: KvPool,
+    attention: tuple[type[AttentionBackend], type[AttentionBackend]],
+    context: int,
+) -> Runner[Any]:
+    """attention: for prompts, for decode rows."""
+    try:
+        runner = make_runner(model, pool, *attention, config.max_rows, context, config.batch_invariant)
+    except ValueError as error:
+        raise failed_precondition(f"--batch-invariant does not work here: {error}") from error
+    if pool.device.type != "cpu":
+        return runner
+    tuned = TunedRunner(runner)
+    by_tokens = {f"to_{tokens}": count for tokens, count in tuned.small_steps.items()}
+    _log.info("threads measured", **by_tokens, others=tuned.threads)
+    return tuned
 
 
 def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Model:

@@ -1,0 +1,73 @@
+"""A runner that takes the time of measured steps, and computes nothing. For sizing, and to measure all else.
+
+It makes a deployment whose forward passes cost what they cost on another machine: everything around them
+(processes, queues, pages, pulls) is real. Its tokens mean nothing; they are a function of seed and position,
+so that a request which goes on elsewhere goes on with the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.engine.cost import StepCost, StepLoad
+from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, StepPlan, StepResult
+from baton.engine.random import row_keys
+
+
+@dataclass(slots=True)
+class TimedFlight:
+    plan: StepPlan
+    ends: float
+
+
+class TimedRunner:
+    """Implements `engine.runner.Runner`: a device that executes one step after the other."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        *,
+        max_slots: int,
+        vocab_size: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.max_slots = max_slots
+        self.vocab_size = vocab_size
+        self._cost = cost
+        self._clock = clock
+        self._sleep = sleep
+        self._seeds: dict[int, int] = {}
+        self._logprobs: set[int] = set()
+        """Slots that want them."""
+        self._free = 0.0
+        """When the device has executed all that was launched."""
+
+    def launch(self, plan: StepPlan) -> TimedFlight:
+        for init in plan.inits:
+            self._seeds[init.slot] = init.seed
+            wanted = init.params.logprobs is not None
+            (self._logprobs.add if wanted else self._logprobs.discard)(init.slot)
+        begins = max(self._clock(), self._free)
+        self._free = begins + (self._cost.seconds(StepLoad.of(plan.rows)) if plan.rows else 0.0)
+        return TimedFlight(plan, self._free)
+
+    def read(self, flight: TimedFlight) -> StepResult:
+        left = flight.ends - self._clock()
+        if left > 0:
+            self._sleep(left)
+        return StepResult(flight.plan.number, tuple(self._result(row) for row in flight.plan.rows))
+
+    def _result(self, row: PlanRow) -> RowResult:
+        position = row.start + row.count
+        seeds = np.array([self._seeds[slot] for slot in row.sample], dtype=np.uint64)
+        keys = row_keys(seeds, np.full(len(seeds), position, dtype=np.uint64)).view(np.uint64)
+        samples = tuple(
+            Sampled(slot, token, Logprobs(token, 0.0) if slot in self._logprobs else None)
+            for slot, token in zip(row.sample, (keys % np.uint64(self.vocab_size)).tolist(), strict=True)
+        )
+        return RowResult(samples, tuple(Logprobs(token, 0.0) for token in row.prompt_logprobs or ()))
