@@ -104,8 +104,8 @@ class WorkerConfig(NodeConfig):
     request_seconds: float = 600.0
     """Limit for a request that names none."""
     stuck_seconds: float = 20.0
-    """A step that takes longer makes health NOT_SERVING, and ends the callers' streams so that their requests
-    go elsewhere; until it ends."""
+    """A step that takes longer, and four times as long as steps of its size do, makes health NOT_SERVING, and
+    ends the callers' streams so that their requests go elsewhere; until it ends. The first one has 60 s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,8 @@ class GatewayConfig(NodeConfig):
     resume_wait_seconds: float = 30.0
     """How long requests wait while no decode node, or no tokenizer, can be reached; then they fail."""
     silence_seconds: float = 10.0
-    """A decode node that leaves a heartbeat unanswered for so long is given up; above its longest step."""
+    """A decode node that leaves a heartbeat unanswered for so long is given up. It answers while its step
+    takes no longer than four times what steps of its size do."""
     max_requests: int = 4096
     """Running requests at most; more are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: int = 16 * 2**20

@@ -146,7 +146,7 @@ class Deployment:
 
     def client(self, gateway: Process | None = None) -> Client:
         """Closed when the deployment stops."""
-        client = Client((gateway or self.gateway).address)
+        client = Client((gateway or self.gateway).outside)
         self._clients.append(client)
         return client
 

@@ -38,6 +38,8 @@ class Process:
         self.incarnation = 0
         self.starts = 0
         self.environment: dict[str, str] = {}
+        self.wrapper: list[str] = []
+        """A command that runs its arguments, under the same process id."""
         self._popen: subprocess.Popen[bytes] | None = None
         self._channel: grpc.Channel | None = None
 
@@ -51,6 +53,11 @@ class Process:
         return self._popen is not None and self._popen.poll() is None
 
     @property
+    def outside(self) -> str:
+        """Where a test reaches it."""
+        return self.address
+
+    @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
@@ -59,6 +66,7 @@ class Process:
         port = str(self.port) if self.address else "0"
         http = self.http.rpartition(":")[2] if self.http else "0" if self.role == "gateway" else "none"
         command = [
+            *self.wrapper,
             sys.executable,
             "-m",
             "baton.cli.main",
@@ -89,7 +97,7 @@ class Process:
         self.address, self.http = said["address"], said["http"] if said["http"] != "none" else ""
         if self._channel is not None:
             self._channel.close()
-        self._channel = grpc.insecure_channel(self.address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._channel = grpc.insecure_channel(self.outside, options=[("grpc.use_local_subchannel_pool", 1)])
         self.incarnation = self.info().incarnation
 
     def _read_line(self, deadline: float) -> str:
@@ -148,14 +156,13 @@ class Process:
 
     def listening(self) -> bool:
         addresses = [address for address in (self.address, self.http) if address]
-        return any(_accepts(address) for address in addresses)
+        return any(self.accepts(address) for address in addresses)
+
+    def accepts(self, address: str) -> bool:
+        host, _, port = address.rpartition(":")
+        with socket.socket() as probe:
+            probe.settimeout(1.0)
+            return probe.connect_ex((host, int(port))) == 0
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-12:])
-
-
-def _accepts(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex((host, int(port))) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -19,17 +20,21 @@ from baton.rpc.node import run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 STUCK = 0.6
+SLOW = 0.4
+TOKENS = 5
 
 
 class Wedge:
-    """A runner whose steps wait as long as it is shut."""
+    """A runner whose steps take `seconds` more, and wait as long as it is shut."""
 
-    def __init__(self, runner) -> None:
+    def __init__(self, runner, seconds: float = 0.0) -> None:
         self._runner = runner
+        self._seconds = seconds
         self.open = threading.Event()
         self.open.set()
 
     def launch(self, plan):
+        time.sleep(self._seconds)
         self.open.wait(20.0)
         return self._runner.launch(plan)
 
@@ -37,54 +42,90 @@ class Wedge:
         return self._runner.read(flight)
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-async def test_a_stuck_step_thread_is_seen_and_forgiven(role):
-    made = {"http_port": 0, "stuck_seconds": STUCK, "kv_tokens": 2048, "threads": 1, "transports": ("grpc",)}
+@asynccontextmanager
+async def running(role: str, stuck_seconds: float, step_seconds: float = 0.0):
+    """A worker and its wedge."""
+    made = {"http_port": 0, "kv_tokens": 2048, "threads": 1, "transports": ("grpc",)}
+    made["stuck_seconds"] = stuck_seconds
     node = DecodeNode(DecodeConfig(**made)) if role == "decode" else PrefillNode(PrefillConfig(**made))
     ready, stop = asyncio.Event(), asyncio.Event()
     task = asyncio.create_task(run_node(node, node.config, ready=ready, stop=stop))
     await asyncio.wait_for(ready.wait(), 60)
-    wedge = node.steps._turns._runner = Wedge(node.engine.runner)
+    wedge = node.steps._turns._runner = Wedge(node.engine.runner, step_seconds)
     try:
-        async with open_channel(node._address) as channel:
-            about = node_pb2_grpc.NodeStub(channel)
-            if role == "decode":
-                await _decode_streams_end(channel, node, wedge)
-            else:
-                _begin_a_prompt(node, wedge)
-            load = await about.GetLoad(node_pb2.GetLoadRequest(), timeout=5)
-            assert [problem.reason for problem in load.problems if problem.stops_serving] == [
-                "STEP_THREAD_STUCK"
-            ]
-            assert load.step_age_ms >= 1000 * STUCK
-            info = await about.GetInfo(node_pb2.GetInfoRequest(), timeout=5)
-            assert await _health(info.http_address) == 503
-            wedge.open.set()
-            await until(lambda: node.steps.turn_age < STUCK, 10)
-            async with asyncio.timeout(5):
-                while await _health(info.http_address) != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            assert not node.load().problems
-            await until(lambda: not node.load().requests, 10)
-            node.check_idle()
+        yield node, wedge
     finally:
         wedge.open.set()
         stop.set()
         assert await asyncio.wait_for(task, 20) == 0
 
 
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_stuck_step_thread_is_seen_and_forgiven(role):
+    async with running(role, STUCK) as (node, wedge), open_channel(node._address) as channel:
+        about = node_pb2_grpc.NodeStub(channel)
+        if role == "decode":
+            await _decode_streams_end(channel, node, wedge)
+        else:
+            _begin_a_prompt(node, wedge)
+        load = await about.GetLoad(node_pb2.GetLoadRequest(), timeout=5)
+        assert [problem.reason for problem in load.problems if problem.stops_serving] == ["STEP_THREAD_STUCK"]
+        assert load.step_age_ms >= 1000 * STUCK
+        info = await about.GetInfo(node_pb2.GetInfoRequest(), timeout=5)
+        assert await _health(info.http_address) == 503
+        wedge.open.set()
+        await until(lambda: node.steps.turn_age < STUCK, 10)
+        async with asyncio.timeout(5):
+            while await _health(info.http_address) != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert not node.load().problems
+        await until(lambda: not node.load().requests, 10)
+        node.check_idle()
+
+
+async def test_steps_that_are_always_slow_are_not_stuck():
+    """Longer than --stuck-seconds each; the node answers heartbeats all the while."""
+    async with (
+        running("decode", stuck_seconds=SLOW / 4, step_seconds=SLOW) as (node, _),
+        open_channel(node._address) as channel,
+    ):
+        call = await _opened(channel)
+        await call.write(_start(1))
+        kinds = []
+        while "finished" not in kinds:
+            message = await call.read()
+            kinds = [event.WhichOneof("kind") for event in message.events]
+            if message.tokens and "finished" not in kinds:  # the next step has just begun
+                await call.write(decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat()))
+                async with asyncio.timeout(SLOW / 2):
+                    assert await call.read() == decode_pb2.StepEvents()
+                assert node.load().problems == []
+
+
 async def _decode_streams_end(channel, node, wedge) -> None:
-    call = decode_pb2_grpc.DecodeStub(channel).Generate()
-    await call.write(decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=7)))
-    assert (await call.read()).events[0].welcome.incarnation
+    call = await _opened(channel)
+    await call.write(_start(1))  # of the first step of all more is forgiven
+    while not any(event.WhichOneof("kind") == "finished" for event in (await call.read()).events):
+        pass
     wedge.open.clear()
-    sampling = common_pb2.SamplingParams(max_tokens=5, ignore_eos=True)
-    start = decode_pb2.DecodeStart(request=1, token_ids=[5, 6, 7], sampling=sampling)
-    await call.write(decode_pb2.GenerateCommand(start=start))
+    await call.write(_start(2))
     await _refused(call)
     again = decode_pb2_grpc.DecodeStub(channel).Generate()
     await again.write(decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=7)))
     await _refused(again)
+
+
+async def _opened(channel):
+    call = decode_pb2_grpc.DecodeStub(channel).Generate()
+    await call.write(decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=7)))
+    assert (await call.read()).events[0].welcome.incarnation
+    return call
+
+
+def _start(number: int) -> decode_pb2.GenerateCommand:
+    sampling = common_pb2.SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    start = decode_pb2.DecodeStart(request=number, token_ids=[5, 6, 7], sampling=sampling)
+    return decode_pb2.GenerateCommand(start=start)
 
 
 async def _refused(call) -> None:

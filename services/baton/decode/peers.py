@@ -67,6 +67,11 @@ class PrefillPeers:
     def _tell_forgotten(self, address: str) -> None:
         self._node.steps.call(lambda core, now: core.forget_peer(address))
 
+    @property
+    def usable(self) -> set[str]:
+        """Addresses of the nodes that prompts can be handed off to."""
+        return {address for address, peer in self._peers.items() if peer.usable.is_set()}
+
     def lost(self) -> list[str]:
         """Nodes that cannot be used, with the reason: the process's own, and those named within a minute."""
         recent = time.monotonic() - FORGET_SECONDS

@@ -188,16 +188,23 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
                 text = f"no attempt {attempt} of request {number} is running on this stream"
                 caller.refuse(number, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
         elif kind == "heartbeat":
-            self.steps.call(lambda core, now: self._answer(caller))
+            self._heartbeat(caller)
         elif kind == "pause":
             self._pause(command.pause, caller)
         else:
             text = "each message on Decode.Generate after `hello` sets start, cancel, heartbeat or pause"
             raise invalid("kind", text)
 
-    def _answer(self, caller: Caller) -> None:
-        """In the step thread: that is the one that must be alive."""
-        self.loop.call_soon_threadsafe(caller.send, decode_pb2.StepEvents())
+    def _heartbeat(self, caller: Caller) -> None:
+        """The step thread must be alive: it answers itself, unless it is in a step that may take so long."""
+        if not self.stuck(floor=0.0):
+            caller.send(decode_pb2.StepEvents())
+            return
+
+        def answer(core: DecodeCore, now: float) -> None:
+            self.loop.call_soon_threadsafe(caller.send, decode_pb2.StepEvents())
+
+        self.steps.call(answer)
 
     def _pause(self, pause: decode_pb2.DecodePause, caller: Caller) -> None:
         number, attempt = pause.request, pause.attempt
@@ -253,7 +260,8 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         if overdue:
             text = f"a copy of pages from {', '.join(overdue)} has been running for more than "
             text += f"{self._config.pull_seconds:g} s"
-            yield node_pb2.Problem(reason="PULL_STUCK", message=text, stops_serving=True)
+            alone = not self._peers.usable - set(overdue)
+            yield node_pb2.Problem(reason="PULL_STUCK", message=text, stops_serving=alone)
         lost = self._peers.lost()
         if lost:
             text = f"prompts are not handed off to {'; '.join(lost)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.batch import Step
+from baton.engine.patience import Patience
 
 STEP_WEIGHT = 0.05
 
@@ -26,23 +27,33 @@ class Meter:
         """Prompt tokens a second in steps that are at least half full of them; others tell of the step's own
         cost."""
         self._enough = token_budget / 2
-        self._planned: dict[int, float] = {}
+        self._planned: dict[int, tuple[float, int]] = {}
+        """Step -> when it was planned, and its tokens."""
+        self._patience = Patience()
         self._last = 0.0
 
     def planned(self, step: Step, now: float) -> None:
-        self._planned[step.plan.number] = now
+        self._planned[step.plan.number] = now, step.plan.num_tokens
 
     def ended(self, step: Step, now: float) -> None:
         """Its results have been read. Steps may overlap: its time begins where the one before it ended."""
-        seconds = now - max(self._last, self._planned.pop(step.plan.number, now))
+        planned, tokens = self._planned.pop(step.plan.number, (now, 0))
+        seconds = now - max(self._last, planned)
         self._last = now
         if seconds <= 0:
             return
+        if tokens:
+            self._patience.took(tokens, seconds)
         prompt = sum(row.count for row in step.plan.rows if row.tokens is not None)
         if any(row.tokens is None for row in step.plan.rows):
             self.step.add(seconds)
         if prompt >= self._enough:
             self.prompt_rate.add(prompt / seconds)
+
+    def limit(self, floor: float) -> float:
+        """Seconds, at least `floor`, after which what is being computed counts as stuck. May be asked from
+        another thread than the step thread."""
+        return self._patience.limit(sum(tokens for _, tokens in list(self._planned.values())), floor)
 
     def failed(self, step: Step) -> None:
         self._planned.pop(step.plan.number, None)

@@ -127,17 +127,24 @@ class WorkerNode(Generic[C]):
 
     def require_turning(self) -> None:
         """Raises BatonError while the step thread is stuck: no caller is taken then."""
-        if self.steps.turn_age > self.config.stuck_seconds:
-            raise self._stuck()
+        if self.stuck():
+            raise self._stuck_error()
 
-    def _stuck(self) -> BatonError:
+    def stuck(self, floor: float | None = None) -> bool:
+        """Whether the step thread is in one turn for longer than its step can take, and longer than `floor`
+        seconds (None: --stuck-seconds)."""
+        core = self.core_or_none
+        least = self.config.stuck_seconds if floor is None else floor
+        return core is not None and self.steps.turn_age > core.meter.limit(least)
+
+    def _stuck_error(self) -> BatonError:
         text = f"the step thread has been in one step for {self.steps.turn_age:.1f} s"
         return unavailable(text, "STEP_THREAD_STUCK", 1000)
 
     async def _watch_steps(self) -> None:
         while True:
-            if self.steps.turn_age > self.config.stuck_seconds:
-                self.leave_callers(self._stuck())
+            if self.stuck():
+                self.leave_callers(self._stuck_error())
             await asyncio.sleep(WATCH_SECONDS)
 
     def _crashed(self, error: BaseException) -> None:
@@ -242,8 +249,8 @@ class WorkerNode(Generic[C]):
 
     def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
         """What is wrong now."""
-        if self.steps.turn_age > self.config.stuck_seconds:
-            error = self._stuck()
+        if self.stuck():
+            error = self._stuck_error()
             yield node_pb2.Problem(reason=error.reason, message=error.message, stops_serving=True)
         if load.pages.quarantined:
             text = f"{load.pages.quarantined} pages wait for the end of a copy that is overdue"

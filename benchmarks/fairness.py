@@ -1,0 +1,79 @@
+"""What very long prompts do to short requests: their TTFT and ITL, without and beside them.
+
+    python benchmarks/fairness.py --seconds 30 --json benchmarks/results/fairness.json
+
+One prefill and one decode node whose steps take the time of a fixed profile (tests/cluster/fairness.py) and
+compute nothing. A short request (64 tokens in, 32 out) comes every 0.1 s; then again, while two prompts of
+30,000 tokens are being computed at any time. Measured split, and with prompts computed on the decode node. By
+design a short request's first token waits for at most two steps more, and a token for at most one.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
+
+from fairness import BUDGET, COST, LONG, Outcome, full_step, make_deployment, measure
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.machine import machine, versions
+
+
+def show(found: dict[str, Outcome], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("deployment", "milliseconds", "alone", "beside long prompts", "times"):
+        table.add_column(column, justify="left" if column in ("deployment", "milliseconds") else "right")
+    for name, outcome in found.items():
+        alone, beside = outcome.alone.milliseconds(), outcome.beside.milliseconds()
+        for figure, before in alone.items():
+            times = f"{beside[figure] / before:.2f}"
+            table.add_row(name, figure, f"{before:.1f}", f"{beside[figure]:.1f}", times)
+    console.print(table)
+    for name, outcome in found.items():
+        text = f"{outcome.long_prompts} long prompts, median TTFT {outcome.long_seconds:.1f} s"
+        console.print(f"{name}: {text}", highlight=False)
+    console.print(f"The longest step takes {1e3 * full_step():.0f} ms.", highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each of the four measurements")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        deployment, split, local = make_deployment(Path(scratch))
+        with deployment:
+            gateways = {"split": split, "aggregated": local}
+            found = {
+                name: asyncio.run(measure(each.address, args.seconds)) for name, each in gateways.items()
+            }
+    show(found, Console())
+    if args.json:
+        figures = {name: asdict(outcome) for name, outcome in found.items()}
+        setting = {
+            "cost": asdict(COST),
+            "token_budget": BUDGET,
+            "long_tokens": LONG,
+            "full_step": full_step(),
+        }
+        record = {"machine": machine(), "versions": versions(), "setting": setting, "seconds": figures}
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
