@@ -20,8 +20,8 @@ from baton.rpc.node import run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 STUCK = 0.6
-SLOW = 0.4
-TOKENS = 5
+SLOW = 2 * STUCK
+TOKENS = 4
 
 
 class Wedge:
@@ -86,7 +86,7 @@ async def test_a_stuck_step_thread_is_seen_and_forgiven(role):
 async def test_steps_that_are_always_slow_are_not_stuck():
     """Longer than --stuck-seconds each; the node answers heartbeats all the while."""
     async with (
-        running("decode", stuck_seconds=SLOW / 4, step_seconds=SLOW) as (node, _),
+        running("decode", STUCK, step_seconds=SLOW) as (node, _),
         open_channel(node._address) as channel,
     ):
         call = await _opened(channel)
