@@ -16,6 +16,7 @@ from baton.etcd import rpc_pb2, rpc_pb2_grpc
 from baton.rpc.errors import BatonError
 
 PREFIX = "/baton"
+HOLD_SECONDS = 2.0
 
 
 @pytest.fixture
@@ -59,16 +60,19 @@ async def test_nodes_join_and_leave(etcd):
     assert joined == left == ["10.0.0.1:50071", "10.0.0.2:50071"]
 
 
-async def test_a_node_that_died_without_a_word_goes_with_its_lease(etcd):
+async def test_a_node_that_died_without_a_word_goes_some_time_after_its_lease(etcd, monkeypatch):
+    monkeypatch.setattr("baton.discovery.etcd.HOLD_SECONDS", HOLD_SECONDS)
     dead = register(etcd, 1, "10.0.0.1:50071")
     alive = register(etcd, 2, "10.0.0.2:50071")
     async with finding(etcd) as finder:
         await until(lambda: len(finder.addresses) == 2, "both are found")
         await dead._tasks.close()  # what a killed process does: nothing more
         took = await until(
-            lambda: finder.addresses == ["10.0.0.2:50071"], "the lease expires", LEASE_SECONDS + 10.0
+            lambda: finder.addresses == ["10.0.0.2:50071"],
+            "it is held no longer",
+            LEASE_SECONDS + HOLD_SECONDS + 10.0,
         )
-        assert took > LEASE_SECONDS / 3, "left before its lease could have expired"
+        assert took > LEASE_SECONDS / 3 + HOLD_SECONDS, "left before its lease could have expired"
     await alive.close()
 
 
@@ -89,16 +93,19 @@ async def test_a_loss_of_etcd_takes_no_node_and_is_made_good(etcd):
         await late.close()
 
 
-async def test_a_lease_that_was_taken_away_is_made_again(etcd):
+async def test_a_lease_that_was_taken_away_is_made_again_and_the_node_is_held_meanwhile(etcd):
     node = register(etcd, 1, "10.0.0.1:50071")
-    async with finding(etcd) as finder:
+    changes = []
+    async with finding(etcd, changes) as finder:
         await until(lambda: finder.addresses, "found")
         async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
             revoke = rpc_pb2.LeaseRevokeRequest(ID=node._lease[1])
             await rpc_pb2_grpc.LeaseStub(channel).LeaseRevoke(revoke, timeout=5)
-        await until(lambda: not finder.addresses, "gone")
-        await until(lambda: finder.addresses, "registered again", LEASE_SECONDS)
-    await node.close()
+        await until(lambda: not finder._in_etcd, "gone from etcd")
+        await until(lambda: finder._in_etcd, "registered again", LEASE_SECONDS)
+        assert [change for change in changes if change.left] == []
+        await node.close()
+        await until(lambda: not finder.addresses, "it said that it left", 3.0)
 
 
 def test_an_address_of_all_interfaces_is_registered_as_etcd_would_see_it():

@@ -44,6 +44,14 @@ def test_an_incomplete_answer_after_a_silence_takes_nothing_at_once():
     assert members.heard("dns", [A], 70.0, hold=10.0) == Change(joined=(), left=(B,))
 
 
+def test_a_node_that_says_that_it_leaves_is_not_held():
+    members = Members()
+    members.heard("etcd", [A, B], 0.0, hold=30.0)
+    assert members.heard("etcd", [A], 1.0, hold=30.0, leaving={B}) == Change(joined=(), left=(B,))
+    assert not members.heard("etcd", [A, B], 2.0, hold=30.0).left
+    assert not members.heard("etcd", [A, B], 3.0, hold=30.0, leaving={B}), "another entry names it"
+
+
 def test_events_are_applied_in_order():
     nodes = {"k1": A, "k2": B}
     events = [("k1", None), ("k3", C), ("k2", C), ("k9", None), ("k1", B)]

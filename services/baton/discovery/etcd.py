@@ -1,14 +1,15 @@
 """Finding nodes in etcd, over its own gRPC API.
 
 A node is one key, PREFIX + ROLE/INCARNATION, whose value is host:port: `etcdctl get --prefix /baton/` shows
-them all. The key belongs to a lease that the node keeps alive, and goes with it.
+them all. The key belongs to a lease that the node keeps alive, and goes with it. A node that leaves says so:
+it empties the value first. A key that goes without that has expired, and its node may still work.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from itertools import cycle
 
 import grpc.aio
@@ -24,6 +25,11 @@ CALL_SECONDS = 5.0
 SILENCE_SECONDS = 900.0
 """etcd says something at least every 10 minutes to a watcher that asks for it."""
 BACKOFF_SECONDS = 1.0
+HOLD_SECONDS = 30.0
+"""A node whose entry has expired is taken as gone only after so long: perhaps it, or etcd, was slow."""
+
+Heard = Callable[[list[str], Collection[str]], None]
+"""Gets the addresses of all nodes, and of those that said that they leave."""
 
 _log = get_logger("baton.discovery")
 
@@ -62,27 +68,30 @@ def etcd_errors() -> Iterator[None]:
         raise unavailable(f"a key or value in etcd is not Baton's ({error}); choose --etcd-prefix") from error
 
 
-async def watch(endpoints: Sequence[str], prefix: str, role: str, heard: Callable[[list[str]], None]) -> None:
+async def watch(endpoints: Sequence[str], prefix: str, role: str, heard: Heard) -> None:
     """Hands on the addresses of all nodes of a role, at once and after each change, until cancelled. While no
     etcd can be reached all stays as it was; the endpoints are tried in turn."""
     for endpoint in cycle(endpoints):
         try:
             async with open_etcd(endpoint) as channel:
-                async for nodes in _snapshots(channel, role_prefix(prefix, role)):
-                    heard(sorted(set(nodes.values())))
+                async for nodes, leaving in _snapshots(channel, role_prefix(prefix, role)):
+                    heard(sorted(set(nodes.values())), leaving)
         except BatonError as error:
             _log.warning("etcd lost", etcd=endpoint, role=role, error=error.message)
         await asyncio.sleep(BACKOFF_SECONDS)
 
 
-async def _snapshots(channel: grpc.aio.Channel, prefix: str) -> AsyncIterator[Mapping[str, str]]:
-    """Key -> address, of all nodes now and after each change. Ends by raising BatonError."""
+async def _snapshots(
+    channel: grpc.aio.Channel, prefix: str
+) -> AsyncIterator[tuple[Mapping[str, str], set[str]]]:
+    """Key -> address, of all nodes now and after each change, and who has just said that it leaves. Ends by
+    raising BatonError."""
     key = prefix.encode()
     end = range_end(key)
     with etcd_errors():
         found = await rpc.KVStub(channel).Range(pb.RangeRequest(key=key, range_end=end), timeout=CALL_SECONDS)
-        nodes = {pair.key.decode(): pair.value.decode() for pair in found.kvs}
-        yield nodes
+        nodes = {pair.key.decode(): pair.value.decode() for pair in found.kvs if pair.value}
+        yield nodes, set()
         call = rpc.WatchStub(channel).Watch()
         create = pb.WatchCreateRequest(
             key=key, range_end=end, start_revision=found.header.revision + 1, progress_notify=True
@@ -97,8 +106,10 @@ async def _snapshots(channel: grpc.aio.Channel, prefix: str) -> AsyncIterator[Ma
                 # Among the reasons: the revision is gone (compacted). The next Range starts afresh.
                 raise unavailable(f"etcd ended the watch: {answer.cancel_reason or 'revisions compacted'}")
             if answer.events:
-                nodes = apply_events(nodes, [_event(event) for event in answer.events])
-                yield nodes
+                events = [_event(event) for event in answer.events]
+                leaving = {nodes[key] for key, address in events if address == "" and key in nodes}
+                nodes = apply_events(nodes, events)
+                yield nodes, leaving
 
 
 def _event(event: pb.Event) -> tuple[str, str | None]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from baton.discovery import dns, etcd
 from baton.discovery.members import Change, Members
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
+
+LOOK_SECONDS = 3.0
+"""How often it is looked whether a node that etcd leaves out has been held long enough."""
 
 _log = get_logger("baton.discovery")
 
@@ -35,6 +38,7 @@ class Finder:
         self._prefix = prefix
         self._changed = changed
         self._members = Members()
+        self._in_etcd: list[str] = []
         self._tasks = Tasks()
 
     @property
@@ -57,11 +61,22 @@ class Finder:
 
             self._tasks.spawn(dns.watch(name, heard), source)
         if self._endpoints:
-            watch = etcd.watch(self._endpoints, self._prefix, self._role, lambda n: self._heard("etcd", n))
+            watch = etcd.watch(self._endpoints, self._prefix, self._role, self._heard_etcd)
             self._tasks.spawn(watch, f"etcd {self._role}")
+            self._tasks.spawn(self._look_again(), f"etcd {self._role}, again")
 
-    def _heard(self, source: str, nodes: list[str], hold: float = 0.0) -> None:
-        change = self._members.heard(source, nodes, asyncio.get_running_loop().time(), hold)
+    def _heard_etcd(self, nodes: list[str], leaving: Collection[str]) -> None:
+        self._in_etcd = nodes
+        self._heard("etcd", nodes, etcd.HOLD_SECONDS, leaving)
+
+    async def _look_again(self) -> None:
+        """etcd speaks only when something changes."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self._heard("etcd", self._in_etcd, etcd.HOLD_SECONDS)
+
+    def _heard(self, source: str, nodes: list[str], hold: float = 0.0, leaving: Collection[str] = ()) -> None:
+        change = self._members.heard(source, nodes, asyncio.get_running_loop().time(), hold, leaving)
         if change:
             if source != "list":
                 _log.info(

@@ -41,16 +41,19 @@ class Registration:
         self._tasks.spawn(self._run(), "etcd registration")
 
     async def close(self) -> None:
-        """Removes the entry, if etcd can be reached; else it goes with its lease. Idempotent."""
+        """Says that the node leaves and removes the entry, if etcd can be reached; else it goes with its
+        lease. Idempotent."""
         await self._tasks.close()
         lease, self._lease = self._lease, None
         if lease is None:
             return
         endpoint, number = lease
+        leaving = pb.PutRequest(key=self._key.encode(), value=b"", lease=number)
         revoke = pb.LeaseRevokeRequest(ID=number)
         try:
             async with open_etcd(endpoint) as channel:
                 with etcd_errors():
+                    await rpc.KVStub(channel).Put(leaving, timeout=CALL_SECONDS)
                     await rpc.LeaseStub(channel).LeaseRevoke(revoke, timeout=CALL_SECONDS)
         except BatonError as error:
             text = "entry in etcd not removed; it ends with its lease"
