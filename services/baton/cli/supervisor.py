@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from baton.cli.child import Child, ChildError, State
+from baton.cli.options import fields_of
+from baton.cli.toml import ROLES
 
 START_ORDER = (("tokenizer", "prefill"), ("decode",), ("gateway",))
 STOP_ORDER = ("gateway", "decode", "prefill", "tokenizer")
@@ -64,7 +66,7 @@ class Supervisor:
         # Each worker has a thread a core, and one that waits must not spin on the cores of one that computes.
         # A spin of a few microseconds still pays: within a step the threads wait no longer. `baton bench` on
         # two cores, output tokens/s of two runs: 815, 848; no spin 763, 593; OpenMP's default 506, 763.
-        self._environment = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **os.environ}
+        self._environment = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **_inherited()}
 
     async def start(self) -> None:
         """Returns once all are healthy. Raises the first ChildError; `stop` must then still be called."""
@@ -131,3 +133,10 @@ class Supervisor:
                 with contextlib.suppress(asyncio.CancelledError):
                     await child.ended()
                 child.state = State.STOPPED
+
+
+def _inherited() -> dict[str, str]:
+    """The environment without Baton's own settings: what of them is meant for the children they get as flags.
+    The rest is for commands that call another deployment, such as `baton verify --against`."""
+    own = {field.variable for config in ROLES.values() for field in fields_of(config).values()}
+    return {name: value for name, value in os.environ.items() if name not in own}

@@ -52,10 +52,12 @@ class Side:
     pulled_pages: int
 
 
-async def ask_side(name: str, address: str, cases: list[Case], concurrency: int, console: Console) -> Side:
-    """All cases, `concurrency` at a time."""
+async def ask_side(
+    name: str, client: AsyncClient, cases: list[Case], concurrency: int, console: Console
+) -> Side:
+    """All cases, `concurrency` at a time. Closes the client."""
     questions: list[dict[str, Any]] = [{"prompt": case.prompt, **case.sampling} for case in cases]
-    async with AsyncClient(address) as client:
+    async with client:
         answers = await ask_all(client, questions, concurrency, name, console)
     return Side(
         [answer.completion.token_ids for answer in answers],
@@ -109,10 +111,11 @@ async def _verify(
     async def run(name: str, prefill: int) -> Side:
         console.print(f"Starting a deployment: {name}")
         async with Deployment(dataclasses.replace(plan, prefill=prefill), console) as deployment:
-            return await ask_side(name, deployment.address, cases, concurrency, console)
+            client = AsyncClient(deployment.address, api_key="", tls_ca="")
+            return await ask_side(name, client, cases, concurrency, console)
 
     if against:
-        split = await ask_side(against, against, cases, concurrency, console)
+        split = await ask_side(against, AsyncClient(against), cases, concurrency, console)
     else:
         split = await run("split", max(1, plan.prefill))
     aggregated = await run("aggregated", 0)

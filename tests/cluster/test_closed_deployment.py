@@ -1,0 +1,124 @@
+"""The commands against a deployment that is closed on all sides: mutual TLS and a secret between its
+processes, TLS and API keys towards clients. They work with what the environment names, and without that say
+what is missing."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trustme
+from process import ENVIRONMENT
+
+BATON = (sys.executable, "-m", "baton.cli.main")
+KEY = secrets.token_hex(16)
+
+
+@dataclass
+class Closed:
+    rows: dict[str, list[str]]
+    """Process name -> pid, gRPC address, HTTP address."""
+    known: dict[str, str]
+    """What a command's environment needs."""
+    base: dict[str, str]
+
+    @property
+    def gateway(self) -> str:
+        return self.rows["gateway"][1]
+
+    def run(self, *arguments: str, known: bool = True) -> subprocess.CompletedProcess[str]:
+        environment = {**self.base, **(self.known if known else {})}
+        return subprocess.run(
+            [*BATON, *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
+        )
+
+
+def private(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    path.chmod(0o600)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def closed(qwen3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
+    folder = tmp_path_factory.mktemp("closed")
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    ca = private(folder / "ca.pem", authority.cert_pem.bytes())
+    cert = private(folder / "cert.pem", b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    key = private(folder / "key.pem", issued.private_key_pem.bytes())
+    secret = private(folder / "secret", secrets.token_hex(32))
+    keys = private(folder / "keys", f"{KEY} name=tester\n")
+    cluster = {"cert": cert, "key": key, "ca": ca, "secret-file": secret}
+    flags = [word for name, path in cluster.items() for word in (f"--cluster-{name}", path)]
+    flags += ["--tls-cert", cert, "--tls-key", key, "--api-keys", keys, "--port", "0", "--http-port", "0"]
+    flags += ["--model", str(qwen3[0]), "--threads", "1", "--kv-tokens", "8192"]
+    runtime = folder / "runtime"
+    runtime.mkdir(0o700)
+    base = {**os.environ, **ENVIRONMENT, "COLUMNS": "200", "XDG_RUNTIME_DIR": str(runtime)}
+    known = {f"BATON_CLUSTER_{name.upper().replace('-', '_')}": path for name, path in cluster.items()}
+    known |= {"BATON_TLS_CA": ca, "BATON_API_KEY": KEY}
+    printed = folder / "printed"
+    with printed.open("wb") as output:
+        process = subprocess.Popen(
+            [*BATON, "up", *flags], stdout=output, stderr=output, env={**base, "BATON_TLS_CA": ca}
+        )
+    try:
+        deadline = time.monotonic() + 180
+        while "Ctrl-C stops" not in printed.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, printed.read_text()
+            time.sleep(0.1)
+        lines = [line.split() for line in printed.read_text().splitlines()]
+        rows = {words[0]: words[1:] for words in lines if len(words) == 4 and words[1].isdigit()}
+        yield Closed(rows, known, base)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(40) == 0, printed.read_text()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+
+
+def test_status_and_health_see_every_process(closed):
+    status = closed.run("status", "--server", closed.gateway)
+    assert status.returncode == 0, status.stdout + status.stderr
+    assert all(address in status.stdout for _, address, _ in closed.rows.values())
+    for name, (_, address, _) in closed.rows.items():
+        health = closed.run("health", address)
+        assert (health.returncode, health.stdout.strip()) == (0, "SERVING"), (name, health.stderr)
+
+
+def test_probe_generate_and_bench_go_through(closed):
+    probe = closed.run("probe", "--server", closed.gateway)
+    assert probe.returncode == 0 and "pages by" in probe.stdout, probe.stderr
+    generate = closed.run("generate", "a decode node", "--max-tokens", "4", "--server", closed.gateway)
+    assert generate.returncode == 0, generate.stderr
+    bench = ["bench", "serve", "--server", closed.gateway, "--concurrency", "2", "--requests", "4"]
+    done = closed.run(*bench, "--prompt-tokens", "32", "--output-tokens", "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_verify_compares_it_with_a_deployment_of_its_own(closed, qwen3):
+    words = ["--against", closed.gateway, "--model", str(qwen3[0]), "--prompts", "2", "--max-tokens", "4"]
+    done = closed.run("verify", *words, "--threads", "1", "--kv-tokens", "8192")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_what_they_need_commands_say_so(closed):
+    for words in (
+        ("status",),
+        ("probe",),
+        ("generate", "x"),
+        ("bench", "serve", "--requests", "1", "--concurrency", "1"),
+    ):
+        done = closed.run(*words, "--server", closed.gateway, known=False)
+        assert done.returncode in (1, 2) and "Traceback" not in done.stderr, (words, done.stderr)
+        print(words, done.stderr)
