@@ -139,4 +139,5 @@ def _inherited() -> dict[str, str]:
     """The environment without Baton's own settings: what of them is meant for the children they get as flags.
     The rest is for commands that call another deployment, such as `baton verify --against`."""
     own = {field.variable for config in ROLES.values() for field in fields_of(config).values()}
+    own.add("BATON_CONFIG")
     return {name: value for name, value in os.environ.items() if name not in own}
