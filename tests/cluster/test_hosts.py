@@ -31,7 +31,9 @@ LONG = 900
 KBIT = 1500
 DELAY_SECONDS, LOSS = 0.020, 0.01
 PULLED_BYTES = 100_000
-STREAMED = 600
+STREAMED = 128
+STREAM_KBIT = 64
+"""Tokens of a step take some 20 ms over such a cable."""
 BATCHES = 3
 NOTICED_SECONDS = 25.0
 """A request that a cut has hit has gone on, and ended, by then; it takes about a third of that."""
@@ -215,11 +217,13 @@ async def test_a_host_that_is_cut_off_while_it_serves(site, long, short, qwen3):
     lan, deployment = site.lan, site.deployment
     right = deployment.of("decode")[1]
     answers = qwen3[1].answers([20, 30, 40, 50], STREAMED, seed=2)
+    lan.front_right.throttle(STREAM_KBIT)
     async with site.pulling(long) as asking:
         streams = asyncio.create_task(site.ask(site.both, answers, STREAMED))
         await until(lambda: right.load().running, "the right decode node streams")
         lan.front_right.cut()
         lan.left_right.cut()
+        lan.front_right.throttle(0)
         started = time.monotonic()
         await asking
         completions = await streams
