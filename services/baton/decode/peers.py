@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from baton.config import DecodeConfig
 from baton.decode.core import Peer
 from baton.decode.messages import events_from, request_for
-from baton.handoff.messages import DecodeEffect, StartPull
-from baton.rpc.errors import BatonError, failed_precondition, invalid
+from baton.handoff.decode_side import HEARTBEAT_SECONDS
+from baton.handoff.messages import Beat, DecodeEffect, StartPull
+from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
 from baton.transport.base import Receiver, TransportError
@@ -34,12 +36,13 @@ LinkType = Link[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 class PrefillPeers:
     """All prefill nodes that this decode node knows. Lives on the event loop."""
 
-    def __init__(self, node: DecodeNode, own: Sequence[str], request_seconds: float) -> None:
-        """`own`: nodes of this process's configuration, never forgotten. `request_seconds`: the longest that
-        a request may live."""
+    def __init__(self, node: DecodeNode, config: DecodeConfig) -> None:
+        """Prefill nodes that the configuration names are never forgotten."""
         self._node = node
-        self._own = frozenset(own)
-        self._forget_seconds = request_seconds + FORGET_SECONDS
+        self._own = frozenset(config.prefill)
+        self._forget_seconds = config.request_seconds + FORGET_SECONDS
+        seconds = config.handoff_seconds
+        self._silence = max(seconds / 2, seconds - 2 * HEARTBEAT_SECONDS)
         self._peers: dict[str, _Peer] = {}
 
     def check_room(self, addresses: Sequence[str]) -> None:
@@ -51,7 +54,7 @@ class PrefillPeers:
         """A request names the node: begins to connect, unless that has been done."""
         if address not in self._peers:
             self._forget()
-            self._peers[address] = _Peer(self._node, address)
+            self._peers[address] = _Peer(self._node, address, self._silence)
         self._peers[address].named = time.monotonic()
 
     def _forget(self) -> None:
@@ -109,7 +112,7 @@ class PrefillPeers:
         if isinstance(effect, StartPull):
             self._node.tasks.spawn(self._pull(peer, effect), "pull")
         elif peer is not None:
-            peer.link.send(request_for(effect))
+            peer.send(effect)
 
     async def _pull(self, peer: _Peer | None, effect: StartPull) -> None:
         """Reports the end of the copy whatever happens: the destination pages are pinned until then."""
@@ -140,14 +143,18 @@ class PrefillPeers:
 class _Peer:
     """One prefill node: up once its pool has been opened."""
 
-    def __init__(self, node: DecodeNode, address: str) -> None:
+    def __init__(self, node: DecodeNode, address: str, silence: float) -> None:
+        """silence: seconds without any answer after which the connection is opened anew."""
         self.address = address
         self.receiver: Receiver | None = None
         self.usable = asyncio.Event()
         self.incarnation = 0
         self.named = 0.0
         """When a request last named it."""
+        self._asked: float | None = None
+        """When the first heartbeat was sent since which nothing has come."""
         self._node = node
+        self._silence = silence
         self._session = 0
         self.link: LinkType = Link(
             address,
@@ -165,6 +172,19 @@ class _Peer:
         error = self.link.last_error
         return error.message if error is not None else "not connected yet"
 
+    def send(self, effect: DecodeEffect) -> None:
+        """Every heartbeat is answered. Where hand-offs fail for want of answers the connection may be at
+        fault: it is given up a little before they are, so that no prompt goes there until it is made anew."""
+        if isinstance(effect, Beat):
+            now = time.monotonic()
+            if self._asked is None:
+                self._asked = now
+            elif now - self._asked > self._silence:
+                text = f"{self.address} has said nothing for {self._silence:g} s"
+                self.link.reset(unavailable(text, "SILENT"))
+                return
+        self.link.send(request_for(effect))
+
     def _hello(self) -> prefill_pb2.PrefillRequest:
         hello = prefill_pb2.PrefillHello(incarnation=self._node.incarnation, layout=self._node.layout)
         return prefill_pb2.PrefillRequest(hello=hello)
@@ -174,6 +194,7 @@ class _Peer:
             self.link.reset(failed_precondition("the first answer was not a welcome", "PROTOCOL"))
             return
         self._session += 1
+        self._asked = None
         welcome = response.events[0].welcome
         self._node.tasks.spawn(self._open(welcome, self._session), f"open pool of {self.address}")
 
@@ -200,6 +221,7 @@ class _Peer:
 
     def _received(self, response: prefill_pb2.PrefillResponse) -> None:
         address = self.address
+        self._asked = None
         try:
             messages = list(events_from(response, self._node.model_info.vocab_size))
         except BatonError as error:

@@ -47,7 +47,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         self._callers: set[Caller] = set()
         self.messages = 0
         """Sent to callers by steps."""
-        self._peers = PrefillPeers(self, config.prefill, config.request_seconds)
+        self._peers = PrefillPeers(self, config)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
