@@ -7,6 +7,7 @@ import time
 
 from baton.bench.record import tpot
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
+from baton.client.access import CA_VARIABLE
 
 
 class Answer:
@@ -75,9 +76,15 @@ async def collect_async(stream: AsyncStream, show: bool = False) -> Answer:
 def explain(error: BatonError, server: str) -> str:
     """One line that says what to do."""
     if error.reason == "UNAVAILABLE" and "connect" in error.message:
-        why = error.message.rpartition(": ")[2]
-        return f"no gateway at {server} ({why}); start one with 'baton up', or name it with --server"
+        return no_gateway(server, error.message.rpartition(": ")[2])
     return f"{error.message} ({error.reason})"
+
+
+def no_gateway(server: str, why: str) -> str:
+    """For a connection that failed, and why."""
+    if why == "Socket closed":
+        return f"{server} closed the connection; if it speaks TLS, name its certificate's CA in {CA_VARIABLE}"
+    return f"no gateway at {server} ({why}); start one with 'baton up', or name it with --server"
 
 
 def milliseconds(seconds: float) -> str:

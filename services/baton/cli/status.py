@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from baton.cli.answer import no_gateway
 from baton.cli.nodes import NodeReport, ask_deployment
 from baton.cli.options import F, fail
 from baton.rpc.errors import BatonError
@@ -144,8 +145,7 @@ def status(server: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_dict(report) for report in reports], indent=2))
     elif reports[0].info is None:
-        hint = "start one with 'baton up', or name it with --server"
-        fail(f"no gateway at {server} ({reports[0].error}); {hint}")
+        fail(no_gateway(server, reports[0].error))
     else:
         console = Console()
         console.print(status_table(reports), highlight=False)
