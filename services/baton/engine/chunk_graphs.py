@@ -108,7 +108,7 @@ class ChunkGraphs:
         return sum(self._lengths(size, rows))
 
     def _inputs(self, shape: tuple[int, int]) -> ChunkInputs:
-        lanes = torch.split(self._static[: self._length(*shape)], self._lengths(*shape))
+        lanes = torch.split(self._static[: self._length(*shape)], list(self._lengths(*shape)))
         ids, positions, token_slots, row_slots, lengths, starts, last = lanes
         logits = self._logits[: shape[1]]
         return ChunkInputs(ids, positions, token_slots, row_slots, lengths, starts, last, logits)
