@@ -58,8 +58,8 @@ class ChunkGraphs:
         pool: Any,
         progress: Progress | None = None,
     ) -> None:
-        """`logits`: a buffer [num_slots, vocab]. `pool`: of memory that others, replayed before or after, work
-        in too."""
+        """`logits`: a buffer [num_slots, vocab]. `pool`: of memory that graphs replayed before or after these
+        work in too."""
         self._padding_slot = num_slots
         self._logits = logits
         device = logits.device
