@@ -1,4 +1,4 @@
-"""deploy/compose: the files for two machines are valid, and their processes find each other. None is started."""
+"""deploy/compose: the files for two machines are valid, and their processes find each other. Nothing is run."""
 
 from __future__ import annotations
 
