@@ -1,4 +1,4 @@
-"""deploy/compose: the files for two machines are valid, and their processes find each other. Nothing is run."""
+"""deploy/compose: the files for two machines are valid, and what they start finds each other; not started."""
 
 from __future__ import annotations
 
