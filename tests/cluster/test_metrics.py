@@ -15,15 +15,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 ROLES = frozenset(("gateway", "tokenizer", "prefill", "decode"))
-SERIES = re.compile(r"`(baton_\w+?)(_total)?(?:\{(\w+)\})?`")
+SERIES = re.compile(r"`(baton_\w+?)(_total)?(?:\{([\w,]+)\})?`")
 
 
 @dataclass(frozen=True)
 class Listed:
     kind: str
     """counter, gauge or histogram."""
-    label: str
-    """Beside `role`; empty: none."""
+    labels: frozenset[str]
+    """Beside `role`."""
     exposed_by: frozenset[str]
     counted_by: frozenset[str]
 
@@ -44,12 +44,12 @@ def listed() -> dict[str, Listed]:
         everywhere = columns[0] != "series"
         kind = columns[0] if everywhere else row["type"]
         counted_by = row["of"] if everywhere else "gateway"
-        for name, total, label in SERIES.findall(cells[0]):
+        for name, total, labels in SERIES.findall(cells[0]):
             assert name not in found, f"{name} stands there twice"
             assert (total == "_total") == (kind == "counter"), name
             found[name] = Listed(
                 kind,
-                label,
+                frozenset(labels.split(",") if labels else ()),
                 ROLES if everywhere else frozenset({"gateway"}),
                 ROLES if counted_by == "all" else frozenset(counted_by.split(", ")),
             )
@@ -89,7 +89,7 @@ def test_types_and_labels_are_as_listed(exposed):
             entry = listed()[name]
             assert family.type == entry.kind, name
             labels = {label for sample in family.samples for label in sample.labels} - {"role", "le"}
-            assert labels <= {entry.label} - {""}, f"{name} of {role}"
+            assert labels <= entry.labels, f"{name} of {role}"
 
 
 def test_nobody_counts_what_is_listed_as_anothers(exposed):
