@@ -11,8 +11,8 @@ spec:
   {{- if not (and $it.autoscaling $it.autoscaling.enabled) }}
   replicas: {{ $it.replicas }}
   {{- end }}
-  # Longer than a pod may take to start.
-  progressDeadlineSeconds: {{ add (int $it.startupSeconds) 300 }}
+  # Longer than any pod may take to start: a gateway is not ready before a decode node is.
+  progressDeadlineSeconds: {{ add (max (int $it.startupSeconds) (int .root.Values.workers.startupSeconds)) 300 }}
   strategy:
     type: RollingUpdate
     rollingUpdate:

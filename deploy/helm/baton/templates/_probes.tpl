@@ -2,8 +2,9 @@
 Health is asked without a secret: that door is open. The kubelet's own gRPC probe knows no TLS, so `baton health` asks
 where workers speak it, and HTTPS, whose certificate the kubelet does not check, where the gateway does.
 
-A gateway that can serve nothing, for want of a decode node, is not made better by a restart: it lives while its port
-can be reached. A worker or tokenizer that has not served for three minutes hangs, or was told to drain for good.
+A gateway that can serve nothing, for want of a decode node, is not made better by a restart: it has started, and lives,
+while its port can be reached. A worker or tokenizer that has not served for three minutes hangs, or was told to drain
+for good.
 */}}
 {{- define "baton.probes" -}}
 {{- $serves := dict "grpc" (dict "port" (int .port)) }}
@@ -15,7 +16,7 @@ can be reached. A worker or tokenizer that has not served for three minutes hang
 {{- end }}
 {{- $lives := eq .role "gateway" | ternary (dict "tcpSocket" (dict "port" "grpc")) $serves -}}
 startupProbe:
-  {{- toYaml $serves | nindent 2 }}
+  {{- toYaml $lives | nindent 2 }}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ div (add (int .settings.startupSeconds) 4) 5 }}
