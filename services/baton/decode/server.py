@@ -197,14 +197,13 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
 
     def _heartbeat(self, caller: Caller) -> None:
         """The step thread must be alive: it answers itself, unless it is in a step that may take so long."""
-        if not self.stuck(floor=0.0):
+        if self.stuck(floor=0.0):
+            self.steps.call(lambda core, now: self._answer(caller))
+        else:
             caller.send(decode_pb2.StepEvents())
-            return
 
-        def answer(core: DecodeCore, now: float) -> None:
-            self.loop.call_soon_threadsafe(caller.send, decode_pb2.StepEvents())
-
-        self.steps.call(answer)
+    def _answer(self, caller: Caller) -> None:
+        self.loop.call_soon_threadsafe(caller.send, decode_pb2.StepEvents())
 
     def _pause(self, pause: decode_pb2.DecodePause, caller: Caller) -> None:
         number, attempt = pause.request, pause.attempt
