@@ -20,6 +20,7 @@ from process import ENVIRONMENT
 
 BATON = (sys.executable, "-m", "baton.cli.main")
 KEY = secrets.token_hex(16)
+START_SECONDS = 240.0
 
 
 @dataclass
@@ -72,7 +73,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
             [*BATON, "up", *flags], stdout=output, stderr=output, env={**base, "BATON_TLS_CA": ca}
         )
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + START_SECONDS
         while "Ctrl-C stops" not in printed.read_text():
             assert process.poll() is None and time.monotonic() < deadline, printed.read_text()
             time.sleep(0.1)
