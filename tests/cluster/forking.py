@@ -2,9 +2,11 @@
 
 To import torch, transformers and FastAPI takes most of the time of a start, and tests start some hundred
 processes. What is forked runs the same entry point, with a process id, memory, environment and standard
-streams of its own; before the fork there is no thread, no event loop and no gRPC yet. It ends when its threads
-have, without taking apart what it has imported. That a start from nothing and an end to it work as well is
-seen where subprocess.Popen starts processes: the `demo` deployment, `baton up`, the commands.
+streams of its own; before the fork there is no thread, no event loop and no gRPC yet. It ends when its
+threads have, without taking apart what it has imported.
+
+That a start from nothing and an end to it work as well is seen where subprocess.Popen starts processes: the
+`demo` deployment, `baton up`, the commands.
 """
 
 from __future__ import annotations
