@@ -38,7 +38,8 @@ IMPORTED = (
 )
 MOST_BYTES = 1 << 20
 """Of a message: arguments and environment."""
-ANSWER_SECONDS = 90.0
+ANSWER_SECONDS = 240.0
+"""The first answer waits for all imports, on a machine with much else to do."""
 
 
 class Forked:
@@ -109,10 +110,14 @@ class Forks:
 
     def _ask(self, request: dict, descriptors: Sequence[int] = ()) -> int:
         with self._lock:
-            socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
-            answer = self._control.recv(100)
-        assert answer, "the process that forks has ended"
-        return int(answer)
+            try:
+                socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+                answer = self._control.recv(100)
+                assert answer, "the process that forks has ended"
+                return int(answer)
+            except BaseException:
+                self._control.close()  # an answer that comes later must not be taken for the next one's
+                raise
 
 
 @functools.cache
