@@ -8,6 +8,8 @@ import asyncio
 import pytest
 from fairness import full_step, make_deployment, measure
 
+pytestmark = pytest.mark.alone
+
 SECONDS = 5.0
 SLACK_SECONDS = 0.1
 """Of the processes around the steps: a machine with other work on it."""

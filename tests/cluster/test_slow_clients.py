@@ -23,6 +23,8 @@ from baton.client import AsyncClient
 from baton.engine.cost import StepCost
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
+pytestmark = pytest.mark.alone
+
 CLIENTS = 50
 """Half by gRPC, with twenty alternatives for each token, half by HTTP."""
 UNREAD = 500

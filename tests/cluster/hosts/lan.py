@@ -65,6 +65,8 @@ class Lan:
 class HostProcess(Process):
     """Tests reach it through a door, at `outside`; others at its own address, by cable."""
 
+    forked = False
+
     def __init__(self, host: Host, role: str, name: str, flags: list[str], folder: Path) -> None:
         super().__init__(role, name, ["--host", host.address, "--insecure", *flags], folder)
         self.host = host
