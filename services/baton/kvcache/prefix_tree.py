@@ -35,7 +35,7 @@ class Insertion:
 
 
 class TreeObserver(Protocol):
-    """Told of each change when it has happened, in the tree's thread; to return at once."""
+    """Told of each change, in the tree's thread; to return at once."""
 
     def stored(self, after: int | None, namespace: str, key: bytes, pages: Sequence[int]) -> None:
         """`pages` have come; they hold the tokens of `key`, of 4 bytes each, and follow page `after` (None:
@@ -130,10 +130,10 @@ class PrefixTree:
         fresh = list(pages[len(found) :])
         if fresh:
             rest = key[len(found) * self._stride :]
-            node = self._append(node, namespace, rest, fresh)
             if self._observer is not None:
                 before = found or start.pages
                 self._observer.stored(before[-1] if before else None, namespace, rest, fresh)
+            node = self._append(node, namespace, rest, fresh)
         return Insertion(node, tuple(range(len(found), len(pages))))
 
     def evict(self, count: int) -> list[int]:
