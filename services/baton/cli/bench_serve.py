@@ -203,9 +203,9 @@ async def _serve(server: str, plan: DeploymentPlan, measurement: Measurement, co
 @config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
 def serve(
     rates: tuple[float, ...], seconds: float, concurrency: int | None, requests: int | None,
-    seed: int, ttft_target_ms: float | None, itl_target_ms: float | None, server: str, prefill: int, decode: int,
-    clients: int, warmup: int, timeout: float, file: Path | None, commit: str, picture: Path | None,
-    **values: Any,
+    seed: int, ttft_target_ms: float | None, itl_target_ms: float | None, server: str, prefill: int,
+    decode: int, clients: int, warmup: int, timeout: float, file: Path | None, commit: str,
+    picture: Path | None, **values: Any,
 ) -> None:  # fmt: skip
     """Measure a deployment under load: TTFT, TPOT, ITL, end to end, tokens per second, goodput.
 

@@ -33,7 +33,7 @@ def workload_options(function: F) -> F:
                 type=click.Choice(KINDS),
                 default="random",
                 show_default=True,
-                help="Prompts that share nothing; conversations of several turns; questions on long documents.",
+                help="Prompts that share nothing; conversations of some turns; questions on long documents.",
             ),
             click.option(
                 "--prompt-tokens",
