@@ -16,6 +16,7 @@ from worker_streams import Decode
 
 from baton.client import Client
 from baton.gateway.cache_view import CacheView, PromptPages
+from baton.rpc.errors import from_rpc_error
 from baton.v1 import cache_pb2, cache_pb2_grpc
 
 PAGE = 16
@@ -26,7 +27,7 @@ class Watch:
     """A watcher of one node, and what it has made of the updates."""
 
     def __init__(self, node: Process, view: CacheView | None = None) -> None:
-        self.view = view or CacheView()
+        self.view = CacheView() if view is None else view
         self.updates: list[cache_pb2.CacheUpdate] = []
         self._channel = grpc.insecure_channel(node.address, options=[("grpc.use_local_subchannel_pool", 1)])
         request = cache_pb2.WatchRequest(incarnation=self.view.incarnation, sequence=self.view.sequence)
@@ -158,6 +159,14 @@ def test_an_idle_node_tells_its_load_all_the_same(node):
         watch.until(lambda: len(watch.updates) >= 4)
         assert time.monotonic() - started < SECONDS / 2
         assert all(update.HasField("load") for update in watch.updates)
+
+
+def test_what_is_no_request_is_refused(node):
+    with grpc.insecure_channel(node.address) as channel:
+        answers = channel.unary_stream("/baton.v1.Cache/Watch")(b"\xff\xff", timeout=10)
+        with pytest.raises(grpc.RpcError) as refused:
+            next(answers)
+    assert from_rpc_error(refused.value).reason == "MALFORMED_MESSAGE"
 
 
 def metric(deployment: Deployment, name: str) -> float:
