@@ -46,8 +46,8 @@ from baton.gateway.routing import POLICIES
 PROFILE = {"fixed": 0.006, "row": 0.0002, "key": 0.0, "token": 0.0002, "pair": 0.0}
 """Seconds of a step: round figures, of the order of a large model on a fast GPU (5,000 prompt tokens a
 second, steps of 6 ms), and long enough beside what the processes around it take on a small machine."""
-POOL_TOKENS = 20480
-"""Of each node: 13 documents."""
+POOL_TOKENS = 18432
+"""Of each node: 12 documents."""
 WORKLOADS = {
     "conversation": Workload(
         kind="conversation",
@@ -160,11 +160,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--keep", type=Path, help="keep logs in this folder")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
     console = Console()
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure_all(args, console, Path(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = measure_all(args, console, folder)
     results = judge(found)
     show(results, console)
     if args.json:

@@ -192,7 +192,7 @@ async def test_mutual_tls(tmp_path):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await calls(channel)[name](timeout=5)
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert it.node.seen == ["release", "hello"]
+    assert it.node.seen == ["release", "hello", "watch"]
     assert await it.end() == 0
 
 
