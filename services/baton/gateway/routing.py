@@ -49,8 +49,8 @@ def pick_decode(
 def order_prefill(
     policy: str, nodes: Sequence[NodeFigures], tokens: int, turn: int, preferred: str = ""
 ) -> list[str]:
-    """All prefill nodes, in the order to try them: likewise. One that is gone may come first: decode nodes know,
-    and take the next."""
+    """All prefill nodes, in the order to try them: likewise. One that is gone may come first: decode nodes
+    know, and take the next."""
     if not nodes:
         return []
     start = turn % len(nodes)
