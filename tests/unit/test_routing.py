@@ -9,7 +9,7 @@ from baton.gateway.cache_view import PromptPages
 from baton.gateway.figures import NodeFigures
 from baton.gateway.router import Router, Way
 from baton.gateway.routing import order_prefill, pick_decode
-from baton.gateway.sent import SETTLE_SECONDS, Sent
+from baton.gateway.sent import Sent, Work
 from baton.kvcache.digests import PromptDigests
 from baton.rpc.errors import BatonError
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
@@ -77,17 +77,21 @@ class TestPolicies:
         assert first_choices("cache", [B, C], preferred="c") == {"c": 30}
 
 
-def test_a_burst_counts_until_the_node_has_told_of_it():
+def test_what_was_sent_counts_until_it_is_computed_and_of_others_what_the_node_says_beyond_it():
     sent = Sent()
     for number in range(4):
-        sent.add(number, 100, now=10.0 + number)
-    assert sent.unseen(10.0) == (4, 400)
-    assert sent.unseen(12.0 + SETTLE_SECONDS) == (1, 100)
-    assert sent.unseen(99.0) == (0, 0)
+        sent.add(number, 100)
+    assert (sent.work().tokens, sent.work().rows) == (400, 4)
+    sent.told(Work(tokens=50, rows=1))  # of the first alone: the others are on their way
+    assert (sent.work().tokens, sent.work().rows) == (400, 4)
+    sent.told(Work(tokens=1400, rows=14))
+    assert (sent.work().tokens, sent.work(others=False).tokens) == (1400, 400)
+    sent.add(4, 100)
+    assert (sent.work().tokens, sent.work().rows) == (1500, 15)
+    sent.computed(4)
     sent.drop(3)
     sent.drop(3)
-    sent.add(0, 7, now=14.0)
-    assert len(sent) == 3 and sent.tokens == 207 and sent.unseen(13.0) == (1, 7)
+    assert (len(sent), sent.tokens, sent.work().tokens, sent.work().rows) == (4, 300, 1300, 14)
 
 
 class Clock:

@@ -81,6 +81,7 @@ class CacheWatch:
                     if update is grpc.aio.EOF:
                         raise unavailable(f"{self.address} closed the stream", "STREAM_CLOSED")
                     view.apply(update, self._router.clock())
+                    self._router.settle(self.address)
             except grpc.aio.AioRpcError as error:
                 raise from_rpc_error(error) from error
             except TimeoutError:

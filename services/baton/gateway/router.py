@@ -8,15 +8,24 @@ from collections.abc import Callable, Sequence
 from baton.gateway.cache_view import CacheView, PromptPages
 from baton.gateway.figures import NodeFigures
 from baton.gateway.routing import POLICIES, order_prefill, pick_decode
-from baton.gateway.sent import Sent
+from baton.gateway.sent import Sent, Work
 from baton.rpc.errors import invalid
-from baton.v1 import decode_pb2
+from baton.v1 import decode_pb2, node_pb2
 
 
 class _Node:
     def __init__(self) -> None:
         self.view = CacheView()
         self.sent = Sent()
+        self._load: node_pb2.Load | None = None
+
+    def settle(self) -> None:
+        """Takes in what the node has told of its work, if it has since the last time."""
+        load = self.view.load
+        if load is not None and load is not self._load:
+            self._load = load
+            rows = load.rows + load.waiting
+            self.sent.told(Work(load.queued_tokens, rows))
 
 
 class Router:
@@ -37,6 +46,10 @@ class Router:
     def sent(self, address: str) -> Sent:
         return self._node(address).sent
 
+    def settle(self, address: str) -> None:
+        """To be called whenever its view has been fed: what the node says goes with what it had been sent."""
+        self._node(address).settle()
+
     def forget(self, address: str) -> None:
         """The node has been left."""
         self._nodes.pop(address, None)
@@ -53,13 +66,15 @@ class Router:
         cached = view.cached(prompt) if view.page_size else guess
         load = view.fresh_load(self.clock())
         if load is None:
-            return NodeFigures(address, cached, sent.tokens, len(sent))
-        count, tokens = sent.unseen(view.heard)
+            work = sent.work(others=False)
+            return NodeFigures(address, cached, work.tokens, work.rows)
+        node.settle()
+        work = sent.work()
         return NodeFigures(
             address,
             cached=cached,
-            queued_tokens=load.queued_tokens + tokens,
-            rows=load.rows + load.waiting + count,
+            queued_tokens=work.tokens,
+            rows=work.rows,
             free_pages=load.available_pages,
             needed_pages=-(-(len(prompt.tokens) - cached) // view.page_size),
             wait=load.wait_ms / 1000,
@@ -110,16 +125,17 @@ class Way:
     def sent(self, decode: str, prefill: Sequence[str]) -> None:
         """An attempt has been sent. prefill: the order that it was given."""
         self.ended()
-        now = self._router.clock()
+        tokens = len(self._prompt.tokens)
         self._at_decode = self._router.sent(decode)
-        self._at_decode.add(self._number, 0, now)
+        self._at_decode.add(self._number, 0 if prefill else max(0, tokens - self._cached[decode]), tokens)
         if prefill:
-            left = max(0, len(self._prompt.tokens) - self._cached[prefill[0]])
             self._at_prefill = self._router.sent(prefill[0])
-            self._at_prefill.add(self._number, left, now)
+            self._at_prefill.add(self._number, max(0, tokens - self._cached[prefill[0]]))
 
     def computed(self) -> None:
         """The prompt of the attempt has been computed."""
+        if self._at_decode is not None:
+            self._at_decode.computed(self._number)
         if self._at_prefill is not None:
             self._at_prefill.drop(self._number)
             self._at_prefill = None
