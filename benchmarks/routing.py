@@ -8,7 +8,7 @@ workers, one for each --routing; every workload is put to one after the other, i
 its own, so that all are asked exactly the same, at the same times, and none finds what another one has left.
 Clients name no session: each request is a call of its own.
 
-  conversation   some 30 users at a time, 6 to 12 turns each, all that was said before in every prompt
+  conversation   18 users at a time, 4 to 8 turns each about a text of 800 tokens, all in every prompt
   documents      short questions on 14 documents of 1,500 tokens, more than one node's pool holds
   random         prompts that share nothing
 
@@ -43,20 +43,21 @@ from baton.bench.machine import machine, versions
 from baton.bench.workload import Workload
 from baton.gateway.routing import POLICIES
 
-PROFILE = {"fixed": 0.01, "row": 0.0005, "key": 0.0, "token": 0.0005, "pair": 0.0}
-"""Seconds of a step: round figures (2,000 prompt tokens a second, steps of 10 ms), long beside what the
+PROFILE = {"fixed": 0.01, "row": 0.0005, "key": 0.0, "token": 0.0004, "pair": 0.0}
+"""Seconds of a step: round figures (2,500 prompt tokens a second, steps of 10 ms), long beside what the
 processes around it take on a small machine."""
 POOL_TOKENS = 12288
 """Of each node: 8 documents."""
 WORKLOADS = {
     "conversation": Workload(
         kind="conversation",
-        prompt_tokens=Range(60, 120),
+        opening=800,
+        prompt_tokens=Range(40, 80),
         output_tokens=Range(20, 40),
-        shared_prefix=64,
-        turns=Range(6, 12),
-        think=4.0,
-        rate=6.0,
+        turns=Range(4, 8),
+        think=3.5,
+        requests=240,
+        concurrency=18,
     ),
     "documents": Workload(
         kind="documents",
@@ -163,7 +164,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, a workload and policy")
+    parser.add_argument(
+        "--seconds", type=float, default=45.0, help="in which requests arrive (not of conversations)"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))

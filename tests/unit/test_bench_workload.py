@@ -110,7 +110,7 @@ def test_conversations_grow_until_they_end_or_fill_the_context():
     for thread in threads.values():
         assert [job.continues for job in thread] == [False] + [True] * (len(thread) - 1)
         assert sum(len(job.prompt) + job.output_tokens for job in thread) <= 120
-        assert thread[0].pause == 0.0 and all(job.pause > 0 for job in thread[1:])
+        assert all(job.pause > 0 for job in thread)
     # 8 + 25 + 3 tokens, then 28 a turn: the fourth does not fit.
     assert 2 <= max(len(thread) for thread in threads.values()) <= 4
     plenty = CHATS.jobs(1000, 10_000)
@@ -132,3 +132,10 @@ def test_questions_are_spread_over_the_documents():
     assert {job.prompt[0] for job in replace(work, run=1).jobs(1000, 100)} != {job.prompt[0] for job in jobs}
     assert max(len(job.prompt) + job.output_tokens for job in work.jobs(1000, 58)) <= 58
     assert work.longest == 60 + 9 + 3 and CHATS.longest == 8 + 30 + 3
+    assert replace(CHATS, opening=50).longest == 8 + 50 + 30 + 3
+
+
+def test_conversations_open_with_what_they_are_about():
+    jobs = replace(CHATS, opening=50).jobs(1000, 10_000)
+    assert all(8 + 50 + 20 <= len(job.prompt) <= 8 + 50 + 30 for job in jobs if not job.continues)
+    assert all(20 <= len(job.prompt) <= 30 for job in jobs if job.continues)

@@ -82,14 +82,15 @@ class Asker:
     async def closed_loop(self, jobs: Sequence[Job], concurrency: int) -> None:
         """Begins a thread when another has ended; 0: all at once."""
         threads = [list(thread) for _, thread in groupby(jobs, key=lambda job: job.thread)]
-        left = iter([(self.message(thread[0]), thread[1:]) for thread in threads])
+        left = iter([(thread[0].pause, self.message(thread[0]), thread[1:]) for thread in threads])
         await self._until(0.0)
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency or len(threads), len(threads))):
                 group.create_task(self._work(left))
 
-    async def _work(self, threads: Iterator[tuple[inference_pb2.GenerateRequest, list[Job]]]) -> None:
-        for message, rest in threads:
+    async def _work(self, threads: Iterator[tuple[float, inference_pb2.GenerateRequest, list[Job]]]) -> None:
+        for pause, message, rest in threads:
+            await self._until(self.now() + pause)
             await self._converse(None, message, rest)
 
     async def _converse(

@@ -52,4 +52,5 @@ class Job:
     continues: bool = False
     """Its prompt is appended to that of the job before it in the thread, and to the answer."""
     pause: float = 0.0
-    """Seconds between the end of the job before it and this one."""
+    """Seconds between the end of the job before it and this one. Of a thread's first, in a closed loop: of
+    the thread before it."""

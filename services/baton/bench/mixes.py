@@ -21,19 +21,20 @@ def conversation_jobs(
     work: Workload, times: list[float], vocabulary: int, context: int, seed: tuple[int, ...]
 ) -> list[Job]:
     """A conversation begins at each of the times. All begin with the same `shared_prefix` tokens (a system
-    prompt); each turn adds `prompt_tokens` to what has been said before, answers included, after a pause of
-    `think` seconds on average. One ends after its `turns`, or before the first that the context does not
-    hold."""
+    prompt), and go on with `opening` of their own; each turn adds `prompt_tokens` to what has been said
+    before, answers included, after a pause of `think` seconds on average. One ends after its `turns`, or
+    before the first that the context does not hold."""
     prefix = _tokens(np.random.default_rng((work.seed, work.shared_prefix)), vocabulary, work.shared_prefix)
     jobs: list[Job] = []
     for thread, at in enumerate(times):
         draw = np.random.default_rng((*seed, thread))
         said = 0
         for turn in range(work.turns.draw(draw)):
-            new = _tokens(draw, vocabulary, work.prompt_tokens.draw(draw))
+            size = work.prompt_tokens.draw(draw) + (0 if turn else work.opening)
+            new = _tokens(draw, vocabulary, size)
             prompt = new if turn else [*prefix, *new]
             output = work.output_tokens.draw(draw)
-            pause = float(draw.exponential(work.think)) if turn else 0.0
+            pause = float(draw.exponential(work.think))
             said += len(prompt) + output
             if said > context:
                 break

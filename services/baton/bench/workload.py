@@ -37,6 +37,8 @@ class Workload:
     fewer of them begin, and of `requests` there are fewer."""
     shared_prefix: int = 0
     """Tokens that all prompts begin with."""
+    opening: int = 0
+    """Tokens that a conversation's first turn has beyond `prompt_tokens`: what it is about."""
     turns: Range = TURNS
     """Of a conversation."""
     think: float = 2.0
@@ -82,7 +84,7 @@ class Workload:
     def longest(self) -> int:
         """Tokens that a request and its output have at most; of a conversation those of its first turn."""
         question = self.question_tokens.high if self.kind == "documents" else 0
-        prefix = self.shared_prefix if self.kind == "conversation" else 0
+        prefix = self.shared_prefix + self.opening if self.kind == "conversation" else 0
         return prefix + self.prompt_tokens.high + question + self.output_tokens.high
 
     def warm_up(self, count: int, vocabulary: int, context: int) -> list[Job]:

@@ -13,6 +13,7 @@ from baton.cli.options import F
 FIELDS = (
     "kind",
     "prompt_tokens",
+    "opening",
     "turns",
     "think",
     "documents",
@@ -41,6 +42,15 @@ def workload_options(function: F) -> F:
                 default="1024",
                 show_default=True,
                 help="Of each prompt, each turn of a conversation, or each document (random ones).",
+            ),
+            click.option(
+                "--opening-tokens",
+                "opening",
+                type=click.IntRange(0),
+                default=0,
+                show_default=True,
+                metavar="N",
+                help="That a conversation's first turn has more.",
             ),
             click.option(
                 "--turns",
