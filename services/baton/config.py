@@ -144,6 +144,10 @@ class GatewayConfig(NodeConfig):
     """Decode nodes, likewise."""
     prefill: tuple[str, ...] = ()
     """Prefill nodes, likewise; none: decode nodes compute prompts themselves."""
+    routing: str = "cache"
+    """Which nodes requests go to. cache: where the first token is expected soonest, by what the nodes have
+    cached of the prompt and how busy they are. least-loaded: to the fewest tokens that wait, and the fewest
+    requests. round-robin: to all in turn."""
     served_name: str = ""
     """Name clients ask for; empty: the decode nodes' own."""
     request_seconds: float = 600.0

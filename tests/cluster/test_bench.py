@@ -90,6 +90,21 @@ def test_closed_loop_holds_its_concurrency(demo, tmp_path):
     assert run["itl_ms"]["p50"] is None and (tmp_path / "closed.png").stat().st_size > 10_000
 
 
+def test_conversations_find_what_was_said_before(demo, tmp_path):
+    report, output = figures(
+        tmp_path / "talk.json",
+        *("serve", "--server", demo.gateway.address, "--concurrency", "2", "--requests", "8", "--seed", "43"),
+        *("--workload", "conversation", "--turns", "4", "--think-seconds", "0.1", "--warmup", "0"),
+        *("--prompt-tokens", "64", "--output-tokens", "16", "--clients", "2"),
+    )
+    (run,) = report["runs"]
+    assert run["finished"] == run["requests"] == 8 and run["in_flight"]["max"] <= 2
+    # Two conversations; each turn repeats the 80 tokens of every one before it.
+    assert run["prompt_tokens"] == 2 * sum(64 + 80 * turn for turn in range(4))
+    assert run["cached_tokens"] >= 2 * sum(64 + 80 * turn for turn in range(3))
+    assert "cached" in output
+
+
 def test_failures_are_counted_and_do_not_end_it(demo, tmp_path):
     """Of this seed the outputs are 2, 1,618 and 1,666 tokens long: the latter take longer than they may."""
     flags = ("serve", "--server", demo.gateway.address, "--requests", "3", "--warmup", "0", "--seed", "1563")

@@ -49,7 +49,8 @@ class StepLoop(Generic[C]):
     @property
     def turn_age(self) -> float:
         """Seconds since the last turn began: at most TICK_SECONDS and a step, unless the thread is stuck."""
-        return self._clock() - self._last_turn
+        last = self._last_turn  # read first: a turn that begins meanwhile must not make the age negative
+        return self._clock() - last
 
     def call(self, function: Callable[[C, float], None]) -> None:
         """Runs `function(core, now)` in the step thread, between steps; in order, from any thread."""

@@ -145,6 +145,13 @@ class Scheduler:
         events, self.events = self.events, []
         return events
 
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens still to be computed here. Of waiting ones all, as nobody has looked what is cached;
+        none where they may yet be computed elsewhere."""
+        waiting = sum(len(s.tokens) for s in self.waiting) if self.config.prompt_only else 0
+        return waiting + sum(sequence.missing for sequence in self.prompts)
+
     # --- admission --------------------------------------------------------------------------------------
 
     def _admit(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from baton.config import GatewayConfig
 from baton.gateway import admission
 from baton.gateway.attempts import ResumePolicy
+from baton.gateway.cache_view import PromptPages
+from baton.gateway.cache_watch import CacheWatch
 from baton.gateway.callers import Caller
 from baton.gateway.decode_node import DecodeNode
 from baton.gateway.metrics import GatewayMetrics
@@ -16,7 +18,9 @@ from baton.gateway.nodes import Nodes
 from baton.gateway.probe import Prober
 from baton.gateway.prompt import shown
 from baton.gateway.requests import Request
+from baton.gateway.router import Router, Way
 from baton.gateway.search import Search
+from baton.gateway.session import Session
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
@@ -37,7 +41,8 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
         self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
-        self.nodes = Nodes(self.tokenizer, self._make_decode)
+        self.router = Router(config.routing)
+        self.nodes = Nodes(self.tokenizer, self._make_decode, self._make_watch)
         self._search = Search(config, self.nodes)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self, config.probe_every, self._probed)
@@ -176,6 +181,12 @@ class Gateway:
         if not self._running:
             self._idle.set()
 
+    def way(self, number: int, tokens: Sequence[int], namespace: str, session: Session | None) -> Way:
+        """Of the request of this number through the nodes."""
+        prompt = PromptPages(tokens, namespace)
+        last = (session.decode_address, session.prefill_address) if session is not None else ()
+        return Way(self.router, number, prompt, *last)
+
     def usable_nodes(self) -> list[DecodeNode]:
         return [node for node in self.nodes.decode.values() if node.usable]
 
@@ -217,6 +228,9 @@ class Gateway:
     def _make_decode(self, address: str) -> DecodeNode:
         silence = self.config.silence_seconds
         return DecodeNode(address, self.incarnation, silence, self._accept, self.tokenizer.flush, self._dial)
+
+    def _make_watch(self, address: str) -> CacheWatch:
+        return CacheWatch(address, self.router, self._dial)
 
     def _accept(self, info: node_pb2.NodeInfo) -> None:
         """Refuses a decode node that is none, or that serves another model than the others."""
