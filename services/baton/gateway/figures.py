@@ -1,0 +1,27 @@
+"""What a gateway knows of a node when it decides where a request goes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFigures:
+    """One node as seen for one prompt. It is a moment old, and may be wrong: what is decided by it costs time
+    at worst. 0 where nothing is known yet."""
+
+    address: str
+    cached: int = 0
+    """Leading tokens of this prompt that its prefix tree holds."""
+    queued_tokens: int = 0
+    """Prompt tokens that it is still to compute: of requests that it has, and of those just sent to it."""
+    rows: int = 0
+    """Sequences in its batch, and those just sent to it (decode)."""
+    free_pages: int = 0
+    """Free, or evictable: a new request could take them."""
+    wait: float = 0.0
+    """Seconds that a request would wait for a row (decode)."""
+    step: float = 0.0
+    """Seconds that a step with decode rows takes."""
+    prompt_rate: float = 0.0
+    """Prompt tokens that it computes in a second, when it does nothing else."""
