@@ -12,6 +12,7 @@ import grpc
 from baton.decode.core import Peer
 from baton.decode.messages import events_from, request_for
 from baton.handoff.messages import DecodeEffect, StartPull
+from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
@@ -41,6 +42,7 @@ class PrefillPeers:
         self._own = frozenset(own)
         self._forget_seconds = request_seconds + FORGET_SECONDS
         self._peers: dict[str, _Peer] = {}
+        self.pull_meter = PullMeter()
 
     def check_room(self, addresses: Sequence[str]) -> None:
         """Raises BatonError when a caller names more prefill nodes than this node connects to at a time."""
@@ -115,7 +117,10 @@ class PrefillPeers:
             if receiver is None:
                 error = f"{effect.address} is not connected"
             else:
+                began = time.monotonic()
                 await receiver.pull(effect.pairs)
+                tokens = len(effect.pairs) * self._node.layout.page_size
+                self.pull_meter.add(tokens, max(time.monotonic() - began, 1e-6))
                 generations = receiver.generations([source for source, _ in effect.pairs])
                 error = None
         except TransportError as failure:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from baton.engine.batch import Step
+from baton.engine.cost import StepLoad
+from baton.engine.pace import Pace
 
 STEP_WEIGHT = 0.05
+LOOK_SECONDS = 0.02
+"""Steps without prompt tokens teach the pace at most this often: they are many, and alike."""
 
 
 class Average:
@@ -25,9 +29,12 @@ class Meter:
         self.prompt_rate = Average(STEP_WEIGHT)
         """Prompt tokens a second in steps that are at least half full of them; others tell of the step's own
         cost."""
+        self.pace: Pace | None = None
+        """What steps cost; None until that has been measured."""
         self._enough = token_budget / 2
         self._planned: dict[int, float] = {}
         self._last = 0.0
+        self._look = 0.0
 
     def planned(self, step: Step, now: float) -> None:
         self._planned[step.plan.number] = now
@@ -43,6 +50,9 @@ class Meter:
             self.step.add(seconds)
         if prompt >= self._enough:
             self.prompt_rate.add(prompt / seconds)
+        if self.pace is not None and (prompt or now >= self._look):
+            self._look = now + LOOK_SECONDS
+            self.pace.add(StepLoad.of(step.plan.rows), seconds)
 
     def failed(self, step: Step) -> None:
         self._planned.pop(step.plan.number, None)

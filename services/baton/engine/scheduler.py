@@ -99,6 +99,13 @@ class Scheduler:
         self._may_admit = may_admit
         self._arrivals = 0
 
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens still to be computed here. Where a waiting prompt will be computed only a node that
+        does nothing else knows."""
+        waiting = self.waiting if self.config.prompt_only else ()
+        return sum(sequence.missing for sequence in (*self.prompts, *waiting))
+
     # --- entering and leaving ---------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from baton.engine.cost import StepCost
+from baton.handoff.pull_cost import PullCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +28,11 @@ class NodeFigures:
     """Seconds that a step with decode rows takes."""
     prompt_rate: float = 0.0
     """Prompt tokens that it computes in a second, when it does nothing else."""
+    cost: StepCost | None = None
+    """What its steps cost; None: not known."""
+    step_tokens: int = 0
+    """Tokens that a step holds at most."""
+    keys: int = 0
+    """Positions that its rows attend to, together (decode)."""
+    pull: PullCost = field(default=PullCost())
+    """What pulling pages takes (decode)."""

@@ -11,12 +11,14 @@ from baton.gateway import admission
 from baton.gateway.attempts import ResumePolicy
 from baton.gateway.callers import Caller
 from baton.gateway.decode_node import DecodeNode
+from baton.gateway.loads import Loads
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.nodes import Nodes
 from baton.gateway.probe import Prober
 from baton.gateway.prompt import shown
 from baton.gateway.requests import Request
 from baton.gateway.search import Search
+from baton.gateway.split import Split
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
@@ -39,6 +41,8 @@ class Gateway:
         self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
         self.nodes = Nodes(self.tokenizer, self._make_decode)
         self._search = Search(config, self.nodes)
+        self.split = Split(config.split, self.metrics)
+        self._loads = Loads(self.nodes.workers, self.split.heard, dial)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self, config.probe_every, self._probed)
         self._dial = dial
@@ -54,6 +58,7 @@ class Gateway:
     def start(self) -> None:
         """Begins to connect; what cannot be reached yet is tried again and again."""
         self._search.start()
+        self._loads.start()
         if self.config.probe_every > 0:
             self._prober.start()
 
@@ -127,6 +132,7 @@ class Gateway:
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
         await self._search.close()
+        await self._loads.close()
         await self.nodes.close()
 
     # Requests.
@@ -161,6 +167,7 @@ class Gateway:
 
     def forget(self, request: Request, outcome: str) -> None:
         """The request has ended."""
+        self.split.forget(request.number)
         self.metrics.requests.labels(outcome).inc()
         self._counts[outcome] += 1
         self._counts["prompt"] += len(request.log.prompt_ids)

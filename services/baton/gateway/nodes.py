@@ -76,6 +76,10 @@ class Nodes:
             if node.takes(request) and node.info is not None and node.info.model.fingerprint == fingerprint
         ]
 
+    def workers(self) -> list[str]:
+        """Addresses of those whose load decides where prompts are computed; none without a choice."""
+        return [*self.decode, *self.prefill] if self.prefill else []
+
     def missing(self) -> list[str]:
         """Why no request can be served now; empty: requests are served."""
         missing = []

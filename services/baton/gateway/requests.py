@@ -168,7 +168,7 @@ class Request:
                     loop = asyncio.get_running_loop()
                     self._placing = loop.call_later(place.seconds, self._place)
                     return
-                if self._gateway.nodes.decode[place].send(self._decode_start(), self):
+                if self._gateway.nodes.decode[place].send(self._decode_start(place), self):
                     break
         except BatonError as error:
             self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
@@ -180,9 +180,17 @@ class Request:
             self._accepted = True
             self._accept()
 
-    def _decode_start(self) -> decode_pb2.DecodeStart:
+    def _decode_start(self, place: str) -> decode_pb2.DecodeStart:
         preferred = self._session.prefill_address if self._session is not None else ""
         prefill = order_prefill(self._gateway.nodes.prefill, self.number, preferred)
+        split = self._gateway.split
+        local_tokens = split.decide(
+            self.number,
+            split.figures(place),
+            split.figures(prefill[0]) if prefill else None,
+            len(self.log.prompt_ids) + self.log.output_tokens,
+            self._start.hand_off if self._start.HasField("hand_off") else None,
+        )
         return decode_start(
             self.number,
             self._start,
@@ -191,6 +199,7 @@ class Request:
             self._attempts,
             prefill,
             self._timing.remaining,
+            local_tokens,
         )
 
     def _accept(self) -> None:
@@ -205,6 +214,7 @@ class Request:
         first = not self._prompt_done
         self._prompt_done = True
         self._attempts.progress()
+        self._gateway.split.computed(self.number)
         if not first:
             return  # computed again, for another attempt
         self.log.cached_tokens = prompt.cached_tokens
@@ -232,10 +242,13 @@ class Request:
             return
         self._stats = stats
         self._attempts.done = True
+        if not self._attempts.resumed:
+            self._gateway.split.ended(self.number, stats, self._timing.first_token)
         self._finish_if_complete()
 
     def on_failed(self, error: BatonError, lost: bool) -> None:
         address, resumed = self._address(), self._attempts.resumed
+        self._gateway.split.forget(self.number)
         try:
             self._attempts.ended(error, time.monotonic(), lost=lost)
         except BatonError as last:

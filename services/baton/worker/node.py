@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -17,6 +18,7 @@ from baton.config import WorkerConfig
 from baton.discovery.registration import Registration, register
 from baton.engine.loop import StepLoop
 from baton.engine.meter import Meter
+from baton.engine.pace import Pace
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import Core
 from baton.rpc.cluster import Cluster
@@ -28,6 +30,7 @@ from baton.transport.base import Receiver
 from baton.transport.page_source import PageSourceServicer
 from baton.v1 import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.engine import Engine, build_engine
+from baton.worker.steps import measure_steps
 
 _log = get_logger("baton.worker")
 
@@ -87,7 +90,9 @@ class WorkerNode(Generic[C]):
         self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self.role)
         if self._page_source is not None:
             self._page_source.source = PageSourceServicer(self.engine.pages)
+        cost = await asyncio.to_thread(measure_steps, self.engine)
         core = self.core_or_none = self.make_core()
+        core.meter.pace = Pace(cost)
         self.steps = StepLoop(
             core,
             self.engine.runner,
@@ -227,6 +232,9 @@ class WorkerNode(Generic[C]):
             computed_tokens=scheduler.computed_tokens,
             requests=core.requests,
             pages=pages,
+            step_tokens=scheduler.config.token_budget,
+            queued_tokens=scheduler.queued_tokens,
+            keys=sum(len(sequence.tokens) for sequence in scheduler.running),
         )
 
     def load(self) -> node_pb2.Load:
@@ -235,8 +243,11 @@ class WorkerNode(Generic[C]):
         load.draining = self.draining
         if self.core_or_none is not None:
             load.step_age_ms = int(1000 * self.steps.turn_age)
-            load.step_us = int(1e6 * self.core_or_none.meter.step.value)
-            load.prompt_tokens_per_second = int(self.core_or_none.meter.prompt_rate.value)
+            meter = self.core_or_none.meter
+            load.step_us = int(1e6 * meter.step.value)
+            load.prompt_tokens_per_second = int(meter.prompt_rate.value)
+            if meter.pace is not None:
+                load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.pace.cost)))
             load.problems.extend(self.problems(load))
         return load
 
