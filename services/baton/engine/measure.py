@@ -17,11 +17,11 @@ from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.sampling import SamplingParams
 
-BUDGET_SECONDS = 0.4
-"""For a first round, which warms up, and again for the others."""
-ROUNDS = 4
+BUDGET_SECONDS = 0.35
+"""Of a round; a size that would not end in time is left out of it."""
+ROUNDS = 3
 REQUIRED = 2
-"""So many sizes are measured in the first two rounds whatever they take."""
+"""So many sizes are in the first two rounds whatever they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,16 @@ def measure(
     budget: float = BUDGET_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCost:
-    """Writes to the pool's first pages: nothing may be in it yet. Blocks, for about twice `budget` seconds
-    unless single steps take that long."""
-    started = clock()
-    best: dict[StepLoad, float] = {}
-    number, pace = 0, math.inf  # steps so far; the least that a prompt token has taken
+    """Writes to the pool's first pages: nothing may be in it yet. Blocks, for ROUNDS times `budget` seconds
+    unless single steps take that long. A size's first step warms up, and does not count."""
+    times: dict[StepLoad, list[float]] = {}
+    number = 0
+    least, pace = 0.0, math.inf  # what one row, and a prompt token, have taken at least
     for turn in range(ROUNDS):
-        if turn == 1:
-            started = clock()
+        started = clock()
         for index, rows in enumerate(_sizes(runner.max_slots, room)):
             load = StepLoad.of(rows)
-            expected = best.get(load, pace * load.tokens if load.tokens else 0.0)
+            expected = min(times.get(load, [pace * load.tokens if load.tokens else least]))
             required = turn <= 1 and index < REQUIRED
             if not required and clock() - started + expected > budget:
                 continue
@@ -60,10 +59,12 @@ def measure(
             began = clock()
             runner.read(runner.launch(StepPlan(number, rows, inits)))
             seconds = max(clock() - began, 1e-9)
-            best[load] = seconds if turn <= 1 else min(seconds, best[load])
+            times.setdefault(load, []).append(seconds)
             if load.tokens:
                 pace = min(pace, seconds / load.tokens)
-    return fit(list(best.items()))
+            elif load.rows == 1:
+                least = seconds
+    return fit([(load, min(found[1:])) for load, found in times.items() if len(found) > 1])
 
 
 def _init(slot: int) -> SlotInit:
@@ -82,7 +83,7 @@ def _sizes(slots: int, room: Room) -> list[tuple[PlanRow, ...]]:
         _chunk(0, short, room),
         _rows(max(1, slots // 4), 0, room),
         _rows(slots, 0, room),
-        _rows(max(1, slots // 4), deep, room),
+        _rows(slots, deep, room),
         _chunk(0, min(chunk, 256), room),
         _chunk(deep, short, room),
         _chunk(0, chunk, room),
