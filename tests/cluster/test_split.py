@@ -1,6 +1,6 @@
-"""Which prompts are handed off: by what steps are measured to cost, or by the operator's or the client's word.
+"""Which prompts are handed off: by what steps are measured to cost, or by somebody's word.
 
-Forward passes are sleeps (--step-profile), so that prompts cost what they cost and the machine's pace has no say.
+Forward passes are sleeps (--step-profile), so that the machine's pace has no say in what prompts cost.
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ async def test_workers_say_what_they_have_measured(gateways):
         assert cost.fixed == pytest.approx(STEP["fixed"], rel=0.5)
         assert cost.token == pytest.approx(STEP["token"], rel=0.5)
         assert "steps measured" in worker.log.read_text()
-    assert not deployment.decode.load().HasField("pull_cost") or deployment.decode.load().pulls >= 0
     await one(modes["always"], LONG, 0)
     pull = deployment.decode.load().pull_cost
     assert 0 < pull.fixed + 1400 * pull.token < 1.0
@@ -93,9 +92,7 @@ async def test_auto_hands_off_what_would_hold_others_up(gateways):
     auto = modes["auto"]
     await until(lambda: deployment.decode.load().running == 0, "an idle decode node")
     before = metric(auto, 'baton_gateway_prompts_total{way="split"}')
-    rows = [
-        greedy([7 * row + 1, *range(20)], 400, namespace=f"rows {row}", hand_off=False) for row in range(ROWS)
-    ]
+    rows = [greedy(SHORT[row:], 400, namespace=f"rows {row}", hand_off=False) for row in range(ROWS)]
     running = asyncio.create_task(ask(auto.address, rows))
     await until(lambda: deployment.decode.load().running == ROWS, "rows")
     short, long = await one(auto, SHORT[:16], 30), await one(auto, LONG, 31)
