@@ -36,7 +36,7 @@ def plan_of(layout: str, model: str, args: argparse.Namespace, folder: Path) -> 
     }
     split = layout == "split"
     return DeploymentPlan(
-        prefill=int(split), decode=1 if split else 2, flags=flags, restart=False, log_folder=folder
+        prefill=int(split), decode=1 if split else args.replicas, flags=flags, restart=False, log_folder=folder
     )
 
 
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of aggregated nodes")
+    parser.add_argument("--replicas", type=int, default=2, help="aggregated nodes")
     parser.add_argument("--budget", type=int, default=2048, help="token budget of a prefill node")
     parser.add_argument("--idle", type=int, nargs="*", default=[128, 2048, 8192, 32000])
     parser.add_argument("--requests", type=int, default=10, help="of each idle measurement")
