@@ -145,6 +145,10 @@ class GatewayConfig(NodeConfig):
     """Decode nodes, likewise."""
     prefill: tuple[str, ...] = ()
     """Prefill nodes, likewise; none: decode nodes compute prompts themselves."""
+    routing: str = "cache"
+    """Which nodes requests go to. cache: where the first token is expected soonest, by what the nodes have
+    cached of the prompt and how busy they are. least-loaded: to the fewest tokens that wait, and the fewest
+    requests. round-robin: to all in turn."""
     split: str = "auto"
     """Which prompts are computed on prefill nodes: always, never, or auto: those for which this is expected
     to take less time, by what steps and pulls cost and by what the nodes have to do."""

@@ -4,13 +4,18 @@ import pytest
 
 from baton.gateway.attempts import Attempts, ResumePolicy, Wait
 from baton.gateway.pulse import Pulse
-from baton.gateway.routing import Candidate
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, exhausted, internal, unavailable
 from baton.v1 import common_pb2, decode_pb2
 from baton.worker.convert import delivered_from
 
-A, B = Candidate("a", 0), Candidate("b", 0)
+A, B = "a", "b"
+
+
+def first(addresses):
+    return addresses[0]
+
+
 LOST = unavailable("a was lost", "DECODE_LOST")
 
 
@@ -20,7 +25,7 @@ def attempts(n=1, max_resumes=8, **options):
 
 
 def placed(made, nodes, now=0.0):
-    address = made.place(nodes, now)
+    address = made.place(nodes, now, first)
     made.begin(address)
     return address
 
@@ -43,9 +48,9 @@ def test_a_node_that_failed_is_asked_again_a_little_later():
     _, made = attempts()
     placed(made, [A])
     made.ended(LOST, 5.0, lost=True)
-    wait = made.place([A], 5.0)
+    wait = made.place([A], 5.0, first)
     assert isinstance(wait, Wait) and 0 < wait.seconds <= 0.1
-    assert made.place([A], 5.0 + wait.seconds) == "a"
+    assert made.place([A], 5.0 + wait.seconds, first) == "a"
 
 
 def test_refusals_cost_no_resume_and_full_nodes_end_what_has_no_output():
@@ -54,7 +59,7 @@ def test_refusals_cost_no_resume_and_full_nodes_end_what_has_no_output():
         placed(made, [A, B])
         made.ended(exhausted("full", "QUEUE_FULL"), 0.0, lost=False)
     with pytest.raises(BatonError, match="full"):
-        made.place([A, B], 0.0)
+        made.place([A, B], 0.0, first)
     assert made.resumed == 0
 
 
@@ -66,16 +71,16 @@ def test_a_full_node_says_so_although_another_one_was_lost_since():
     placed(made, [B])
     made.ended(unavailable("b was lost", "DECODE_LOST"), 0.0, lost=True)
     with pytest.raises(BatonError) as raised:
-        made.place([A], 5.0)
+        made.place([A], 5.0, first)
     assert raised.value.reason == "QUEUE_FULL"
 
 
 def test_waiting_for_a_node_ends():
     _, made = attempts()
-    assert isinstance(made.place([], 100.0), Wait)
-    assert isinstance(made.place([], 109.9), Wait)
+    assert isinstance(made.place([], 100.0, first), Wait)
+    assert isinstance(made.place([], 109.9, first), Wait)
     with pytest.raises(BatonError) as error:
-        made.place([], 110.1)
+        made.place([], 110.1, first)
     assert error.value.reason == "NO_DECODE_NODE"
 
 

@@ -1,30 +1,202 @@
+"""Which nodes a request goes to: the policies, and what a gateway counts itself."""
+
 from collections import Counter
+from dataclasses import replace
 
-from baton.gateway.routing import Candidate, order_prefill, pick_decode
+import pytest
 
-NODES = [Candidate("a", 3), Candidate("b", 1), Candidate("c", 1)]
+from baton.gateway.cache_view import PromptPages
+from baton.gateway.figures import NodeFigures
+from baton.gateway.router import Router, Way
+from baton.gateway.routing import order_prefill, pick_decode
+from baton.kvcache.digests import PromptDigests
+from baton.rpc.errors import BatonError
+from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
-
-def test_fewest_requests_and_the_first_of_equals():
-    assert pick_decode(NODES) == "b"
-
-
-def test_session_stays_where_its_pages_are():
-    assert pick_decode(NODES, preferred="a") == "a"
-    assert pick_decode(NODES, preferred="gone") == "b"
-
-
-def test_nodes_that_failed_before_are_left_out():
-    assert pick_decode(NODES, excluded={"b"}) == "c"
-    assert pick_decode(NODES, preferred="a", excluded={"a"}) == "b"
-    assert pick_decode(NODES, excluded={"a", "b", "c"}) is None
-    assert pick_decode([]) is None
+A = NodeFigures("a", rows=3, queued_tokens=900, step=0.01, prompt_rate=1000, known=True)
+B = replace(A, address="b", rows=1, queued_tokens=100)
+C = replace(B, address="c")
 
 
-def test_prefill_nodes_take_turns_and_all_are_candidates():
-    nodes = ["p", "q", "r"]
-    orders = [order_prefill(nodes, turn) for turn in range(30)]
-    assert Counter(order[0] for order in orders) == {"p": 10, "q": 10, "r": 10}
-    assert all(sorted(order) == nodes for order in orders)
-    assert order_prefill(nodes, 0, preferred="r") == ["r", "p", "q"]
-    assert order_prefill([], 5) == []
+def first_choices(policy, nodes, turns=30, tokens=1000, **options):
+    return Counter(order_prefill(policy, nodes, tokens, turn, **options)[0] for turn in range(turns))
+
+
+class TestPolicies:
+    def test_round_robin_looks_at_nothing(self):
+        nodes = [replace(A, cached=999), B, C]
+        assert first_choices("round-robin", nodes) == {"a": 10, "b": 10, "c": 10}
+        picked = Counter(pick_decode("round-robin", nodes, 1000, t, preferred="a") for t in range(30))
+        assert picked == {"a": 10, "b": 10, "c": 10}
+
+    def test_least_loaded_takes_the_least_loaded_in_turn_whatever_is_cached(self):
+        nodes = [replace(A, cached=999), B, C]
+        assert first_choices("least-loaded", nodes) == {"b": 15, "c": 15}
+        assert Counter(pick_decode("least-loaded", nodes, 1000, t) for t in range(30)) == {"b": 15, "c": 15}
+
+    def test_cache_goes_where_the_prompt_is_until_the_queue_is_longer_than_it_is_worth(self):
+        held = replace(B, address="held", cached=900)
+        assert first_choices("cache", [B, held, C]) == {"held": 30}
+        assert first_choices("cache", [B, replace(held, queued_tokens=800), C]) == {"held": 30}
+        assert first_choices("cache", [B, replace(held, queued_tokens=1200), C]) == {"b": 15, "c": 15}
+
+    def test_cache_takes_faster_nodes_first(self):
+        assert first_choices("cache", [B, replace(C, prompt_rate=2000)]) == {"c": 30}
+        unmeasured = replace(C, prompt_rate=0)
+        assert first_choices("cache", [B, unmeasured]) == {"b": 15, "c": 15}
+
+    def test_what_all_prompts_begin_with_does_not_draw_them_all_to_one_node(self):
+        assert first_choices("cache", [B, replace(C, cached=32)]) == {"b": 15, "c": 15}
+        picked = Counter(pick_decode("cache", [B, replace(C, cached=32)], 1000, t) for t in range(30))
+        assert picked == {"b": 15, "c": 15}
+
+    def test_nodes_that_tell_nothing_come_last_where_others_do(self):
+        silent = NodeFigures("silent")
+        assert all(
+            order_prefill(policy, [silent, A], 1000, turn) == ["a", "silent"]
+            for policy in ("cache", "least-loaded")
+            for turn in range(4)
+        )
+        assert first_choices("cache", [silent, NodeFigures("other")]) == {"silent": 15, "other": 15}
+
+    def test_all_prefill_nodes_are_candidates(self):
+        for policy in ("cache", "least-loaded", "round-robin"):
+            for turn in range(6):
+                assert sorted(order_prefill(policy, [A, B, C], 1000, turn)) == ["a", "b", "c"]
+            assert order_prefill(policy, [], 1000, 5) == []
+
+    def test_cache_picks_the_decode_node_by_rows_wait_and_pages(self):
+        assert pick_decode("cache", [A, B], 1000) == "b"
+        assert pick_decode("cache", [B, replace(A, rows=1, cached=900)], 1000) == "a"
+        assert pick_decode("cache", [replace(B, wait=2.0), A], 1000) == "a"
+        assert pick_decode("cache", [replace(B, needed_pages=9, free_pages=8), A], 1000) == "a"
+
+    def test_a_sessions_node_is_taken_where_it_is_as_good_as_the_best(self):
+        assert all(pick_decode("cache", [B, C], 1000, turn, preferred="c") == "c" for turn in range(4))
+        assert pick_decode("cache", [A, B], 1000, preferred="a") == "b"
+        assert pick_decode("cache", [B, C], 1000, preferred="gone") in "bc"
+        assert first_choices("cache", [B, C], preferred="c") == {"c": 30}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+class Fleet:
+    """A router that has been told of two prefill and two decode nodes."""
+
+    PAGE = 16
+
+    def __init__(self, policy="cache"):
+        self.clock = Clock()
+        self.router = Router(policy, self.clock)
+        self.numbers = iter(range(1000))
+        for address in ("p0", "p1", "d0", "d1"):
+            self.tell(address)
+
+    def tell(self, address, tokens=(), namespace="", **load):
+        """The node holds this prompt, and nothing else."""
+        digests = PromptDigests(tokens, namespace, self.PAGE)
+        update = cache_pb2.CacheUpdate(
+            incarnation=1,
+            sequence=5,
+            snapshot=True,
+            stored=[digests[page] for page in range(digests.pages)],
+            page_size=self.PAGE,
+            load=node_pb2.Load(available_pages=1000, prompt_tokens_per_second=1000, **load),
+        )
+        self.router.view(address).apply(update, self.clock.now)
+
+    def send(self, tokens, namespace="", **preferred):
+        way = Way(self.router, next(self.numbers), PromptPages(tokens, namespace), **preferred)
+        decode, prefill = way.pick_decode(["d0", "d1"]), way.order_prefill(["p0", "p1"])
+        way.sent(decode, prefill)
+        return way, decode, prefill[0]
+
+
+PROMPT = list(range(500, 1500))
+
+
+class TestRouter:
+    def test_a_prompt_goes_to_the_nodes_that_hold_it(self):
+        fleet = Fleet()
+        fleet.tell("p1", PROMPT)
+        fleet.tell("d0", PROMPT)
+        for _ in range(4):
+            way, decode, prefill = fleet.send([*PROMPT, 1, 2, 3])
+            assert (decode, prefill) == ("d0", "p1")
+            way.ended()
+
+    def test_not_to_those_that_hold_it_in_another_namespace(self):
+        fleet = Fleet()
+        fleet.tell("p1", PROMPT, "alice")
+        chosen = []
+        for _ in range(6):
+            way, _, prefill = fleet.send(PROMPT, "bob")
+            chosen.append(prefill)
+            way.ended()
+        assert Counter(chosen) == {"p0": 3, "p1": 3}
+
+    def test_a_burst_does_not_all_go_to_one_node(self):
+        fleet = Fleet()
+        for _ in range(20):
+            fleet.send([*PROMPT[::-1]])
+        assert fleet.router.sent("p0").tokens == fleet.router.sent("p1").tokens == 10 * len(PROMPT)
+        assert len(fleet.router.sent("d0")) == len(fleet.router.sent("d1")) == 10
+
+    def test_nor_to_one_that_holds_the_prompt_when_too_many_wait_for_it(self):
+        fleet = Fleet()
+        fleet.tell("p1", PROMPT[:800])
+        chosen = [fleet.send(PROMPT)[2] for _ in range(30)]
+        assert chosen[:3] == ["p1"] * 3 and chosen.count("p0") > 3
+
+    def test_what_was_computed_and_what_has_ended_counts_no_more(self):
+        fleet = Fleet()
+        ways = [fleet.send(PROMPT)[0] for _ in range(6)]
+        for way in ways:
+            way.computed()
+        assert fleet.router.sent("p0").tokens == fleet.router.sent("p1").tokens == 0
+        assert len(fleet.router.sent("d0")) == 3
+        for way in ways:
+            way.ended()
+            way.ended()
+        assert len(fleet.router.sent("d0")) == len(fleet.router.sent("d1")) == 0
+
+    def test_a_load_that_is_old_tells_nothing(self):
+        fleet = Fleet()
+        fleet.tell("p0", queued_tokens=50_000)
+        assert fleet.send(PROMPT)[2] == "p1"
+        fleet.clock.now += 60
+        fleet.tell("p1")
+        figures = fleet.router.figures("p0", PromptPages(PROMPT, ""), "")
+        assert not figures.known and figures.queued_tokens == 0
+
+    def test_a_session_goes_back_where_nodes_tell_nothing_of_their_caches(self):
+        router = Router("cache", Clock())
+        for number in range(4):
+            way = Way(router, number, PromptPages(PROMPT, ""), "d1", "p1")
+            assert way.pick_decode(["d0", "d1"]) == "d1"
+            assert way.order_prefill(["p0", "p1"]) == ["p1", "p0"]
+
+    def test_what_was_expected_of_the_node_that_computed_the_prompt(self):
+        fleet = Fleet()
+        fleet.tell("p1", PROMPT[:160])
+        fleet.tell("d0", PROMPT)
+        way, decode, _ = fleet.send(PROMPT)
+        assert way.predicted(decode_pb2.RequestStats(prefill_address="p1"), decode) == 144
+        assert way.predicted(decode_pb2.RequestStats(prefill_address="p0"), decode) == 0
+        assert way.predicted(decode_pb2.RequestStats(), "d0") == 992
+
+    def test_a_node_that_was_left_is_forgotten(self):
+        fleet = Fleet()
+        fleet.tell("p1", PROMPT)
+        fleet.router.forget("p1")
+        figures = fleet.router.figures("p1", PromptPages(PROMPT, ""), "")
+        assert figures == NodeFigures("p1")
+
+    def test_an_unknown_policy_is_refused(self):
+        with pytest.raises(BatonError, match="least-loaded"):
+            Router("fastest")

@@ -51,7 +51,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
-        return [decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name]
+        return [decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name, self.serve_cache(server)]
 
     def make_core(self) -> DecodeCore:
         config = self._config

@@ -99,13 +99,6 @@ class Scheduler:
         self._may_admit = may_admit
         self._arrivals = 0
 
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens still to be computed here. Where a waiting prompt will be computed only a node that
-        does nothing else knows."""
-        waiting = self.waiting if self.config.prompt_only else ()
-        return sum(sequence.missing for sequence in (*self.prompts, *waiting))
-
     # --- entering and leaving ---------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
@@ -151,6 +144,13 @@ class Scheduler:
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens still to be computed here. Of waiting ones all, as nobody has looked what is cached;
+        none where they may yet be computed elsewhere."""
+        waiting = sum(len(s.tokens) for s in self.waiting) if self.config.prompt_only else 0
+        return waiting + sum(sequence.missing for sequence in self.prompts)
 
     # --- admission --------------------------------------------------------------------------------------
 

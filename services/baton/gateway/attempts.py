@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
 
-from baton.gateway.routing import Candidate, pick_decode
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, unavailable
 
@@ -46,8 +45,6 @@ class Attempts:
         """Of the node that it runs on; empty: on none."""
         self.resumed = 0
         """Times that the request was taken up after a node had run it and was lost, or had given it back."""
-        self.preferred = ""
-        """Of the node that is asked first, where it can be."""
         self.done = False
         """No decode node has anything to add."""
         self._log = log
@@ -60,26 +57,27 @@ class Attempts:
         self._since: float | None = None  # since when it is to be placed, in vain
         self._last: BatonError | None = None
 
-    def place(self, nodes: Sequence[Candidate], now: float) -> str | Wait:
+    def place(self, nodes: Sequence[str], now: float, pick: Callable[[Sequence[str]], str]) -> str | Wait:
         """The address of the node for the next attempt. Raises BatonError when the request is given up.
+
+        nodes: addresses of those that could take the request. pick: chooses out of at least one.
 
         Without output a request that every node refuses for want of room fails at once: overload is told
         early. One with output waits for room, and any request waits for a node.
         """
         full = self._full if not self._log.has_output else {}
-        left = [node for node in nodes if node.address not in full]
+        left = [node for node in nodes if node not in full]
         if nodes and not left:
-            raise full[nodes[-1].address]  # not the last error: that may be of a node that was lost since
-        ready = [node for node in left if self._avoid.get(node.address, 0.0) <= now]
-        address = pick_decode(ready, self.preferred)
-        if address is not None:
-            return address
+            raise full[nodes[-1]]  # not the last error: that may be of a node that was lost since
+        ready = [node for node in left if self._avoid.get(node, 0.0) <= now]
+        if ready:
+            return pick(ready)
         if self._since is None:
             self._since = now
         remaining = self._since + self._policy.wait_seconds - now
         if remaining <= 0:
             raise self._in_vain()
-        due = [self._avoid[node.address] - now for node in left]
+        due = [self._avoid[node] - now for node in left]
         return Wait(min([remaining, LAST_BACKOFF_SECONDS / 4, *due]))
 
     def begin(self, address: str) -> None:

@@ -53,10 +53,10 @@ def local(prompt: int, decode: NodeFigures) -> Expected:
     missing = max(1, prompt - decode.cached)
     own = _chunk(cost, prompt, missing)
     rows = _rows(cost, decode)
-    room = max(1, decode.step_tokens - decode.rows)
+    room = max(1, decode.step_tokens - decode.running)
     steps = math.ceil((decode.queued_tokens + missing) / room)
     first = steps * rows + cost.token * decode.queued_tokens + own
-    return Expected(first, gap=0.0, step=_next(cost, decode), others=decode.rows * own)
+    return Expected(first, gap=0.0, step=_next(cost, decode), others=decode.running * own)
 
 
 def split(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> Expected:
@@ -65,7 +65,7 @@ def split(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> Expected:
     missing = max(1, prompt - prefill.cached)
     steps = math.ceil((prefill.queued_tokens + missing) / max(1, prefill.step_tokens))
     computed = steps * there.fixed + there.token * prefill.queued_tokens + _chunk(there, prompt, missing)
-    heard = _rows(cost, decode) / 2 if decode.rows else 0.0
+    heard = _rows(cost, decode) / 2 if decode.running else 0.0
     last = min(max(0, prompt - decode.cached), prefill.step_tokens or prompt)
     gap = decode.pull.seconds(last) + heard
     return Expected(computed + heard, gap, step=_next(cost, decode), others=0.0)
@@ -96,12 +96,12 @@ def _cost(node: NodeFigures) -> StepCost:
 
 def _rows(cost: StepCost, decode: NodeFigures) -> float:
     """A step of the rows alone."""
-    return cost.seconds(StepLoad(rows=decode.rows, keys=decode.keys))
+    return cost.seconds(StepLoad(rows=decode.running, keys=decode.keys))
 
 
 def _next(cost: StepCost, decode: NodeFigures) -> float:
     """A step of them and the request."""
-    return cost.seconds(StepLoad(rows=decode.rows + 1, keys=decode.keys))
+    return cost.seconds(StepLoad(rows=decode.running + 1, keys=decode.keys))
 
 
 def _chunk(cost: StepCost, prompt: int, missing: int) -> float:

@@ -19,20 +19,26 @@ class NodeFigures:
     queued_tokens: int = 0
     """Prompt tokens that it is still to compute: of requests that it has, and of those just sent to it."""
     rows: int = 0
-    """Sequences in its batch, and those just sent to it (decode)."""
+    """Sequences in its batch or waiting for it, and those just sent to it (decode)."""
     free_pages: int = 0
     """Free, or evictable: a new request could take them."""
+    needed_pages: int = 0
+    """What this prompt would take of them; 0 where the size of a page is not known."""
     wait: float = 0.0
     """Seconds that a request would wait for a row (decode)."""
     step: float = 0.0
     """Seconds that a step with decode rows takes."""
     prompt_rate: float = 0.0
     """Prompt tokens that it computes in a second, when it does nothing else."""
-    cost: StepCost | None = None
-    """What its steps cost; None: not known."""
+    known: bool = False
+    """The node has told of itself just now; else there is only what this gateway has sent to it."""
+    running: int = 0
+    """Of the rows, those that steps hold now: prompts have been computed (decode)."""
+    keys: int = 0
+    """Positions that these attend to, together (decode)."""
     step_tokens: int = 0
     """Tokens that a step holds at most."""
-    keys: int = 0
-    """Positions that its rows attend to, together (decode)."""
+    cost: StepCost | None = None
+    """What its steps cost; None: not known."""
     pull: PullCost = field(default=PullCost())
     """What pulling pages takes (decode)."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from baton.config import GatewayConfig
 from baton.gateway import admission
 from baton.gateway.attempts import ResumePolicy
+from baton.gateway.cache_view import PromptPages
+from baton.gateway.cache_watch import CacheWatch
 from baton.gateway.callers import Caller
 from baton.gateway.decode_node import DecodeNode
-from baton.gateway.loads import Loads
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.nodes import Nodes
 from baton.gateway.probe import Prober
 from baton.gateway.prompt import shown
 from baton.gateway.requests import Request
+from baton.gateway.router import Router, Way
 from baton.gateway.search import Search
+from baton.gateway.session import Session
 from baton.gateway.split import Split
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.channel import Dial, open_channel
@@ -39,10 +42,10 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
         self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
-        self.nodes = Nodes(self.tokenizer, self._make_decode)
+        self.router = Router(config.routing)
+        self.nodes = Nodes(self.tokenizer, self._make_decode, self._make_watch)
         self._search = Search(config, self.nodes)
         self.split = Split(config.split, self.metrics)
-        self._loads = Loads(self.nodes.workers, self.split.heard, dial)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self, config.probe_every, self._probed)
         self._dial = dial
@@ -58,7 +61,6 @@ class Gateway:
     def start(self) -> None:
         """Begins to connect; what cannot be reached yet is tried again and again."""
         self._search.start()
-        self._loads.start()
         if self.config.probe_every > 0:
             self._prober.start()
 
@@ -132,7 +134,6 @@ class Gateway:
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
         await self._search.close()
-        await self._loads.close()
         await self.nodes.close()
 
     # Requests.
@@ -167,7 +168,6 @@ class Gateway:
 
     def forget(self, request: Request, outcome: str) -> None:
         """The request has ended."""
-        self.split.forget(request.number)
         self.metrics.requests.labels(outcome).inc()
         self._counts[outcome] += 1
         self._counts["prompt"] += len(request.log.prompt_ids)
@@ -182,6 +182,12 @@ class Gateway:
                 )
         if not self._running:
             self._idle.set()
+
+    def way(self, number: int, tokens: Sequence[int], namespace: str, session: Session | None) -> Way:
+        """Of the request of this number through the nodes."""
+        prompt = PromptPages(tokens, namespace)
+        last = (session.decode_address, session.prefill_address) if session is not None else ()
+        return Way(self.router, number, prompt, *last)
 
     def usable_nodes(self) -> list[DecodeNode]:
         return [node for node in self.nodes.decode.values() if node.usable]
@@ -224,6 +230,9 @@ class Gateway:
     def _make_decode(self, address: str) -> DecodeNode:
         silence = self.config.silence_seconds
         return DecodeNode(address, self.incarnation, silence, self._accept, self.tokenizer.flush, self._dial)
+
+    def _make_watch(self, address: str) -> CacheWatch:
+        return CacheWatch(address, self.router, self._dial)
 
     def _accept(self, info: node_pb2.NodeInfo) -> None:
         """Refuses a decode node that is none, or that serves another model than the others."""

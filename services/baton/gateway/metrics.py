@@ -38,6 +38,15 @@ class GatewayMetrics:
             "baton_probes", "Probes of the hand-off, by outcome.", ["outcome"], registry=self.registry
         )
         self.probe_seconds = Gauge("baton_probe_seconds", "What the last probe took.", registry=self.registry)
+        self.cached = Counter(
+            "baton_routing_cached_tokens",
+            "Prompt tokens of finished requests that their node was taken to have cached (expected), that it "
+            "had (found), and by how many the two differed (wrong).",
+            ["kind"],
+            registry=self.registry,
+        )
+        for kind in ("expected", "found", "wrong"):
+            self.cached.labels(kind)
         self.decisions = Counter(
             "baton_gateway_prompts",
             "Prompts by where they were to be computed: on a prefill node (split) or on the decode node.",
@@ -57,3 +66,9 @@ class GatewayMetrics:
             self.probes.labels(outcome)
         for outcome in ("finished", "failed", "cancelled"):
             self.requests.labels(outcome)
+
+    def routed(self, expected: int, found: int) -> None:
+        """A request has finished: its cached tokens, as they were expected and as they were found."""
+        self.cached.labels("expected").inc(expected)
+        self.cached.labels("found").inc(found)
+        self.cached.labels("wrong").inc(abs(expected - found))

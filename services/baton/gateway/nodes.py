@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
+from baton.gateway.cache_watch import CacheWatch
 from baton.gateway.decode_node import DecodeNode
-from baton.gateway.routing import Candidate
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.errors import unavailable
 from baton.v1 import node_pb2
@@ -17,15 +18,23 @@ ROLES = ("tokenizer", "decode", "prefill")
 class Nodes:
     """By role and address. Used on one event loop; `add` begins to connect, and goes on trying.
 
-    make_decode: makes the gateway's side of the decode node at an address.
+    make_decode: makes the gateway's side of the decode node at an address. make_watch: what follows the cache
+    of the prefill or decode node there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, make_decode: Callable[[str], DecodeNode]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        make_decode: Callable[[str], DecodeNode],
+        make_watch: Callable[[str], CacheWatch],
+    ) -> None:
         self.tokenizer = tokenizer
         self.prefill: list[str] = []
         """Prefill nodes; decode nodes connect to them."""
         self.decode: dict[str, DecodeNode] = {}
         self._make_decode = make_decode
+        self._make_watch = make_watch
+        self._watches: dict[str, CacheWatch] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def add(self, role: str, address: str) -> None:
@@ -35,10 +44,12 @@ class Nodes:
         elif role == "prefill":
             if address not in self.prefill:
                 self.prefill.append(address)
+                self._watch(address)
         elif role == "decode":
             if address not in self.decode:
                 node = self.decode[address] = self._make_decode(address)
                 node.start()
+                self._watch(address)
         else:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
 
@@ -52,33 +63,46 @@ class Nodes:
         elif role == "prefill":
             if address in self.prefill:
                 self.prefill.remove(address)
+                self._unwatch(address)
         elif role == "decode":
             node = self.decode.pop(address, None)
             if node is not None:
                 node.leaving = True
                 node.lose(unavailable(f"decode node {address} was removed", "DECODE_LOST", 1000))
-                task = asyncio.get_running_loop().create_task(node.close())
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._leave(node.close())
+                self._unwatch(address)
         else:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
 
+    def _watch(self, address: str) -> None:
+        watch = self._watches[address] = self._make_watch(address)
+        watch.start()
+
+    def _unwatch(self, address: str) -> None:
+        watch = self._watches.pop(address)
+        watch.leave()
+        self._leave(watch.close())
+
+    def _leave(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
     async def close(self) -> None:
         await asyncio.gather(
-            *(node.close() for node in self.decode.values()), *self._closing, self.tokenizer.close()
+            *(node.close() for node in self.decode.values()),
+            *(watch.close() for watch in self._watches.values()),
+            *self._closing,
+            self.tokenizer.close(),
         )
 
-    def candidates(self, request: int, fingerprint: str) -> list[Candidate]:
+    def candidates(self, request: int, fingerprint: str) -> list[str]:
         """Decode nodes that could take the request now and serve the model that it was begun with."""
         return [
-            Candidate(node.address, node.requests)
+            node.address
             for node in self.decode.values()
             if node.takes(request) and node.info is not None and node.info.model.fingerprint == fingerprint
         ]
-
-    def workers(self) -> list[str]:
-        """Addresses of those whose load decides where prompts are computed; none without a choice."""
-        return [*self.decode, *self.prefill] if self.prefill else []
 
     def missing(self) -> list[str]:
         """Why no request can be served now; empty: requests are served."""

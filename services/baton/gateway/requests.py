@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -16,7 +16,7 @@ from baton.gateway.choice_stream import ChoiceStream
 from baton.gateway.messages import decode_start, finished
 from baton.gateway.prompt import Prompt, encode_prompt
 from baton.gateway.reader import SlowReader
-from baton.gateway.routing import order_prefill
+from baton.gateway.router import Way
 from baton.gateway.session import Session
 from baton.gateway.timing import Timing
 from baton.gateway.token_log import TokenLog
@@ -66,6 +66,7 @@ class Request:
         self._attempts = Attempts(
             self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
         )
+        self._way: Way | None = None
         self._accepted = self._prompt_done = False
         self._streams: list[ChoiceStream] = []
         self._stats: decode_pb2.RequestStats | None = None
@@ -92,7 +93,6 @@ class Request:
             if session is not None:
                 session.begin(self._start.WhichOneof("prompt") == "chat", len(self.log.choices))
                 self._session = session
-                self._attempts.preferred = session.decode_address
         except BatonError as error:
             self.fail(error)
             return
@@ -135,6 +135,9 @@ class Request:
             )
             self._fingerprint = model.fingerprint
             self.log.prompt_ids = self._prompt.token_ids
+            self._way = self._gateway.way(
+                self.number, self._prompt.token_ids, self._start.namespace, self._session
+            )
             self._open_streams()
             self._place()
         except BatonError as error:
@@ -160,37 +163,35 @@ class Request:
 
     def _place(self) -> None:
         """Gives the request to a decode node, now or as soon as one takes it."""
+        assert self._way is not None
         try:
             while True:
                 candidates = self._gateway.nodes.candidates(self.number, self._fingerprint)
-                place = self._attempts.place(candidates, time.monotonic())
+                place = self._attempts.place(candidates, time.monotonic(), self._way.pick_decode)
                 if isinstance(place, Wait):
                     loop = asyncio.get_running_loop()
                     self._placing = loop.call_later(place.seconds, self._place)
                     return
-                if self._gateway.nodes.decode[place].send(self._decode_start(place), self):
+                prefill = self._way.order_prefill(self._gateway.nodes.prefill)
+                limit = self._way.decide(self._gateway.split, place, prefill, self._hand_off())
+                if self._gateway.nodes.decode[place].send(self._decode_start(prefill, limit), self):
                     break
         except BatonError as error:
             self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
             return
         self._attempts.begin(place)
+        self._way.sent(place, prefill)
         if self._reader.paused:
             self._pause(True)
         if not self._accepted:
             self._accepted = True
             self._accept()
 
-    def _decode_start(self, place: str) -> decode_pb2.DecodeStart:
-        preferred = self._session.prefill_address if self._session is not None else ""
-        prefill = order_prefill(self._gateway.nodes.prefill, self.number, preferred)
-        split = self._gateway.split
-        local_tokens = split.decide(
-            self.number,
-            split.figures(place),
-            split.figures(prefill[0]) if prefill else None,
-            len(self.log.prompt_ids) + self.log.output_tokens,
-            self._start.hand_off if self._start.HasField("hand_off") else None,
-        )
+    def _hand_off(self) -> bool | None:
+        """The client's word in where the prompt is computed, if any."""
+        return self._start.hand_off if self._start.HasField("hand_off") else None
+
+    def _decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
         return decode_start(
             self.number,
             self._start,
@@ -214,7 +215,8 @@ class Request:
         first = not self._prompt_done
         self._prompt_done = True
         self._attempts.progress()
-        self._gateway.split.computed(self.number)
+        if self._way is not None:
+            self._way.computed()
         if not first:
             return  # computed again, for another attempt
         self.log.cached_tokens = prompt.cached_tokens
@@ -242,13 +244,12 @@ class Request:
             return
         self._stats = stats
         self._attempts.done = True
-        if not self._attempts.resumed:
-            self._gateway.split.ended(self.number, stats, self._timing.first_token)
+        if self._way is not None and not self._attempts.resumed:
+            self._way.reckon(self._gateway.split, stats, self._timing.first_token)
         self._finish_if_complete()
 
     def on_failed(self, error: BatonError, lost: bool) -> None:
         address, resumed = self._address(), self._attempts.resumed
-        self._gateway.split.forget(self.number)
         try:
             self._attempts.ended(error, time.monotonic(), lost=lost)
         except BatonError as last:
@@ -287,6 +288,9 @@ class Request:
             return
         stats = self._stats or decode_pb2.RequestStats()
         if self.log.finish(finished(self.log, stats, self._attempts, self._timing)):
+            if self._way is not None and not self._attempts.resumed:
+                predicted = self._way.predicted(stats, self._address())
+                self._gateway.metrics.routed(predicted, self.log.cached_tokens)
             self._commit_session(stats.prefill_address)
             self._settle("finished", None)
 
@@ -307,6 +311,8 @@ class Request:
         node = self._gateway.nodes.decode.get(self._attempts.address)
         if node is not None:
             node.cancel(self.number)
+        if self._way is not None:
+            self._way.ended()
         self._close_streams()
         if self._session is not None:
             self._session.end()

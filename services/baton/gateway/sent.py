@@ -1,86 +1,91 @@
-"""What a gateway has sent to its workers and not heard back of: the newest part of their load. Pure.
+"""What a gateway has sent to one node: the newest part of its load. Pure.
 
-What a node itself reports is older: it is counted as far as it exceeds what this gateway had there at that
-moment, and so is other callers'.
+A node's own word is older, and counts in what this gateway had there at that time, or most of it. So it tells
+only of others: what it says beyond that, until it says more.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a node has to do."""
+
+    tokens: int = 0
+    """Prompt tokens still to be computed there."""
+    rows: int = 0
+    """Sequences in its batch, waiting for it, or on their way (decode)."""
+    running: int = 0
+    """Of these, those that steps hold now: their prompts have been computed."""
+    keys: int = 0
+    """Positions that the running ones attend to, together."""
+
+
 @dataclass(slots=True)
-class _Sent:
-    decode: str
-    computed_at: str
+class _Request:
     tokens: int
-    """Prompt tokens to compute there."""
     prompt: int
-    computed: bool = False
+    running: bool = False
 
 
 class Sent:
-    """Requests by number. All calls may be made for a number that is not known."""
+    """Requests on their way to a node, or there, by number. All calls may name one that is not known."""
 
     def __init__(self) -> None:
-        self._sent: dict[int, _Sent] = {}
-        self._queued: Counter[str] = Counter()
-        self._rows: Counter[str] = Counter()
-        self._keys: Counter[str] = Counter()
-        self._foreign: dict[str, tuple[int, int, int]] = {}
+        self._requests: dict[int, _Request] = {}
+        self._others = Work()
+        self.tokens = 0
+        """Prompt tokens to be computed there, of requests that were sent there."""
+        self._running = self._keys = 0
 
-    def begin(self, number: int, decode: str, computed_at: str, tokens: int, prompt: int) -> None:
-        """A request has been sent; `tokens` of its prompt are to be computed at one of the two addresses."""
-        self.end(number)
-        self._sent[number] = _Sent(decode, computed_at, tokens, prompt)
-        _add(self._queued, computed_at, tokens)
+    def __len__(self) -> int:
+        return len(self._requests)
 
-    def computed(self, number: int) -> None:
-        """Its prompt has been."""
-        sent = self._sent.get(number)
-        if sent is not None and not sent.computed:
-            sent.computed = True
-            _add(self._queued, sent.computed_at, -sent.tokens)
-            _add(self._rows, sent.decode, 1)
-            _add(self._keys, sent.decode, sent.prompt)
+    def add(self, request: int, tokens: int, prompt: int = 0) -> None:
+        """`tokens`: of its prompt, to be computed there. `prompt`: how many a row of it attends to there."""
+        self.drop(request)
+        self._requests[request] = _Request(tokens, prompt)
+        self.tokens += tokens
 
-    def end(self, number: int) -> None:
-        """It has ended, or is to go elsewhere."""
-        sent = self._sent.pop(number, None)
-        if sent is None:
-            return
-        if sent.computed:
-            _add(self._rows, sent.decode, -1)
-            _add(self._keys, sent.decode, -sent.prompt)
-        else:
-            _add(self._queued, sent.computed_at, -sent.tokens)
+    def computed(self, request: int) -> None:
+        """Its prompt has been, wherever."""
+        sent = self._requests.get(request)
+        if sent is not None and not sent.running:
+            sent.running = True
+            self.tokens -= sent.tokens
+            self._running += 1
+            self._keys += sent.prompt
 
-    def reported(self, address: str, queued: int, rows: int, keys: int) -> None:
-        """A node's own figures have come."""
-        own = self._own(address)
-        self._foreign[address] = (
-            max(0, queued - own[0]),
-            max(0, rows - own[1]),
-            max(0, keys - own[2]) if rows > own[1] else 0,
+    def drop(self, request: int) -> None:
+        sent = self._requests.pop(request, None)
+        if sent is not None and sent.running:
+            self._running -= 1
+            self._keys -= sent.prompt
+        elif sent is not None:
+            self.tokens -= sent.tokens
+
+    def told(self, said: Work) -> None:
+        """The node has just said this of itself."""
+        own = self._own()
+        running = max(0, said.running - own.running)
+        self._others = Work(
+            tokens=max(0, said.tokens - own.tokens),
+            rows=max(0, said.rows - own.rows),
+            running=running,
+            keys=said.keys * running // max(1, said.running),
         )
 
-    def silent(self, address: str) -> None:
-        """None come any more."""
-        self._foreign.pop(address, None)
+    def work(self, *, others: bool = True) -> Work:
+        """`others`: with what is not this gateway's."""
+        own, more = self._own(), self._others if others else Work()
+        return Work(
+            own.tokens + more.tokens,
+            own.rows + more.rows,
+            own.running + more.running,
+            own.keys + more.keys,
+        )
 
-    def load(self, address: str) -> tuple[int, int, int]:
-        """Prompt tokens to compute, rows, and positions that these attend to."""
-        foreign = self._foreign.get(address, (0, 0, 0))
-        own = self._own(address)
-        return own[0] + foreign[0], own[1] + foreign[1], own[2] + foreign[2]
-
-    def _own(self, address: str) -> tuple[int, int, int]:
-        return self._queued[address], self._rows[address], self._keys[address]
-
-
-def _add(counts: Counter[str], address: str, count: int) -> None:
-    """Addresses without anything are forgotten: a fleet that changes has many in time."""
-    counts[address] += count
-    if not counts[address]:
-        del counts[address]
+    def _own(self) -> Work:
+        return Work(self.tokens, len(self._requests), self._running, self._keys)

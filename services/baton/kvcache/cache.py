@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.kvcache.node import Node
 from baton.kvcache.pages import AccountingError, OutOfPages, PageAllocator, PageCounts, PageState
-from baton.kvcache.prefix_tree import PrefixTree
+from baton.kvcache.prefix_tree import PrefixTree, TreeObserver
 
 
 class Holding:
@@ -82,6 +82,10 @@ class KvCache:
     def match_length(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> int:
         """Tokens of `tokens` that are cached, in whole pages; changes nothing."""
         return self._tree.match_length(tokens, namespace, max_pages) * self.page_size
+
+    def observe(self, observer: TreeObserver | None) -> None:
+        """See PrefixTree.observe."""
+        self._tree.observe(observer)
 
     def extend(self, holding: Holding, count: int) -> list[int]:
         """Takes `count` pages for the end of the page table, evicting cached ones where too few are free.

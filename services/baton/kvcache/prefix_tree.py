@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.kvcache.eviction import EvictionQueue, make_policy
 from baton.kvcache.node import Node
@@ -33,6 +34,17 @@ class Insertion:
     taken: tuple[int, ...]
 
 
+class TreeObserver(Protocol):
+    """Told of each change, in the tree's thread; to return at once."""
+
+    def stored(self, after: int | None, namespace: str, key: bytes, pages: Sequence[int]) -> None:
+        """`pages` have come; they hold the tokens of `key`, of 4 bytes each, and follow page `after` (None:
+        they begin a sequence). The sequence may be the tree's own: to be copied."""
+
+    def removed(self, pages: Sequence[int]) -> None:
+        """These have gone; likewise."""
+
+
 class PrefixTree:
     """Keys are a namespace and token ids (0 <= id < 2**32), values whole pages of `page_size` tokens."""
 
@@ -46,6 +58,7 @@ class PrefixTree:
         # none: every page outside locked nodes can be evicted, leaf after leaf.
         self._queue: EvictionQueue[Node] = EvictionQueue(self._policy)
         self._root = Node(None, ("", b""), b"", [])
+        self._observer: TreeObserver | None = None
         self._now = 0
         self._cached = 0
         self._locked = 0
@@ -116,7 +129,11 @@ class PrefixTree:
         self._touch(node, hits=0)
         fresh = list(pages[len(found) :])
         if fresh:
-            node = self._append(node, namespace, key[len(found) * self._stride :], fresh)
+            rest = key[len(found) * self._stride :]
+            if self._observer is not None:
+                before = found or start.pages
+                self._observer.stored(before[-1] if before else None, namespace, rest, fresh)
+            node = self._append(node, namespace, rest, fresh)
         return Insertion(node, tuple(range(len(found), len(pages))))
 
     def evict(self, count: int) -> list[int]:
@@ -134,7 +151,20 @@ class PrefixTree:
             else:
                 self._remove(leaf)
         self._cached -= len(evicted)
+        if evicted and self._observer is not None:
+            self._observer.removed(evicted)
         return evicted
+
+    def observe(self, observer: TreeObserver | None) -> None:
+        """From now on the observer is told of what comes and goes, at first of all that is here, each page
+        after the one that it follows. None: nobody is told any more."""
+        self._observer = observer
+        if observer is None:
+            return
+        for node in self._root.subtree():
+            if node.parent is not None:
+                above = node.parent.pages
+                observer.stored(above[-1] if above else None, node.slot[0], node.key, node.pages)
 
     @property
     def cached(self) -> int:

@@ -68,7 +68,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
         names = prefill_pb2.DESCRIPTOR.services_by_name
         self.serve_pages(server)
-        return [names["Prefill"].full_name, names["PageSource"].full_name]
+        return [names["Prefill"].full_name, names["PageSource"].full_name, self.serve_cache(server)]
 
     def make_core(self) -> PrefillCore:
         pages = int(self.engine.pool.num_pages * self._config.max_leased_fraction)

@@ -43,6 +43,8 @@ GAUGES = {
     "step_us": "Microseconds of a step with decode rows, a moving average.",
     "prompt_tokens_per_second": "Prompt tokens computed a second in full steps, a moving average.",
     "first_token_ms": "Milliseconds from admission to the first token, a moving average.",
+    "queued_tokens": "Prompt tokens still to be computed here.",
+    "available_pages": "KV pages that a request could take now.",
     "wait_ms": "Milliseconds that a request that came now would wait for a row.",
 }
 

@@ -3,6 +3,7 @@ shells a small one. A token's text is its number and a space; clients read when 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ from google.rpc import status_pb2
 
 from baton.decode.outputs import Done, Failed, Tokens
 from baton.gateway.attempts import Attempts, ResumePolicy, Wait
+from baton.gateway.figures import NodeFigures
 from baton.gateway.pulse import Pulse
-from baton.gateway.routing import Candidate, order_prefill
+from baton.gateway.routing import order_prefill, pick_decode
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, unavailable
 from baton.sim.ledger import Ledger, text_of
@@ -24,6 +26,8 @@ from baton.sim.world import Violation
 from baton.v1 import common_pb2, inference_pb2
 from baton.worker.convert import FINISH_REASONS
 
+POLICY = "least-loaded"
+"""Of routing: what a gateway knows of caches is the concern of no request's correctness."""
 BOUND_SECONDS = 0.5
 """How much later than its deadline a request may end, while its gateway runs."""
 
@@ -151,19 +155,16 @@ class SimGateway(Process):
         spec, attempts = running.spec, running.attempts
         if running.number not in self._running:
             return
-        nodes = [
-            Candidate(address, len(self.runs_at(address)))
-            for address, node in self._nodes.items()
-            if node.takes(running.number)
-        ]
+        nodes = [address for address, node in self._nodes.items() if node.takes(running.number)]
         try:
-            place = attempts.place(nodes, self.world.now)
+            place = attempts.place(nodes, self.world.now, lambda left: self._pick(left, len(spec.prompt)))
         except BatonError as error:
             self._fail(running, error)
             return
         if isinstance(place, Wait):
             self.world.at(place.seconds, self.loop, lambda: self._place(running))
             return
+        prefill = [NodeFigures(address) for address in self._prefill]
         start = StartDecode(
             running.number,
             attempts.number,
@@ -173,10 +174,14 @@ class SimGateway(Process):
             spec.n,
             spec.priority,
             running.deadline - self.world.now,
-            tuple(order_prefill(self._prefill, running.number)),
+            tuple(order_prefill(POLICY, prefill, len(spec.prompt), running.number)),
         )
         self._nodes[place].link.send(start)
         attempts.begin(place)
+
+    def _pick(self, addresses: Sequence[str], tokens: int) -> str:
+        nodes = [NodeFigures(address, rows=len(self.runs_at(address))) for address in addresses]
+        return pick_decode(POLICY, nodes, tokens)
 
     def take(self, address: str, output: Any) -> None:
         """What a decode node says of a request."""

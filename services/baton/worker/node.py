@@ -28,7 +28,8 @@ from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
 from baton.transport.base import Receiver
 from baton.transport.page_source import PageSourceServicer
-from baton.v1 import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.worker.cache_service import CacheServicer
 from baton.worker.engine import Engine, build_engine
 from baton.worker.steps import measure_steps
 
@@ -74,7 +75,9 @@ class WorkerNode(Generic[C]):
         self.core_or_none: C | None = None
         self._address = ""
         self._load = node_pb2.Load()
-        self._observed = 0.0
+        self.observed = 0.0
+        """When the last snapshot of the load was taken, on the monotonic clock."""
+        self._cache_service = CacheServicer(self)
         self._page_source: _LatePageSource | None = None
         self._registration: Registration | None = None
 
@@ -118,6 +121,7 @@ class WorkerNode(Generic[C]):
         return self.core_or_none.requests if self.core_or_none is not None else 0
 
     async def stop(self) -> None:
+        self._cache_service.close()
         if self._registration is not None:
             await self._registration.close()
         if self.core_or_none is not None:
@@ -165,6 +169,11 @@ class WorkerNode(Generic[C]):
         )
         return Scheduler(self.engine.cache, config, **hooks)
 
+    def serve_cache(self, server: grpc.aio.Server) -> str:
+        """Registers Cache; returns its full name."""
+        cache_pb2_grpc.add_CacheServicer_to_server(self._cache_service, server)
+        return cache_pb2.DESCRIPTOR.services_by_name["Cache"].full_name
+
     def serve_pages(self, server: grpc.aio.Server) -> None:
         """Registers PageSource; it answers once the pool exists."""
         self._page_source = _LatePageSource()
@@ -208,9 +217,9 @@ class WorkerNode(Generic[C]):
         """Takes a snapshot for `load`. Called in the step thread, at the end of each turn; while there is
         work, one is good for a while, since taking it costs as much as planning a step."""
         core, now = self.core_or_none, time.monotonic()
-        if core is None or (core.requests and now - self._observed < SNAPSHOT_SECONDS):
+        if core is None or (core.requests and now - self.observed < SNAPSHOT_SECONDS):
             return
-        self._observed = now
+        self.observed = now
         scheduler = core.scheduler
         counts = scheduler.cache.counts()
         pages = node_pb2.PageCounts(
@@ -232,8 +241,9 @@ class WorkerNode(Generic[C]):
             computed_tokens=scheduler.computed_tokens,
             requests=core.requests,
             pages=pages,
-            step_tokens=scheduler.config.token_budget,
             queued_tokens=scheduler.queued_tokens,
+            available_pages=max(0, scheduler.reservations.headroom),
+            step_tokens=scheduler.config.token_budget,
             keys=sum(len(sequence.tokens) for sequence in scheduler.running),
         )
 

@@ -1,0 +1,85 @@
+"""What a gateway believes that one node's prefix tree holds, and how busy it is. Pure; the clock is passed
+in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.kvcache.digests import PromptDigests
+from baton.v1 import cache_pb2, node_pb2
+
+FRESH_SECONDS = 5.0
+"""A load that was heard longer ago tells nothing any more. Nodes tell theirs once a second at least."""
+MAX_PAGES = 2**20
+"""Pages of a node that are kept in mind; what it holds beyond them is forgotten."""
+MAX_PAGE_SIZE = 2**16
+
+
+class Gap(Exception):
+    """An update that does not follow what is known: a snapshot is needed. One line."""
+
+
+class CacheView:
+    """Fed by a node's updates. Wrong or late, it costs time and nothing else."""
+
+    def __init__(self, max_pages: int = MAX_PAGES) -> None:
+        self.incarnation = 0
+        self.sequence = 0
+        """Of the last change known."""
+        self.page_size = 0
+        """0: the node has told nothing of its tree yet."""
+        self.load: node_pb2.Load | None = None
+        self.heard = 0.0
+        """When the last update came."""
+        self._max_pages = max_pages
+        self._held: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def apply(self, update: cache_pb2.CacheUpdate, now: float) -> None:
+        """Raises Gap, having forgotten everything, for an update that cannot be."""
+        follows = update.incarnation == self.incarnation and update.after == self.sequence
+        if not 0 < update.page_size <= MAX_PAGE_SIZE or not (update.snapshot or follows):
+            known, told = (self.incarnation, self.sequence), (update.incarnation, update.after)
+            self.clear()
+            raise Gap(f"an update after {told}, with pages of {update.page_size} tokens, to {known}")
+        if update.snapshot:
+            self._held.clear()
+        self._held.difference_update(update.removed)
+        self._held.update(update.stored[: max(0, self._max_pages - len(self._held))])
+        self.incarnation, self.sequence = update.incarnation, update.sequence
+        self.page_size = update.page_size
+        self.load, self.heard = update.load, now
+
+    def clear(self) -> None:
+        self.incarnation = self.sequence = self.page_size = 0
+        self.load = None
+        self._held.clear()
+
+    def fresh_load(self, now: float) -> node_pb2.Load | None:
+        return self.load if now - self.heard <= FRESH_SECONDS else None
+
+    def cached(self, prompt: PromptPages) -> int:
+        """Leading tokens of the prompt that the node's tree holds. O(pages found)."""
+        if not self._held:
+            return 0
+        digests = prompt.digests(self.page_size)
+        found = 0
+        while found < digests.pages and digests[found] in self._held:
+            found += 1
+        return found * self.page_size
+
+
+class PromptPages:
+    """A prompt as views look it up: digests are computed once for all nodes, as far as they are needed."""
+
+    def __init__(self, tokens: Sequence[int], namespace: str) -> None:
+        self.tokens = tokens
+        self._namespace = namespace
+        self._by_size: dict[int, PromptDigests] = {}
+
+    def digests(self, page_size: int) -> PromptDigests:
+        if page_size not in self._by_size:
+            self._by_size[page_size] = PromptDigests(self.tokens, self._namespace, page_size)
+        return self._by_size[page_size]

@@ -1,0 +1,128 @@
+"""The changes of a prefix tree, numbered, for those who follow them from elsewhere. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from baton.kvcache.digests import TOKEN_BYTES, as_number, chain, root_digest
+
+MAX_EVENTS = 16384
+"""Events that wait to be taken: what a tree does within seconds."""
+MAX_CHANGES = 16384
+"""Pages whose changes are remembered; who is further behind gets a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """`pages` hold the tokens of `key`, and follow page `after`; None: they begin a sequence."""
+
+    after: int | None
+    namespace: str
+    key: bytes
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    pages: tuple[int, ...]
+
+
+class TreeEvents:
+    """A tree's observer: keeps what it is told until `take`, which another thread may call."""
+
+    def __init__(self, limit: int = MAX_EVENTS) -> None:
+        self.overflown = False
+        """Events have been lost, because nobody took them in time."""
+        self._limit = limit
+        self._waiting: deque[Stored | Removed] = deque()
+
+    def stored(self, after: int | None, namespace: str, key: bytes, pages: Sequence[int]) -> None:
+        self._put(Stored(after, namespace, key, tuple(pages)))
+
+    def removed(self, pages: Sequence[int]) -> None:
+        self._put(Removed(tuple(pages)))
+
+    def _put(self, event: Stored | Removed) -> None:
+        if self.overflown or len(self._waiting) >= self._limit:
+            self.overflown = True
+            self._waiting.clear()
+        else:
+            self._waiting.append(event)
+
+    def take(self) -> Stored | Removed | None:
+        """The oldest; None: there is none."""
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """From the state after change `after` to that after `sequence`: digests, none of them in both. snapshot:
+    `stored` is all there is."""
+
+    after: int
+    sequence: int
+    stored: tuple[int, ...]
+    removed: tuple[int, ...] = ()
+    snapshot: bool = False
+
+
+class TreeLog:
+    """What a tree holds, by digest, after each of its changes, and the last of these. One change is one page
+    that came or went."""
+
+    def __init__(self, page_size: int, limit: int = MAX_CHANGES) -> None:
+        self.page_size = page_size
+        self.sequence = 0
+        """Of the last change. Never falls, also by `clear`."""
+        self._held: dict[int, bytes] = {}
+        """By page id: the tree holds a page once."""
+        self._log: deque[tuple[int, bool]] = deque(maxlen=limit)
+        """Digest, and whether it came."""
+
+    def apply(self, event: Stored | Removed) -> None:
+        if isinstance(event, Stored):
+            last = (
+                root_digest(self.page_size, event.namespace)
+                if event.after is None
+                else self._held[event.after]
+            )
+            digests = chain(last, event.key, self.page_size * TOKEN_BYTES)
+            for page, digest in zip(event.pages, digests, strict=True):
+                self._held[page] = digest
+                self._note(digest, came=True)
+        else:
+            for page in event.pages:
+                self._note(self._held.pop(page), came=False)
+
+    def _note(self, digest: bytes, came: bool) -> None:
+        self.sequence += 1
+        self._log.append((as_number(digest), came))
+
+    def clear(self) -> None:
+        """The tree is told anew, from nothing. Whoever follows gets a snapshot."""
+        self.sequence += 1
+        self._held.clear()
+        self._log.clear()
+
+    def since(self, sequence: int | None) -> Changes:
+        """All changes after this one, or a snapshot where they are not remembered. None: from nothing."""
+        behind = self.sequence - sequence if sequence is not None else -1
+        if sequence is None or not 0 <= behind <= len(self._log):
+            held = tuple(as_number(digest) for digest in self._held.values())
+            return Changes(0, self.sequence, held, snapshot=True)
+        # What came and went, or went and came back, is no change: the last word on each digest counts where
+        # it differs from what there was before, which is the opposite of the first word.
+        first: dict[int, bool] = {}
+        last: dict[int, bool] = {}
+        for digest, came in islice(self._log, len(self._log) - behind, None):
+            first.setdefault(digest, came)
+            last[digest] = came
+        stored = tuple(d for d, came in last.items() if came and first[d])
+        removed = tuple(d for d, came in last.items() if not came and not first[d])
+        return Changes(sequence, self.sequence, stored, removed)

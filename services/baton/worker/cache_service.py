@@ -1,0 +1,122 @@
+"""Tells others what a worker's prefix tree holds, and its load: the shell around kvcache.tree_log."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from baton.kvcache.tree_log import TreeEvents, TreeLog
+from baton.rpc.errors import BatonError, abort, exhausted, unavailable
+from baton.v1 import cache_pb2, cache_pb2_grpc
+
+if TYPE_CHECKING:
+    from baton.worker.node import WorkerNode
+
+UPDATE_SECONDS = 0.05
+"""Least time between two updates to a watcher."""
+SIGN_OF_LIFE_SECONDS = 1.0
+"""Most time between them."""
+LINGER_SECONDS = 60.0
+"""The tree is still followed for so long after the last watcher has left: one that comes back resumes."""
+MAX_WATCHERS = 256
+
+
+class CacheServicer(cache_pb2_grpc.CacheServicer):
+    """Follows the tree while somebody watches. Lives on the event loop; the step thread only notes what
+    happens, and digests are computed here."""
+
+    def __init__(self, node: WorkerNode[Any]) -> None:
+        self._node = node
+        self._log: TreeLog | None = None
+        self._events: TreeEvents | None = None
+        """None: the tree is not followed."""
+        self._watchers = 0
+        self._linger: asyncio.TimerHandle | None = None
+        self._stopping = asyncio.Event()
+
+    async def Watch(
+        self, request: cache_pb2.WatchRequest, context: Any
+    ) -> AsyncIterator[cache_pb2.CacheUpdate]:
+        known = request.sequence if request.incarnation == self._node.incarnation else None
+        try:
+            with self._watching():
+                sent = 0.0
+                while not self._stopping.is_set():
+                    log = self._follow()
+                    now = time.monotonic()
+                    if (
+                        log.sequence != known
+                        or self._node.observed > sent
+                        or now >= sent + SIGN_OF_LIFE_SECONDS
+                    ):
+                        update = self._update(log, known)
+                        yield update
+                        known, sent = update.sequence, now
+                    await self._pause()
+            raise unavailable("the node is stopping", "STOPPING")
+        except BatonError as error:
+            await abort(context, error)
+
+    def _update(self, log: TreeLog, known: int | None) -> cache_pb2.CacheUpdate:
+        changes = log.since(known)
+        return cache_pb2.CacheUpdate(
+            incarnation=self._node.incarnation,
+            after=changes.after,
+            sequence=changes.sequence,
+            snapshot=changes.snapshot,
+            stored=changes.stored,
+            removed=changes.removed,
+            page_size=log.page_size,
+            load=self._node.load(),
+        )
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(UPDATE_SECONDS):
+                await self._stopping.wait()
+        except TimeoutError:
+            pass
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Raises BatonError when too many watch."""
+        if self._watchers >= MAX_WATCHERS:
+            raise exhausted(f"{self._watchers} watch this node's cache already", "TOO_MANY_WATCHERS", 1000)
+        self._watchers += 1
+        if self._linger is not None:
+            self._linger.cancel()
+        try:
+            yield
+        finally:
+            self._watchers -= 1
+            if not self._watchers and not self._stopping.is_set():
+                self._linger = self._node.loop.call_later(LINGER_SECONDS, self._leave)
+
+    def _follow(self) -> TreeLog:
+        """The log, up to now."""
+        log = self._log = self._log or TreeLog(self._node.layout.page_size)
+        if self._events is None or self._events.overflown:
+            log.clear()
+            self._observe(TreeEvents())
+        assert self._events is not None
+        while (event := self._events.take()) is not None:
+            log.apply(event)
+        return log
+
+    def _leave(self) -> None:
+        assert self._log is not None
+        self._log.clear()
+        self._observe(None)
+
+    def _observe(self, events: TreeEvents | None) -> None:
+        self._events = events
+        self._node.steps.call(lambda core, now: core.scheduler.cache.observe(events))
+
+    def close(self) -> None:
+        """Ends all streams."""
+        self._stopping.set()
+        if self._linger is not None:
+            self._linger.cancel()
