@@ -64,8 +64,9 @@ async def test_workers_say_what_they_have_measured(gateways):
     deployment, modes = gateways
     for worker in (deployment.prefill, deployment.decode):
         cost = worker.load().step_cost
-        assert cost.fixed == pytest.approx(STEP["fixed"], rel=0.5)
-        assert cost.token == pytest.approx(STEP["token"], rel=0.5)
+        # A sleep is at least as long as it was to be, on a busy machine much longer.
+        assert 0.9 * STEP["fixed"] < cost.fixed < 10 * STEP["fixed"]
+        assert 0.5 * STEP["token"] < cost.token < 5 * STEP["token"]
         assert "steps measured" in worker.log.read_text()
     await one(modes["always"], LONG, 0)
     pull = deployment.decode.load().pull_cost
