@@ -28,6 +28,8 @@ from baton.transport import HostPages
 from baton.transport.grpc import GrpcReceiver
 from baton.transport.page_source import PageSourceServicer
 from baton.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
     decode_pb2,
     decode_pb2_grpc,
     node_pb2,
@@ -41,7 +43,12 @@ SECRET = "c0ffee" * 8
 PAGE = 64
 
 
-class Everything(EchoNode, prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.DecodeServicer):
+class Everything(
+    EchoNode,
+    prefill_pb2_grpc.PrefillServicer,
+    decode_pb2_grpc.DecodeServicer,
+    cache_pb2_grpc.CacheServicer,
+):
     """All internal services behind one door; what gets in is noted."""
 
     def __init__(self) -> None:
@@ -52,10 +59,12 @@ class Everything(EchoNode, prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.Dec
         super().add_services(server)
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+        cache_pb2_grpc.add_CacheServicer_to_server(self, server)
         self.pages = bytearray(range(PAGE)) * 2
         pages = PageSourceServicer(HostPages(memoryview(self.pages), PAGE))
         prefill_pb2_grpc.add_PageSourceServicer_to_server(pages, server)
-        return ["baton.v1.Tokenizer", "baton.v1.Prefill", "baton.v1.PageSource", "baton.v1.Decode"]
+        names = ("Tokenizer", "Prefill", "PageSource", "Decode", "Cache")
+        return [f"baton.v1.{name}" for name in names]
 
     async def Run(self, requests, context):
         async for message in requests:
@@ -66,6 +75,10 @@ class Everything(EchoNode, prefill_pb2_grpc.PrefillServicer, decode_pb2_grpc.Dec
         async for message in requests:
             self.seen.append(message.WhichOneof("kind"))
             yield decode_pb2.StepEvents()
+
+    async def Watch(self, request, context):
+        self.seen.append("watch")
+        yield cache_pb2.CacheUpdate()
 
 
 def secret_file(folder: Path, secret: str = SECRET) -> str:
@@ -95,6 +108,7 @@ def calls(channel):
         "Prefill": lambda **o: first(prefill_pb2_grpc.PrefillStub(channel).Run(iter([release]), **o)),
         "PageSource": lambda **o: first(prefill_pb2_grpc.PageSourceStub(channel).Fetch(iter([fetch]), **o)),
         "Decode": lambda **o: first(decode_pb2_grpc.DecodeStub(channel).Generate(iter([hello]), **o)),
+        "Cache": lambda **o: first(cache_pb2_grpc.CacheStub(channel).Watch(cache_pb2.WatchRequest(), **o)),
         "GetInfo": lambda **o: node.GetInfo(node_pb2.GetInfoRequest(), **o),
         "GetLoad": lambda **o: node.GetLoad(node_pb2.GetLoadRequest(), **o),
         "Drain": lambda **o: node.Drain(node_pb2.DrainRequest(timeout_ms=1), **o),
@@ -140,7 +154,7 @@ async def test_who_knows_the_secret_reaches_all_of_them(guarded):
     async with cluster.dial(guarded.node.address) as channel:
         for call in calls(channel).values():
             await call(timeout=10)
-    assert guarded.node.seen == ["release", "hello"]
+    assert guarded.node.seen == ["release", "hello", "watch"]
 
 
 async def test_the_page_transport_shows_the_secret(guarded):
@@ -178,7 +192,7 @@ async def test_mutual_tls(tmp_path):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await calls(channel)[name](timeout=5)
                 assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert it.node.seen == ["release", "hello"]
+    assert it.node.seen == ["release", "hello", "watch"]
     assert await it.end() == 0
 
 

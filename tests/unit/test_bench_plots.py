@@ -11,9 +11,10 @@ import pytest
 from matplotlib.image import imread
 
 from baton.bench.figures import DISTRIBUTION, distribution, summarize
+from baton.bench.jobs import Range
 from baton.bench.plots import main
 from baton.bench.record import Record
-from baton.bench.workload import Range, Workload
+from baton.bench.workload import Workload
 
 
 def run(work: Workload, load: str, pauses: list[float]) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from baton.bench.workload import Range, Workload, poisson_arrivals
+from baton.bench.jobs import Range
+from baton.bench.workload import Workload, poisson_arrivals
 
 OPEN = Workload(prompt_tokens=Range(4, 9), output_tokens=Range(3, 3), rate=50.0, seconds=4.0)
 NANO = Workload(
@@ -94,3 +96,39 @@ def test_ranges_that_are_none(text):
 def test_ranges():
     assert Range.parse("128") == Range(128, 128) and str(Range.parse("128")) == "128"
     assert Range.parse("100-1024") == Range(100, 1024) and str(Range.parse("100-1024")) == "100-1024"
+
+
+CHATS = replace(OPEN, kind="conversation", rate=40.0, prompt_tokens=Range(20, 30), shared_prefix=8, think=0.5)
+
+
+def test_conversations_grow_until_they_end_or_fill_the_context():
+    jobs = CHATS.jobs(1000, 120)
+    assert jobs == Workload.from_dict(json.loads(json.dumps(CHATS.to_dict()))).jobs(1000, 120)
+    threads = {job.thread: [other for other in jobs if other.thread == job.thread] for job in jobs}
+    assert len({tuple(thread[0].prompt[:8]) for thread in threads.values()}) == 1
+    assert len({tuple(job.prompt[-20:]) for job in jobs}) == len(jobs)
+    for thread in threads.values():
+        assert [job.continues for job in thread] == [False] + [True] * (len(thread) - 1)
+        assert sum(len(job.prompt) + job.output_tokens for job in thread) <= 120
+        assert thread[0].pause == 0.0 and all(job.pause > 0 for job in thread[1:])
+    # 8 + 25 + 3 tokens, then 28 a turn: the fourth does not fit.
+    assert 2 <= max(len(thread) for thread in threads.values()) <= 4
+    plenty = CHATS.jobs(1000, 10_000)
+    assert {sum(job.thread == one for job in plenty) for one in threads} == set(range(3, 10))
+    # As many requests as the rate says, give or take.
+    assert len(plenty) == pytest.approx(40.0 * 4.0, rel=0.4)
+    pauses = [job.pause for job in plenty if job.continues]
+    assert statistics.fmean(pauses) == pytest.approx(0.5, rel=0.4)
+
+
+def test_questions_are_spread_over_the_documents():
+    work = replace(
+        OPEN, kind="documents", documents=4, prompt_tokens=Range(50, 60), question_tokens=Range(5, 9)
+    )
+    jobs = work.jobs(1000, 100)
+    by_document = Counter(tuple(job.prompt[:50]) for job in jobs)
+    assert len(by_document) == 4 and min(by_document.values()) > len(jobs) / 8
+    assert len({tuple(job.prompt) for job in jobs}) == len(jobs)
+    assert {job.prompt[0] for job in replace(work, run=1).jobs(1000, 100)} != {job.prompt[0] for job in jobs}
+    assert max(len(job.prompt) + job.output_tokens for job in work.jobs(1000, 58)) <= 58
+    assert work.longest == 60 + 9 + 3 and CHATS.longest == 8 + 30 + 3

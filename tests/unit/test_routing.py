@@ -50,14 +50,12 @@ class TestPolicies:
         picked = Counter(pick_decode("cache", [B, replace(C, cached=32)], 1000, t) for t in range(30))
         assert picked == {"b": 15, "c": 15}
 
-    def test_nodes_that_tell_nothing_come_last_where_others_do(self):
-        silent = NodeFigures("silent")
-        assert all(
-            order_prefill(policy, [silent, A], 1000, turn) == ["a", "silent"]
-            for policy in ("cache", "least-loaded")
-            for turn in range(4)
-        )
-        assert first_choices("cache", [silent, NodeFigures("other")]) == {"silent": 15, "other": 15}
+    def test_nodes_that_tell_nothing_count_by_what_was_sent_to_them(self):
+        silent = NodeFigures("silent", queued_tokens=500)
+        for policy in ("cache", "least-loaded"):
+            assert first_choices(policy, [silent, A]) == {"silent": 30}
+            assert first_choices(policy, [silent, B]) == {"b": 30}
+            assert first_choices(policy, [silent, replace(silent, address="x")]) == {"silent": 15, "x": 15}
 
     def test_all_prefill_nodes_are_candidates(self):
         for policy in ("cache", "least-loaded", "round-robin"):

@@ -17,13 +17,16 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import grpc.aio
 import uvloop
 
+from baton.bench.jobs import Job
 from baton.bench.record import Record
-from baton.bench.workload import Job, Workload
+from baton.bench.workload import Workload
 from baton.client.access import Access
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_rpc_error, from_status
@@ -37,10 +40,10 @@ TIMEOUT_MARGIN_SECONDS = 5.0
 class Asker:
     """Sends jobs over one connection; one record each."""
 
-    def __init__(self, stub: Any, temperature: float, timeout: float, start: float) -> None:
+    def __init__(self, stub: Any, work: Workload, timeout: float, start: float) -> None:
         """start: of the run, on the monotonic clock."""
         self._stub = stub
-        self._temperature = temperature
+        self._workload = work
         self._timeout = timeout
         self.start = start
         self.records: list[Record] = []
@@ -50,9 +53,11 @@ class Asker:
         return time.monotonic() - self.start
 
     def message(self, job: Job) -> inference_pb2.GenerateRequest:
-        start = inference_pb2.GenerateStart(id="0", timeout_ms=int(self._timeout * 1000))
+        start = inference_pb2.GenerateStart(
+            id="0", timeout_ms=int(self._timeout * 1000), namespace=self._workload.namespace
+        )
         start.tokens.token_ids.extend(job.prompt)
-        start.sampling.temperature = self._temperature
+        start.sampling.temperature = self._workload.temperature
         start.sampling.max_tokens = job.output_tokens
         start.sampling.ignore_eos = True
         start.sampling.seed = job.seed
@@ -66,27 +71,47 @@ class Asker:
             left = at - self.now()
 
     async def open_loop(self, jobs: Sequence[Job]) -> None:
-        """Sends each at its time, answered or not."""
-        messages = [self.message(job) for job in jobs]
+        """Begins each thread at its time, whatever became of the others."""
+        threads = [list(thread) for _, thread in groupby(jobs, key=lambda job: job.thread)]
+        messages = [self.message(thread[0]) for thread in threads]
         async with asyncio.TaskGroup() as group:
-            for job, message in zip(jobs, messages, strict=True):
-                await self._until(job.at)
-                group.create_task(self._ask(job.at, message))
+            for thread, message in zip(threads, messages, strict=True):
+                await self._until(thread[0].at)
+                group.create_task(self._converse(thread[0].at, message, thread[1:]))
 
     async def closed_loop(self, jobs: Sequence[Job], concurrency: int) -> None:
-        """Sends one when another has ended; 0: all at once."""
-        left = iter([self.message(job) for job in jobs])
+        """Begins a thread when another has ended; 0: all at once."""
+        threads = [list(thread) for _, thread in groupby(jobs, key=lambda job: job.thread)]
+        left = iter([(self.message(thread[0]), thread[1:]) for thread in threads])
         await self._until(0.0)
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency or len(jobs), len(jobs))):
+            for _ in range(min(concurrency or len(threads), len(threads))):
                 group.create_task(self._work(left))
 
-    async def _work(self, messages: Iterator[inference_pb2.GenerateRequest]) -> None:
-        for message in messages:
-            await self._ask(None, message)
+    async def _work(self, threads: Iterator[tuple[inference_pb2.GenerateRequest, list[Job]]]) -> None:
+        for message, rest in threads:
+            await self._converse(None, message, rest)
 
-    async def _ask(self, at: float | None, message: inference_pb2.GenerateRequest) -> None:
-        sent = self.now()
+    async def _converse(
+        self, at: float | None, message: inference_pb2.GenerateRequest, rest: Sequence[Job]
+    ) -> None:
+        """A thread, until it ends or a turn of it fails."""
+        record, answer = await self._ask(at, message)
+        said = list(message.start.tokens.token_ids) if rest else []
+        for job in rest:
+            if record.error:
+                return
+            said += [*answer, *job.prompt]
+            due = record.end + job.pause
+            message = self.message(replace(job, prompt=said))
+            await self._until(due)
+            record, answer = await self._ask(due, message)
+
+    async def _ask(
+        self, at: float | None, message: inference_pb2.GenerateRequest
+    ) -> tuple[Record, list[int]]:
+        """What became of it, and the tokens of its answer."""
+        sent, answer = self.now(), list[int]()
         record = Record(sent if at is None else at, sent)
         self.running += 1
         try:
@@ -94,7 +119,10 @@ class Asker:
             await call.write(message)
             await call.done_writing()
             while not record.end:
-                self._note(record, await call.read())
+                event = await call.read()
+                self._note(record, event)
+                if event is not grpc.aio.EOF:
+                    answer += event.delta.token_ids
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)
             record.error, record.message = failure.reason, failure.message
@@ -102,6 +130,7 @@ class Asker:
         self.running -= 1
         self.failed += bool(record.error)
         self.records.append(record)
+        return record, answer
 
     def _note(self, record: Record, event: Any) -> None:
         if event is grpc.aio.EOF:
@@ -162,20 +191,21 @@ async def main() -> None:
     orders = await hear()
     work = Workload.from_dict(orders["workload"])
     index, clients = orders["index"], orders["clients"]
-    jobs = work.jobs(orders["vocabulary"], orders["context"])[index::clients]
+    made = work.jobs(orders["vocabulary"], orders["context"])
+    jobs = [job for job in made if job.thread % clients == index]
     concurrency = len(range(index, work.concurrency, clients))  # its share; not 0 unless the whole is
     access = Access.of(None, None)
     async with open_channel(
         orders["server"], credentials=access.credentials, metadata=access.metadata
     ) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        warm = Asker(stub, work.temperature, orders["timeout"], time.monotonic())
+        warm = Asker(stub, work, orders["timeout"], time.monotonic())
         ahead = work.warm_up(orders["warm_up"], orders["vocabulary"], orders["context"])
         await warm.closed_loop(ahead[index::clients], 0)
         gc.collect()
         gc.disable()  # a collection would delay whatever arrives meanwhile; a run is short
         say(ready=[record.message for record in warm.records if record.error])
-        asker = Asker(stub, work.temperature, orders["timeout"], (await hear())["start"])
+        asker = Asker(stub, work, orders["timeout"], (await hear())["start"])
         busy, began = time.process_time(), time.monotonic()
         async with telling(asker):
             if work.rate is not None:

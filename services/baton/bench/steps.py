@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.bench.bandwidth import weight_bytes
 from baton.bench.engine import EngineBench, EngineRun
-from baton.bench.workload import Job
+from baton.bench.jobs import Job
 from baton.checkpoint import resolve
 from baton.models.config import read_config
 from baton.rpc.errors import internal

@@ -8,46 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from baton.bench.jobs import Job, Range
+from baton.bench.mixes import conversation_jobs, documents_jobs
+
 _PROMPTS, _ARRIVALS, _WARM_UP = range(3)
 """Independent streams of random numbers."""
 WARM_UP_TOKENS = 16
+TURNS = Range(3, 9)
+QUESTION_TOKENS = Range(16, 64)
 NANO_TOKENS = 10000
 """nano-vllm draws token ids from 0 to this, whatever the vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A number of tokens: `low`, or drawn evenly from low to high, both included."""
-
-    low: int
-    high: int
-
-    @classmethod
-    def parse(cls, text: str) -> Range:
-        """ "128" or "100-1024". Raises ValueError saying what is wrong."""
-        first, dash, last = text.partition("-")
-        try:
-            found = cls(int(first), int(last if dash else first))
-        except ValueError:
-            raise ValueError(f"{text!r} is neither a number of tokens nor a range such as 100-1024") from None
-        if not 1 <= found.low <= found.high:
-            raise ValueError(f"{text!r} must be 1 or more, the smaller number first")
-        return found
-
-    def __str__(self) -> str:
-        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One request."""
-
-    at: float
-    """Seconds after the start; 0 in a closed loop."""
-    prompt: list[int]
-    output_tokens: int
-    seed: int
-    """Of its sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +32,19 @@ class Workload:
     seconds: float = 0.0
     requests: int = 0
     concurrency: int = 0
+    kind: str = "random"
+    """One of mixes.KINDS. A conversation counts as so many requests as it has turns on average: at `rate`
+    fewer of them begin, and of `requests` there are fewer."""
     shared_prefix: int = 0
     """Tokens that all prompts begin with."""
+    turns: Range = TURNS
+    """Of a conversation."""
+    think: float = 2.0
+    """Mean seconds between an answer and the next turn."""
+    documents: int = 16
+    question_tokens: Range = QUESTION_TOKENS
+    namespace: str = ""
+    """Of the prefix caches: what is cached in another one is not found."""
     temperature: float = 0.0
     seed: int = 0
     run: int = 0
@@ -76,21 +57,33 @@ class Workload:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Workload:
-        ranges = {name: Range(**values[name]) for name in ("prompt_tokens", "output_tokens")}
+        ranges = {name: Range(**value) for name, value in values.items() if isinstance(value, dict)}
         return cls(**{**values, **ranges})
 
     def arrivals(self) -> list[float]:
-        """When each request arrives, in seconds after the start."""
+        """When each request, or conversation, arrives, in seconds after the start."""
+        turns = self.turns.mean if self.kind == "conversation" else 1.0
         if self.rate is None:
-            return [0.0] * self.requests
-        return poisson_arrivals(self.rate, self.seconds, (self.seed, self.run, _ARRIVALS))
+            return [0.0] * max(1, round(self.requests / turns))
+        return poisson_arrivals(self.rate / turns, self.seconds, (self.seed, self.run, _ARRIVALS))
 
     def jobs(self, vocabulary: int, context: int) -> list[Job]:
-        """All requests, in the order of their arrival."""
-        times = self.arrivals()
+        """All requests, in the order of their arrival, each thread's in the order of its turns."""
+        times, seed = self.arrivals(), (self.seed, self.run, _PROMPTS)
+        if self.kind == "conversation":
+            return conversation_jobs(self, times, vocabulary, context, seed)
+        if self.kind == "documents":
+            return documents_jobs(self, times, vocabulary, context, seed)
         if self.nano:
             return _nano_jobs(self, times, vocabulary, context)
-        return _random_jobs(self, times, vocabulary, (self.seed, self.run, _PROMPTS))
+        return _random_jobs(self, times, vocabulary, seed)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a request and its output have at most; of a conversation those of its first turn."""
+        question = self.question_tokens.high if self.kind == "documents" else 0
+        prefix = self.shared_prefix if self.kind == "conversation" else 0
+        return prefix + self.prompt_tokens.high + question + self.output_tokens.high
 
     def warm_up(self, count: int, vocabulary: int, context: int) -> list[Job]:
         """`count` requests of the same sizes, outputs shortened, and of prompts that no measured one has."""
@@ -121,10 +114,9 @@ def _random_jobs(work: Workload, times: list[float], vocabulary: int, seed: tupl
     jobs = []
     for index, at in enumerate(times):
         draw = np.random.default_rng((*seed, index))
-        length = int(draw.integers(work.prompt_tokens.low, work.prompt_tokens.high + 1))
-        output = int(draw.integers(work.output_tokens.low, work.output_tokens.high + 1))
+        length, output = work.prompt_tokens.draw(draw), work.output_tokens.draw(draw)
         rest = draw.integers(vocabulary, size=max(0, length - work.shared_prefix))
-        jobs.append(Job(at, [*prefix.tolist(), *rest.tolist()][:length], output, index))
+        jobs.append(Job(at, [*prefix.tolist(), *rest.tolist()][:length], output, index, index))
     return jobs
 
 
@@ -143,5 +135,5 @@ def _nano_jobs(work: Workload, times: list[float], vocabulary: int, context: int
     jobs = []
     for index, (at, prompt, count) in enumerate(zip(times, prompts, counts, strict=True)):
         output = count if len(prompt) + count <= context else min(count, context // 2)
-        jobs.append(Job(at, prompt[: context - output], output, index))
+        jobs.append(Job(at, prompt[: context - output], output, index, index))
     return jobs

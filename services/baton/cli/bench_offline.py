@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.bench.figures import ITL_COUNTING, summarize
-from baton.bench.workload import Job, Range, Workload
+from baton.bench.jobs import Job, Range
+from baton.bench.workload import Workload
 from baton.cli.bench_options import (
     Tokens,
     check_writable,

@@ -73,7 +73,8 @@ def warnings(figures: dict[str, Any], work: Workload) -> Iterator[str]:
     if figures["client_busy"] > 0.8:
         busy = f"{figures['client_busy']:.0%}"
         yield f"a client used {busy} of a core: it may have been the limit; raise --clients"
-    if not work.shared_prefix and figures["cached_tokens"] > 0.05 * figures["prompt_tokens"]:
+    alone = work.kind == "random" and not work.shared_prefix
+    if alone and figures["cached_tokens"] > 0.05 * figures["prompt_tokens"]:
         part = figures["cached_tokens"] / figures["prompt_tokens"]
         yield f"{part:.0%} of the prompt tokens were cached, as if asked before: take another --seed"
     if figures["retractions"]:

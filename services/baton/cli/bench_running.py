@@ -81,7 +81,9 @@ async def run_with_progress(target: Target, work: Workload, name: str, console: 
         TextColumn("{task.fields[state]}"),
     )
     with Progress(*columns, console=console, refresh_per_second=2) as progress:
-        bar = progress.add_task(name, total=len(work.arrivals()), state="warming up")
+        bar = progress.add_task(
+            name, total=len(work.jobs(target.vocabulary, target.context)), state="warming up"
+        )
 
         def show(ended: int, failed: int, running: int) -> None:
             state = f"{running} under way" + (f", {failed} failed" if failed else "")

@@ -13,9 +13,8 @@ from rich.console import Console
 from baton.bench.clients import Target
 from baton.bench.figures import ITL_COUNTING, Targets, summarize
 from baton.bench.plots import NoPlots, plot, require
-from baton.bench.workload import Range, Workload
+from baton.bench.workload import Workload
 from baton.cli.bench_options import (
-    Tokens,
     check_writable,
     count,
     deployment_options,
@@ -24,6 +23,7 @@ from baton.cli.bench_options import (
 )
 from baton.cli.bench_report import about, deployment_facts, save, shown, table, warnings
 from baton.cli.bench_running import make_target, measured, run_with_progress
+from baton.cli.bench_workload import take_workload, workload_options
 from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of
 from baton.cli.running import run_command
@@ -100,11 +100,10 @@ def make_runs(
 
 def check_context(work: Workload, target: Target) -> None:
     """Raises ClickException: refused by the deployment, every request would fail."""
-    longest = work.prompt_tokens.high + work.output_tokens.high
-    if longest > target.context:
+    if work.longest > target.context:
         raise click.ClickException(
-            f"prompt and output of {work.prompt_tokens.high} and {work.output_tokens.high} tokens exceed the "
-            f"model's context of {target.context}; lower --prompt-tokens or --output-tokens"
+            f"a prompt and its output of {work.longest} tokens exceed the model's context of "
+            f"{target.context}; lower --prompt-tokens or --output-tokens"
         )
 
 
@@ -116,13 +115,16 @@ def show(measurement: Measurement, runs: list[dict[str, Any]], console: Console)
             cells = [shown(run[f"{name}_ms"][part]) for name in LATENCIES]
             figures.add_row("" if index else label(work), part, *cells)
     console.print(figures)
-    rates = table("req/s", "done", "a second", "tok/s out", "goodput", "in flight", "late, ms", "client")
+    rates = table(
+        "req/s", "done", "a second", "tok/s out", "cached", "goodput", "in flight", "late, ms", "client"
+    )
     for work, run in zip(measurement.runs, runs, strict=True):
         rates.add_row(
             label(work),
             f"{run['finished']}/{run['requests']}",
             shown(run["requests_per_second"], 2),
             shown(run["output_tokens_per_second"]),
+            f"{run['cached_tokens'] / max(1, run['prompt_tokens']):.0%}",
             shown(run["goodput_per_second"], 2),
             shown(run["in_flight"]["mean"]),
             shown(run["lateness_ms"]["p99"]),
@@ -176,25 +178,7 @@ async def _serve(server: str, plan: DeploymentPlan, measurement: Measurement, co
 )
 @count("--concurrency", None, "Closed loop: requests at a time.  [default: all at once]")
 @count("--requests", None, f"Closed loop: how many.  [default: {DEFAULT_REQUESTS}]")
-@click.option(
-    "--prompt-tokens", type=Tokens(), default="1024", show_default=True, help="Of each prompt (random ones)."
-)
-@click.option(
-    "--output-tokens",
-    type=Tokens(),
-    default="256",
-    show_default=True,
-    help="Of each output; the model's end of sequence is ignored.",
-)
-@count("--shared-prefix", 0, "Tokens that all prompts begin with.", least=0)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    metavar="X",
-    help="Of sampling.",
-)
+@workload_options
 @count(
     "--seed", 0, "Of arrivals and prompts. A deployment asked twice with one seed has them cached.", least=0
 )
@@ -219,10 +203,9 @@ async def _serve(server: str, plan: DeploymentPlan, measurement: Measurement, co
 @config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
 def serve(
     rates: tuple[float, ...], seconds: float, concurrency: int | None, requests: int | None,
-    prompt_tokens: Range, output_tokens: Range, shared_prefix: int, temperature: float, seed: int,
-    ttft_target_ms: float | None, itl_target_ms: float | None, server: str, prefill: int, decode: int,
-    clients: int, warmup: int, timeout: float, file: Path | None, commit: str, picture: Path | None,
-    **values: Any,
+    seed: int, ttft_target_ms: float | None, itl_target_ms: float | None, server: str, prefill: int,
+    decode: int, clients: int, warmup: int, timeout: float, file: Path | None, commit: str,
+    picture: Path | None, **values: Any,
 ) -> None:  # fmt: skip
     """Measure a deployment under load: TTFT, TPOT, ITL, end to end, tokens per second, goodput.
 
@@ -233,13 +216,19 @@ def serve(
 
     TTFT: to the first token. TPOT: mean per output token, the first excluded. ITL: between tokens; the pause
     before a message is divided evenly over its tokens (as SGLang's bench_serving does). e2e: to the end.
-    Goodput: requests per second that met both targets.
+    Cached: the part of all prompt tokens that was found in a prefix cache. Goodput: requests per second that
+    met both targets.
+
+    Conversations (--workload conversation) are many users at once: each sends its next turn a while after the
+    answer to the last, with all that was said before; --rate still counts turns. No session is named.
 
     \b
     Examples:
       baton bench serve                                              start the demo model, 1 request/s
       baton bench serve --server HOST:50050 --rate 8,16,24,32 --clients 4 --json load.json --plot load.png
       baton bench serve --requests 200 --concurrency 32 --prompt-tokens 100-1024
+      baton bench serve --workload conversation --rate 4 --prompt-tokens 64-128 --shared-prefix 128
+      baton bench serve --workload documents --documents 20 --prompt-tokens 1500 --rate 6
       baton bench serve --rate 4 --ttft-target-ms 300 --itl-target-ms 20
       baton bench serve --model ./my-model --load-format dummy       random weights
     """
@@ -249,13 +238,7 @@ def serve(
             require()
         except NoPlots as error:
             raise click.ClickException(str(error)) from None
-    common = Workload(
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        shared_prefix=shared_prefix,
-        temperature=temperature,
-        seed=seed,
-    )
+    common = Workload(**take_workload(values), seed=seed)
     runs = make_runs(rates, seconds, requests, concurrency or 0, common)
     if concurrency and clients > concurrency:
         raise click.UsageError(f"--clients ({clients}) must be at most --concurrency ({concurrency})")

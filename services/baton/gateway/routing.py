@@ -49,8 +49,8 @@ def pick_decode(
 def order_prefill(
     policy: str, nodes: Sequence[NodeFigures], tokens: int, turn: int, preferred: str = ""
 ) -> list[str]:
-    """All prefill nodes, in the order to try them: likewise. But for `round-robin` those that tell nothing of
-    themselves, where others do, come last: they may be gone."""
+    """All prefill nodes, in the order to try them: likewise. One that is gone may come first: decode nodes
+    know, and take the next."""
     if not nodes:
         return []
     start = turn % len(nodes)
@@ -63,10 +63,9 @@ def order_prefill(
         node.address: prefill_seconds(node, tokens, rate) if by_cache else float(node.queued_tokens)
         for node in nodes
     }
-    turned.sort(key=lambda node: (not node.known, costs[node.address]))
-    best = turned[0]
-    enough = costs[best.address] * (NEARLY if by_cache else 1.0)
-    equal = [n.address for n in nodes if n.known == best.known and costs[n.address] <= enough]
+    turned.sort(key=lambda node: costs[node.address])
+    enough = costs[turned[0].address] * (NEARLY if by_cache else 1.0)
+    equal = [node.address for node in nodes if costs[node.address] <= enough]
     first = preferred if by_cache and preferred in equal else equal[turn % len(equal)]
     return [first, *(node.address for node in turned if node.address != first)]
 

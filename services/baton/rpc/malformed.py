@@ -42,10 +42,16 @@ class Malformed(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return handler._replace(
                 request_deserializer=lenient, stream_stream=_checked_stream(handler.stream_stream)
             )
+        if handler.unary_stream is not None:
+            return handler._replace(
+                request_deserializer=lenient, unary_stream=_checked_answers(handler.unary_stream)
+            )
         return handler._replace(request_deserializer=lenient, unary_unary=_checked_unary(handler.unary_unary))
 
 
 def _is_async(handler: Any) -> bool:
+    if handler.unary_stream is not None:
+        return inspect.isasyncgenfunction(handler.unary_stream)
     behaviour = handler.stream_stream or handler.unary_unary
     return inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)
 
@@ -142,6 +148,17 @@ def _checked_stream(behaviour: Any) -> Any:
             await abort(context, error)
 
     return run
+
+
+def _checked_answers(behaviour: Any) -> Any:
+    async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        if isinstance(request, BatonError):
+            await abort(context, request)
+        async with aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return generate
 
 
 def _checked_unary(behaviour: Any) -> Any:

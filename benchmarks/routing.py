@@ -1,0 +1,190 @@
+"""Routing that knows the caches against routing that does not, on 2 prefill and 2 decode nodes.
+
+    python benchmarks/routing.py --json benchmarks/results/routing.json
+
+Real processes on this machine; only the forward pass is a sleep of a stated duration (PROFILE, with
+--step-profile), since a few cores cannot show what several nodes gain. Three gateways lead to the same
+workers, one for each --routing; every workload is put to one after the other, in a prefix-cache namespace of
+its own, so that all are asked exactly the same, at the same times, and none finds what another one has left.
+Clients name no session: each request is a call of its own.
+
+  conversation   many users at a time, 3 to 9 turns each, all that was said before in every prompt
+  documents      short questions on 20 documents of 1,500 tokens, more than one node's pool holds
+  random         prompts that share nothing
+
+The bounds, of `cache` against `round-robin`: on the first two at least 1.5 times the hit rate (cached prompt
+tokens, as the answers tell them, over all prompt tokens) and at most 0.7 times the median TTFT; on the last
+at most 1.05 times the median TTFT and the mean latency. One that is missed makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
+
+from deployment import Deployment
+from process import Process
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.clients import Target, run_clients
+from baton.bench.figures import summarize
+from baton.bench.jobs import Range
+from baton.bench.machine import machine, versions
+from baton.bench.workload import Workload
+from baton.gateway.routing import POLICIES
+
+PROFILE = {"fixed": 0.006, "row": 0.0002, "key": 0.0, "token": 0.0002, "pair": 0.0}
+"""Seconds of a step: round figures, of the order of a large model on a fast GPU (5,000 prompt tokens a
+second, steps of 6 ms), and long enough beside what the processes around it take on a small machine."""
+POOL_TOKENS = 18432
+"""Of each node: 12 documents."""
+WORKLOADS = {
+    "conversation": Workload(
+        kind="conversation",
+        prompt_tokens=Range(100, 200),
+        output_tokens=Range(20, 60),
+        shared_prefix=64,
+        think=4.0,
+        rate=9.0,
+    ),
+    "documents": Workload(
+        kind="documents",
+        prompt_tokens=Range(1500, 1500),
+        output_tokens=Range(10, 30),
+        documents=20,
+        rate=9.0,
+    ),
+    "random": Workload(prompt_tokens=Range(300, 900), output_tokens=Range(10, 30), rate=6.0),
+}
+BOUNDS: dict[str, dict[str, tuple[str, float]]] = {
+    "conversation": {"hit_rate": ("at least", 1.5), "ttft_p50_ms": ("at most", 0.7)},
+    "documents": {"hit_rate": ("at least", 1.5), "ttft_p50_ms": ("at most", 0.7)},
+    "random": {"ttft_p50_ms": ("at most", 1.05), "e2e_mean_ms": ("at most", 1.05)},
+}
+
+
+def deploy(folder: Path) -> tuple[Deployment, dict[str, Process]]:
+    """And its gateways by policy."""
+    profile = folder / "profile.json"
+    profile.write_text(json.dumps({"step": PROFILE}))
+    flags = ["--step-profile", str(profile), "--kv-tokens", str(POOL_TOKENS)]
+    deployment = Deployment(folder, "demo")
+    prefill = [deployment.add_worker("prefill", *flags) for _ in range(2)]
+    decode = [deployment.add_worker("decode", *flags) for _ in range(2)]
+    gateways = {policy: deployment.add_gateway(decode, prefill, "--routing", policy) for policy in POLICIES}
+    return deployment, gateways
+
+
+def measure(gateway: Process, work: Workload) -> dict[str, Any]:
+    """Figures of one run. Raises RuntimeError for a request that failed."""
+    target = Target(server=gateway.address, vocabulary=4096, context=2048, warm_up=0)
+    run = asyncio.run(run_clients(target, work, lambda ended, failed, running: None))
+    figures = summarize(run.records)
+    if figures["failures"]:
+        raise RuntimeError(f"requests failed: {figures['failures']}")
+    return {
+        "requests": figures["requests"],
+        "prompt_tokens": figures["prompt_tokens"],
+        "cached_tokens": figures["cached_tokens"],
+        "hit_rate": figures["cached_tokens"] / figures["prompt_tokens"],
+        "ttft_p50_ms": figures["ttft_ms"]["p50"],
+        "ttft_p99_ms": figures["ttft_ms"]["p99"],
+        "e2e_mean_ms": figures["e2e_ms"]["mean"],
+        "lateness_p99_ms": figures["lateness_ms"]["p99"],
+        "client_busy": run.busy,
+    }
+
+
+def measure_all(args: argparse.Namespace, console: Console, folder: Path) -> dict[str, Any]:
+    """Workload -> policy -> figures of each round."""
+    deployment, gateways = deploy(folder)
+    found: dict[str, Any] = {name: {policy: [] for policy in POLICIES} for name in args.workloads}
+    with deployment:
+        for number in range(args.rounds):
+            for name in args.workloads:
+                # In turn, so that what changes on the machine meanwhile meets all alike.
+                for policy in POLICIES[number % 3 :] + POLICIES[: number % 3]:
+                    work = replace(
+                        WORKLOADS[name],
+                        seconds=args.seconds,
+                        seed=args.seed + number,
+                        namespace=f"{name}-{policy}-{number}",
+                    )
+                    run = measure(gateways[policy], work)
+                    found[name][policy].append(run)
+                    deployment.assert_idle(10.0)
+                    console.print(
+                        f"{name}, {policy}: hit rate {run['hit_rate']:.2f}, TTFT {run['ttft_p50_ms']:.0f} ms "
+                        f"(p99 {run['ttft_p99_ms']:.0f}), end to end {run['e2e_mean_ms']:.0f} ms",
+                        highlight=False,
+                    )
+    return found
+
+
+def judge(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each bound, with what was measured: the median of the rounds' ratios."""
+    results = []
+    for name, by_policy in found.items():
+        for figure, (kind, bound) in BOUNDS[name].items():
+            pairs = zip(by_policy["cache"], by_policy["round-robin"], strict=True)
+            ratio = statistics.median(one[figure] / other[figure] for one, other in pairs)
+            met = ratio >= bound if kind == "at least" else ratio <= bound
+            results.append({"workload": name, "figure": figure, "ratio": ratio, kind: bound, "met": met})
+    return results
+
+
+def show(results: list[dict[str, Any]], console: Console) -> None:
+    table = Table("workload", "figure", "cache / round-robin", "bound", "", box=None)
+    for one in results:
+        kind = "at least" if "at least" in one else "at most"
+        verdict = "met" if one["met"] else "MISSED"
+        table.add_row(one["workload"], one["figure"], f"{one['ratio']:.2f}", f"{kind} {one[kind]}", verdict)
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals, a workload and policy")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--keep", type=Path, help="keep logs in this folder")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    args = parser.parse_args()
+    console = Console()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        found = measure_all(args, console, folder)
+    results = judge(found)
+    show(results, console)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            "machine": machine(),
+            "versions": versions(""),
+            "profile": PROFILE,
+            "pool_tokens": POOL_TOKENS,
+            "seconds": args.seconds,
+            "workloads": {name: WORKLOADS[name].to_dict() for name in args.workloads},
+            "bounds": results,
+            "runs": found,
+        }
+        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    return 0 if all(one["met"] for one in results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
