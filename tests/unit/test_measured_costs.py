@@ -8,7 +8,6 @@ import pytest
 from baton.engine.cost import StepCost, StepLoad
 from baton.engine.measure import BUDGET_SECONDS, ROUNDS, Room, measure
 from baton.engine.pace import Pace
-from baton.engine.plan import PlanRow, StepResult
 from baton.engine.timed_runner import TimedRunner
 from baton.handoff.pull_cost import PullCost, PullMeter
 
@@ -163,16 +162,3 @@ def test_pulls_are_forgotten():
         for number in range(100):
             meter.add(500 + number, seconds)
     assert meter.cost.seconds(550) == pytest.approx(3e-3, rel=0.05)
-
-
-def test_a_row_result_is_not_needed_to_measure():
-    """A runner whose rows have no samples (logits that are no numbers) is measured all the same."""
-
-    class Silent(Machine):
-        def read(self, flight):
-            self.runner.read(flight)
-            return StepResult(flight.plan.number)
-
-    machine = Silent()
-    assert machine.measure().fixed == pytest.approx(COST.fixed, rel=0.05)
-    assert all(isinstance(row, PlanRow) for plan in machine.plans for row in plan.rows)
