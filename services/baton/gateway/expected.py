@@ -25,6 +25,9 @@ from dataclasses import dataclass, replace
 from baton.engine.cost import StepCost, StepLoad, chunk_pairs
 from baton.gateway.figures import NodeFigures
 
+PRECISION = 32
+"""Part of a prompt to which a limit is found."""
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -72,8 +75,8 @@ def split(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> Expected:
 
 
 def local_limit(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> int:
-    """The most tokens that the decode node should compute of this prompt itself, 0 to `prompt`, however many
-    turn out to be cached there. Raises ValueError where a step cost is not known."""
+    """About the most tokens that the decode node should compute of this prompt itself, 0 to `prompt`, however
+    many turn out to be cached there. Raises ValueError where a step cost is not known."""
     most = split(prompt, decode, prefill).cost
 
     def worth(tokens: int) -> bool:
@@ -82,7 +85,7 @@ def local_limit(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> int:
     if worth(prompt):
         return prompt
     low, high = 0, prompt
-    while high - low > max(1, prompt // 64):
+    while high - low > max(1, prompt // PRECISION):
         middle = (low + high) // 2
         low, high = (middle, high) if worth(middle) else (low, middle)
     return low

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from baton.engine.cost import StepCost, StepLoad
 from baton.engine.measure import Room, measure
+from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
 from baton.worker.engine import Engine
 
@@ -13,7 +16,7 @@ _log = get_logger("baton.engine")
 
 
 def measure_steps(engine: Engine) -> StepCost:
-    """Takes a few steps: nothing may be in the pool yet. Blocks."""
+    """Takes a few steps: nothing may be in the pool yet. Blocks. Raises BatonError."""
     room = Room(
         token_budget=engine.config.token_budget,
         context_length=engine.model_info.context_length,
@@ -21,7 +24,10 @@ def measure_steps(engine: Engine) -> StepCost:
         pages=engine.pool.num_pages,
     )
     started = time.monotonic()
-    cost = measure(engine.runner, room)
+    try:
+        cost = measure(engine.runner, room)
+    except torch.OutOfMemoryError as error:
+        raise failed_precondition(f"not enough device memory: {error}; lower --kv-tokens") from error
     _log.info(
         "steps measured",
         seconds=round(time.monotonic() - started, 2),
