@@ -46,7 +46,7 @@ class Loop:
 
     async def stream(self) -> None:
         while time.monotonic() < self.until:
-            self.answers.append(await ask(self.client, next(self.asks), time.monotonic()))
+            self.answers.append(await ask(self.client, next(self.asks), time.monotonic(), timeout=600.0))
 
 
 def endless(seed: str) -> Iterator[Ask]:

@@ -77,7 +77,7 @@ def test_the_limit_is_where_the_two_ways_cross():
         assert 0 < limit < 8000
         there = split(8000, figure, replace(PREFILL, queued_tokens=2000)).cost
         assert local(8000, replace(figure, cached=8000 - limit)).cost <= there
-        assert local(8000, replace(figure, cached=8000 - limit - 250)).cost > there
+        assert local(8000, replace(figure, cached=8000 - limit - max(16, limit // 16))).cost > there
 
 
 def test_the_limit_moves_as_it_should():

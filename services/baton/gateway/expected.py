@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from baton.engine.cost import StepCost, StepLoad, chunk_pairs
 from baton.gateway.figures import NodeFigures
 
-PRECISION = 32
-"""Part of a prompt to which a limit is found."""
+PRECISION = 16
+"""Limits are found to so many tokens, and those above its square to that part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def local_limit(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> int:
     if worth(prompt):
         return prompt
     low, high = 0, prompt
-    while high - low > max(1, prompt // PRECISION):
+    while high - low > max(PRECISION, low // PRECISION):
         middle = (low + high) // 2
         low, high = (middle, high) if worth(middle) else (low, middle)
     return low
