@@ -59,7 +59,10 @@ def measurements(args: argparse.Namespace) -> dict[str, list[str]]:
             *("--ttft-target-ms", "200", "--itl-target-ms", "15"),
         ]
     if args.offline:
-        found["offline"] = ["offline", "--clients", "4", "--seed", "0", "--requests", str(args.offline)]
+        found["offline"] = [
+            *("offline", "--clients", "4", "--seed", "0", "--requests", str(args.offline)),
+            *("--repeats", str(args.repeats)),
+        ]
     return found
 
 
@@ -106,6 +109,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=256, help="output tokens of a load's request")
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--offline", type=int, default=256, help="requests; 0: leave it out")
+    parser.add_argument("--repeats", type=int, default=1, help="of those; the median counts")
     parser.add_argument("--only", nargs="*", help="measurements whose names begin so")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

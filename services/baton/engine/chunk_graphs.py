@@ -47,7 +47,7 @@ Work = Callable[[ChunkInputs], None]
 
 
 class ChunkGraphs:
-    """Captured largest first in one memory pool."""
+    """Captured largest first."""
 
     def __init__(
         self,
@@ -55,9 +55,11 @@ class ChunkGraphs:
         context_length: int,
         logits: torch.Tensor,
         work: Work,
+        pool: Any,
         progress: Progress | None = None,
     ) -> None:
-        """`logits`: a buffer [num_slots, vocab]."""
+        """`logits`: a buffer [num_slots, vocab]. `pool`: of memory that graphs replayed before or after these
+        work in too."""
         self._padding_slot = num_slots
         self._logits = logits
         device = logits.device
@@ -73,7 +75,6 @@ class ChunkGraphs:
         report = progress or (lambda done, total: None)
         started = time.monotonic()
         free = torch.cuda.mem_get_info(device)[0]
-        pool: Any = torch.cuda.graph_pool_handle()
         longest = max((self._length(*shape) for shape in self._shapes), default=0)
         self._static = torch.zeros(longest, dtype=torch.int32, device=device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}

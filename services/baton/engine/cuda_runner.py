@@ -94,7 +94,9 @@ class CudaRunner:
                 )
                 if not batch_invariant:
                     # Theirs attend to rows of one token as to chunks.
-                    self.chunk_graphs = ChunkGraphs(max_slots, context_length, logits, self._small, progress)
+                    self.chunk_graphs = ChunkGraphs(
+                        max_slots, context_length, logits, self._small, self.graphs.pool, progress
+                    )
 
     # --- a step -----------------------------------------------------------------------------------------
 

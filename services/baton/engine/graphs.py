@@ -93,12 +93,13 @@ class DecodeGraphs:
         report = progress or (lambda done, total: None)
         started = time.monotonic()
         free = torch.cuda.mem_get_info(device)[0]
-        pool = torch.cuda.graph_pool_handle()
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        """Of the memory that a replay works in: for graphs that are never replayed at the same time."""
         for done, size in enumerate(reversed(self._sizes)):
             report(done, len(self._sizes))
             inputs = self._inputs(size)
             self._graphs[size] = _Graph(
-                capture(forward, inputs, pool, device), capture(choose, inputs, pool, device)
+                capture(forward, inputs, self.pool, device), capture(choose, inputs, self.pool, device)
             )
         torch.cuda.synchronize(device)
         report(len(self._sizes), len(self._sizes))

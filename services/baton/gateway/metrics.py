@@ -62,6 +62,8 @@ class GatewayMetrics:
         )
         for way in ("split", "local"):
             self.decisions.labels(way)
+            for until in ("first_token", "end"):
+                self.expected.labels(way, until)
         for outcome in ("ok", "refused", "failed"):
             self.probes.labels(outcome)
         for outcome in ("finished", "failed", "cancelled"):
