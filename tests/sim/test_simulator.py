@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 
+from baton.gateway.figures import NodeFigures
 from baton.sim.bugs import BUGS, planted
 from baton.sim.cluster import Cluster
+from baton.sim.gateway import SimGateway
 from baton.sim.model import SimPool, reference
 from baton.sim.network import Network
 from baton.sim.run import run_scenario, run_seed
@@ -33,6 +36,23 @@ def test_no_seed_breaks_a_rule():
     assert all(ends[end] for end in ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL")), ends
     assert "open" not in ends
     assert sum(outcome.resumed for outcome in outcomes) > 200, "streams went on at another decode node"
+
+
+def test_figures_that_are_wrong_break_no_rule(monkeypatch):
+    """What a gateway believes of nodes and caches costs time at worst."""
+    rng = random.Random(7)
+
+    def lie(gateway, address):
+        numbers = [rng.choice((0, 1, 10**6)) for _ in range(6)]
+        return NodeFigures(
+            address, *numbers, *(rng.choice((0.0, 1e6)) for _ in range(2)), known=rng.random() < 0.5
+        )
+
+    monkeypatch.setattr("baton.sim.gateway.POLICY", "cache")
+    monkeypatch.setattr(SimGateway, "_figures", lie)
+    outcomes = [run_seed(seed) for seed in range(40)]
+    assert not [str(outcome) for outcome in outcomes if outcome.failure]
+    assert sum(outcome.requests.get("finished", 0) for outcome in outcomes) > 200
 
 
 def _ends(outcomes):

@@ -9,6 +9,7 @@ from baton.gateway.cache_view import PromptPages
 from baton.gateway.figures import NodeFigures
 from baton.gateway.router import Router, Way
 from baton.gateway.routing import order_prefill, pick_decode
+from baton.gateway.sent import Sent, Work
 from baton.kvcache.digests import PromptDigests
 from baton.rpc.errors import BatonError
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
@@ -74,6 +75,23 @@ class TestPolicies:
         assert pick_decode("cache", [A, B], 1000, preferred="a") == "b"
         assert pick_decode("cache", [B, C], 1000, preferred="gone") in "bc"
         assert first_choices("cache", [B, C], preferred="c") == {"c": 30}
+
+
+def test_what_was_sent_counts_until_it_is_computed_and_of_others_what_the_node_says_beyond_it():
+    sent = Sent()
+    for number in range(4):
+        sent.add(number, 100)
+    assert (sent.work().tokens, sent.work().rows) == (400, 4)
+    sent.told(Work(tokens=50, rows=1))  # of the first alone: the others are on their way
+    assert (sent.work().tokens, sent.work().rows) == (400, 4)
+    sent.told(Work(tokens=1400, rows=14))
+    assert (sent.work().tokens, sent.work(others=False).tokens) == (1400, 400)
+    sent.add(4, 100)
+    assert (sent.work().tokens, sent.work().rows) == (1500, 15)
+    sent.computed(4)
+    sent.drop(3)
+    sent.drop(3)
+    assert (len(sent), sent.tokens, sent.work().tokens, sent.work().rows) == (4, 300, 1300, 14)
 
 
 class Clock:

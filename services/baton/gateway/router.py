@@ -155,7 +155,9 @@ class Way:
         tokens = len(self._prompt.tokens)
         local = not prefill or (self._decision is not None and self._decision.local)
         self._at_decode = self._router.sent(decode)
-        self._at_decode.add(self._number, tokens - self._cached.get(decode, 0) if local else 0, tokens)
+        self._at_decode.add(
+            self._number, max(0, tokens - self._cached.get(decode, 0)) if local else 0, tokens
+        )
         if not local:
             self._at_prefill = self._router.sent(prefill[0])
             self._at_prefill.add(self._number, max(0, tokens - self._cached[prefill[0]]))

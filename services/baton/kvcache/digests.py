@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 
 DIGEST_BYTES = 8
-TOKEN_BYTES = array("I").itemsize
 
 
 def root_digest(page_size: int, namespace: str) -> bytes:
@@ -17,15 +16,14 @@ def root_digest(page_size: int, namespace: str) -> bytes:
     return blake2b(seed, digest_size=DIGEST_BYTES).digest()
 
 
-def chain(previous: bytes, key: bytes, stride: int) -> Iterator[bytes]:
-    """Digests of consecutive pages that follow `previous`. `key`: their tokens, `stride` bytes a page."""
+def next_digest(previous: bytes, page: bytes) -> bytes:
+    """Of the page that follows the one of digest `previous`. `page`: its tokens, as an array("I") has
+    them."""
     if sys.byteorder != "little":
-        swapped = array("I", key)
+        swapped = array("I", page)
         swapped.byteswap()
-        key = swapped.tobytes()
-    for offset in range(0, len(key), stride):
-        previous = blake2b(previous + key[offset : offset + stride], digest_size=DIGEST_BYTES).digest()
-        yield previous
+        page = swapped.tobytes()
+    return blake2b(previous + page, digest_size=DIGEST_BYTES).digest()
 
 
 def as_number(digest: bytes) -> int:
@@ -37,18 +35,21 @@ class PromptDigests:
     """Digests of a prompt's pages, each computed when it is first asked for."""
 
     def __init__(self, tokens: Sequence[int], namespace: str, page_size: int) -> None:
-        """Raises OverflowError for a token id below 0 or from 2**32 on."""
+        """Token ids: 0 <= id < 2**32."""
         # At least one token of a prompt is computed, for its logits: the page it ends with never counts.
         self.pages = max(0, len(tokens) - 1) // page_size
-        key = array("I", tokens[: self.pages * page_size]).tobytes()
-        self._chain = chain(root_digest(page_size, namespace), key, page_size * TOKEN_BYTES)
+        self._tokens = tokens
+        self._page_size = page_size
+        self._last = root_digest(page_size, namespace)
         self._known: list[int] = []
 
     def __getitem__(self, page: int) -> int:
         """Raises IndexError beyond `pages`."""
+        if not 0 <= page < self.pages:
+            raise IndexError(page)
         while page >= len(self._known):
-            try:
-                self._known.append(as_number(next(self._chain)))
-            except StopIteration:
-                raise IndexError(page) from None
+            start = len(self._known) * self._page_size
+            tokens = array("I", self._tokens[start : start + self._page_size])
+            self._last = next_digest(self._last, tokens.tobytes())
+            self._known.append(as_number(self._last))
         return self._known[page]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from baton.kvcache.digests import TOKEN_BYTES, as_number, chain, root_digest
+from baton.kvcache.digests import as_number, next_digest, root_digest
 
 MAX_EVENTS = 16384
 """Events that wait to be taken: what a tree does within seconds."""
@@ -92,10 +92,11 @@ class TreeLog:
                 if event.after is None
                 else self._held[event.after]
             )
-            digests = chain(last, event.key, self.page_size * TOKEN_BYTES)
-            for page, digest in zip(event.pages, digests, strict=True):
-                self._held[page] = digest
-                self._note(digest, came=True)
+            stride = len(event.key) // len(event.pages)
+            for index, page in enumerate(event.pages):
+                last = next_digest(last, event.key[index * stride : (index + 1) * stride])
+                self._held[page] = last
+                self._note(last, came=True)
         else:
             for page in event.pages:
                 self._note(self._held.pop(page), came=False)

@@ -27,7 +27,7 @@ from baton.v1 import common_pb2, inference_pb2
 from baton.worker.convert import FINISH_REASONS
 
 POLICY = "least-loaded"
-"""Of routing: what a gateway knows of caches is the concern of no request's correctness."""
+"""Of routing. What a gateway knows of caches is not simulated."""
 BOUND_SECONDS = 0.5
 """How much later than its deadline a request may end, while its gateway runs."""
 
@@ -164,7 +164,7 @@ class SimGateway(Process):
         if isinstance(place, Wait):
             self.world.at(place.seconds, self.loop, lambda: self._place(running))
             return
-        prefill = [NodeFigures(address) for address in self._prefill]
+        prefill = [self._figures(address) for address in self._prefill]
         start = StartDecode(
             running.number,
             attempts.number,
@@ -180,8 +180,10 @@ class SimGateway(Process):
         attempts.begin(place)
 
     def _pick(self, addresses: Sequence[str], tokens: int) -> str:
-        nodes = [NodeFigures(address, rows=len(self.runs_at(address))) for address in addresses]
-        return pick_decode(POLICY, nodes, tokens)
+        return pick_decode(POLICY, [self._figures(address) for address in addresses], tokens)
+
+    def _figures(self, address: str) -> NodeFigures:
+        return NodeFigures(address, rows=len(self.runs_at(address)))
 
     def take(self, address: str, output: Any) -> None:
         """What a decode node says of a request."""
