@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
@@ -31,6 +30,7 @@ from baton.transport.page_source import PageSourceServicer
 from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.cache_service import CacheServicer
 from baton.worker.engine import Engine, build_engine
+from baton.worker.load import add_pace, snapshot
 from baton.worker.steps import measure_steps
 
 _log = get_logger("baton.worker")
@@ -220,32 +220,7 @@ class WorkerNode(Generic[C]):
         if core is None or (core.requests and now - self.observed < SNAPSHOT_SECONDS):
             return
         self.observed = now
-        scheduler = core.scheduler
-        counts = scheduler.cache.counts()
-        pages = node_pb2.PageCounts(
-            total=counts.total,
-            free=counts.free,
-            owned=counts.owned,
-            cached=counts.cached,
-            quarantined=counts.quarantined,
-            reserved=scheduler.reservations.total,
-        )
-        self._load = node_pb2.Load(
-            waiting=len(scheduler.waiting),
-            prefilling=len(scheduler.prompts),
-            handing_off=len(scheduler.handoffs),
-            running=len(scheduler.running),
-            rows=scheduler.slots.in_use,
-            steps=scheduler.step_number,
-            retractions=scheduler.retractions,
-            computed_tokens=scheduler.computed_tokens,
-            requests=core.requests,
-            pages=pages,
-            queued_tokens=scheduler.queued_tokens,
-            available_pages=max(0, scheduler.reservations.headroom),
-            step_tokens=scheduler.config.token_budget,
-            keys=sum(len(sequence.tokens) for sequence in scheduler.running),
-        )
+        self._load = snapshot(core.scheduler, core.requests)
 
     def load(self) -> node_pb2.Load:
         load = node_pb2.Load()
@@ -253,11 +228,7 @@ class WorkerNode(Generic[C]):
         load.draining = self.draining
         if self.core_or_none is not None:
             load.step_age_ms = int(1000 * self.steps.turn_age)
-            meter = self.core_or_none.meter
-            load.step_us = int(1e6 * meter.step.value)
-            load.prompt_tokens_per_second = int(meter.prompt_rate.value)
-            if meter.pace is not None:
-                load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.pace.cost)))
+            add_pace(load, self.core_or_none.meter)
             load.problems.extend(self.problems(load))
         return load
 
