@@ -17,11 +17,14 @@ from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.sampling import SamplingParams
 
-BUDGET_SECONDS = 0.35
-"""Of a round; a size that would not end in time is left out of it."""
-ROUNDS = 3
+BUDGET_SECONDS = 0.2
+"""Of a round: a size that would not end in time is left out of it. That of all rounds is the whole time."""
+ROUNDS = 6
+"""At most: where something else takes the processor, a later round may find it free."""
+ENOUGH = 3
+"""No more rounds once each size has been in so many."""
 REQUIRED = 2
-"""So many sizes are in the first two rounds whatever they take."""
+"""So many sizes are in the first two rounds whatever they take, and in later ones while any time is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +49,22 @@ def measure(
     times: dict[StepLoad, list[float]] = {}
     number = 0
     least, pace = 0.0, math.inf  # what one row, and a prompt token, have taken at least
+    sizes, began = _sizes(runner.max_slots, room), clock()
     for turn in range(ROUNDS):
+        if len(times) == len(sizes) and min(map(len, times.values())) >= ENOUGH:
+            break
         started = clock()
-        for index, rows in enumerate(_sizes(runner.max_slots, room)):
+        for index, rows in enumerate(sizes):
             load = StepLoad.of(rows)
             expected = min(times.get(load, [pace * load.tokens if load.tokens else least]))
-            required = turn <= 1 and index < REQUIRED
+            required = index < REQUIRED and (turn <= 1 or clock() - began < ROUNDS * budget)
             if not required and clock() - started + expected > budget:
                 continue
             number += 1
             inits = tuple(_init(row.slot) for row in rows)
-            began = clock()
+            launched = clock()
             runner.read(runner.launch(StepPlan(number, rows, inits)))
-            seconds = max(clock() - began, 1e-9)
+            seconds = max(clock() - launched, 1e-9)
             times.setdefault(load, []).append(seconds)
             if load.tokens:
                 pace = min(pace, seconds / load.tokens)

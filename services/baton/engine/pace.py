@@ -13,7 +13,7 @@ import math
 from baton.engine.cost import StepCost, StepLoad
 
 WEIGHT = 0.1
-"""Of one step."""
+"""Of one step. The first ones weigh more: what was measured wrongly at the start is soon forgotten."""
 SURPRISE = 2.0
 """A step counts as so many times longer or shorter than expected at most: a machine that was asleep for a
 second says nothing of its pace."""
@@ -28,6 +28,7 @@ class Pace:
         self._measured = measured
         self._rows = self._prompt = 0.0
         """Logarithms of the factors."""
+        self._steps = 0
 
     @property
     def cost(self) -> StepCost:
@@ -47,9 +48,11 @@ class Pace:
         if expected <= 0:
             return
         share = (cost.token * load.tokens + cost.pair * load.pairs) / expected
-        surprise = _clip(math.log(seconds / expected), SURPRISE)
-        self._rows = _clip(self._rows + WEIGHT * (1 - share) * surprise, RANGE)
-        self._prompt = _clip(self._prompt + WEIGHT * share * surprise, RANGE)
+        self._steps += 1
+        weight = max(WEIGHT, 1 / (1 + self._steps))
+        change = weight * _clip(math.log(seconds / expected), SURPRISE)
+        self._rows = _clip(self._rows + (1 - share) * change, RANGE)
+        self._prompt = _clip(self._prompt + share * change, RANGE)
 
 
 def _clip(logarithm: float, most: float) -> float:
