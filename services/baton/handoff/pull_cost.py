@@ -6,11 +6,6 @@ from dataclasses import dataclass
 
 FORGET = 0.95
 """A pull counts so much less with each one after it."""
-SURPRISE = 4.0
-"""A pull counts as so many times longer than expected at most: one that a lost packet held up for a second is
-no measure of the next."""
-TRUSTED = 8
-"""From so many pulls on, one can be a surprise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +21,16 @@ class PullCost:
 
 class PullMeter:
     """The line through (tokens, seconds) whose relative errors are smallest, with neither coefficient below
-    0: weighted least squares over all pulls, older ones counting less. `cost` is None until there was one."""
+    0: weighted least squares over all pulls, older ones counting less. One that a lost packet held up weighs
+    next to nothing, being long. `cost` is None until there was one."""
 
     def __init__(self) -> None:
         self.cost: PullCost | None = None
-        self._count = 0
         self._sums: tuple[float, ...] = (0.0,) * 5
         """Of u², uv, v², u and v, where u = 1 / seconds and v = tokens / seconds."""
 
     def add(self, tokens: int, seconds: float) -> None:
         """A pull of so many tokens' pages, > 0, has taken so long, > 0."""
-        if self.cost is not None and self._count >= TRUSTED:
-            seconds = min(seconds, SURPRISE * max(self.cost.seconds(tokens), 1e-6))
-        self._count += 1
         u, v = 1 / seconds, tokens / seconds
         new = (u * u, u * v, v * v, u, v)
         uu, uv, vv, su, sv = self._sums = tuple(
