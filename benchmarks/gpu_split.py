@@ -32,7 +32,7 @@ def plan_of(layout: str, model: str, args: argparse.Namespace, folder: Path) -> 
         "tokenizer": ("--model", model),
         "prefill": (*worker, "--token-budget", str(args.budget)),
         "decode": (*worker, "--token-budget", str(args.budget if layout == "split" else args.chunk)),
-        "gateway": (),
+        "gateway": ("--split", "always"),
     }
     split = layout == "split"
     return DeploymentPlan(

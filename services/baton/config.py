@@ -120,8 +120,9 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     prefill: tuple[str, ...] = ()
     """host:port of prefill nodes, for callers that name none."""
-    local_prefill_tokens: int = 32
-    """Prompts with at most this many tokens left to compute are prefilled here rather than handed off."""
+    local_prefill_tokens: int | None = None
+    """Prompts with at most this many tokens left to compute are prefilled here rather than handed off,
+    whatever a gateway says; none: as the gateway says, and where it says nothing up to 32."""
     fallback_tokens: int = 16384
     """Prompt tokens that may be prefilled here at a time because no prefill node could be had."""
     output_margin: int = 64
@@ -148,6 +149,9 @@ class GatewayConfig(NodeConfig):
     """Which nodes requests go to. cache: where the first token is expected soonest, by what the nodes have
     cached of the prompt and how busy they are. least-loaded: to the fewest tokens that wait, and the fewest
     requests. round-robin: to all in turn."""
+    split: str = "auto"
+    """Which prompts are computed on prefill nodes: always, never, or auto: those for which this is expected
+    to take less time, by what steps and pulls cost and by what the nodes have to do."""
     served_name: str = ""
     """Name clients ask for; empty: the decode nodes' own."""
     request_seconds: float = 600.0

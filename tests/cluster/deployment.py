@@ -40,7 +40,9 @@ class Deployment:
         return process
 
     def add_worker(self, role: str, *flags: str) -> Process:
-        return self._add(role, ["--model", self.model, "--threads", "1", *flags])
+        # Which prompts are handed off is fixed: small as they are here, the gateway would hand off few.
+        own = ["--local-prefill-tokens", "32"] if role == "decode" else []
+        return self._add(role, ["--model", self.model, "--threads", "1", *own, *flags])
 
     def add_gateway(self, decode: Sequence[Process], prefill: Sequence[Process] = (), *flags: str) -> Process:
         """prefill: empty means aggregated, as decode nodes here have no prefill nodes of their own."""

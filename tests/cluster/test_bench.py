@@ -174,6 +174,8 @@ def test_a_shape_without_weights_is_served_and_measured(tmp_path):
             "6",
             "--threads",
             "1",
+            "--local-prefill-tokens",
+            "0",
         ),
     )
     (run,) = report["runs"]

@@ -12,7 +12,7 @@ from deployment import Deployment
 from process import Process
 from reference import Answer, Reference
 
-from baton.config import DecodeConfig
+from baton.decode.core import LOCAL_PREFILL_TOKENS
 
 OUTPUT = 64
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
@@ -84,7 +84,7 @@ async def test_split_over_shared_memory(routes):
     first = await answer_all(routes, routes.wide_split, namespace="split")
     for answer, completion in zip(routes.answers, first, strict=True):
         assert completion.usage.cached_tokens == 0
-        handed_off = len(answer.prompt) > DecodeConfig().local_prefill_tokens
+        handed_off = len(answer.prompt) > LOCAL_PREFILL_TOKENS
         assert completion.stats.prefill_address == (prefill.address if handed_off else "")
         assert completion.stats.transport == ("shm" if handed_off else "")
         assert completion.stats.pulled_pages == (-(-len(answer.prompt) // 16) if handed_off else 0)

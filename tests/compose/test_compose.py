@@ -60,7 +60,7 @@ def test_both_apis_stream_from_outside(deployed):
 def test_pages_travel_through_shared_memory_of_containers(deployed):
     """Prompts take turns at the prefill nodes: both are used, by whichever decode node."""
     with Client(deployed.grpc) as client:
-        answers = [client.generate(f"{number} {LONG}", max_tokens=4) for number in range(4)]
+        answers = [client.generate(f"{number} {LONG}", max_tokens=4, hand_off=True) for number in range(4)]
     assert {one.stats.transport for one in answers} == {"shm"}
     assert len({one.stats.prefill_address for one in answers}) == 2
 

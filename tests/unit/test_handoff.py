@@ -61,11 +61,13 @@ class PrefillNode:
 class World:
     """`visible`: the decode side sees the owner's generations (shm); else the release's answer must tell."""
 
-    def __init__(self, rng, prefill_pages=(40, 40), decode_pages=40, visible=True, grace=1e9, silence=1e9):
+    def __init__(
+        self, rng, prefill_pages=(40, 40), decode_pages=40, visible=True, grace=1e9, silence=1e9, local=3
+    ):
         self.rng, self.visible, self.now = rng, visible, 0.0
         self.nodes = {f"p{i}": PrefillNode(f"p{i}", pages, grace) for i, pages in enumerate(prefill_pages)}
         policy = DecodePolicy(
-            local_prefill_tokens=3, fallback_tokens=1000, silence_seconds=silence, pull_seconds=PULL
+            local_prefill_tokens=local, fallback_tokens=1000, silence_seconds=silence, pull_seconds=PULL
         )
 
         def scheduler(**hooks):
@@ -104,11 +106,12 @@ class World:
         candidates=("p0", "p1"),
         deadline=1e9,
         stop=frozenset(),
+        local=None,
     ):
         params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop)
         key = Key("gateway", number)
         request = Request(key=key, prompt=tuple(prompt), params=params, n=n, deadline=deadline)
-        self.core.start(key, 77, 0, request, candidates, self.now)
+        self.core.start(key, 77, 0, request, candidates, self.now, local)
         return request
 
     def flushed(self, step, outputs, effects):
@@ -236,6 +239,34 @@ def test_prompt_is_handed_off(visible, length, n):
     assert stats.prefill_address == "p0" and stats.pulled_pages == -(-length // SIZE)
     assert stats.transport == "shm" and stats.handoff_retries == 0
     assert sum(len(r.tokens) for p in world.runner.steps for r in p.rows if r.tokens) == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "length", "here"),
+    [
+        *((None, 8, 8, True), (None, 8, 9, False), (None, 0, 1, False), (None, 2**32 - 1, 100, True)),
+        *((None, None, 32, True), (None, None, 33, False)),
+        *((3, 50, 40, False), (3, 0, 3, True), (0, 2**32 - 1, 5, False)),
+    ],
+)
+def test_where_a_prompt_is_computed(own, said, length, here):
+    """The node's own limit comes before the caller's, and that before the default."""
+    world = World(random.Random(1), local=own)
+    request = world.start(1, range(length), local=said)
+    world.run()
+    world.check(request)
+    assert (world.terminal[1].stats.prefill_address == "") == here
+
+
+def test_a_callers_limit_counts_what_is_not_cached_here():
+    world = World(random.Random(1), local=None)
+    first = world.start(1, range(40), local=0)
+    world.run()
+    second = world.start(2, [*range(40), *range(50, 60)], local=12)
+    world.run()
+    world.check(first)
+    world.check(second)
+    assert world.terminal[1].stats.prefill_address and not world.terminal[2].stats.prefill_address
 
 
 def test_only_missing_pages_are_pulled():

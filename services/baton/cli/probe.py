@@ -25,7 +25,13 @@ def ask(server: str, seconds: float) -> Completion:
         tokens = [random.randrange(model.vocab_size) for _ in range(length)]
         name = f"baton-probe-{secrets.token_hex(8)}"
         return client.generate(
-            token_ids=tokens, max_tokens=2, temperature=0.0, ignore_eos=True, timeout=seconds, namespace=name
+            token_ids=tokens,
+            max_tokens=2,
+            temperature=0.0,
+            ignore_eos=True,
+            timeout=seconds,
+            namespace=name,
+            hand_off=True,
         )
 
 

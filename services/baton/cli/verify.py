@@ -198,8 +198,10 @@ def verify(
     """
     values = {name: value for name, value in values.items() if name not in OWN}
     fetch_model(values)
+    flags = pass_through(values)
+    flags["gateway"] += ("--split", "always")
     plan = DeploymentPlan(
-        prefill=prefill_nodes, decode=decode_nodes, http_port=None, flags=pass_through(values), restart=False
+        prefill=prefill_nodes, decode=decode_nodes, http_port=None, flags=flags, restart=False
     )
     cases = make_cases(prompts, max_tokens)
     console = Console()

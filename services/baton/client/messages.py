@@ -23,7 +23,7 @@ from baton.rpc.errors import BatonError, from_rpc_error, from_status, internal, 
 from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
 
 _SAMPLING = {each.name for each in common_pb2.SamplingParams.DESCRIPTOR.fields}
-_START = {"model", "n", "priority", "namespace", "resume"}
+_START = {"model", "n", "priority", "namespace", "resume", "hand_off"}
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",

@@ -45,6 +45,8 @@ class Options(TypedDict, total=False):
     namespace: str
     resume: bool
     """False: rather an error than a resume at another decode node, once there is output."""
+    hand_off: bool
+    """Whether the prompt is computed on a prefill node; left out: as the gateway judges. The same answer."""
 
 
 @dataclass(frozen=True, slots=True)

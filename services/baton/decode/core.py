@@ -30,6 +30,8 @@ from baton.handoff.names import AttemptName
 
 REMEMBERED_TRIES = 16384
 """Names whose tries are counted on. More than a prefill node remembers of one stream."""
+LOCAL_PREFILL_TOKENS = 32
+"""Where nobody says where a prompt is computed: at most so many tokens left are computed here."""
 CONNECT_SECONDS = 2.0
 """How long a prompt waits for a prefill node whose connection is being made."""
 
@@ -51,6 +53,8 @@ class Entry:
     attempt: int
     request: Request
     candidates: tuple[str, ...]
+    local_tokens: int
+    """At most so many tokens left to compute: prefilled here rather than handed off."""
     tried: int = 0
     """Candidates given up so far."""
     address: str = ""
@@ -92,8 +96,8 @@ class DecodeCounters:
 
 @dataclass(frozen=True, slots=True)
 class DecodePolicy:
-    local_prefill_tokens: int
-    """At most so many tokens left to compute: prefilled here rather than handed off."""
+    local_prefill_tokens: int | None
+    """At most so many tokens left to compute: prefilled here rather than handed off. None: as callers say."""
     fallback_tokens: int
     """Tokens of prompts that may be prefilled here at a time because no prefill node could be had."""
     silence_seconds: float
@@ -146,10 +150,20 @@ class DecodeCore:
     # --- what callers ask -------------------------------------------------------------------------------
 
     def start(
-        self, key: Key, gateway: int, attempt: int, request: Request, candidates: tuple[str, ...], now: float
+        self,
+        key: Key,
+        gateway: int,
+        attempt: int,
+        request: Request,
+        candidates: tuple[str, ...],
+        now: float,
+        local_tokens: int | None = None,
     ) -> None:
-        """A name in use must have been refused by the shell (`entries`)."""
-        entry = Entry(key, gateway, attempt, request, candidates)
+        """A name in use must have been refused by the shell (`entries`). `local_tokens`: the caller's say in
+        where the prompt is computed, see DecodePolicy."""
+        said = LOCAL_PREFILL_TOKENS if local_tokens is None else local_tokens
+        own = self.policy.local_prefill_tokens
+        entry = Entry(key, gateway, attempt, request, candidates, said if own is None else own)
         try:
             self.scheduler.submit(request)
         except Refused as refusal:
@@ -278,7 +292,7 @@ class DecodeCore:
         """In the caller's order: the first prefill node that is connected and not yet given up; else here."""
         entry = self._entry(leader)
         entry.address, entry.fallback, entry.admitted = "", False, self._now
-        if not entry.candidates or uncached <= self.policy.local_prefill_tokens:
+        if not entry.candidates or uncached <= entry.local_tokens:
             return Route.LOCAL
         connecting = False
         for address in entry.candidates[entry.tried :]:

@@ -14,6 +14,7 @@ from baton.decode.core import Peer
 from baton.decode.messages import events_from, request_for
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
 from baton.handoff.messages import Beat, DecodeEffect, StartPull
+from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
@@ -44,6 +45,7 @@ class PrefillPeers:
         seconds = config.handoff_seconds
         self._silence = max(seconds / 2, seconds - 2 * HEARTBEAT_SECONDS)
         self._peers: dict[str, _Peer] = {}
+        self.pull_meter = PullMeter()
 
     def check_room(self, addresses: Sequence[str]) -> None:
         """Raises BatonError when a caller names more prefill nodes than this node connects to at a time."""
@@ -123,7 +125,10 @@ class PrefillPeers:
             if receiver is None:
                 error = f"{effect.address} is not connected"
             else:
+                began = time.monotonic()
                 await receiver.pull(effect.pairs)
+                tokens = len(effect.pairs) * self._node.layout.page_size
+                self.pull_meter.add(tokens, max(time.monotonic() - began, 1e-6))
                 generations = receiver.generations([source for source, _ in effect.pairs])
                 error = None
         except TransportError as failure:

@@ -251,7 +251,8 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             self._peers.connect(address)
         attempt, key = start.attempt, Key(caller, start.request)
         gateway = caller.incarnation
-        self.steps.call(lambda core, now: core.start(key, gateway, attempt, request, candidates, now))
+        local = start.local_prefill_tokens if start.HasField("local_prefill_tokens") else None
+        self.steps.call(lambda core, now: core.start(key, gateway, attempt, request, candidates, now, local))
 
     def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
         yield from super().problems(load)
@@ -289,6 +290,9 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             load.refused = counters.refused
             load.first_token_ms = int(1000 * core.overload.first_token.value)
             load.wait_ms = int(1000 * core.overload.wait)
+            pull = self._peers.pull_meter.cost
+            if pull is not None:
+                load.pull_cost.CopyFrom(node_pb2.PullCost(fixed=pull.fixed, token=pull.token))
         return load
 
 

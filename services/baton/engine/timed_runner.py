@@ -57,10 +57,12 @@ class TimedRunner:
         return TimedFlight(plan, self._free)
 
     def read(self, flight: TimedFlight) -> StepResult:
+        # Drawing tokens takes part of the step's time rather than time of its own.
+        result = StepResult(flight.plan.number, tuple(self._result(row) for row in flight.plan.rows))
         left = flight.ends - self._clock()
         if left > 0:
             self._sleep(left)
-        return StepResult(flight.plan.number, tuple(self._result(row) for row in flight.plan.rows))
+        return result
 
     def _result(self, row: PlanRow) -> RowResult:
         position = row.start + row.count

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from baton.engine.cost import StepCost
+from baton.handoff.pull_cost import PullCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +32,13 @@ class NodeFigures:
     """Prompt tokens that it computes in a second, when it does nothing else."""
     known: bool = False
     """The node has told of itself just now; else there is only what this gateway has sent to it."""
+    running: int = 0
+    """Of the rows, those that steps hold now: prompts have been computed (decode)."""
+    keys: int = 0
+    """Positions that these attend to, together (decode)."""
+    step_tokens: int = 0
+    """Tokens that a step holds at most."""
+    cost: StepCost | None = None
+    """What its steps cost; None: not known."""
+    pull: PullCost = field(default=PullCost())
+    """What pulling pages takes (decode)."""

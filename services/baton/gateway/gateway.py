@@ -21,6 +21,7 @@ from baton.gateway.requests import Request
 from baton.gateway.router import Router, Way
 from baton.gateway.search import Search
 from baton.gateway.session import Session
+from baton.gateway.split import Split
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
@@ -44,6 +45,7 @@ class Gateway:
         self.router = Router(config.routing)
         self.nodes = Nodes(self.tokenizer, self._make_decode, self._make_watch)
         self._search = Search(config, self.nodes)
+        self.split = Split(config.split, self.metrics)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self, config.probe_every, self._probed)
         self._dial = dial

@@ -18,6 +18,7 @@ def decode_start(
     attempts: Attempts,
     prefill: Sequence[str],
     remaining: float,
+    local_prefill_tokens: int | None,
 ) -> decode_pb2.DecodeStart:
     """The next attempt at a request, with what earlier ones have delivered.
 
@@ -33,6 +34,8 @@ def decode_start(
         prefill=prefill,
         namespace=start.namespace,
     )
+    if local_prefill_tokens is not None:
+        message.local_prefill_tokens = local_prefill_tokens
     if start.HasField("priority"):
         message.priority = start.priority
     for tokens in attempts.delivered():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
@@ -46,6 +47,23 @@ class GatewayMetrics:
         )
         for kind in ("expected", "found", "wrong"):
             self.cached.labels(kind)
+        self.decisions = Counter(
+            "baton_gateway_prompts",
+            "Prompts by where they were to be computed: on a prefill node (split) or on the decode node.",
+            ["way"],
+            registry=self.registry,
+        )
+        self.expected = Histogram(
+            "baton_gateway_actual_over_expected",
+            "Time from sending a request until its first token, or its end, over what was expected.",
+            ["way", "until"],
+            buckets=_RATIOS,
+            registry=self.registry,
+        )
+        for way in ("split", "local"):
+            self.decisions.labels(way)
+            for until in ("first_token", "end"):
+                self.expected.labels(way, until)
         for outcome in ("ok", "refused", "failed"):
             self.probes.labels(outcome)
         for outcome in ("finished", "failed", "cancelled"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from baton.gateway.split import ALWAYS
 from baton.rpc.errors import BatonError, deadline_exceeded
 from baton.v1 import common_pb2, decode_pb2
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 10.0
 """A probe may take so long."""
 PROMPT_TOKENS = 160
-"""More than decode nodes compute themselves, and pages of every usual size."""
+"""Pages of every usual size."""
 
 Pair = tuple[str, str]
 """Addresses of a decode node and of a prefill node; "" where there are no prefill nodes."""
@@ -109,6 +110,7 @@ class Prober:
             sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True),
             timeout_ms=int(1000 * PROBE_SECONDS),
             prefill=[prefill] if prefill else [],
+            local_prefill_tokens=ALWAYS,
             namespace=f"baton-probe-{number}",
         )
         sink = _Sink(asyncio.get_running_loop().create_future())

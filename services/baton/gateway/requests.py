@@ -173,7 +173,8 @@ class Request:
                     self._placing = loop.call_later(place.seconds, self._place)
                     return
                 prefill = self._way.order_prefill(self._gateway.nodes.prefill)
-                if self._gateway.nodes.decode[place].send(self._decode_start(prefill), self):
+                limit = self._way.decide(self._gateway.split, place, prefill, self._hand_off())
+                if self._gateway.nodes.decode[place].send(self._decode_start(prefill, limit), self):
                     break
         except BatonError as error:
             self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
@@ -186,7 +187,11 @@ class Request:
             self._accepted = True
             self._accept()
 
-    def _decode_start(self, prefill: Sequence[str]) -> decode_pb2.DecodeStart:
+    def _hand_off(self) -> bool | None:
+        """The client's word in where the prompt is computed, if any."""
+        return self._start.hand_off if self._start.HasField("hand_off") else None
+
+    def _decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
         return decode_start(
             self.number,
             self._start,
@@ -195,6 +200,7 @@ class Request:
             self._attempts,
             prefill,
             self._timing.remaining,
+            local_tokens,
         )
 
     def _accept(self) -> None:
@@ -238,6 +244,8 @@ class Request:
             return
         self._stats = stats
         self._attempts.done = True
+        if self._way is not None and not self._attempts.resumed:
+            self._way.reckon(self._gateway.split, stats, self._timing.first_token)
         self._finish_if_complete()
 
     def on_failed(self, error: BatonError, lost: bool) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from baton.engine.cost import StepCost
 from baton.gateway.cache_view import CacheView, PromptPages
 from baton.gateway.figures import NodeFigures
 from baton.gateway.routing import POLICIES, order_prefill, pick_decode
 from baton.gateway.sent import Sent, Work
+from baton.gateway.split import Decision, Split
+from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import invalid
 from baton.v1 import decode_pb2, node_pb2
 
@@ -25,7 +28,7 @@ class _Node:
         if load is not None and load is not self._load:
             self._load = load
             rows = load.rows + load.waiting
-            self.sent.told(Work(load.queued_tokens, rows))
+            self.sent.told(Work(load.queued_tokens, rows, load.running, load.keys))
 
 
 class Router:
@@ -67,7 +70,7 @@ class Router:
         load = view.fresh_load(self.clock())
         if load is None:
             work = sent.work(others=False)
-            return NodeFigures(address, cached, work.tokens, work.rows)
+            return NodeFigures(address, cached, work.tokens, work.rows, running=work.running, keys=work.keys)
         node.settle()
         work = sent.work()
         return NodeFigures(
@@ -81,7 +84,18 @@ class Router:
             step=load.step_us / 1e6,
             prompt_rate=float(load.prompt_tokens_per_second),
             known=True,
+            running=work.running,
+            keys=work.keys,
+            step_tokens=load.step_tokens,
+            cost=_step_cost(load),
+            pull=PullCost(load.pull_cost.fixed, load.pull_cost.token),
         )
+
+
+def _step_cost(load: node_pb2.Load) -> StepCost | None:
+    said = load.step_cost
+    known = load.HasField("step_cost")
+    return StepCost(said.fixed, said.row, said.key, said.token, said.pair) if known else None
 
 
 class Way:
@@ -103,6 +117,8 @@ class Way:
         self._preferred_prefill = preferred_prefill
         self._at_decode: Sent | None = None
         self._at_prefill: Sent | None = None
+        self._decision: Decision | None = None
+        self._sent_at = 0.0
         self._cached: dict[str, int] = {}
         """What the nodes were taken to hold of the prompt, when the request was last sent."""
 
@@ -122,13 +138,27 @@ class Way:
     def _figures(self, address: str, preferred: str) -> NodeFigures:
         return self._router.figures(address, self._prompt, preferred)
 
+    def decide(
+        self, split: Split, decode: str, prefill: Sequence[str], hand_off: bool | None = None
+    ) -> int | None:
+        """For DecodeStart.local_prefill_tokens of an attempt at this decode node, with this order of prefill
+        nodes. hand_off: the client's word."""
+        here = self._figures(decode, self._preferred_decode)
+        there = self._figures(prefill[0], self._preferred_prefill) if prefill else None
+        self._decision = split.decide(here, there, len(self._prompt.tokens), hand_off)
+        return self._decision.limit
+
     def sent(self, decode: str, prefill: Sequence[str]) -> None:
-        """An attempt has been sent. prefill: the order that it was given."""
+        """The attempt has been sent."""
         self.ended()
+        self._sent_at = self._router.clock()
         tokens = len(self._prompt.tokens)
+        local = not prefill or (self._decision is not None and self._decision.local)
         self._at_decode = self._router.sent(decode)
-        self._at_decode.add(self._number, 0 if prefill else max(0, tokens - self._cached[decode]), tokens)
-        if prefill:
+        self._at_decode.add(
+            self._number, max(0, tokens - self._cached.get(decode, 0)) if local else 0, tokens
+        )
+        if not local:
             self._at_prefill = self._router.sent(prefill[0])
             self._at_prefill.add(self._number, max(0, tokens - self._cached[prefill[0]]))
 
@@ -139,6 +169,12 @@ class Way:
         if self._at_prefill is not None:
             self._at_prefill.drop(self._number)
             self._at_prefill = None
+
+    def reckon(self, split: Split, stats: decode_pb2.RequestStats, first: float) -> None:
+        """The first attempt has finished; its first token had come at `first`, on the clock."""
+        if self._decision is not None:
+            now = self._router.clock()
+            split.ended(self._decision, stats, first - self._sent_at, now - self._sent_at)
 
     def ended(self) -> None:
         """Nothing of the request is left at any node. Idempotent."""

@@ -31,6 +31,11 @@ class Timing:
         """0: there is no token yet."""
         return int((self._first_token - self._started) * 1e6) if self._first_token is not None else 0
 
+    @property
+    def first_token(self) -> float:
+        """When it came, on the monotonic clock; now, where there is none yet."""
+        return self._first_token if self._first_token is not None else time.monotonic()
+
     def tokens(self, delta: decode_pb2.TokenDelta) -> None:
         """Tokens have come. The time without a decode node counts as any other."""
         now = time.monotonic()

@@ -17,6 +17,7 @@ from baton.config import WorkerConfig
 from baton.discovery.registration import Registration, register
 from baton.engine.loop import StepLoop
 from baton.engine.meter import Meter
+from baton.engine.pace import Pace
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import Core
 from baton.rpc.cluster import Cluster
@@ -29,6 +30,8 @@ from baton.transport.page_source import PageSourceServicer
 from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.cache_service import CacheServicer
 from baton.worker.engine import Engine, build_engine
+from baton.worker.load import add_pace, snapshot
+from baton.worker.steps import measure_steps
 
 _log = get_logger("baton.worker")
 
@@ -90,7 +93,9 @@ class WorkerNode(Generic[C]):
         self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self.role)
         if self._page_source is not None:
             self._page_source.source = PageSourceServicer(self.engine.pages)
+        cost = await asyncio.to_thread(measure_steps, self.engine)
         core = self.core_or_none = self.make_core()
+        core.meter.pace = Pace(cost)
         self.steps = StepLoop(
             core,
             self.engine.runner,
@@ -222,30 +227,7 @@ class WorkerNode(Generic[C]):
         if core is None or (core.requests and now - self.observed < SNAPSHOT_SECONDS):
             return
         self.observed = now
-        scheduler = core.scheduler
-        counts = scheduler.cache.counts()
-        pages = node_pb2.PageCounts(
-            total=counts.total,
-            free=counts.free,
-            owned=counts.owned,
-            cached=counts.cached,
-            quarantined=counts.quarantined,
-            reserved=scheduler.reservations.total,
-        )
-        self._load = node_pb2.Load(
-            waiting=len(scheduler.waiting),
-            prefilling=len(scheduler.prompts),
-            handing_off=len(scheduler.handoffs),
-            running=len(scheduler.running),
-            rows=scheduler.slots.in_use,
-            steps=scheduler.step_number,
-            retractions=scheduler.retractions,
-            computed_tokens=scheduler.computed_tokens,
-            requests=core.requests,
-            pages=pages,
-            queued_tokens=scheduler.queued_tokens,
-            available_pages=max(0, scheduler.reservations.headroom),
-        )
+        self._load = snapshot(core.scheduler, core.requests)
 
     def load(self) -> node_pb2.Load:
         load = node_pb2.Load()
@@ -253,8 +235,7 @@ class WorkerNode(Generic[C]):
         load.draining = self.draining
         if self.core_or_none is not None:
             load.step_age_ms = int(1000 * self.steps.turn_age)
-            load.step_us = int(1e6 * self.core_or_none.meter.step.value)
-            load.prompt_tokens_per_second = int(self.core_or_none.meter.prompt_rate.value)
+            add_pace(load, self.core_or_none.meter)
             load.problems.extend(self.problems(load))
         return load
 

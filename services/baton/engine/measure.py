@@ -1,0 +1,110 @@
+"""What steps cost on this very engine: a few are taken at its start, and timed.
+
+Sizes differ in each figure of a StepLoad, so that a fit tells them apart. The machine is quiet then, so each
+size's shortest time counts; how much longer steps take in operation is learned there (engine/pace.py).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.engine.cost import StepCost, StepLoad, fit
+from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.runner import Runner
+from baton.engine.sampling import SamplingParams
+
+BUDGET_SECONDS = 0.2
+"""Of a round: a size that would not end in time is left out of it. That of all rounds is the whole time."""
+ROUNDS = 6
+"""At most: where something else takes the processor, a later round may find it free."""
+ENOUGH = 3
+"""No more rounds once each size has been in so many."""
+REQUIRED = 2
+"""So many sizes are in the first two rounds whatever they take, and in later ones while any time is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What steps may hold on an engine."""
+
+    token_budget: int
+    context_length: int
+    page_size: int
+    pages: int
+
+
+def measure(
+    runner: Runner[Any],
+    room: Room,
+    *,
+    budget: float = BUDGET_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> StepCost:
+    """Writes to the pool's first pages: nothing may be in it yet. Blocks, for ROUNDS times `budget` seconds
+    unless single steps take that long. A size's first step warms up, and does not count."""
+    times: dict[StepLoad, list[float]] = {}
+    number = 0
+    least, pace = 0.0, math.inf  # what one row, and a prompt token, have taken at least
+    sizes, began = _sizes(runner.max_slots, room), clock()
+    for turn in range(ROUNDS):
+        if len(times) == len(sizes) and min(map(len, times.values())) >= ENOUGH:
+            break
+        started = clock()
+        for index, rows in enumerate(sizes):
+            load = StepLoad.of(rows)
+            expected = min(times.get(load, [pace * load.tokens if load.tokens else least]))
+            required = index < REQUIRED and (turn <= 1 or clock() - began < ROUNDS * budget)
+            if not required and clock() - started + expected > budget:
+                continue
+            number += 1
+            inits = tuple(_init(row.slot) for row in rows)
+            launched = clock()
+            runner.read(runner.launch(StepPlan(number, rows, inits)))
+            seconds = max(clock() - launched, 1e-9)
+            times.setdefault(load, []).append(seconds)
+            if load.tokens:
+                pace = min(pace, seconds / load.tokens)
+            elif load.rows == 1:
+                least = seconds
+    return fit([(load, min(found[1:])) for load, found in times.items() if len(found) > 1])
+
+
+def _init(slot: int) -> SlotInit:
+    return SlotInit(slot, SamplingParams(temperature=0.0), 0, (), (), last_token=0)
+
+
+def _sizes(slots: int, room: Room) -> list[tuple[PlanRow, ...]]:
+    """Decode rows, few and many, of short and long contexts; prompt chunks, short and long, at a prompt's
+    beginning and deep in it. The first two tell a decode step's cost from a prompt token's."""
+    longest = max(2, min(room.context_length, room.pages * room.page_size) - 1)
+    chunk = min(room.token_budget, longest)
+    short = min(chunk, 32)
+    deep = min(longest - short, 1024)
+    found = [
+        _rows(1, 0, room),
+        _chunk(0, short, room),
+        _rows(max(1, slots // 4), 0, room),
+        _rows(slots, 0, room),
+        _rows(slots, deep, room),
+        _chunk(0, min(chunk, 256), room),
+        _chunk(deep, short, room),
+        _chunk(0, chunk, room),
+    ]
+    return list({StepLoad.of(rows): rows for rows in found}.values())
+
+
+def _pages(tokens: int, room: Room) -> Sequence[int]:
+    return range(-(-tokens // room.page_size))
+
+
+def _rows(count: int, start: int, room: Room) -> tuple[PlanRow, ...]:
+    pages = tuple(_pages(start + 1, room))
+    return tuple(PlanRow(slot, None, start, pages, (slot,)) for slot in range(count))
+
+
+def _chunk(start: int, count: int, room: Room) -> tuple[PlanRow, ...]:
+    return (PlanRow(0, (0,) * count, start, tuple(_pages(start + count, room)), (0,)),)

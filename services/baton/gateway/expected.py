@@ -1,0 +1,112 @@
+"""What a request is expected to take with its prompt computed on a prefill or on the decode node. Pure.
+
+Only what differs between the two ways is reckoned: rows to wait for and steps after the second token are the
+same either way. All times are in seconds. D is the decode node with its R rows, P the prefill node.
+
+Split. The prompt waits at P for the prompts there, and is computed; the rest of a step of D passes, half of
+one on average, before D's step thread has heard of the first token. Then pages move: those of the last step's
+tokens, for all earlier ones have moved meanwhile. Half a step later on average the request is in the batch.
+
+Local. The prompt waits at D for the prompts there, and is computed in steps that hold D's rows too, and take
+their time as well. And it costs others: each of the R rows gets its next token later by all the time that the
+prompt takes. A prompt at P delays nobody who is there: they are before it. What later requests will wait, at
+the one or the other, is left out on both sides.
+
+So the way is chosen that adds least to the sum of all requests' times, not to this one's alone. An idle D
+computes what comes, a busy one hands it off; and where P has fallen behind, D takes what costs its rows less
+than waiting would cost the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from baton.engine.cost import StepCost, StepLoad, chunk_pairs
+from baton.gateway.figures import NodeFigures
+
+PRECISION = 16
+"""Limits are found to so many tokens, and those above its square to that part of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    first: float
+    """Until the first token."""
+    gap: float
+    """From there until the second one can be computed."""
+    step: float
+    """Each further token."""
+    others: float
+    """How much later all others get theirs, together."""
+
+    @property
+    def cost(self) -> float:
+        """What one way is compared with the other by."""
+        return self.first + self.gap + self.others
+
+    def end(self, tokens: int) -> float:
+        """Until the last of so many output tokens, >= 1."""
+        return self.first + (self.gap + self.step * (tokens - 1) if tokens > 1 else 0.0)
+
+
+def local(prompt: int, decode: NodeFigures) -> Expected:
+    """On the decode node. Raises ValueError where its step cost is not known."""
+    cost = _cost(decode)
+    missing = max(1, prompt - decode.cached)
+    own = _chunk(cost, prompt, missing)
+    rows = _rows(cost, decode)
+    room = max(1, decode.step_tokens - decode.running)
+    steps = math.ceil((decode.queued_tokens + missing) / room)
+    first = steps * rows + cost.token * decode.queued_tokens + own
+    return Expected(first, gap=0.0, step=_next(cost, decode), others=decode.running * own)
+
+
+def split(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> Expected:
+    """On the prefill node. Raises ValueError where a step cost is not known."""
+    cost, there = _cost(decode), _cost(prefill)
+    missing = max(1, prompt - prefill.cached)
+    steps = math.ceil((prefill.queued_tokens + missing) / max(1, prefill.step_tokens))
+    computed = steps * there.fixed + there.token * prefill.queued_tokens + _chunk(there, prompt, missing)
+    heard = _rows(cost, decode) / 2 if decode.running else 0.0
+    last = min(max(0, prompt - decode.cached), prefill.step_tokens or prompt)
+    gap = decode.pull.seconds(last) + heard
+    return Expected(computed + heard, gap, step=_next(cost, decode), others=0.0)
+
+
+def local_limit(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> int:
+    """About the most tokens that the decode node should compute of this prompt itself, 0 to `prompt`, however
+    many turn out to be cached there. Raises ValueError where a step cost is not known."""
+    most = split(prompt, decode, prefill).cost
+
+    def worth(tokens: int) -> bool:
+        return local(prompt, replace(decode, cached=prompt - tokens)).cost <= most
+
+    if worth(prompt):
+        return prompt
+    low, high = 0, prompt
+    while high - low > max(PRECISION, low // PRECISION):
+        middle = (low + high) // 2
+        low, high = (middle, high) if worth(middle) else (low, middle)
+    return low
+
+
+def _cost(node: NodeFigures) -> StepCost:
+    if node.cost is None:
+        raise ValueError(f"what steps of {node.address} cost is not known")
+    return node.cost
+
+
+def _rows(cost: StepCost, decode: NodeFigures) -> float:
+    """A step of the rows alone."""
+    return cost.seconds(StepLoad(rows=decode.running, keys=decode.keys))
+
+
+def _next(cost: StepCost, decode: NodeFigures) -> float:
+    """A step of them and the request."""
+    return cost.seconds(StepLoad(rows=decode.running + 1, keys=decode.keys))
+
+
+def _chunk(cost: StepCost, prompt: int, missing: int) -> float:
+    """The last `missing` tokens of a prompt, beside what any step takes."""
+    return cost.token * missing + cost.pair * chunk_pairs(prompt - missing, missing)

@@ -1,0 +1,45 @@
+"""What an engine tells of its work and its pace, as node_pb2.Load."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from baton.engine.meter import Meter
+from baton.engine.scheduler import Scheduler
+from baton.v1 import node_pb2
+
+
+def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
+    """Called in the step thread. `requests`: that the node holds in any state."""
+    counts = scheduler.cache.counts()
+    pages = node_pb2.PageCounts(
+        total=counts.total,
+        free=counts.free,
+        owned=counts.owned,
+        cached=counts.cached,
+        quarantined=counts.quarantined,
+        reserved=scheduler.reservations.total,
+    )
+    return node_pb2.Load(
+        waiting=len(scheduler.waiting),
+        prefilling=len(scheduler.prompts),
+        handing_off=len(scheduler.handoffs),
+        running=len(scheduler.running),
+        rows=scheduler.slots.in_use,
+        steps=scheduler.step_number,
+        retractions=scheduler.retractions,
+        computed_tokens=scheduler.computed_tokens,
+        requests=requests,
+        pages=pages,
+        queued_tokens=scheduler.queued_tokens,
+        available_pages=max(0, scheduler.reservations.headroom),
+        step_tokens=scheduler.config.token_budget,
+        keys=sum(len(sequence.tokens) for sequence in scheduler.running),
+    )
+
+
+def add_pace(load: node_pb2.Load, meter: Meter) -> None:
+    load.step_us = int(1e6 * meter.step.value)
+    load.prompt_tokens_per_second = int(meter.prompt_rate.value)
+    if meter.pace is not None:
+        load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.pace.cost)))

@@ -1,0 +1,174 @@
+"""What steps and pulls cost: measured at a worker's start, and kept true while it works."""
+
+import random
+
+import pytest
+
+from baton.engine.cost import StepCost, StepLoad
+from baton.engine.measure import BUDGET_SECONDS, ROUNDS, Room, measure
+from baton.engine.pace import Pace
+from baton.engine.timed_runner import TimedRunner
+from baton.handoff.pull_cost import PullCost, PullMeter
+
+COST = StepCost(fixed=4e-3, row=5e-5, key=2e-8, token=2e-5, pair=1e-9)
+ROOM = Room(token_budget=2048, context_length=4096, page_size=16, pages=1024)
+LOADS = [
+    StepLoad(rows=7, keys=900),
+    StepLoad(rows=48, keys=48 * 700),
+    StepLoad(tokens=700, pairs=700 * 701 // 2),
+    StepLoad(rows=20, keys=9000, tokens=400, pairs=400 * 600),
+]
+
+
+class Machine:
+    """A device and a clock: time passes while a step is read."""
+
+    def __init__(self, cost=COST, warm_up=0.0, slots=64):
+        self.now, self.warm_up, self.plans = 100.0, warm_up, []
+        self.runner = TimedRunner(
+            cost, max_slots=slots, vocab_size=100, clock=lambda: self.now, sleep=self._sleep
+        )
+        self.max_slots, self.vocab_size = slots, 100
+
+    def _sleep(self, seconds):
+        self.now += seconds
+
+    def launch(self, plan):
+        if StepLoad.of(plan.rows) not in {StepLoad.of(each.rows) for each in self.plans}:
+            self.now += self.warm_up  # the first step of a size
+        self.plans.append(plan)
+        return self.runner.launch(plan)
+
+    def read(self, flight):
+        return self.runner.read(flight)
+
+    def measure(self, **options):
+        return measure(self, options.pop("room", ROOM), clock=lambda: self.now, **options)
+
+
+def test_what_is_measured_is_what_steps_cost():
+    found = Machine().measure()
+    for load in LOADS:
+        assert found.seconds(load) == pytest.approx(COST.seconds(load), rel=0.02)
+
+
+def test_what_a_first_step_takes_longer_does_not_count():
+    """Kernels that are compiled, caches that are cold: for so long that not all sizes can be had."""
+    found = Machine(warm_up=0.1).measure()
+    for load in LOADS:
+        assert found.seconds(load) == pytest.approx(COST.seconds(load), rel=0.05)
+
+
+def test_a_slow_machine_is_not_measured_for_long():
+    machine = Machine(StepCost(fixed=0.1, row=1e-3, key=0, token=2e-3, pair=0))
+    found = machine.measure()
+    assert machine.now - 100.0 < ROUNDS * BUDGET_SECONDS + 0.3
+    # What has to be told apart in any case is.
+    assert found.seconds(StepLoad(rows=1)) == pytest.approx(0.101, rel=0.1)
+    assert found.seconds(StepLoad(tokens=32)) == pytest.approx(0.164, rel=0.1)
+    machine = Machine(StepCost(fixed=5.0, row=0, key=0, token=1.0, pair=0))
+    found = machine.measure()
+    assert len(machine.plans) == 4 and found.token > 0
+
+
+def test_a_busy_machine_is_measured_when_it_is_free():
+    """Something else takes the processor while the first steps are taken."""
+    machine = Machine()
+    took = machine.runner.read
+
+    def read(flight):
+        result = took(flight)
+        machine.now += 0.2 if len(machine.plans) <= 4 else 0.0
+        return result
+
+    machine.read = read
+    found = machine.measure()
+    for load in LOADS:
+        assert found.seconds(load) == pytest.approx(COST.seconds(load), rel=0.05)
+
+
+@pytest.mark.parametrize("room", [Room(16, 32, 16, 2), Room(512, 4096, 16, 3), Room(8, 64, 16, 64)])
+def test_steps_stay_within_what_an_engine_holds(room):
+    machine = Machine(slots=8)
+    machine.measure(room=room)
+    for plan in machine.plans:
+        assert plan.num_tokens <= max(room.token_budget, 8)
+        for row in plan.rows:
+            assert row.slot < 8 and row.start + row.count <= room.context_length
+            assert len(row.pages) * room.page_size >= row.start + row.count
+            assert all(page < room.pages for page in row.pages)
+
+
+def steps(count, seed=1):
+    draw = random.Random(seed)
+    return [draw.choice(LOADS) for _ in range(count)]
+
+
+def test_a_pace_finds_how_much_longer_rows_and_prompts_take():
+    """Rows three times, prompts half as long as measured: told apart although steps have both."""
+    truth = StepCost(3 * COST.fixed, 3 * COST.row, 3 * COST.key, COST.token / 2, COST.pair / 2)
+    pace = Pace(COST)
+    for load in steps(800):
+        pace.add(load, truth.seconds(load))
+    for load in LOADS:
+        assert pace.cost.seconds(load) == pytest.approx(truth.seconds(load), rel=0.05)
+
+
+def test_a_pace_follows_and_is_not_thrown_by_an_outlier():
+    pace = Pace(COST)
+    for number, load in enumerate(steps(300)):
+        pace.add(load, COST.seconds(load) * (1000.0 if number % 50 == 49 else 1.0))
+        for each in LOADS:
+            assert pace.cost.seconds(each) < 1.15 * COST.seconds(each)
+
+
+def test_steps_without_prompts_say_nothing_of_prompts():
+    pace = Pace(COST)
+    for _ in range(200):
+        pace.add(LOADS[0], 2 * COST.seconds(LOADS[0]))
+    assert pace.cost.token == COST.token and pace.cost.fixed == pytest.approx(2 * COST.fixed, rel=0.01)
+
+
+def test_a_pace_has_bounds():
+    pace = Pace(COST)
+    for _ in range(1000):
+        pace.add(LOADS[0], 1e9)
+        pace.add(LOADS[2], 1e-9)
+    assert pace.cost.fixed <= 33 * COST.fixed
+    for seconds in (1e9, 1e-9):
+        pace = Pace(COST)
+        for _ in range(1000):
+            pace.add(LOADS[2], seconds)
+        assert COST.token / 33 < pace.cost.token < 33 * COST.token
+    Pace(StepCost(0, 0, 0, 0, 0)).add(LOADS[0], 1.0)  # nothing to stretch
+
+
+def test_pulls_are_a_start_and_so_much_a_token():
+    meter, truth, draw = PullMeter(), PullCost(2e-3, 1e-6), random.Random(2)
+    assert meter.cost is None
+    for number in range(60):
+        tokens = draw.randrange(16, 4096)
+        slow = 100 if number > 10 and number % 20 == 0 else 1
+        meter.add(tokens, slow * truth.seconds(tokens) * draw.uniform(0.95, 1.05))
+    for tokens in (64, 1024, 4096):
+        assert meter.cost.seconds(tokens) == pytest.approx(truth.seconds(tokens), rel=0.25)
+
+
+def test_pulls_of_one_size_have_no_negative_parts():
+    meter = PullMeter()
+    for _ in range(5):
+        meter.add(512, 4e-3)
+    assert meter.cost.seconds(512) == pytest.approx(4e-3)
+    meter = PullMeter()
+    for tokens, seconds in ((100, 3e-3), (1000, 2e-3), (2000, 1e-3)):
+        meter.add(tokens, seconds)
+    assert meter.cost.fixed >= 0 and meter.cost.token >= 0
+    assert 5e-4 < meter.cost.seconds(1000) < 4e-3
+
+
+def test_pulls_are_forgotten():
+    meter = PullMeter()
+    for seconds in (1e-3, 3e-3):
+        for number in range(100):
+            meter.add(500 + number, seconds)
+    assert meter.cost.seconds(550) == pytest.approx(3e-3, rel=0.05)
