@@ -134,16 +134,18 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
                 self.pauses.append((command.pause.request, command.pause.paused))
                 self.paused_attempts.append(command.pause.attempt)
             else:
-                self.cancels.append(command.cancel.request)
-                task = self.running.pop(command.cancel.request, None)
-                if task is not None:
-                    task.cancel()
-                    event = decode_pb2.DecodeEvent(
-                        request=command.cancel.request,
-                        attempt=command.cancel.attempt,
-                        failed=to_status(cancelled("cancelled")),
-                    )
-                    await send(decode_pb2.StepEvents(events=[event]))
+                for cancel in command.cancels.attempts:
+                    await self._cancel(cancel, send)
+
+    async def _cancel(self, cancel, send) -> None:
+        self.cancels.append(cancel.request)
+        task = self.running.pop(cancel.request, None)
+        if task is not None:
+            task.cancel()
+            event = decode_pb2.DecodeEvent(
+                request=cancel.request, attempt=cancel.attempt, failed=to_status(cancelled("cancelled"))
+            )
+            await send(decode_pb2.StepEvents(events=[event]))
 
     async def _run(self, running: Running) -> None:
         try:

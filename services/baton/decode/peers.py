@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton.decode.core import Peer
-from baton.decode.messages import events_from, request_for
-from baton.handoff.messages import DecodeEffect, StartPull
+from baton.decode.messages import cancel_request, events_from, request_for
+from baton.handoff.messages import CancelPrefill, DecodeEffect, StartPull
+from baton.handoff.names import AttemptName
 from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
@@ -98,13 +99,24 @@ class PrefillPeers:
             missing = [address for address, peer in self._peers.items() if not peer.usable.is_set()]
             _log.warning("prefill nodes not reached; their prompts go elsewhere", missing=missing)
 
-    def perform(self, effect: DecodeEffect) -> None:
-        """Does what the core has decided. A message to a lost peer is dropped: the core hears of the loss."""
-        peer = self._peers.get(effect.address)
-        if isinstance(effect, StartPull):
-            self._node.tasks.spawn(self._pull(peer, effect), "pull")
-        elif peer is not None:
-            peer.link.send(request_for(effect))
+    def perform(self, effects: Sequence[DecodeEffect]) -> None:
+        """Does what the core has decided. A message to a lost peer is dropped: the core hears of the loss.
+
+        Cancels go last, all of a peer in one message: nothing is said of an attempt behind its cancel.
+        """
+        cancelled: dict[str, list[AttemptName]] = {}
+        for effect in effects:
+            peer = self._peers.get(effect.address)
+            if isinstance(effect, StartPull):
+                self._node.tasks.spawn(self._pull(peer, effect), "pull")
+            elif isinstance(effect, CancelPrefill):
+                cancelled.setdefault(effect.address, []).append(effect.name)
+            elif peer is not None:
+                peer.link.send(request_for(effect))
+        for address, names in cancelled.items():
+            peer = self._peers.get(address)
+            if peer is not None:
+                peer.link.send(cancel_request(names))
 
     async def _pull(self, peer: _Peer | None, effect: StartPull) -> None:
         """Reports the end of the copy whatever happens: the destination pages are pinned until then."""

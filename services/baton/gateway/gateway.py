@@ -216,7 +216,7 @@ class Gateway:
 
     def _make_decode(self, address: str) -> DecodeNode:
         silence = self.config.silence_seconds
-        return DecodeNode(address, self.incarnation, silence, self._accept, self.tokenizer.flush, self._dial)
+        return DecodeNode(address, self.incarnation, silence, self._accept, self._dial)
 
     def _accept(self, info: node_pb2.NodeInfo) -> None:
         """Refuses a decode node that is none, or that serves another model than the others."""
