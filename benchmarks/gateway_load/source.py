@@ -62,11 +62,12 @@ class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
                 caller.send(decode_pb2.StepEvents(events=[event]))
             elif kind == "heartbeat":
                 caller.send(decode_pb2.StepEvents())
-            for cancel in command.cancels.attempts:
-                if running.pop(cancel.request, None) is not None:
-                    failed = to_status(cancelled("cancelled"))
-                    event = decode_pb2.DecodeEvent(request=cancel.request, failed=failed)
-                    caller.send(decode_pb2.StepEvents(events=[event]))
+            elif kind == "cancels":
+                for cancel in command.cancels.attempts:
+                    if running.pop(cancel.request, None) is not None:
+                        failed = to_status(cancelled("cancelled"))
+                        event = decode_pb2.DecodeEvent(request=cancel.request, failed=failed)
+                        caller.send(decode_pb2.StepEvents(events=[event]))
 
     async def step_forever(self) -> None:
         loop = asyncio.get_running_loop()

@@ -137,6 +137,13 @@ class DecodeConfig(WorkerConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(NodeConfig):
     http_port: int | None = 8000
+    shared: str = ""
+    """host:port that other gateways of this machine bind as well (SO_REUSEPORT): each connection goes to one
+    of them. --port stays this process's own beside it. `baton up --gateways N` sets it."""
+    shared_http: str = ""
+    """Likewise for HTTP."""
+    siblings: tuple[str, ...] = ()
+    """host:port of those gateways' own ports, for `baton status`."""
     tokenizer: tuple[str, ...] = ("127.0.0.1:50051",)
     """Tokenizers: host:port, or dns:host:port for all addresses of a name. With --etcd those found there are
     added, and the default is left out."""
