@@ -55,7 +55,8 @@ def served_by(address: str) -> set[str]:
             events = inference_pb2_grpc.InferenceStub(channel).Generate(
                 iter([inference_pb2.GenerateRequest(start=start)]), timeout=30
             )
-            found |= {event.accepted.request_id.partition("-")[0] for event in events if event.HasField("accepted")}
+            names = [event.accepted.request_id for event in events if event.HasField("accepted")]
+            found |= {name.partition("-")[0] for name in names}
     return found
 
 
@@ -82,9 +83,9 @@ def test_connections_go_to_any_of_them(up):
         with urllib.request.urlopen(f"{http}/v1/models", timeout=20) as answer:
             assert answer.status == 200
 
-    status = subprocess.run(
-        [*BATON, "status", "--server", address], capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200"}
-    )
+    command = [*BATON, "status", "--server", address]
+    wide = {**os.environ, "COLUMNS": "200"}
+    status = subprocess.run(command, capture_output=True, text=True, timeout=60, env=wide)
     assert status.returncode == 0, status.stdout
     assert len(re.findall(r"^gateway ", status.stdout, re.MULTILINE)) == 2, status.stdout
 

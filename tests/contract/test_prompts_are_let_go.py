@@ -16,7 +16,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
 
-from process import Process  # noqa: E402
+from process import Process
 
 REQUESTS = 150
 MIB = 2**20

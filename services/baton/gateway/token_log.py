@@ -166,7 +166,7 @@ class TokenLog:
     @property
     def complete(self) -> bool:
         """All choices have finished."""
-        return all(choice.finished for choice in self.choices)
+        return all(choice.finish_reason for choice in self.choices)
 
     @property
     def more(self) -> bool:

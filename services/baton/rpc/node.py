@@ -168,8 +168,9 @@ class _Shell:
         self._http_address = ""
         self.address = ""
         limit = int(getattr(config, "max_message_bytes", MAX_MESSAGE_BYTES))
+        options = dict(server_options(limit)) | dict(door.options())
         self._server = grpc.aio.server(
-            options=[*server_options(limit), *door.options()],
+            options=list(options.items()),
             interceptors=[DoorKeeper(door), self._gate, Malformed()],
         )
 
