@@ -65,6 +65,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         self.script = script
         self.starts: list[decode_pb2.DecodeStart] = []
         self.cancels: list[int] = []
+        self.cancelled_at_once: list[int] = []
+        """Of each message with cancels, how many."""
         self.pauses: list[tuple[int, bool]] = []
         self.paused_attempts: list[int] = []
         self.address = ""
@@ -134,6 +136,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
                 self.pauses.append((command.pause.request, command.pause.paused))
                 self.paused_attempts.append(command.pause.attempt)
             else:
+                self.cancelled_at_once.append(len(command.cancels.attempts))
                 for cancel in command.cancels.attempts:
                     await self._cancel(cancel, send)
 
