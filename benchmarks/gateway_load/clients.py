@@ -2,9 +2,9 @@
 
     python -m gateway_load.clients grpc 127.0.0.1:50050 --streams 64 --seconds 10
 
-Each has a stream of its own; the connections are shared. Says "begin" and "end" around what it counts, and the
-counts as one line of JSON: messages with tokens, and tokens. Every token is one character of text, so that texts
-tell how many there were; an answer that is not complete ends the program.
+Each has a stream of its own; the connections are shared. Says "begin" and "end" around what it counts, and
+the counts as one line of JSON: messages with tokens, and tokens. Every token is one character of text, so
+that texts tell how many there were; an answer that is not complete ends the program.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.node import run_process
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
-CONNECTIONS = 4
+CONNECTIONS = 8
 PROMPT = tuple(range(5, 21))
 
 
@@ -53,7 +53,7 @@ async def ask_grpc(stub: inference_pb2_grpc.InferenceStub, max_tokens: int, coun
 async def ask_http(address: str, max_tokens: int, counts: Counter[str]) -> None:
     """Server-sent events, read by hand: what an HTTP library costs is not the gateway's."""
     host, _, port = address.rpartition(":")
-    body = {"model": "source", "prompt": PROMPT, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+    body = {"model": "source", "prompt": PROMPT, "max_tokens": max_tokens, "stream": True}
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     head += f"Content-Length: {len(content)}\r\n\r\n"

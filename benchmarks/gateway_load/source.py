@@ -1,9 +1,9 @@
 """A decode node that computes nothing: each step gives every running request the same token.
 
-    python -m gateway_load.source --step-seconds 0.005 --vocabulary 4096 --token 67
+    python -m gateway_load.source --step-seconds 0.005 --message-seconds 0.005 --vocabulary 4096 --token 67
 
-It speaks the contract of baton.v1.Decode, and to its callers as a real node does (`decode.callers`: one message
-a step, what is unsent merges). What a real node spends on scheduling, it does not.
+It speaks the contract of baton.v1.Decode, and to its callers as a real node does (`decode.callers`: one
+message a step, what is unsent merges). What a real node spends on scheduling, it does not.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from typing import Any
 import grpc.aio
 
 from baton.decode.callers import Caller
-from baton.decode.server import MESSAGE_SECONDS
 from baton.rpc.channel import server_options
 from baton.rpc.errors import cancelled, to_status
 from baton.rpc.ids import new_incarnation
 from baton.rpc.node import run_process
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
+MOST_LATE = 0.1
+"""Seconds of steps that are made up for when the machine had no time for this process."""
+
 
 class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
-    def __init__(self, step_seconds: float, vocabulary: int, token: int) -> None:
+    def __init__(self, step_seconds: float, message_seconds: float, vocabulary: int, token: int) -> None:
         self._step_seconds = step_seconds
+        self._message_seconds = message_seconds
         self._token = token
         self._incarnation = new_incarnation()
         self._model = node_pb2.ModelInfo(
@@ -46,7 +49,7 @@ class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
             yield decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)])
             async for message in caller.outbox:
                 yield message
-                await caller.pause(MESSAGE_SECONDS)
+                await caller.pause(self._message_seconds)
         finally:
             reading.cancel()
             del self._running[caller]
@@ -76,8 +79,8 @@ class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
             for caller, running in self._running.items():
                 if running:
                     caller.send(self._step(running))
-            due = max(due + self._step_seconds, loop.time())
-            await asyncio.sleep(due - loop.time())
+            due = max(due + self._step_seconds, loop.time() - MOST_LATE)
+            await asyncio.sleep(max(0.0, due - loop.time()))
 
     def _step(self, running: dict[int, int]) -> decode_pb2.StepEvents:
         """A token for each request; those that have their last also end."""
@@ -95,10 +98,11 @@ class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step-seconds", type=float, required=True)
+    parser.add_argument("--message-seconds", type=float, required=True)
     parser.add_argument("--vocabulary", type=int, required=True)
     parser.add_argument("--token", type=int, required=True)
     args = parser.parse_args()
-    source = Source(args.step_seconds, args.vocabulary, args.token)
+    source = Source(args.step_seconds, args.message_seconds, args.vocabulary, args.token)
     server = grpc.aio.server(options=server_options())
     decode_pb2_grpc.add_DecodeServicer_to_server(source, server)
     node_pb2_grpc.add_NodeServicer_to_server(source, server)

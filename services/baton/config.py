@@ -124,6 +124,9 @@ class DecodeConfig(WorkerConfig):
     """Prompts with at most this many tokens left to compute are prefilled here rather than handed off."""
     fallback_tokens: int = 16384
     """Prompt tokens that may be prefilled here at a time because no prefill node could be had."""
+    message_seconds: float = 0.005
+    """Least time between two messages of tokens to a gateway; shorter steps share one. More of it makes a
+    token cheaper for gateways, tokenizers and clients. First tokens and ends do not wait."""
     output_margin: int = 64
     """Output tokens per sequence for which pages are reserved at admission."""
     watermark: float = 0.02

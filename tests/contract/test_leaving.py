@@ -24,20 +24,3 @@ async def test_all_cancels_of_a_client_that_leaves_are_one_message():
         await other.until_end("stays")
         await rig.idle()
         assert node.cancelled_at_once == [REQUESTS, 1]
-
-
-async def test_cancels_of_a_session_that_has_ended_are_not_sent_in_the_next():
-    """Asked for in the turn in which the link went down: the node has forgotten those requests."""
-    async with ScriptedDecode(endless) as node, gateway(node) as rig:
-        stream = Stream(rig)
-        await stream.start(tokens={"token_ids": [5, 6]}, sampling={"max_tokens": 200}, resume=False)
-        await until(lambda: node.running, 20)
-        port = int(node.address.rpartition(":")[2])
-        await node.die()
-        await stream.until_end()
-        node.cancels.clear()
-        await node.serve(port)
-        await until(lambda: rig.node.gateway.usable_nodes(), 20)
-        await stream.start("b", tokens={"token_ids": [5, 6]}, sampling={"max_tokens": 2})
-        await until(lambda: node.running, 20)
-        assert not node.cancels

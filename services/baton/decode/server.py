@@ -25,9 +25,6 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
 from baton.worker.convert import check_start, delivered_from, sampling_from
 from baton.worker.node import WorkerNode
 
-MESSAGE_SECONDS = 0.005
-"""Least time between two messages of tokens to a caller; steps shorter than this share one. Each token of a
-model that makes hundreds a second by itself would cost the other processes as much as the model."""
 HAND_BACK_SECONDS = 2.0
 """How long a stopping node waits until its callers have been told of what it hands back."""
 CONNECT_SECONDS = 10.0
@@ -152,7 +149,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
                 yield decode_pb2.StepEvents(events=[_DRAINING])
             async for message in caller.outbox:
                 yield message
-                await caller.pause(MESSAGE_SECONDS)
+                await caller.pause(self._config.message_seconds)
             if caller.error is not None:
                 await abort(context, caller.error)
         finally:

@@ -248,5 +248,4 @@ class DecodeNode:
         if self._asking is not None:
             self._asking.cancel()
         self._cancelled.clear()
-        self._cancels.Clear()
         self.lose(unavailable(f"decode node {self.address} was lost: {error.message}", "DECODE_LOST", 1000))
