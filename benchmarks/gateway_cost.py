@@ -241,6 +241,7 @@ def main() -> int:
         console.print(f"{'reached' if reached else 'MISSED'}: {aim}")
     if args.json:
         record = {"machine": machine(), "versions": versions(), "seconds": args.seconds, "aims": found}
+        record["load_average"] = os.getloadavg()  # of this benchmark and all else
         record["runs"] = [result.as_dict() for result in results]
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=2) + "\n")
