@@ -125,6 +125,9 @@ class DecodeConfig(WorkerConfig):
     whatever a gateway says; none: as the gateway says, and where it says nothing up to 32."""
     fallback_tokens: int = 16384
     """Prompt tokens that may be prefilled here at a time because no prefill node could be had."""
+    message_seconds: float = 0.005
+    """Least time between two messages of tokens to a gateway; shorter steps share one. More of it makes a
+    token cheaper for gateways, tokenizers and clients. First tokens and ends do not wait."""
     output_margin: int = 64
     """Output tokens per sequence for which pages are reserved at admission."""
     watermark: float = 0.02
@@ -138,6 +141,13 @@ class DecodeConfig(WorkerConfig):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig(NodeConfig):
     http_port: int | None = 8000
+    shared: str = ""
+    """host:port that other gateways of this machine bind as well (SO_REUSEPORT): each connection goes to one
+    of them. --port stays this process's own beside it. `baton up --gateways N` sets it."""
+    shared_http: str = ""
+    """Likewise for HTTP."""
+    siblings: tuple[str, ...] = ()
+    """host:port of those gateways' own ports, for `baton status`."""
     tokenizer: tuple[str, ...] = ("127.0.0.1:50051",)
     """Tokenizers: host:port, or dns:host:port for all addresses of a name. With --etcd those found there are
     added, and the default is left out."""

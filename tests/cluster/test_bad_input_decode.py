@@ -108,6 +108,23 @@ def test_decode_cancel_of_what_does_not_run(decode):
     assert kinds.count("failed") == 1, "the running attempt is not the one that was cancelled"
 
 
+def test_decode_cancels_of_some_that_run(decode):
+    """One message, of an attempt that runs, one that does not and a request never heard of."""
+    stream = Decode(decode)
+    for request in (6, 7):
+        stream.start(request, sampling=Sampling(max_tokens=900, ignore_eos=True))
+    named = [(6, 0), (7, 2), (8, 0)]
+    attempts = [decode_pb2.DecodeCancel(request=request, attempt=attempt) for request, attempt in named]
+    stream.send(Command(cancels=decode_pb2.DecodeCancels(attempts=attempts)))
+    reasons = {}
+    while len(reasons) < 3:
+        for event in stream.next(20.0).events:
+            if event.HasField("failed"):
+                reasons[event.request, event.attempt] = from_status(event.failed).reason
+    assert reasons == {(6, 0): "CANCELLED", (7, 2): "UNKNOWN_ATTEMPT", (8, 0): "UNKNOWN_ATTEMPT"}
+    assert stream.ends(7) == {7: 900}
+
+
 def test_decode_10000_starts_at_once(decode, demo: Deployment):
     stream, patient = Decode(decode), Decode(decode, incarnation=8)
     every = range(1, 10_001)

@@ -90,6 +90,7 @@ def test_prefill_names_never_heard_of(prefill, hello):
     stream = Prefill(prefill, hello)
     for fields in (
         {"cancel": prefill_pb2.PrefillCancel(attempt=attempt())},
+        {"cancels": prefill_pb2.PrefillCancels(attempts=[attempt()])},
         {"release": prefill_pb2.LeaseRelease(attempt=attempt())},
         {"release": prefill_pb2.LeaseRelease()},
     ):

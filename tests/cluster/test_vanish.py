@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 from statistics import median
 
+import psutil
 import pytest
 from deployment import Deployment, held_by
+from process import Process
 
 from baton.client import Client
 
@@ -19,10 +21,11 @@ pytestmark = pytest.mark.alone
 CLIENTS = 500
 CONNECTIONS = 20
 CORES = len(os.sched_getaffinity(0))
-FREED_SECONDS = 0.3 if CORES >= 8 else 3.0
-"""The aim is 0.3 s. The gateway, the workers' steps in flight and the dying client need about one second of
-CPU time for it in all, which fewer cores than processes do one after the other; two cores by themselves took
-0.4 to 0.9 s."""
+FREED_SECONDS = 0.3 if CORES >= 8 else 2.0
+"""From the moment that the clients are gone. The aim is 0.3 s, for a machine with a core for each process."""
+GATEWAY_CPU_SECONDS = 0.6
+"""However busy the machine is, it may be this much work for the gateway, our own questions included. It took
+0.22 to 0.28 s with ten times more to do than there were cores."""
 SLACK_SECONDS = 0.05
 """What a busy machine may add to a TTFT of some milliseconds."""
 TRIES = 4
@@ -69,27 +72,39 @@ def wait(condition, what: str, seconds: float) -> float:
 
 def test_five_hundred_clients_vanish(cluster: Deployment):
     """A process with 500 streams on 20 connections is killed; prompts of half of them are handed off.
-    Measured from the kill until no process says that it holds anything."""
+    Measured from its end until no process says that it holds anything."""
     client = cluster.client()
     gateway, prefill, decode = cluster.gateway, cluster.prefill, cluster.decode
     idle = median(ttft(client, f"idle {i}") for i in range(12))
-    freed, afterwards = [], []
+    nodes = (gateway, decode, prefill)
+    freed, used, afterwards = [], [], []
     for attempt in range(TRIES):
         vanishing = subprocess.Popen([sys.executable, "-c", CLIENT, gateway.address, str(attempt)])
         try:
             wait(lambda: gateway.load().requests == CLIENTS, "all at the gateway", 150)
             wait(lambda: under_way(decode.load(), prefill.load()), "in all states", 150)
         finally:
+            before = cpu_seconds(gateway)
             vanishing.kill()
-        freed.append(
-            wait(lambda: not any(held_by(p.load()) for p in (gateway, decode, prefill)), "freed", 20)
-        )
+            vanishing.wait()
+        freed.append(wait(lambda: not any(held_by(node.load()) for node in nodes), "freed", 20))
+        used.append(cpu_seconds(gateway) - before)
         afterwards.append(ttft(client, f"after {attempt}"))
-        vanishing.wait()
-        if min(freed) < FREED_SECONDS and min(afterwards) < 2 * idle + SLACK_SECONDS:
+        if fine(freed, used, afterwards, idle):
             break
-    said = f"freed after {freed}, TTFT {afterwards}, idle {idle}"
-    assert min(freed) < FREED_SECONDS and min(afterwards) < 2 * idle + SLACK_SECONDS, said
+    said = f"freed after {freed}, gateway's CPU time {used}, TTFT {afterwards}, idle {idle}"
+    print(said)
+    assert fine(freed, used, afterwards, idle), said
+
+
+def fine(freed: list[float], used: list[float], afterwards: list[float], idle: float) -> bool:
+    in_time = min(freed) < FREED_SECONDS and min(used) < GATEWAY_CPU_SECONDS
+    return in_time and min(afterwards) < 2 * idle + SLACK_SECONDS
+
+
+def cpu_seconds(node: Process) -> float:
+    times = psutil.Process(node.pid).cpu_times()
+    return times.user + times.system
 
 
 def under_way(decode, prefill) -> bool:

@@ -65,6 +65,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         self.script = script
         self.starts: list[decode_pb2.DecodeStart] = []
         self.cancels: list[int] = []
+        self.cancelled_at_once: list[int] = []
+        """Of each message with cancels, how many."""
         self.pauses: list[tuple[int, bool]] = []
         self.paused_attempts: list[int] = []
         self.address = ""
@@ -134,16 +136,19 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
                 self.pauses.append((command.pause.request, command.pause.paused))
                 self.paused_attempts.append(command.pause.attempt)
             else:
-                self.cancels.append(command.cancel.request)
-                task = self.running.pop(command.cancel.request, None)
-                if task is not None:
-                    task.cancel()
-                    event = decode_pb2.DecodeEvent(
-                        request=command.cancel.request,
-                        attempt=command.cancel.attempt,
-                        failed=to_status(cancelled("cancelled")),
-                    )
-                    await send(decode_pb2.StepEvents(events=[event]))
+                self.cancelled_at_once.append(len(command.cancels.attempts))
+                for cancel in command.cancels.attempts:
+                    await self._cancel(cancel, send)
+
+    async def _cancel(self, cancel, send) -> None:
+        self.cancels.append(cancel.request)
+        task = self.running.pop(cancel.request, None)
+        if task is not None:
+            task.cancel()
+            event = decode_pb2.DecodeEvent(
+                request=cancel.request, attempt=cancel.attempt, failed=to_status(cancelled("cancelled"))
+            )
+            await send(decode_pb2.StepEvents(events=[event]))
 
     async def _run(self, running: Running) -> None:
         try:

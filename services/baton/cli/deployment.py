@@ -16,9 +16,11 @@ from baton.cli.child import Child
 from baton.cli.dialing import CLUSTER_FIELDS
 from baton.cli.local_secret import LocalSecret
 from baton.cli.placement import Place, place, value_of, visible_gpus, wants_gpu
+from baton.cli.ports import SharedPort, free_ports
 from baton.cli.progress import follow_logs, start_progress
 from baton.cli.supervisor import Supervisor
 from baton.config import NodeConfig
+from baton.rpc.address import split_address
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.cluster import Cluster
 
@@ -30,6 +32,8 @@ class DeploymentPlan:
     prefill: int = 1
     """Prefill nodes; 0: aggregated, decode nodes compute prompts themselves."""
     decode: int = 1
+    gateways: int = 1
+    """Several share the ports."""
     host: str = "127.0.0.1"
     """Address that the gateway binds; the other processes bind the loopback."""
     port: int = 0
@@ -63,20 +67,13 @@ class Deployment:
         self.log_folder = folder
         self.places = _places(plan)
         self._secret: LocalSecret | None = None
+        self._shared: list[SharedPort] = []
+        """Of the gateways, if there are several: gRPC, and HTTP if there is any."""
         dial = _cluster(plan).dial
         self.children = [
             Child("tokenizer", "tokenizer", folder=folder, dial=dial),
             *(self._worker(name, role, folder, dial) for name, role in _workers(plan)),
-            Child(
-                "gateway",
-                "gateway",
-                folder=folder,
-                host=plan.host,
-                port=plan.port,
-                http_port=plan.http_port,
-                # Whether the CA of its certificate is known here is the user's business.
-                dial=None if _given(plan, "gateway", "tls_cert") else open_channel,
-            ),
+            *self._gateways(folder),
         ]
         self.supervisor = Supervisor(
             self.children,
@@ -93,14 +90,36 @@ class Deployment:
         environment = place.environment if place is not None else {}
         return Child(name, role, folder=folder, environment=environment, dial=dial)
 
+    def _gateways(self, folder: Path) -> list[Child]:
+        """One; or several, each with ports of its own on the loopback beside those that they share."""
+        plan = self.plan
+        # Whether the CA of its certificate is known here is the user's business.
+        dial = None if _given(plan, "gateway", "tls_cert") else open_channel
+        if plan.gateways == 1:
+            only = Child("gateway", "gateway", folder=folder, host=plan.host, port=plan.port, dial=dial)
+            only.http_port = plan.http_port
+            return [only]
+        shared = [plan.port] if plan.http_port is None else [plan.port, plan.http_port]
+        self._shared = [SharedPort(plan.host, port) for port in shared]
+        http_port = None if plan.http_port is None else 0
+        return [
+            Child(f"gateway-{number}", "gateway", folder=folder, dial=dial, port=port, http_port=http_port)
+            for number, port in enumerate(free_ports(plan.gateways))
+        ]
+
     @property
-    def gateway(self) -> Child:
-        return self.children[-1]
+    def gateways(self) -> list[Child]:
+        return [child for child in self.children if child.role == "gateway"]
 
     @property
     def address(self) -> str:
-        """host:port of the gateway's gRPC server."""
-        return self.gateway.address
+        """host:port of the gateways' gRPC server."""
+        return self._shared[0].address if self._shared else self.gateways[0].address
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the gateways' HTTP server; empty: there is none."""
+        return self._shared[-1].address if len(self._shared) > 1 else self.gateways[0].http_address
 
     def _addresses(self, role: str) -> str:
         return ",".join(child.address for child in self.children if child.role == role)
@@ -115,10 +134,19 @@ class Deployment:
         if place is not None:
             flags += place.flags(value_of(given, child.role, "memory_fraction") is not None)
         if child.role == "gateway":
+            flags += self._sharing(child)
             flags += ["--tokenizer", self._addresses("tokenizer"), "--decode", self._addresses("decode")]
         if child.role in ("gateway", "decode"):
             flags += ["--prefill", self._addresses("prefill")]
         return flags
+
+    def _sharing(self, child: Child) -> list[str]:
+        siblings = [f"{each.host}:{each.port}" for each in self.gateways if each is not child]
+        names = ("--shared", "--shared-http")
+        flags = [
+            word for name, port in zip(names, self._shared, strict=False) for word in (name, port.address)
+        ]
+        return [*flags, "--siblings", ",".join(siblings)] if flags else []
 
     async def __aenter__(self) -> Self:
         try:
@@ -131,7 +159,7 @@ class Deployment:
                 async with start_progress(self.children, self.console):
                     await self.supervisor.start()
             if self._secret is not None:
-                self._secret.name(self.gateway.port)
+                self._secret.name(split_address(self.address)[1])
         except BaseException:
             await self._close()
             raise
@@ -153,6 +181,8 @@ class Deployment:
                 self._secret.close()
             if self._temporary is not None:
                 self._temporary.cleanup()
+            for port in self._shared:
+                port.close()
 
 
 def _workers(plan: DeploymentPlan) -> list[tuple[str, str]]:

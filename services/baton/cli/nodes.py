@@ -73,4 +73,9 @@ async def ask_deployment(gateway: str, seconds: float = 3.0) -> list[NodeReport]
         reports |= zip(wanted, answers, strict=True)
         peers = [peer for answer in answers if answer.info is not None for peer in answer.info.peers]
         wanted = {peer.address: peer.role for peer in peers if peer.address not in reports}
-    return sorted(reports.values(), key=lambda report: ORDER.get(report.role, len(ORDER)))
+    # A gateway that shares its port may have been asked there and at its own.
+    different = {
+        report.info.incarnation if report.info else address: report
+        for address, report in reversed(reports.items())
+    }
+    return sorted(different.values(), key=lambda report: ORDER.get(report.role, len(ORDER)))

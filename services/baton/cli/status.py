@@ -84,7 +84,8 @@ def _leases(report: NodeReport) -> str:
 
 def _peers(report: NodeReport) -> str:
     """How many of the processes that it connects to it has reached."""
-    peers = report.info.peers if report.info is not None else []
+    info = report.info
+    peers = [peer for peer in info.peers if peer.role != info.role] if info is not None else []
     return f"{sum(peer.connected for peer in peers)} of {len(peers)}" if peers else ""
 
 

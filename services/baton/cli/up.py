@@ -28,7 +28,7 @@ from baton.rpc.door import check_address
 from baton.rpc.errors import BatonError
 
 OWN = (
-    *("host", "port", "http_port", "advertise", "drain_seconds"),
+    *("host", "port", "http_port", "advertise", "drain_seconds", "shared", "shared_http", "siblings"),
     *("tokenizer", "prefill", "decode", "etcd", "etcd_prefix"),
 )
 """Fields that the supervisor sets itself."""
@@ -111,12 +111,11 @@ def _examples(address: str, http: str, model: str, gateway: Sequence[str]) -> st
 
 async def _up(plan: DeploymentPlan, console: Console) -> int:
     async with Deployment(plan, console) as deployment:
-        gateway = deployment.gateway
-        dialing = Dialing.to(reachable(gateway.address))
-        report = await ask(gateway.address, "gateway", dialing)
+        dialing = Dialing.to(reachable(deployment.address))
+        report = await ask(deployment.address, "gateway", dialing)
         model = report.info.model.name if report.info is not None else "demo"
         flags = plan.flags["gateway"]
-        examples = _examples(reachable(gateway.address), reachable(gateway.http_address), model, flags)
+        examples = _examples(reachable(deployment.address), reachable(deployment.http_address), model, flags)
         console.print()
         console.print(process_table(deployment.children))
         console.print("\nTry it in another terminal:")
@@ -150,6 +149,14 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
     default=1,
     show_default=True,
     help="Decode nodes.",
+)
+@click.option(
+    "--gateways",
+    metavar="N",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Gateway processes on one port; each connection goes to one of them.",
 )
 @click.option(
     "--host",
@@ -200,6 +207,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
 def up(
     prefill_nodes: int,
     decode_nodes: int,
+    gateways: int,
     host: str | None,
     port: int | None,
     http_port: str | int | None,
@@ -219,6 +227,7 @@ def up(
       baton up                                    the demo model
       baton up --model ./my-model --dtype bfloat16
       baton up --prefill 2 --decode 2             more nodes
+      baton up --gateways 4                       for tens of thousands of tokens/s
       baton up --prefill 0                        aggregated: no hand-off
       baton up --device cuda --prefill 2          workers take the GPUs in turn; CUDA_VISIBLE_DEVICES chooses
       baton up --transports grpc                  pages over gRPC instead of shared memory
@@ -229,6 +238,7 @@ def up(
     plan = DeploymentPlan(
         prefill=prefill_nodes,
         decode=decode_nodes,
+        gateways=gateways,
         host=host or "127.0.0.1",
         port=default_port if port is None else port,
         http_port=default_http if http_port is None else None if http_port == "none" else int(http_port),

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from google.rpc import status_pb2
 
 from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
-from baton.rpc.errors import BatonError, exhausted, to_status
+from baton.rpc.errors import BatonError, exhausted, not_found, to_status
 from baton.rpc.outbox import Outbox, OutboxFull, byte_size
 from baton.v1 import decode_pb2
 from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to
@@ -39,6 +39,17 @@ class Caller:
 
     def has_ended(self, request: int) -> bool:
         return request in self._ended
+
+    def runs(self, request: int, attempt: int) -> bool:
+        """Whether a message about this attempt can be acted on. One that its terminal event has crossed is
+        expected; any other is refused."""
+        known = self.attempt_of(request)
+        if known == attempt:
+            return True
+        if known is not None or not self.has_ended(request):
+            text = f"no attempt {attempt} of request {request} is running on this stream"
+            self.refuse(request, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
+        return False
 
     def half_closed(self) -> None:
         """The caller sends no more; what it has started is still answered, then the stream ends."""

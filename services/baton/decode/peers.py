@@ -11,9 +11,10 @@ import grpc
 
 from baton.config import DecodeConfig
 from baton.decode.core import Peer
-from baton.decode.messages import events_from, request_for
+from baton.decode.messages import cancel_request, events_from, request_for
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
-from baton.handoff.messages import Beat, DecodeEffect, StartPull
+from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull
+from baton.handoff.names import AttemptName
 from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.link import Link
@@ -108,13 +109,24 @@ class PrefillPeers:
             missing = [address for address, peer in self._peers.items() if not peer.usable.is_set()]
             _log.warning("prefill nodes not reached; their prompts go elsewhere", missing=missing)
 
-    def perform(self, effect: DecodeEffect) -> None:
-        """Does what the core has decided. A message to a lost peer is dropped: the core hears of the loss."""
-        peer = self._peers.get(effect.address)
-        if isinstance(effect, StartPull):
-            self._node.tasks.spawn(self._pull(peer, effect), "pull")
-        elif peer is not None:
-            peer.send(effect)
+    def perform(self, effects: Sequence[DecodeEffect]) -> None:
+        """Does what the core has decided. A message to a lost peer is dropped: the core hears of the loss.
+
+        Cancels go last, all of a peer in one message: nothing is said of an attempt behind its cancel.
+        """
+        cancelled: dict[str, list[AttemptName]] = {}
+        for effect in effects:
+            peer = self._peers.get(effect.address)
+            if isinstance(effect, StartPull):
+                self._node.tasks.spawn(self._pull(peer, effect), "pull")
+            elif isinstance(effect, CancelPrefill):
+                cancelled.setdefault(effect.address, []).append(effect.name)
+            elif peer is not None:
+                peer.send(effect)
+        for address, names in cancelled.items():
+            peer = self._peers.get(address)
+            if peer is not None:
+                peer.link.send(cancel_request(names))
 
     async def _pull(self, peer: _Peer | None, effect: StartPull) -> None:
         """Reports the end of the copy whatever happens: the destination pages are pinned until then."""

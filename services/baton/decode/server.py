@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -17,7 +17,7 @@ from baton.decode.peers import PrefillPeers
 from baton.engine.request import Request
 from baton.handoff.messages import DecodeEffect
 from baton.rpc.door import ClusterDoor
-from baton.rpc.errors import BatonError, abort, invalid, not_found, unavailable
+from baton.rpc.errors import BatonError, abort, invalid, unavailable
 from baton.rpc.node import run_node
 from baton.rpc.streams import STREAM_ENDED, first_message
 from baton.rpc.validate import check_token_ids
@@ -25,9 +25,6 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
 from baton.worker.convert import check_start, delivered_from, sampling_from
 from baton.worker.node import WorkerNode
 
-MESSAGE_SECONDS = 0.005
-"""Least time between two messages of tokens to a caller; steps shorter than this share one. Each token of a
-model that makes hundreds a second by itself would cost the other processes as much as the model."""
 HAND_BACK_SECONDS = 2.0
 """How long a stopping node waits until its callers have been told of what it hands back."""
 CONNECT_SECONDS = 10.0
@@ -126,8 +123,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             self.messages += 1
             if not caller.send(message):
                 self._drop(caller)
-        for effect in effects:
-            self._peers.perform(effect)
+        self._peers.perform(effects)
 
     def _drop(self, caller: Caller) -> None:
         self.steps.call(lambda core, now: core.caller_gone(caller, now))
@@ -153,7 +149,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
                 yield decode_pb2.StepEvents(events=[_DRAINING])
             async for message in caller.outbox:
                 yield message
-                await caller.pause(MESSAGE_SECONDS)
+                await caller.pause(self._config.message_seconds)
             if caller.error is not None:
                 await abort(context, caller.error)
         finally:
@@ -178,22 +174,26 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         if kind == "start":
             self._start(command.start, caller)
         elif kind == "cancel":
-            number, attempt = command.cancel.request, command.cancel.attempt
-            known = caller.attempt_of(number)
-            if known == attempt:
-                self.steps.call(lambda core, now: core.cancel(Key(caller, number), now))
-            elif known is None and caller.has_ended(number):
-                pass  # its terminal event has crossed this on the wire
-            else:
-                text = f"no attempt {attempt} of request {number} is running on this stream"
-                caller.refuse(number, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
+            self._cancel([command.cancel], caller)
+        elif kind == "cancels":
+            self._cancel(command.cancels.attempts, caller)
         elif kind == "heartbeat":
             self._heartbeat(caller)
         elif kind == "pause":
             self._pause(command.pause, caller)
         else:
-            text = "each message on Decode.Generate after `hello` sets start, cancel, heartbeat or pause"
-            raise invalid("kind", text)
+            kinds = "start, cancel, cancels, heartbeat or pause"
+            raise invalid("kind", f"each message on Decode.Generate after `hello` sets {kinds}")
+
+    def _cancel(self, cancels: Iterable[decode_pb2.DecodeCancel], caller: Caller) -> None:
+        running = [each for each in cancels if caller.runs(each.request, each.attempt)]
+
+        def cancel(core: DecodeCore, now: float) -> None:
+            for each in running:
+                core.cancel(Key(caller, each.request), now)
+
+        if running:
+            self.steps.call(cancel)
 
     def _heartbeat(self, caller: Caller) -> None:
         """The step thread must be alive: it answers itself, unless it is in a step that may take so long."""
@@ -206,13 +206,9 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         self.loop.call_soon_threadsafe(caller.send, decode_pb2.StepEvents())
 
     def _pause(self, pause: decode_pb2.DecodePause, caller: Caller) -> None:
-        number, attempt = pause.request, pause.attempt
-        known = caller.attempt_of(number)
-        if known == attempt:
-            self.steps.call(lambda core, now: core.pause(Key(caller, number), pause.paused))
-        elif known is not None or not caller.has_ended(number):
-            text = f"no attempt {attempt} of request {number} is running on this stream"
-            caller.refuse(number, attempt, not_found(text, "UNKNOWN_ATTEMPT"))
+        key = Key(caller, pause.request)
+        if caller.runs(pause.request, pause.attempt):
+            self.steps.call(lambda core, now: core.pause(key, pause.paused))
 
     def _start(self, start: decode_pb2.DecodeStart, caller: Caller) -> None:
         if caller.attempt_of(start.request) is not None:

@@ -43,7 +43,7 @@ class ChoiceStream:
         prompt_ids: Sequence[int],
         *,
         one_by_one: bool,
-        on_progress: Callable[[int], None],
+        on_progress: Callable[[], None],
         on_error: Callable[[BatonError], None],
     ) -> None:
         self.log = log
@@ -67,20 +67,19 @@ class ChoiceStream:
             return f"{len(delta.logprobs)} log-probabilities for {len(delta.token_ids)} tokens"
         return ""
 
-    def push(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[common_pb2.PositionLogprobs],
-        finish_reason: common_pb2.FinishReason,
-    ) -> None:
-        """Takes tokens from a decode node. finish_reason: with the choice's last token, else 0."""
+    def push(self, delta: decode_pb2.TokenDelta) -> None:
+        """Takes tokens from a decode node."""
+        if self.log.finished:
+            return  # by a stop string: the node goes on until all of the request is cancelled
+        token_ids, logprobs, finish_reason = delta.token_ids[:], delta.logprobs[:], delta.finish_reason
         self.log.receive(token_ids, bool(finish_reason))
-        size = 1 if self._one_by_one else max(1, len(token_ids))
-        for start in range(0, max(1, len(token_ids)), size):
-            last = start + size >= len(token_ids)
-            end = slice(start, start + size)
+        if not self._one_by_one or len(token_ids) <= 1:
+            self._send(_Item(token_ids, logprobs, finish_reason))
+            return
+        for index in range(len(token_ids)):
+            last = index + 1 == len(token_ids)
             reason = finish_reason if last else common_pb2.FINISH_REASON_UNSPECIFIED
-            self._send(_Item(token_ids[end], logprobs[end], reason))
+            self._send(_Item(token_ids[index : index + 1], logprobs[index : index + 1], reason))
 
     def fill_token_bytes(
         self, logprobs: Sequence[common_pb2.PositionLogprobs], on_answer: Callable[[], None]
@@ -100,15 +99,16 @@ class ChoiceStream:
         if not self._pending:
             return
         item = self._pending.popleft()
-        for entry, token_bytes in zip(_entries(item.logprobs), output.token_bytes, strict=False):
-            entry.token_bytes = token_bytes
+        if item.logprobs:
+            for entry, token_bytes in zip(_entries(item.logprobs), output.token_bytes, strict=False):
+                entry.token_bytes = token_bytes
         if item.on_answer is not None:
             item.on_answer()
             return
         self.log.append(item.token_ids, output.text, item.logprobs, item.finish_reason)
         if self.log.stop_matched:
             self.close()
-        self._on_progress(len(item.token_ids))
+        self._on_progress()
 
     def on_tokenizer_changed(self) -> None:
         self._opened = False
@@ -126,16 +126,17 @@ class ChoiceStream:
     def _push(self, item: _Item) -> None:
         # A token that ends the output (its own end of sequence, or one of stop_token_ids) has no text.
         ended_by_token = item.finish_reason == common_pb2.FINISH_REASON_STOP
-        request = tokenizer_pb2.DetokenizeItem(
-            id=self._id,
-            token_ids=item.token_ids[:-1] if ended_by_token else item.token_ids,
-            finish=bool(item.finish_reason),
-            token_bytes_of=[entry.token_id for entry in _entries(item.logprobs)],
-        )
+        request = self._tokenizer.push(self._id)
+        if request is None:
+            return
+        request.token_ids.extend(item.token_ids[:-1] if ended_by_token else item.token_ids)
+        if item.finish_reason:
+            request.finish = True
+        if item.logprobs:
+            request.token_bytes_of.extend([entry.token_id for entry in _entries(item.logprobs)])
         if not self._opened:
             self._opened = True
             request.context.extend([*self._before, *self.log.token_ids[-CONTEXT_TOKENS:]])
-        self._tokenizer.push(request)
 
 
 def _entries(logprobs: Iterable[common_pb2.PositionLogprobs]) -> Iterable[common_pb2.TokenLogprob]:

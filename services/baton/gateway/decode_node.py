@@ -14,6 +14,7 @@ from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, from_status, unavailable
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
+from baton.rpc.soon import Soon
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 _log = get_logger("baton.gateway")
@@ -40,7 +41,6 @@ class DecodeNode:
 
     silence: seconds after which a node that leaves a heartbeat unanswered gives its requests to others.
     accept: judges the model that the node serves; raises BatonError when it must not be used.
-    after_step: called when all events of one message have been handed out.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class DecodeNode:
         incarnation: int,
         silence: float,
         accept: Callable[[node_pb2.NodeInfo], None],
-        after_step: Callable[[], None],
         dial: Dial = open_channel,
     ) -> None:
         self.address = address
@@ -58,10 +57,11 @@ class DecodeNode:
         self.leaving = False
         """It gets no more requests: it drains, or has been removed."""
         self._accept = accept
-        self._after_step = after_step
         self._dial = dial
         self._sinks: dict[int, TokenSink] = {}
         self._cancelled: dict[int, int] = {}  # request: attempt; the node still owes their terminal event
+        self._cancels = decode_pb2.GenerateCommand()
+        self._send_cancels_soon = Soon(self._send_cancels)
         self._pulse = Pulse(silence)
         self._ticking: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -136,7 +136,6 @@ class DecodeNode:
             if self._link.connected:
                 self._send_cancel(request, sink.attempt)
             sink.on_failed(error, lost=True)
-        self._after_step()
 
     def pause(self, request: int, attempt: int, paused: bool) -> None:
         """The request's client does not read, or reads again."""
@@ -144,9 +143,15 @@ class DecodeNode:
         self._link.send(decode_pb2.GenerateCommand(pause=pause))
 
     def _send_cancel(self, request: int, attempt: int) -> None:
+        """With all others of this turn of the event loop: a client that goes away cancels many at once."""
         self._cancelled[request] = attempt
-        cancel = decode_pb2.DecodeCancel(request=request, attempt=attempt)
-        self._link.send(decode_pb2.GenerateCommand(cancel=cancel))
+        self._cancels.cancels.attempts.add(request=request, attempt=attempt)
+        self._send_cancels_soon()
+
+    def _send_cancels(self) -> None:
+        cancels, self._cancels = self._cancels, decode_pb2.GenerateCommand()
+        if cancels.cancels.attempts:
+            self._link.send(cancels)
 
     # What the node says.
 
@@ -168,7 +173,6 @@ class DecodeNode:
         for event in message.events:
             if event.WhichOneof("kind") != "prompt":
                 self._on_event(event)
-        self._after_step()
 
     def _on_event(self, event: decode_pb2.DecodeEvent) -> None:
         kind = event.WhichOneof("kind")

@@ -76,6 +76,7 @@ class PublicDoor:
             ("grpc.max_metadata_size", config.max_header_bytes),
             ("grpc.absolute_max_metadata_size", config.max_header_bytes),
             ("grpc.max_connection_idle_ms", int(config.idle_seconds * 1000)),
+            ("grpc.so_reuseport", int(bool(config.shared))),
         ]
 
     def missing(self) -> str:

@@ -229,7 +229,7 @@ class Gateway:
 
     def _make_decode(self, address: str) -> DecodeNode:
         silence = self.config.silence_seconds
-        return DecodeNode(address, self.incarnation, silence, self._accept, self.tokenizer.flush, self._dial)
+        return DecodeNode(address, self.incarnation, silence, self._accept, self._dial)
 
     def _make_watch(self, address: str) -> CacheWatch:
         return CacheWatch(address, self.router, self._dial)

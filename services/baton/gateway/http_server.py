@@ -18,8 +18,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from baton.config import GatewayConfig
 from baton.gateway.inference import WRITE_SECONDS
 from baton.gateway.openai_errors import ApiError, body
-from baton.rpc.address import join_address
-from baton.rpc.errors import failed_precondition, unavailable
+from baton.rpc.address import family_of, join_address, split_address
+from baton.rpc.errors import failed_precondition, invalid, unavailable
 
 HTTP_STOP_SECONDS = 2.0
 HTTP_SEND_BYTES = 128 * 2**10
@@ -57,31 +57,42 @@ class HttpServer:
                 f"--tls-cert and --tls-key cannot be used: {error.reason or error}", "BAD_CERTIFICATE"
             ) from None
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=1024)
-            # Accepted connections inherit both. The kernel keeps no more than this of what a client does not
-            # read, and resets a connection whose client has taken nothing for so long.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HTTP_SEND_BYTES)
-            unread_ms = int(1000 * (config.slow_reader_seconds + WRITE_SECONDS))
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
+            self._sockets = [_listen(host, port, config)]
+            if config.shared_http:
+                host, port = split_address(config.shared_http)
+                self._sockets.append(_listen(host, port, config, shared=True))
+        except ValueError as error:
+            raise invalid("shared_http", f"--shared-http: {error}") from None
         except OSError as error:
             raise unavailable(
                 f"cannot serve HTTP on {host}:{port}: {error.strerror or error}; choose another --http-port",
                 "PORT_TAKEN",
             ) from None
-        self.address = join_address(host, self._socket.getsockname()[1])
+        self.address = join_address(config.host, self._sockets[0].getsockname()[1])
         self._server = _Server(settings)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+        self._task = asyncio.create_task(self._server.serve(sockets=self._sockets), name="http")
 
     async def stop(self) -> None:
         self._server.should_exit = True
         if self._task is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._task, HTTP_STOP_SECONDS + 2.0)
-        self._socket.close()
+        for each in self._sockets:
+            each.close()
+
+
+def _listen(host: str, port: int, config: GatewayConfig, shared: bool = False) -> socket.socket:
+    """shared: with other processes of this user. Raises OSError."""
+    found = socket.create_server((host, port), family=family_of(host), backlog=1024, reuse_port=shared)
+    # Accepted connections inherit both. The kernel keeps no more than this of what a client does not read,
+    # and resets a connection whose client has taken nothing for so long.
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, HTTP_SEND_BYTES)
+    unread_ms = int(1000 * (config.slow_reader_seconds + WRITE_SECONDS))
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
+    return found
 
 
 class _Server(uvicorn.Server):

@@ -15,6 +15,7 @@ from baton.gateway.door import PublicDoor
 from baton.gateway.gateway import Gateway
 from baton.gateway.requests import Request
 from baton.gateway.session import Session
+from baton.gateway.writes import limited_writes
 from baton.rpc.door import as_mapping
 from baton.rpc.errors import BatonError, abort, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
@@ -48,10 +49,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, stream: _ClientStream, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Any
     ) -> None:
         reading = asyncio.create_task(stream.read(requests))
+        seconds = self._gateway.config.slow_reader_seconds + WRITE_SECONDS
         try:
-            async for response in stream.responses():
-                async with asyncio.timeout(self._gateway.config.slow_reader_seconds + WRITE_SECONDS):
-                    await context.write(response)
+            async with limited_writes(seconds) as writing:
+                async for response in stream.responses():
+                    with writing:
+                        await context.write(response)
             await reading
         except TimeoutError:
             # Its requests have failed by now, or have ended; their output is let go.
@@ -121,8 +124,8 @@ class _ClientStream:
                 events = request.take()
                 if request.log.drained:
                     del self._open[id]  # free for reuse before the client can have read the terminal event
-                elif events:
-                    self._changed[id] = None  # a large log is taken in pieces
+                elif events and request.log.more:
+                    self._changed[id] = None
                 for event in events:
                     yield event
             self._room.set()
@@ -170,8 +173,9 @@ class _ClientStream:
                 f"a request {start.id!r} is running on this stream: choose another id",
                 field="start.id",
             )
-        request = self._gateway.request(start, lambda: self._mark(start.id, request), self._caller)
-        self._open[start.id] = request
+        id = start.id  # not `start`: whoever marks the request would keep its prompt
+        request = self._gateway.request(start, lambda: self._mark(id, request), self._caller)
+        self._open[id] = request
         try:
             session = self._session(start.session) if start.session else None
         except BatonError as error:

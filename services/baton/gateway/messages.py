@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from baton.gateway.attempts import Attempts
 from baton.gateway.timing import Timing
 from baton.gateway.token_log import TokenLog
+from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a client asks for beside its prompt. Plain values: any part of a message keeps all of it alive."""
+
+    n: int = 1
+    namespace: str = ""
+    priority: int | None = None
+    stop: bool = False
+    """There are stop strings."""
+    prompt_logprobs: bool = False
+    hand_off: bool | None = None
+    """The client's word in where its prompt is computed."""
+
+    @classmethod
+    def of(cls, start: inference_pb2.GenerateStart) -> Self:
+        return cls(
+            n=start.n if start.HasField("n") else 1,
+            namespace=start.namespace,
+            priority=start.priority if start.HasField("priority") else None,
+            stop=bool(start.sampling.stop),
+            prompt_logprobs=start.sampling.HasField("prompt_logprobs"),
+            hand_off=start.hand_off if start.HasField("hand_off") else None,
+        )
+
+
+def new_log(start: inference_pb2.GenerateStart) -> TokenLog:
+    """For what a client asks. Nothing of it has been checked: what the log keeps is bounded here."""
+    sampling = start.sampling
+    return TokenLog(
+        start.id,
+        n=min(start.n, MAX_CHOICES) if start.HasField("n") else 1,
+        stop=[text[:MAX_STOP_CHARACTERS] for text in sampling.stop[:MAX_STOP_STRINGS]],
+        min_tokens=sampling.min_tokens,
+        include_token_ids=start.include_token_ids if start.HasField("include_token_ids") else True,
+        await_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+    )
 
 
 def decode_start(
     number: int,
-    start: inference_pb2.GenerateStart,
+    asked: Asked,
     prompt_ids: Sequence[int],
     sampling: common_pb2.SamplingParams,
     attempts: Attempts,
@@ -29,15 +70,14 @@ def decode_start(
         attempt=attempts.number,
         token_ids=prompt_ids,
         sampling=sampling,
-        n=start.n if start.HasField("n") else 1,
+        n=asked.n,
         timeout_ms=max(1, int(remaining * 1000)),
         prefill=prefill,
-        namespace=start.namespace,
+        namespace=asked.namespace,
+        priority=asked.priority,
     )
     if local_prefill_tokens is not None:
         message.local_prefill_tokens = local_prefill_tokens
-    if start.HasField("priority"):
-        message.priority = start.priority
     for tokens in attempts.delivered():
         message.choices.add(token_ids=tokens or (), finished=tokens is None)
     if message.choices:

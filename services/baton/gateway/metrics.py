@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
+
+
+class Histogram(Collector):
+    """As prometheus_client's, for values that come with every token: one thread adds them, so that nothing is
+    locked, and a value costs a tenth."""
+
+    def __init__(self, name: str, about: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name = name
+        self._about = about
+        self._bounds = buckets
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._about, buckets=buckets, sum_value=self._sum)
 
 
 class GatewayMetrics:
@@ -53,7 +83,7 @@ class GatewayMetrics:
             ["way"],
             registry=self.registry,
         )
-        self.expected = Histogram(
+        self.expected = prometheus_client.Histogram(
             "baton_gateway_actual_over_expected",
             "Time from sending a request until its first token, or its end, over what was expected.",
             ["way", "until"],

@@ -16,9 +16,9 @@ class Prompt:
     field: str
     """Where it came from, for errors."""
     conversation: tokenizer_pb2.ChatPrompt | None = None
-    """Of a chat: all messages, earlier turns included."""
+    """Of a chat in a session: all messages, earlier turns included."""
     rendered: str = ""
-    """Of a chat: the text that the template made of the conversation."""
+    """Of the same: the text that the template made of the conversation."""
 
 
 async def encode_prompt(
@@ -37,7 +37,9 @@ async def encode_prompt(
     conversation = session.conversation(start.chat) if session is not None else start.chat
     result = (await tokenizer.encode([tokenizer_pb2.EncodeInput(chat=conversation)], timeout))[0]
     token_ids = list(result.token_ids)
-    remainder = session.remainder(result.rendered) if session is not None else None
+    if session is None:
+        return Prompt(token_ids, "chat")
+    remainder = session.remainder(result.rendered)
     if remainder is not None:
         # Encoding the whole text again may cut it into other tokens than those that the KV was computed for.
         new = await _encode_text(remainder, False, tokenizer, timeout) if remainder else []

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
 
 from baton.gateway import admission
-from baton.gateway.attempts import Attempts, Wait
+from baton.gateway.attempts import Attempts
 from baton.gateway.callers import Caller
 from baton.gateway.choice_stream import ChoiceStream
-from baton.gateway.messages import decode_start, finished
+from baton.gateway.messages import Asked, decode_start, finished, new_log
+from baton.gateway.placement import Placement
 from baton.gateway.prompt import Prompt, encode_prompt
 from baton.gateway.reader import SlowReader
-from baton.gateway.router import Way
 from baton.gateway.session import Session
 from baton.gateway.timing import Timing
-from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, internal, to_status
 from baton.rpc.logs import get_logger
-from baton.rpc.validate import MAX_CHOICES, MAX_STOP_STRINGS
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -47,26 +44,30 @@ class Request:
     ) -> None:
         self.caller = caller
         self.number = gateway.next_number()
-        self.log = TokenLog(
-            start.id,
-            n=min(start.n, MAX_CHOICES) if start.HasField("n") else 1,  # before it is checked
-            stop=start.sampling.stop[:MAX_STOP_STRINGS],  # likewise
-            min_tokens=start.sampling.min_tokens,
-            include_token_ids=start.include_token_ids if start.HasField("include_token_ids") else True,
-            await_prompt_logprobs=start.sampling.HasField("prompt_logprobs"),
-        )
+        self.log = new_log(start)
         self.name = f"{gateway.incarnation:016x}-{self.number}"
         self._gateway = gateway
-        self._start = start
+        self._start: inference_pb2.GenerateStart | None = start
+        """Until its prompt is encoded or refused: it may be large, and its client slow to read."""
+        self._asked = Asked()
         self._session: Session | None = None
         self._on_change = on_change
         self._prompt: Prompt | None = None
         self._sampling = common_pb2.SamplingParams()
-        self._fingerprint = ""
         self._attempts = Attempts(
             self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
         )
-        self._way: Way | None = None
+        self._placement = Placement(
+            gateway.nodes,
+            gateway.split,
+            self.name,
+            self.number,
+            self._attempts,
+            self,
+            make_start=self._decode_start,
+            on_placed=self._on_placed,
+            on_error=self._not_placed,
+        )
         self._accepted = self._prompt_done = False
         self._streams: list[ChoiceStream] = []
         self._stats: decode_pb2.RequestStats | None = None
@@ -76,10 +77,9 @@ class Request:
         )
         config = gateway.config
         self._reader = SlowReader(
-            config.max_unread_tokens, config.slow_reader_seconds, self._pause, self.fail
+            config.max_unread_tokens, config.slow_reader_seconds, self._placement.pause, self.fail
         )
         self._timer: asyncio.TimerHandle | None = None
-        self._placing: asyncio.TimerHandle | None = None
         self._preparing: asyncio.Task[None] | None = None
 
     @property
@@ -88,17 +88,20 @@ class Request:
 
     def begin(self, session: Session | None = None) -> None:
         """Checks the request and starts it. A request that is refused ends here."""
+        start = self._start
+        assert start is not None, "begun twice"
         try:
-            self._gateway.admit(self, self._start)
+            self._gateway.admit(self, start)
+            self._asked = Asked.of(start)
             if session is not None:
-                session.begin(self._start.WhichOneof("prompt") == "chat", len(self.log.choices))
+                session.begin(start.WhichOneof("prompt") == "chat", len(self.log.choices))
                 self._session = session
         except BatonError as error:
             self.fail(error)
             return
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(self._timing.limit, self._expire)
-        self._preparing = loop.create_task(self._prepare(), name=f"request {self.name}")
+        self._preparing = loop.create_task(self._prepare(start), name=f"request {self.name}")
 
     def take(self) -> list[inference_pb2.GenerateResponse]:
         """For the client's writer: see TokenLog.take."""
@@ -119,11 +122,12 @@ class Request:
 
     # Before the decode node.
 
-    async def _prepare(self) -> None:
+    async def _prepare(self, start: inference_pb2.GenerateStart) -> None:
         try:
             self._prompt = await encode_prompt(
-                self._start, self._session, self._gateway.tokenizer, self._timing.remaining
+                start, self._session, self._gateway.tokenizer, self._timing.remaining
             )
+            self._start = None
             if self.log.terminal is not None:
                 return
             model = self._gateway.model_or_last()
@@ -131,15 +135,12 @@ class Request:
                 raise self._gateway.no_decode_node()
             self.caller.check_prompt(len(self._prompt.token_ids), self._prompt.field)
             self._sampling = admission.fit(
-                self._start.sampling, len(self._prompt.token_ids), model.context_length, self._prompt.field
+                start.sampling, len(self._prompt.token_ids), model.context_length, self._prompt.field
             )
-            self._fingerprint = model.fingerprint
             self.log.prompt_ids = self._prompt.token_ids
-            self._way = self._gateway.way(
-                self.number, self._prompt.token_ids, self._start.namespace, self._session
-            )
+            way = self._gateway.way(self.number, self.log.prompt_ids, self._asked.namespace, self._session)
             self._open_streams()
-            self._place()
+            self._placement.begin(way, model.fingerprint, self._asked.hand_off)
         except BatonError as error:
             self.fail(error)
         except Exception as error:
@@ -152,7 +153,7 @@ class Request:
                 self._gateway.tokenizer,
                 choice,
                 self.log.prompt_ids,
-                one_by_one=bool(self._start.sampling.stop),
+                one_by_one=self._asked.stop,
                 on_progress=self._on_progress,
                 on_error=self.fail,
             )
@@ -161,40 +162,23 @@ class Request:
 
     # At decode nodes.
 
-    def _place(self) -> None:
-        """Gives the request to a decode node, now or as soon as one takes it."""
-        assert self._way is not None
-        try:
-            while True:
-                candidates = self._gateway.nodes.candidates(self.number, self._fingerprint)
-                place = self._attempts.place(candidates, time.monotonic(), self._way.pick_decode)
-                if isinstance(place, Wait):
-                    loop = asyncio.get_running_loop()
-                    self._placing = loop.call_later(place.seconds, self._place)
-                    return
-                prefill = self._way.order_prefill(self._gateway.nodes.prefill)
-                limit = self._way.decide(self._gateway.split, place, prefill, self._hand_off())
-                if self._gateway.nodes.decode[place].send(self._decode_start(prefill, limit), self):
-                    break
-        except BatonError as error:
-            self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
-            return
-        self._attempts.begin(place)
-        self._way.sent(place, prefill)
+    def _on_placed(self) -> None:
         if self._reader.paused:
-            self._pause(True)
+            self._placement.pause(True)
         if not self._accepted:
             self._accepted = True
-            self._accept()
+            accepted = inference_pb2.Accepted(request_id=self.name, seed=self._sampling.seed)
+            accepted.prompt_tokens = len(self.log.prompt_ids)
+            self.log.accept(accepted)
+            self._on_change()
 
-    def _hand_off(self) -> bool | None:
-        """The client's word in where the prompt is computed, if any."""
-        return self._start.hand_off if self._start.HasField("hand_off") else None
+    def _not_placed(self, error: BatonError) -> None:
+        self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
 
     def _decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
         return decode_start(
             self.number,
-            self._start,
+            self._asked,
             self.log.prompt_ids,
             self._sampling,
             self._attempts,
@@ -203,24 +187,16 @@ class Request:
             local_tokens,
         )
 
-    def _accept(self) -> None:
-        accepted = inference_pb2.Accepted(request_id=self.name, seed=self._sampling.seed)
-        accepted.prompt_tokens = len(self.log.prompt_ids)
-        self.log.accept(accepted)
-        self._on_change()
-
     # From the decode node (TokenSink) and the detokenizer.
 
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
-        first = not self._prompt_done
-        self._prompt_done = True
         self._attempts.progress()
-        if self._way is not None:
-            self._way.computed()
-        if not first:
+        self._placement.computed()
+        if self._prompt_done:
             return  # computed again, for another attempt
+        self._prompt_done = True
         self.log.cached_tokens = prompt.cached_tokens
-        if self._start.sampling.HasField("prompt_logprobs"):
+        if self._asked.prompt_logprobs:
             logprobs = list(prompt.prompt_logprobs)
             self._streams[0].fill_token_bytes(logprobs, lambda: self.log.set_prompt_logprobs(logprobs))
 
@@ -233,48 +209,35 @@ class Request:
         known = delta.choice < len(self._streams)
         wrong = self._streams[delta.choice].wrong(delta, self._sampling) if known else "an unknown choice"
         if wrong:
-            self.fail(internal(f"decode node {self._address()} sent {wrong}", "BAD_PEER"))
-        elif not self.log.choices[delta.choice].finished:
-            # After a stop string the node goes on with this choice until all of the request is cancelled.
-            self._streams[delta.choice].push(delta.token_ids, delta.logprobs, delta.finish_reason)
+            self.fail(internal(f"decode node {address} sent {wrong}", "BAD_PEER"))
+        else:
+            self._streams[delta.choice].push(delta)
 
     def on_finished(self, stats: decode_pb2.RequestStats) -> None:
         if not self.log.received_all:
-            self.fail(internal(f"decode node {self._address()} finished before its last token", "BAD_PEER"))
+            text = f"decode node {self._attempts.address} finished before its last token"
+            self.fail(internal(text, "BAD_PEER"))
             return
         self._stats = stats
         self._attempts.done = True
-        if self._way is not None and not self._attempts.resumed:
-            self._way.reckon(self._gateway.split, stats, self._timing.first_token)
+        self._placement.finished(stats, self._timing.first_token)
         self._finish_if_complete()
 
     def on_failed(self, error: BatonError, lost: bool) -> None:
-        address, resumed = self._address(), self._attempts.resumed
+        resumed = self._attempts.resumed
         try:
-            self._attempts.ended(error, time.monotonic(), lost=lost)
+            over = self._placement.ended(error, lost)
         except BatonError as last:
             self.fail(last)
             return
-        if self._attempts.done:
-            self._finish_if_complete()
-            return
         if self._attempts.resumed > resumed:
             self._gateway.metrics.resumes.inc()
-        _log.info(
-            "trying another decode node",
-            request=self.name,
-            decode=address,
-            output_tokens=self.log.output_tokens,
-            error=error.message,
-        )
-        self._place()
+        if over:
+            self._finish_if_complete()
+        else:
+            self._placement.place()
 
-    def _pause(self, paused: bool) -> None:
-        node = self._gateway.nodes.decode.get(self._attempts.address)
-        if node is not None:
-            node.pause(self.number, self.attempt, paused)
-
-    def _on_progress(self, tokens: int) -> None:
+    def _on_progress(self) -> None:
         self._finish_if_complete()
         if self.log.terminal is None:
             self._reader.look(self.log.unread)
@@ -288,8 +251,8 @@ class Request:
             return
         stats = self._stats or decode_pb2.RequestStats()
         if self.log.finish(finished(self.log, stats, self._attempts, self._timing)):
-            if self._way is not None and not self._attempts.resumed:
-                predicted = self._way.predicted(stats, self._address())
+            predicted = self._placement.predicted(stats)
+            if predicted is not None:
                 self._gateway.metrics.routed(predicted, self.log.cached_tokens)
             self._commit_session(stats.prefill_address)
             self._settle("finished", None)
@@ -306,14 +269,11 @@ class Request:
         if self._preparing is not None and self._preparing is not asyncio.current_task():
             self._preparing.cancel()
         self._reader.close()
-        if self._placing is not None:
-            self._placing.cancel()
-        node = self._gateway.nodes.decode.get(self._attempts.address)
-        if node is not None:
-            node.cancel(self.number)
-        if self._way is not None:
-            self._way.ended()
-        self._close_streams()
+        self._start = None
+        self._placement.let_go()
+        for stream in self._streams:
+            stream.close()
+        self._streams = []
         if self._session is not None:
             self._session.end()
         self._gateway.forget(self, outcome)
@@ -329,19 +289,10 @@ class Request:
         )
         self._on_change()
 
-    def _close_streams(self) -> None:
-        for stream in self._streams:
-            stream.close()
-        self._streams = []
-        self._gateway.tokenizer.flush()
-
     def _commit_session(self, prefill_address: str) -> None:
         session, prompt = self._session, self._prompt
         if session is None or prompt is None:
             return
-        session.decode_address = self._address()
+        session.decode_address = self._attempts.address
         session.prefill_address = prefill_address
         session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)
-
-    def _address(self) -> str:
-        return self._attempts.address

@@ -107,6 +107,8 @@ class GatewayNode:
         info = self.gateway.info()
         if self._http is not None:
             info.http_address = self._http.address
+        # Not connected to: each gateway serves by itself. Named so that one can be asked for all.
+        info.peers.extend(node_pb2.Peer(role="gateway", address=each) for each in self._config.siblings)
         return info
 
     def load(self) -> node_pb2.Load:

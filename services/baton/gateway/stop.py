@@ -24,6 +24,8 @@ class StopMatcher:
         """Takes the next piece; returns what may be shown. After a match everything is swallowed."""
         if self.matched:
             return ""
+        if not self._stop:
+            return text
         self._held += text
         found = self._first_match()
         if found is not None:

@@ -86,8 +86,8 @@ class ChoiceLog:
         if shown:
             self._pieces.append(shown)
 
-    def take(self, include_token_ids: bool) -> inference_pb2.Delta | None:
-        """What is new since the last call, merged; None if nothing is."""
+    def take(self, id: str, include_token_ids: bool) -> inference_pb2.GenerateResponse | None:
+        """What is new since the last call, merged, as a delta of request `id`; None if nothing is."""
         end = len(self.token_ids)
         if self._logprobs:
             end = min(end, self._taken_tokens + LOGPROBS_PER_DELTA)
@@ -97,17 +97,22 @@ class ChoiceLog:
         if not (visible or self._taken_pieces < len(self._pieces) or last):
             self._taken_tokens = end
             return None
-        text = "".join(self._pieces[self._taken_pieces :])
-        self._taken_pieces = len(self._pieces)
-        self._taken_tokens = end
-        delta = inference_pb2.Delta(choice=self.index, text=text, logprobs=self._logprobs[new])
+        response = inference_pb2.GenerateResponse(id=id)
+        delta = response.delta  # filled in place: a message given to another one is copied
+        if self.index:
+            delta.choice = self.index
+        delta.text = "".join(self._pieces[self._taken_pieces :])
         if include_token_ids:
             delta.token_ids.extend(self.token_ids[new])
+        if self._logprobs:
+            delta.logprobs.extend(self._logprobs[new])
         if last:
             self._end_taken = True
             delta.finish_reason = self.finish_reason
             delta.stop_matched = self.stop_matched
-        return delta
+        self._taken_pieces = len(self._pieces)
+        self._taken_tokens = end
+        return response
 
 
 class TokenLog:
@@ -156,12 +161,17 @@ class TokenLog:
     @property
     def unread(self) -> int:
         """Output tokens that have not been taken."""
-        return sum(choice.unread for choice in self.choices)
+        return sum([choice.unread for choice in self.choices])
 
     @property
     def complete(self) -> bool:
         """All choices have finished."""
-        return all(choice.finished for choice in self.choices)
+        return all(choice.finish_reason for choice in self.choices)
+
+    @property
+    def more(self) -> bool:
+        """A further `take` has something: what it gives out is bounded."""
+        return self.unread > 0 or (self.terminal is not None and not self._terminal_taken)
 
     @property
     def drained(self) -> bool:
@@ -190,14 +200,14 @@ class TokenLog:
         return True
 
     def take(self) -> list[inference_pb2.GenerateResponse]:
-        """The events since the last call, in order; large ones in pieces, so call again until it is empty."""
+        """The events since the last call, in order; large ones in pieces: call again while it has `more`."""
         events: list[inference_pb2.GenerateResponse] = []
         if self._accepted is not None:
             events.append(inference_pb2.GenerateResponse(id=self.id, accepted=self._accepted))
             self._accepted = None
         deltas = self._take_deltas()
-        events += (inference_pb2.GenerateResponse(id=self.id, delta=delta) for delta in deltas)
-        if deltas or self.terminal is None or self._terminal_taken:
+        events += deltas
+        if self.terminal is None or self._terminal_taken or (deltas and self.unread):
             return events
         self._terminal_taken = True
         if isinstance(self.terminal, status_pb2.Status):
@@ -206,12 +216,12 @@ class TokenLog:
             events.append(inference_pb2.GenerateResponse(id=self.id, finished=self.terminal))
         return events
 
-    def _take_deltas(self) -> list[inference_pb2.Delta]:
+    def _take_deltas(self) -> list[inference_pb2.GenerateResponse]:
         if self._prompt_logprobs_due and self._prompt_logprobs is None:
             return []
-        taken = (choice.take(self._include_token_ids) for choice in self.choices)
-        deltas = [delta for delta in taken if delta is not None]
+        taken = [choice.take(self.id, self._include_token_ids) for choice in self.choices]
+        deltas = [each for each in taken if each is not None]
         if self._prompt_logprobs is not None and deltas:
-            deltas[0].prompt_logprobs.extend(self._prompt_logprobs)
+            deltas[0].delta.prompt_logprobs.extend(self._prompt_logprobs)
             self._prompt_logprobs, self._prompt_logprobs_due = None, False
         return deltas

@@ -42,7 +42,7 @@ class Tokenizer:
     def add(self, address: str) -> None:
         """Begins to connect. Idempotent."""
         if address not in self.nodes:
-            node = TokenizerNode(address, self._welcome, self._lost, self.flush, self._dial)
+            node = TokenizerNode(address, self._welcome, self._lost, self._dial)
             self.nodes[address] = node
             node.start()
 
@@ -145,10 +145,11 @@ class Tokenizer:
         self._at[id] = node
         return id
 
-    def push(self, item: tokenizer_pb2.DetokenizeItem) -> None:
-        node = self._at.get(item.id)
-        if node is not None and item.id in node.sinks:
-            node.push(item)
+    def push(self, id: int) -> tokenizer_pb2.DetokenizeItem | None:
+        """An item to be filled in now. None: the stream has no tokenizer; once it has one, what is unanswered
+        is sent again."""
+        node = self._at.get(id)
+        return node.push(id) if node is not None and id in node.sinks else None
 
     def close_stream(self, id: int, sink: TextSink) -> None:
         """The owner wants no more text."""
@@ -159,10 +160,6 @@ class Tokenizer:
         if node is not None:
             node.close_stream(id)
 
-    def flush(self) -> None:
-        for node in self.nodes.values():
-            node.flush()
-
     def _wait_for_home(self, sink: TextSink, error: BatonError) -> None:
         if sink not in self._homeless:
             loop = asyncio.get_running_loop()
@@ -171,13 +168,11 @@ class Tokenizer:
     def _give_up(self, sink: TextSink, error: BatonError) -> None:
         if self._homeless.pop(sink, None) is not None:
             sink.on_detokenizer_lost(error)
-            self.flush()
 
     def _lost(self, sinks: list[TextSink], error: BatonError) -> None:
         self._at = {id: node for id, node in self._at.items() if id in node.sinks}
         for sink in sinks:
             sink.on_tokenizer_changed()
-        self.flush()
 
     def _welcome(self) -> None:
         """A tokenizer has become usable."""
@@ -185,4 +180,3 @@ class Tokenizer:
         for sink, timer in homeless.items():
             timer.cancel()
             sink.on_tokenizer_changed()
-        self.flush()

@@ -11,6 +11,7 @@ import grpc.aio
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.link import Link
+from baton.rpc.soon import Soon
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
 _HELLO = 0  # the id of a token stream that is opened and closed at once: its answer says that the link works
@@ -32,7 +33,7 @@ class TextSink(Protocol):
 
 
 class TokenizerNode:
-    """One tokenizer process. Items pushed while handling a step leave as one message, at flush().
+    """One tokenizer process. Items pushed in one turn of the event loop leave as one message.
 
     on_up: it has become usable. on_down: the streams of these sinks are gone.
     """
@@ -42,7 +43,6 @@ class TokenizerNode:
         address: str,
         on_up: Callable[[], None],
         on_down: Callable[[list[TextSink], BatonError], None],
-        after_message: Callable[[], None],
         dial: Dial = open_channel,
     ) -> None:
         self.address = address
@@ -51,8 +51,8 @@ class TokenizerNode:
         """Token streams that are open, by their ids."""
         self._up = on_up
         self._down = on_down
-        self._after_message = after_message
-        self._batch: list[tokenizer_pb2.DetokenizeItem] = []
+        self._batch = tokenizer_pb2.DetokenizeRequest()
+        self._flush_soon = Soon(self._flush)
         # Encoding has a connection of its own: a large prompt does not hold up the tokens of others.
         self._channel = dial(address)
         self._stub = tokenizer_pb2_grpc.TokenizerStub(self._channel)
@@ -98,25 +98,27 @@ class TokenizerNode:
         """Raises BatonError."""
         return await self._call(self._stub.Decode(request, timeout=timeout))
 
-    def push(self, item: tokenizer_pb2.DetokenizeItem) -> None:
-        self._batch.append(item)
+    def push(self, id: int) -> tokenizer_pb2.DetokenizeItem:
+        """An item to be filled in now."""
+        self._flush_soon()
+        return self._batch.items.add(id=id)
 
     def close_stream(self, id: int) -> None:
         """The owner wants no more text; the tokenizer frees what it holds."""
         if self.sinks.pop(id, None) is not None:
-            self._batch.append(tokenizer_pb2.DetokenizeItem(id=id, finish=True))
+            self.push(id).finish = True
 
-    def flush(self) -> None:
-        if not self._batch:
+    def _flush(self) -> None:
+        if not self._batch.items:
             return
-        request = tokenizer_pb2.DetokenizeRequest(items=self._batch)
-        self._batch = []
+        request, self._batch = self._batch, tokenizer_pb2.DetokenizeRequest()
         # What cannot be sent has been lost with the link, whose on_down tells the sinks.
         self._link.send(request)
 
     def lose_streams(self, error: BatonError) -> None:
         """Gives up all token streams; their sinks are told."""
-        lost, self.sinks, self._batch = list(self.sinks.values()), {}, []
+        lost, self.sinks = list(self.sinks.values()), {}
+        self._batch = tokenizer_pb2.DetokenizeRequest()
         self._down(lost, error)
 
     def _on_message(self, response: tokenizer_pb2.DetokenizeResponse) -> None:
@@ -127,7 +129,6 @@ class TokenizerNode:
             if output.finished or output.HasField("error"):
                 del self.sinks[output.id]
             sink.on_text(output)
-        self._after_message()
 
     def _on_up(self, first: tokenizer_pb2.DetokenizeResponse) -> None:
         self._asking = asyncio.get_running_loop().create_task(self._ask())

@@ -11,6 +11,19 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """The inverse of join_address. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"{address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of sockets that bind it."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address; a name counts by all its addresses."""
     try:

@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from baton.rpc.address import is_loopback, join_address
+from baton.rpc.address import is_loopback, join_address, split_address
 from baton.rpc.cluster import Cluster
 from baton.rpc.door import Door, check_address
-from baton.rpc.errors import BatonError, failed_precondition, unavailable
+from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.metrics_http import Health, serve_metrics
 
 
@@ -44,6 +44,25 @@ def bind_grpc(server: grpc.aio.Server, host: str, port: int, door: Door, insecur
             ) from error
         raise _cannot(host, port, "the system refuses it", "choose another with --port") from error
     return join_address(host, bound)
+
+
+def bind_shared(server: grpc.aio.Server, address: str, door: Door, insecure: bool) -> None:
+    """Binds a further port, which other processes of this user may bind as well; the server's options must
+    say so (grpc.so_reuseport). Raises BatonError, as bind_grpc does."""
+    try:
+        host, port = split_address(address)
+    except ValueError as error:
+        raise invalid("shared", f"--shared: {error}") from error
+    check_address(host, door, insecure)
+    credentials = door.credentials()
+    try:
+        if credentials is None:
+            server.add_insecure_port(address)
+        else:
+            server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        why = "somebody else has it, and does not share it"
+        raise _cannot(host, port, why, "choose another with --shared") from error
 
 
 def bind_metrics(

@@ -17,7 +17,7 @@ import baton
 from baton.config import NodeConfig
 from baton.rpc import logs
 from baton.rpc.address import is_loopback
-from baton.rpc.bind import bind_grpc, bind_metrics
+from baton.rpc.bind import bind_grpc, bind_metrics, bind_shared
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.cluster import Cluster
 from baton.rpc.door import ClusterDoor, Door, DoorKeeper
@@ -168,8 +168,9 @@ class _Shell:
         self._http_address = ""
         self.address = ""
         limit = int(getattr(config, "max_message_bytes", MAX_MESSAGE_BYTES))
+        options = dict(server_options(limit)) | dict(door.options())
         self._server = grpc.aio.server(
-            options=[*server_options(limit), *door.options()],
+            options=list(options.items()),
             interceptors=[DoorKeeper(door), self._gate, Malformed()],
         )
 
@@ -186,6 +187,9 @@ class _Shell:
         bound = bind_grpc(
             self._server, self._config.host, self._config.port, self._door, self._config.insecure
         )
+        shared = str(getattr(self._config, "shared", ""))
+        if shared:
+            bind_shared(self._server, shared, self._door, self._config.insecure)
         if self._door.missing():
             who = "any user of this machine" if is_loopback(self._config.host) else "anybody"
             _log.warning("nothing keeps strangers out", who=who, missing=self._door.missing())

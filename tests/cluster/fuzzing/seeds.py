@@ -60,11 +60,15 @@ SEEDS: dict[str, list[Message]] = {
             start=decode_pb2.DecodeStart(request=2, token_ids=PROMPT[:5], sampling=RICH, delivered=2)
         ),
         decode_pb2.GenerateCommand(cancel=decode_pb2.DecodeCancel(request=1)),
+        decode_pb2.GenerateCommand(
+            cancels=decode_pb2.DecodeCancels(attempts=[decode_pb2.DecodeCancel(request=1)] * 2)
+        ),
     ],
     "Prefill/Run": [
         _prefill(start=_RUN),
         _prefill(start=_FIRST_ONLY),
         _prefill(cancel=prefill_pb2.PrefillCancel(attempt=NAME)),
+        _prefill(cancels=prefill_pb2.PrefillCancels(attempts=[NAME, NAME])),
         _prefill(release=prefill_pb2.LeaseRelease(attempt=NAME)),
         _prefill(heartbeat=prefill_pb2.Heartbeat()),
     ],

@@ -1,0 +1,1 @@
+"""Processes around a gateway whose cost is measured: a source of tokens, and clients."""

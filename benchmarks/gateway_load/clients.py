@@ -1,0 +1,116 @@
+"""Clients in a closed loop: each asks again as soon as its answer is complete.
+
+    python -m gateway_load.clients grpc 127.0.0.1:50050 --streams 64 --seconds 10
+
+Each has a stream of its own; the connections are shared. Says "begin" and "end" around what it counts, and
+the counts as one line of JSON: messages with tokens, and tokens. Every token is one character of text, so
+that texts tell how many there were; an answer that is not complete ends the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections import Counter
+
+from baton.rpc.channel import open_channel
+from baton.rpc.node import run_process
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+CONNECTIONS = 8
+PROMPT = tuple(range(5, 21))
+
+
+async def ask_grpc(stub: inference_pb2_grpc.InferenceStub, max_tokens: int, counts: Counter[str]) -> None:
+    start = inference_pb2.GenerateStart(id="r", tokens=inference_pb2.TokenPrompt(token_ids=PROMPT))
+    start.sampling.max_tokens = max_tokens
+    start.sampling.ignore_eos = True
+    request = inference_pb2.GenerateRequest(start=start)
+    call = stub.Generate()
+    while True:
+        await call.write(request)
+        got = 0
+        while True:
+            event = await call.read()
+            kind = event.WhichOneof("kind")
+            if kind == "delta":
+                size = len(event.delta.token_ids)
+                if len(event.delta.text) != size:
+                    raise RuntimeError(f"{size} tokens with the text {event.delta.text!r}")
+                got += size
+                counts["messages"] += 1
+                counts["tokens"] += size
+            elif kind == "finished":
+                break
+            elif kind != "accepted":
+                raise RuntimeError(f"the gateway answered {event}")
+        if got != max_tokens:
+            raise RuntimeError(f"an answer of {got} tokens, not {max_tokens}")
+        counts["answers"] += 1
+
+
+async def ask_http(address: str, max_tokens: int, counts: Counter[str]) -> None:
+    """Server-sent events, read by hand: what an HTTP library costs is not the gateway's."""
+    host, _, port = address.rpartition(":")
+    body = {"model": "source", "prompt": PROMPT, "max_tokens": max_tokens, "stream": True}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(content)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(host, int(port))
+    while True:
+        writer.write(head.encode() + content)
+        got = 0
+        while (line := await reader.readline()) != b"data: [DONE]\n":
+            if not line.startswith(b"data: "):
+                if not line:
+                    raise RuntimeError("the gateway closed the connection")
+                continue
+            size = sum(len(choice["text"]) for choice in json.loads(line[6:])["choices"])
+            got += size
+            counts["messages"] += size > 0
+            counts["tokens"] += size
+        if got != max_tokens:
+            raise RuntimeError(f"an answer of {got} tokens, not {max_tokens}")
+        while await reader.readline() != b"0\r\n":
+            pass
+        await reader.readline()
+        counts["answers"] += 1
+
+
+async def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("api", choices=("grpc", "http"))
+    parser.add_argument("address")
+    parser.add_argument("--streams", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--warm-seconds", type=float, default=2.0)
+    parser.add_argument("--max-tokens", type=int, default=500)
+    args = parser.parse_args()
+    counts: Counter[str] = Counter()
+    if args.api == "grpc":
+        stubs = [inference_pb2_grpc.InferenceStub(open_channel(args.address)) for _ in range(CONNECTIONS)]
+        asking = [ask_grpc(stubs[i % CONNECTIONS], args.max_tokens, counts) for i in range(args.streams)]
+    else:
+        asking = [ask_http(args.address, args.max_tokens, counts) for _ in range(args.streams)]
+
+    async def measure() -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(args.warm_seconds)
+        before, began = counts.copy(), loop.time()
+        print("begin", flush=True)
+        await asyncio.sleep(args.seconds)
+        seconds = loop.time() - began
+        found = {name: counts[name] - before[name] for name in ("messages", "tokens", "answers")}
+        print("end", json.dumps({"seconds": seconds, **found}), flush=True)
+
+    tasks = [asyncio.create_task(ask) for ask in asking]
+    measuring = asyncio.create_task(measure())
+    done, _ = await asyncio.wait([measuring, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_process(main()))

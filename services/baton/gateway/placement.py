@@ -1,0 +1,126 @@
+"""Gives a request to decode nodes, one after the other until one finishes it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from baton.gateway.attempts import Attempts, Wait
+from baton.gateway.decode_node import DecodeNode, TokenSink
+from baton.gateway.nodes import Nodes
+from baton.gateway.router import Way
+from baton.gateway.split import Split
+from baton.rpc.errors import BatonError
+from baton.rpc.logs import get_logger
+from baton.v1 import decode_pb2
+
+_log = get_logger("baton.gateway")
+
+
+class Placement:
+    """Runs on the event loop; `attempts` decides, this sends.
+
+    sink: the request, as decode nodes know it. make_start: what the next attempt is told, with the prefill
+    nodes in the order to try and the most tokens for the decode node to compute itself. on_placed: a node has
+    been given the request. on_error: none can be.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        split: Split,
+        name: str,
+        number: int,
+        attempts: Attempts,
+        sink: TokenSink,
+        *,
+        make_start: Callable[[Sequence[str], int | None], decode_pb2.DecodeStart],
+        on_placed: Callable[[], None],
+        on_error: Callable[[BatonError], None],
+    ) -> None:
+        self._nodes = nodes
+        self._split = split
+        self._fingerprint = ""
+        self._way: Way | None = None
+        self._hand_off: bool | None = None
+        self._name = name
+        self._number = number
+        self._attempts = attempts
+        self._sink = sink
+        self._make_start = make_start
+        self._on_placed = on_placed
+        self._on_error = on_error
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, way: Way, fingerprint: str, hand_off: bool | None) -> None:
+        """fingerprint: of the model that the prompt was encoded for. hand_off: see Split.decide."""
+        self._way, self._fingerprint, self._hand_off = way, fingerprint, hand_off
+        self.place()
+
+    def place(self) -> None:
+        """Now, or as soon as a node takes the request."""
+        way = self._way
+        assert way is not None, "not begun"
+        try:
+            while True:
+                candidates = self._nodes.candidates(self._number, self._fingerprint)
+                place = self._attempts.place(candidates, time.monotonic(), way.pick_decode)
+                if isinstance(place, Wait):
+                    self._timer = asyncio.get_running_loop().call_later(place.seconds, self.place)
+                    return
+                prefill = way.order_prefill(self._nodes.prefill)
+                limit = way.decide(self._split, place, prefill, self._hand_off)
+                if self._nodes.decode[place].send(self._make_start(prefill, limit), self._sink):
+                    break
+        except BatonError as error:
+            self._on_error(error)
+            return
+        self._attempts.begin(place)
+        way.sent(place, prefill)
+        self._on_placed()
+
+    def computed(self) -> None:
+        """The prompt of the attempt has been."""
+        if self._way is not None:
+            self._way.computed()
+
+    def finished(self, stats: decode_pb2.RequestStats, first_token: float) -> None:
+        """The attempt has; its first token had come at that time, by the clock."""
+        if self._way is not None and not self._attempts.resumed:
+            self._way.reckon(self._split, stats, first_token)
+
+    def predicted(self, stats: decode_pb2.RequestStats) -> int | None:
+        """Cached tokens that were counted on, where the first attempt has finished: see Way.predicted."""
+        if self._way is None or self._attempts.resumed:
+            return None
+        return self._way.predicted(stats, self._attempts.address)
+
+    def ended(self, error: BatonError, lost: bool) -> bool:
+        """The attempt has ended before the request (lost: see Attempts.ended). True: there is nothing left to
+        compute; False: it is to be placed again. Raises BatonError, the request's end."""
+        address = self._attempts.address
+        self._attempts.ended(error, time.monotonic(), lost=lost)
+        if not self._attempts.done:
+            _log.info("trying another decode node", request=self._name, decode=address, error=error.message)
+        return self._attempts.done
+
+    def pause(self, paused: bool) -> None:
+        """The client does not read, or reads again."""
+        node = self._node
+        if node is not None:
+            node.pause(self._number, self._attempts.number, paused)
+
+    def let_go(self) -> None:
+        """The request has ended: no node is given it any more, and one that runs it is told."""
+        if self._timer is not None:
+            self._timer.cancel()
+        node = self._node
+        if node is not None:
+            node.cancel(self._number)
+        if self._way is not None:
+            self._way.ended()
+
+    @property
+    def _node(self) -> DecodeNode | None:
+        return self._nodes.decode.get(self._attempts.address)

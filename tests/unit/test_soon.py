@@ -1,0 +1,32 @@
+import asyncio
+
+from baton.rpc.soon import Soon
+
+
+async def test_it_runs_once_behind_the_turn_that_asked():
+    runs = []
+    soon = Soon(lambda: runs.append(len(runs)))
+    soon()
+    soon()
+    assert runs == []
+    await asyncio.sleep(0)
+    assert runs == [0]
+    soon()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert runs == [0, 1]
+
+
+async def test_what_asks_while_it_runs_is_asked_anew():
+    runs = []
+
+    def work() -> None:
+        runs.append(1)
+        if len(runs) < 3:
+            soon()
+
+    soon = Soon(work)
+    soon()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert len(runs) == 3
