@@ -12,7 +12,7 @@ import grpc.aio
 from baton.config import DecodeConfig
 from baton.decode.callers import Caller, add_output
 from baton.decode.core import DecodeCore, DecodePolicy, Key
-from baton.decode.outputs import Output
+from baton.decode.outputs import MESSAGE_SECONDS, Output
 from baton.decode.peers import PrefillPeers
 from baton.engine.request import Request
 from baton.handoff.messages import DecodeEffect
@@ -25,9 +25,6 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
 from baton.worker.convert import check_start, delivered_from, sampling_from
 from baton.worker.node import WorkerNode
 
-MESSAGE_SECONDS = 0.005
-"""Least time between two messages of tokens to a caller; steps shorter than this share one. Each token of a
-model that makes hundreds a second by itself would cost the other processes as much as the model."""
 HAND_BACK_SECONDS = 2.0
 """How long a stopping node waits until its callers have been told of what it hands back."""
 CONNECT_SECONDS = 10.0
