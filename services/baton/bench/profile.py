@@ -50,7 +50,7 @@ class Measured:
 
 
 def grid(rows: Sequence[int], contexts: Sequence[int], chunks: Sequence[int]) -> list[Shape]:
-    """Decode steps of all sizes, prompt chunks without and with cached tokens before them, and steps of both."""
+    """Decode steps of all sizes, prompt chunks without and with cached tokens before them, steps of both."""
     decode = [Shape(rows=count, context=context) for count, context in itertools.product(rows, contexts)]
     prompts = [
         Shape(chunk=chunk, cached=cached) for chunk, cached in itertools.product(chunks, (0, *contexts))

@@ -18,7 +18,7 @@ from baton.cli.bench_running import open_engine, run_here
 from baton.cli.options import SectionedCommand, config_options, fields_of
 from baton.cli.running import run_until_signal
 from baton.config import NodeConfig, WorkerConfig
-from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost, to_dict
+from baton.plan.profile import EngineFacts, HostCost, Profile, to_dict
 
 if TYPE_CHECKING:
     from baton.bench.profile import Fitted
@@ -76,10 +76,9 @@ def _profile(config: WorkerConfig, measurement: Measurement, console: Console) -
             pull = _run(lambda: pull_cost(layout, device, measurement.transport))
         except (TransportError, SegmentError) as error:
             raise click.ClickException(f"pulls cannot be measured: {error}") from None
-    host, missing = HostCost(), ("host",)
-    if measurement.host:
-        host, missing = _host(console), ()
-    profile = Profile(found.cost, engine, pull, host, missing)
+    host = _host(console) if measurement.host else None
+    missing = () if host is not None else ("host",)
+    profile = Profile(found.cost, engine, pull, host or HostCost(), missing)
     known = to_dict(profile)
     report |= known | {"engine": {**report["engine"], **known["engine"]}}
     save(report, measurement.file)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from baton.cli.plan import Question
 
 COLUMNS = (
-    *("prefill + decode", "TTFT p50", "p99, ms", "ITL p50", "p99, ms", "TPOT, ms", "tok/s out"),
+    *("layout", "TTFT p50", "p99, ms", "ITL p50", "p99, ms", "TPOT, ms", "tok/s out"),
     *("goodput", "met", "busy", "held"),
 )
 

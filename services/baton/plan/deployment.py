@@ -92,25 +92,23 @@ class Deployment:
         for number, arrival in enumerate(traffic.arrivals):
             delay = arrival.at + self._setup.profile.host.request
             world.at(delay, self._gateway, self._place(number))
-        world.at(traffic.arrivals[-1].at, self._gateway, self._look)
+        world.at(traffic.end, self._gateway, self._look)
         while self._left and world.step():
             pass
         records = self._records[traffic.first : traffic.last]
         start = records[0].at if traffic.first else 0.0
-        after = traffic.arrivals[traffic.last].at if traffic.last < len(traffic.arrivals) else records[-1].at
         retractions = sum(node.core.scheduler.retractions for node in self._decode.values())
         prefill = self._figures(list(self._prefill.values())) if self._prefill else None
         decode = self._figures(list(self._decode.values()))
-        return Simulated(self._layout, records, after - start, prefill, decode, retractions)
+        return Simulated(self._layout, records, traffic.end - start, prefill, decode, retractions)
 
     def _look(self) -> None:
-        """The last request has arrived: how busy have the nodes been until now?"""
+        """The last request that counts has arrived: how busy have the nodes been until now?"""
         for node in (*self._prefill.values(), *self._decode.values()):
             node.runner.stop_counting()
 
     def _figures(self, nodes: list[SimPrefill] | list[SimDecode]) -> NodeFigures:
-        until = self._traffic.arrivals[-1].at
-        busy = sum(node.runner.busy for node in nodes) / len(nodes) / until if until else 0.0
+        busy = sum(node.runner.busy for node in nodes) / len(nodes) / max(self._traffic.end, 1e-9)
         return NodeFigures(min(1.0, busy), max(node.most_pages for node in nodes), nodes[0].pages)
 
     def _place(self, number: int) -> Callable[[], None]:

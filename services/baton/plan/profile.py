@@ -111,5 +111,6 @@ def _known(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:
             value = given[field.name]
             if isinstance(field.default, bool | str) != isinstance(value, bool | str):
                 raise ValueError(f"{_PARTS[kind]}.{field.name} is {value!r}")
-            values[field.name] = type(field.default)(value)
+            default: Any = field.default
+            values[field.name] = type(default)(value)
     return values

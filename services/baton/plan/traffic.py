@@ -41,6 +41,11 @@ class Traffic:
         span = self.arrivals[-1].at - self.arrivals[0].at
         return (len(self.arrivals) - 1) / span if span > 0 else float("inf")
 
+    @property
+    def end(self) -> float:
+        """When the time ends in which requests that count arrive."""
+        return self.arrivals[min(self.last, len(self.arrivals) - 1)].at
+
     def work(self, cost: StepCost, max_rows: int, token_budget: int) -> Work:
         prompts = rows = tokens = steps = 0.0
         for arrival in self.arrivals:

@@ -1,0 +1,250 @@
+"""What `baton plan` predicts against what real processes do, on a CPU.
+
+    python benchmarks/plan_validation.py --runs 3 --json benchmarks/results/plan_validation.json
+
+Each case is a layout and a load. What its nodes cost is measured in the same run (as `baton bench profile`
+does), then a deployment of real processes is asked (as `baton bench serve` does), and the same requests, with
+the same times and lengths, are simulated. Compared, by the same code, are throughput, goodput, TTFT p50, TPOT
+p50, ITL p50 and the mean end-to-end latency; p99 is reported. Cases "timed": steps take a given time, compute
+nothing, so that two cores can carry several nodes. Cases "computed": the demo model, one thread a worker.
+Exits with 0 when each compared figure's ratio, the median of the runs, lies within --tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from baton.bench.clients import run_clients
+from baton.bench.engine import EngineBench
+from baton.bench.figures import Targets, summarize
+from baton.bench.profile import fitted, grid, measure_all, problem
+from baton.bench.workload import Range, Workload
+from baton.cli.bench_report import about, table
+from baton.cli.bench_running import make_target
+from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.cli.host_cost import host_cost
+from baton.cli.pull_cost import pull_cost
+from baton.config import DecodeConfig, PrefillConfig, WorkerConfig
+from baton.engine.cost import StepCost
+from baton.plan.deployment import Layout, simulate
+from baton.plan.nodes import Setup
+from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost, to_dict
+from baton.plan.traffic import Arrival, Traffic
+
+COMPARED = (
+    "requests_per_second",
+    "output_tokens_per_second",
+    "goodput_per_second",
+    "ttft_ms.p50",
+    "tpot_ms.p50",
+    "itl_ms.p50",
+    "e2e_ms.mean",
+)
+REPORTED = ("ttft_ms.p99", "itl_ms.p99", "e2e_ms.p99")
+KV_TOKENS = 32768
+TIMED_STEP = StepCost(fixed=12e-3, row=1e-4, key=1e-7, token=1e-4, pair=2e-9)
+"""Seconds: as of a model that is too large for these cores."""
+TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    computed: bool
+    layout: Layout
+    work: Workload
+    targets: Targets
+
+
+def load(rate: float, seconds: float, prompt: Range, output: Range) -> Workload:
+    return Workload(prompt_tokens=prompt, output_tokens=output, rate=rate, seconds=seconds)
+
+
+def cases(seconds: float) -> list[Case]:
+    timed = Targets(ttft_ms=200, itl_ms=30)
+    prompts, outputs = Range(100, 700), Range(16, 96)
+    computed = load(1.6, seconds, Range(64, 384), Range(16, 64))
+    return [
+        Case("timed 1 + 1", False, Layout(1, 1), load(6, seconds, prompts, outputs), timed),
+        Case("timed 2 + 1", False, Layout(2, 1), load(12, seconds, prompts, outputs), timed),
+        Case("timed 2 aggregated", False, Layout(0, 2), load(8, seconds, prompts, outputs), timed),
+        Case("computed 1 + 1", True, Layout(1, 1), computed, Targets(ttft_ms=300, itl_ms=30)),
+    ]
+
+
+class Measuring:
+    """What the simulation must know, measured here."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        config = WorkerConfig(device="cpu", threads=1, kv_tokens=KV_TOKENS)
+        with console.status("Loading the model"):
+            self._bench = EngineBench(config)
+        bench = self._bench
+        pool, sizes = bench.engine.pool, bench.config
+        self.engine = EngineFacts(
+            page_size=pool.layout.page_size,
+            kv_tokens=KV_TOKENS,
+            context_length=bench.context,
+            max_rows=sizes.max_rows,
+            token_budget=sizes.token_budget,
+            page_bytes=pool.layout.page_bytes,
+            overlap=bench.engine.overlap,
+            device="cpu",
+        )
+        self._layout = pool.layout
+        self._device = bench.engine.device
+
+    def step(self) -> tuple[StepCost, dict[str, float]]:
+        """Of the demo model, over what the computed case has in its steps; and the fit's error."""
+        shapes = grid((1, 2, 4, 8), (64, 192, 384), (16, 64, 128, 256, 384))
+        usable = [shape for shape in shapes if not problem(shape, self._bench)]
+        with self._console.status("Measuring steps"):
+            found = fitted(measure_all(self._bench, usable, 0.3, lambda shape: None))
+        return found.cost, found.summary()
+
+    def pull(self) -> PullCost:
+        with self._console.status("Measuring pulls"):
+            return asyncio.run(pull_cost(self._layout, self._device, ""))
+
+    def host(self) -> HostCost:
+        return asyncio.run(host_cost(self._console, lambda: None))
+
+
+async def ask(case: Case, flags: tuple[str, ...], console: Console) -> dict[str, Any]:
+    """The figures of real processes."""
+    worker = ("--device", "cpu", "--threads", "1", "--kv-tokens", str(KV_TOKENS), *flags)
+    plan = DeploymentPlan(
+        prefill=case.layout.prefill,
+        decode=case.layout.decode,
+        http_port=None,
+        flags={"prefill": worker, "decode": worker},
+        restart=False,
+    )
+    async with Deployment(plan, console) as deployment:
+        target = await make_target(deployment.address, 1, 8, TIMEOUT)
+        found = await run_clients(target, case.work, lambda *_: None)
+    figures = summarize(found.records, case.targets, case.work.seconds)
+    return figures | {"client_busy": found.busy}
+
+
+def predict(case: Case, profile: Profile, vocabulary: int) -> dict[str, Any]:
+    """The same requests, simulated."""
+    jobs = case.work.jobs(vocabulary, profile.engine.context_length)
+    arrivals = tuple(Arrival(job.at, len(job.prompt), job.output_tokens) for job in jobs)
+    setup = Setup(profile, PrefillConfig(), DecodeConfig())
+    found = simulate(case.layout, setup, Traffic(arrivals, 0, len(arrivals)))
+    figures = summarize(found.records, case.targets, case.work.seconds)
+    busy = {kind: asdict(part)["busy"] for kind in ("prefill", "decode") if (part := getattr(found, kind))}
+    return figures | {"busy": busy}
+
+
+def value(figures: dict[str, Any], name: str) -> float:
+    for part in name.split("."):
+        figures = figures[part]
+    return float(figures)  # type: ignore[arg-type]
+
+
+def compare(predicted: dict[str, Any], real: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Name -> prediction, reality and the first over the second."""
+    found = {}
+    for name in (*COMPARED, *REPORTED):
+        a, b = value(predicted, name), value(real, name)
+        found[name] = {"predicted": a, "real": b, "ratio": a / b if b else float(a == b)}
+    return found
+
+
+def run_case(case: Case, measuring: Measuring, number: int, console: Console) -> dict[str, Any]:
+    case = replace(case, work=replace(case.work, seed=number))
+    host, pull, error = measuring.host(), measuring.pull(), None
+    with tempfile.TemporaryDirectory(prefix="baton-plan-") as folder:
+        file, flags, step = Path(folder) / "steps.json", (), TIMED_STEP
+        if case.computed:
+            step, error = measuring.step()
+        else:
+            file.write_text(json.dumps({"step": asdict(step)}))
+            flags = ("--step-profile", str(file))
+        profile = Profile(step, measuring.engine, pull, host)
+        real = asyncio.run(ask(case, flags, console))
+    predicted = predict(case, profile, measuring._bench.vocabulary)
+    return {
+        "case": case.name,
+        "run": number,
+        "workload": case.work.to_dict(),
+        "targets": asdict(case.targets),
+        "profile": to_dict(profile),
+        "fit_error": error,
+        "requests": real["requests"],
+        "failures": real["failures"],
+        "client_busy": real["client_busy"],
+        "busy": predicted["busy"],
+        "figures": compare(predicted, real),
+    }
+
+
+def show_run(run: dict[str, Any], console: Console) -> None:
+    rows = table(f"{run['case']}, run {run['run']}", "predicted", "real", "ratio")
+    for name, each in run["figures"].items():
+        rows.add_row(name, f"{each['predicted']:.2f}", f"{each['real']:.2f}", f"{each['ratio']:.3f}")
+    console.print(rows)
+
+
+def verdicts(runs: list[dict[str, Any]], tolerance: float) -> Iterator[dict[str, Any]]:
+    """Of each case and compared figure: the median ratio of the runs."""
+    for case in dict.fromkeys(run["case"] for run in runs):
+        for name in COMPARED:
+            ratios = [run["figures"][name]["ratio"] for run in runs if run["case"] == case]
+            middle = statistics.median(ratios)
+            holds = abs(middle - 1.0) <= tolerance
+            yield {"case": case, "figure": name, "ratio": middle, "ratios": ratios, "holds": holds}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3, help="of each case; the median counts")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long requests arrive")
+    parser.add_argument("--case", action="append", help="only cases whose names begin so; may be repeated")
+    parser.add_argument("--tolerance", type=float, default=0.15)
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    given = parser.parse_args()
+    console = Console()
+    chosen = [c for c in cases(given.seconds) if not given.case or c.name.startswith(tuple(given.case))]
+    if not chosen:
+        parser.error(f"no case is called so; there are {', '.join(c.name for c in cases(given.seconds))}")
+    measuring = Measuring(console)
+    runs = []
+    for number in range(given.runs):
+        for case in chosen:
+            runs.append(run_case(case, measuring, number, console))
+            show_run(runs[-1], console)
+    judged = list(verdicts(runs, given.tolerance))
+    for each in judged:
+        ratios = ", ".join(f"{ratio:.3f}" for ratio in each["ratios"])
+        verdict = "holds" if each["holds"] else "DOES NOT HOLD"
+        console.print(
+            f"{each['case']}, {each['figure']}: {each['ratio']:.3f} of {ratios}: {verdict}", highlight=False
+        )
+    report = about("plan_validation", "") | {
+        "tolerance": given.tolerance,
+        "seconds": given.seconds,
+        "verdicts": judged,
+        "runs": runs,
+    }
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if all(each["holds"] for each in judged) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
