@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,13 @@ from baton.bench.workload import Range, Workload
 from baton.cli.bench_report import about, table
 from baton.cli.bench_running import make_target
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.host_cost import host_cost
+from baton.cli.host_cost import measure_host
 from baton.cli.pull_cost import pull_cost
 from baton.config import DecodeConfig, PrefillConfig, WorkerConfig
 from baton.engine.cost import StepCost
 from baton.plan.deployment import Layout, simulate
 from baton.plan.nodes import Setup
-from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost, to_dict
+from baton.plan.profile import EngineFacts, Profile, to_dict
 from baton.plan.traffic import Arrival, Traffic
 
 COMPARED = (
@@ -53,7 +55,7 @@ COMPARED = (
 )
 REPORTED = ("ttft_ms.p99", "itl_ms.p99", "e2e_ms.p99")
 KV_TOKENS = 32768
-TIMED_STEP = StepCost(fixed=12e-3, row=1e-4, key=1e-7, token=1e-4, pair=2e-9)
+TIMED_STEP = StepCost(fixed=20e-3, row=2e-4, key=2e-7, token=2e-4, pair=2e-9)
 """Seconds: as of a model that is too large for these cores."""
 TIMEOUT = 60.0
 
@@ -72,71 +74,92 @@ def load(rate: float, seconds: float, prompt: Range, output: Range) -> Workload:
 
 
 def cases(seconds: float) -> list[Case]:
-    timed = Targets(ttft_ms=200, itl_ms=30)
+    timed = Targets(ttft_ms=300, itl_ms=50)
     prompts, outputs = Range(100, 700), Range(16, 96)
     computed = load(1.6, seconds, Range(64, 384), Range(16, 64))
     return [
-        Case("timed 1 + 1", False, Layout(1, 1), load(6, seconds, prompts, outputs), timed),
-        Case("timed 2 + 1", False, Layout(2, 1), load(12, seconds, prompts, outputs), timed),
-        Case("timed 2 aggregated", False, Layout(0, 2), load(8, seconds, prompts, outputs), timed),
+        Case("timed 1 + 1", False, Layout(1, 1), load(4, seconds, prompts, outputs), timed),
+        Case("timed 2 + 1", False, Layout(2, 1), load(8, seconds, prompts, outputs), timed),
+        Case("timed 2 aggregated", False, Layout(0, 2), load(5, seconds, prompts, outputs), timed),
         Case("computed 1 + 1", True, Layout(1, 1), computed, Targets(ttft_ms=300, itl_ms=30)),
     ]
 
 
-class Measuring:
-    """What the simulation must know, measured here."""
+class Model:
+    """The demo model in this process: what the simulation must know of it is measured here."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        config = WorkerConfig(device="cpu", threads=1, kv_tokens=KV_TOKENS)
         with console.status("Loading the model"):
-            self._bench = EngineBench(config)
+            self._bench = EngineBench(WorkerConfig(device="cpu", threads=1, kv_tokens=KV_TOKENS))
         bench = self._bench
-        pool, sizes = bench.engine.pool, bench.config
+        self.vocabulary = bench.vocabulary
+        self.layout = bench.engine.pool.layout
+        self.device = bench.engine.device
         self.engine = EngineFacts(
-            page_size=pool.layout.page_size,
+            page_size=self.layout.page_size,
             kv_tokens=KV_TOKENS,
             context_length=bench.context,
-            max_rows=sizes.max_rows,
-            token_budget=sizes.token_budget,
-            page_bytes=pool.layout.page_bytes,
+            max_rows=bench.config.max_rows,
+            token_budget=bench.config.token_budget,
+            page_bytes=self.layout.page_bytes,
             overlap=bench.engine.overlap,
             device="cpu",
         )
-        self._layout = pool.layout
-        self._device = bench.engine.device
 
     def step(self) -> tuple[StepCost, dict[str, float]]:
-        """Of the demo model, over what the computed case has in its steps; and the fit's error."""
+        """Over what the computed case has in its steps; and the fit's error."""
         shapes = grid((1, 2, 4, 8), (64, 192, 384), (16, 64, 128, 256, 384))
         usable = [shape for shape in shapes if not problem(shape, self._bench)]
-        with self._console.status("Measuring steps"):
-            found = fitted(measure_all(self._bench, usable, 0.3, lambda shape: None))
+        found = fitted(measure_all(self._bench, usable, 0.2, lambda shape: None))
         return found.cost, found.summary()
 
-    def pull(self) -> PullCost:
-        with self._console.status("Measuring pulls"):
-            return asyncio.run(pull_cost(self._layout, self._device, ""))
 
-    def host(self) -> HostCost:
-        return asyncio.run(host_cost(self._console, lambda: None))
-
-
-async def ask(case: Case, flags: tuple[str, ...], console: Console) -> dict[str, Any]:
-    """The figures of real processes."""
-    worker = ("--device", "cpu", "--threads", "1", "--kv-tokens", str(KV_TOKENS), *flags)
+def deployment(layout: Layout, step_profile: Path | None, console: Console) -> Deployment:
+    worker = ("--device", "cpu", "--threads", "1", "--kv-tokens", str(KV_TOKENS))
+    if step_profile is not None:
+        worker += ("--step-profile", str(step_profile))
+    flags = {"prefill": worker, "decode": worker}
     plan = DeploymentPlan(
-        prefill=case.layout.prefill,
-        decode=case.layout.decode,
-        http_port=None,
-        flags={"prefill": worker, "decode": worker},
-        restart=False,
+        prefill=layout.prefill, decode=layout.decode, http_port=None, flags=flags, restart=False
     )
-    async with Deployment(plan, console) as deployment:
-        target = await make_target(deployment.address, 1, 8, TIMEOUT)
-        found = await run_clients(target, case.work, lambda *_: None)
-    figures = summarize(found.records, case.targets, case.work.seconds)
-    return figures | {"client_busy": found.busy}
+    return Deployment(plan, console)
+
+
+async def run_case(case: Case, model: Model, number: int, console: Console) -> AsyncIterator[dict[str, Any]]:
+    """Each of `number` runs measures what it needs right before, so that a machine on which other things run
+    is at least the same one."""
+    with tempfile.TemporaryDirectory(prefix="baton-plan-") as folder:
+        file = Path(folder) / "steps.json"
+        file.write_text(json.dumps({"step": asdict(TIMED_STEP)}))
+        async with AsyncExitStack() as stack:
+            timed = case.layout if not case.computed else Layout(1, 1)
+            asked = beside = await stack.enter_async_context(deployment(timed, file, console))
+            if case.computed:
+                asked = await stack.enter_async_context(deployment(case.layout, None, console))
+            target = await make_target(asked.address, 1, 8, TIMEOUT)
+            for run in range(number):
+                work = replace(case.work, seed=1 + run)
+                host = await measure_host(beside.address, TIMED_STEP, seed=1000 + run)
+                pull = await pull_cost(model.layout, model.device, "")
+                step, error = model.step() if case.computed else (TIMED_STEP, None)
+                profile = Profile(step, model.engine, pull, host)
+                real = await run_clients(target, work, lambda *_: None)
+                figures = summarize(real.records, case.targets, work.seconds)
+                predicted = predict(replace(case, work=work), profile, model.vocabulary)
+                yield {
+                    "case": case.name,
+                    "run": run,
+                    "workload": work.to_dict(),
+                    "targets": asdict(case.targets),
+                    "profile": to_dict(profile),
+                    "fit_error": error,
+                    "requests": figures["requests"],
+                    "failures": figures["failures"],
+                    "client_busy": real.busy,
+                    "load_average": os.getloadavg()[0],
+                    "busy": predicted["busy"],
+                    "figures": compare(predicted, figures),
+                }
 
 
 def predict(case: Case, profile: Profile, vocabulary: int) -> dict[str, Any]:
@@ -165,36 +188,9 @@ def compare(predicted: dict[str, Any], real: dict[str, Any]) -> dict[str, dict[s
     return found
 
 
-def run_case(case: Case, measuring: Measuring, number: int, console: Console) -> dict[str, Any]:
-    case = replace(case, work=replace(case.work, seed=number))
-    host, pull, error = measuring.host(), measuring.pull(), None
-    with tempfile.TemporaryDirectory(prefix="baton-plan-") as folder:
-        file, flags, step = Path(folder) / "steps.json", (), TIMED_STEP
-        if case.computed:
-            step, error = measuring.step()
-        else:
-            file.write_text(json.dumps({"step": asdict(step)}))
-            flags = ("--step-profile", str(file))
-        profile = Profile(step, measuring.engine, pull, host)
-        real = asyncio.run(ask(case, flags, console))
-    predicted = predict(case, profile, measuring._bench.vocabulary)
-    return {
-        "case": case.name,
-        "run": number,
-        "workload": case.work.to_dict(),
-        "targets": asdict(case.targets),
-        "profile": to_dict(profile),
-        "fit_error": error,
-        "requests": real["requests"],
-        "failures": real["failures"],
-        "client_busy": real["client_busy"],
-        "busy": predicted["busy"],
-        "figures": compare(predicted, real),
-    }
-
-
 def show_run(run: dict[str, Any], console: Console) -> None:
-    rows = table(f"{run['case']}, run {run['run']}", "predicted", "real", "ratio")
+    busy = f"load {run['load_average']:.1f}"
+    rows = table(f"{run['case']}, run {run['run']}, {busy}", "predicted", "real", "ratio")
     for name, each in run["figures"].items():
         rows.add_row(name, f"{each['predicted']:.2f}", f"{each['real']:.2f}", f"{each['ratio']:.3f}")
     console.print(rows)
@@ -213,7 +209,7 @@ def verdicts(runs: list[dict[str, Any]], tolerance: float) -> Iterator[dict[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="of each case; the median counts")
-    parser.add_argument("--seconds", type=float, default=20.0, help="how long requests arrive")
+    parser.add_argument("--seconds", type=float, default=25.0, help="how long requests arrive")
     parser.add_argument("--case", action="append", help="only cases whose names begin so; may be repeated")
     parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -222,12 +218,16 @@ def main() -> int:
     chosen = [c for c in cases(given.seconds) if not given.case or c.name.startswith(tuple(given.case))]
     if not chosen:
         parser.error(f"no case is called so; there are {', '.join(c.name for c in cases(given.seconds))}")
-    measuring = Measuring(console)
-    runs = []
-    for number in range(given.runs):
-        for case in chosen:
-            runs.append(run_case(case, measuring, number, console))
-            show_run(runs[-1], console)
+    model = Model(console)
+    runs: list[dict[str, Any]] = []
+
+    async def run_all(case: Case) -> None:
+        async for run in run_case(case, model, given.runs, console):
+            runs.append(run)
+            show_run(run, console)
+
+    for case in chosen:
+        asyncio.run(run_all(case))
     judged = list(verdicts(runs, given.tolerance))
     for each in judged:
         ratios = ", ".join(f"{ratio:.3f}" for ratio in each["ratios"])

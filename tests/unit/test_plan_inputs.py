@@ -10,12 +10,14 @@ from dataclasses import asdict
 import pytest
 
 from baton.bench.profile import Measured, Shape, _rows, fitted, grid
-from baton.bench.record import Record
-from baton.cli.host_cost import LOCAL, MANY, OUTPUT, STEP, solve
+from baton.cli.host_cost import LOCAL, MANY, OUTPUT, REMOTE, STEP, solve
 from baton.cli.kv_rates import Rate
 from baton.cli.pull_cost import line
+from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.cost import StepCost, StepLoad
+from baton.plan.deployment import Layout, simulate
 from baton.plan.lengths import Lengths
+from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost, read_profile, to_dict
 from baton.plan.traffic import Arrival, Traffic, poisson, read_trace
 
@@ -162,15 +164,19 @@ def test_pulls_of_two_lengths_are_a_line():
     )
 
 
-def test_the_hosts_part_is_what_clients_see_beyond_the_steps():
-    turn, row, request, hop = 5e-4, 4e-5, 3e-3, 7e-4
+@pytest.mark.parametrize("step", [STEP, StepCost(fixed=15e-3, row=2e-4, key=1e-7, token=1e-4, pair=1e-9)])
+def test_the_hosts_part_is_what_clients_see_beyond_the_steps(step):
+    """The same deployment, simulated, with a host that is known."""
+    host = HostCost(turn=5e-4, row=4e-5, request=3e-3, hop=7e-4)
+    setup = Setup(Profile(step, host=host), PrefillConfig(), DecodeConfig())
 
-    def records(first, rows, count=3):
-        each = STEP.fixed + turn + rows * row
-        arrivals = [(1 + first + i * each, 1) for i in range(OUTPUT)]
-        return [Record(1.0, 1.0, list(arrivals), arrivals[-1][0]) for _ in range(count)]
+    def records(prompt, output, count, apart):
+        arrivals = tuple(Arrival(1 + i * apart, prompt, output) for i in range(count))
+        return simulate(Layout(1, 1), setup, Traffic(arrivals, 0, count)).records
 
-    local = records(STEP.fixed + request, 1)
-    found = solve(local, records(STEP.fixed + request + 2 * hop, 1), records(0.1, MANY))
-    assert asdict(found) == pytest.approx(asdict(HostCost(turn, row, request, hop)))
-    assert LOCAL > 1
+    alone = records(LOCAL, OUTPUT, 3, 10.0), records(REMOTE, 2, 3, 10.0)
+    found = solve(step, *alone, records(LOCAL, OUTPUT, MANY, 0.0))
+    assert found.request == pytest.approx(host.request, rel=0.01)
+    assert found.hop == pytest.approx(host.hop, rel=0.01)
+    assert found.turn == pytest.approx(host.turn, rel=0.15)
+    assert found.row == pytest.approx(host.row, rel=0.15)

@@ -103,7 +103,7 @@ def _host(console: Console) -> HostCost:
     from baton.cli.host_cost import host_cost
 
     try:
-        cost: HostCost = _run(lambda: host_cost(console, lambda: None))
+        cost: HostCost = _run(lambda: host_cost(console))
     except (ChildError, ClientError) as error:
         raise click.ClickException(f"the host's part cannot be measured: {error}") from None
     return cost

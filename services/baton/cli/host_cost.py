@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
@@ -21,53 +21,72 @@ from baton.bench.workload import Range, Workload
 from baton.cli.bench_running import make_target
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.config import DecodeConfig
-from baton.engine.cost import StepCost, StepLoad
+from baton.engine.cost import StepCost, StepLoad, chunk_pairs
 from baton.plan.profile import HostCost
 
 STEP = StepCost(fixed=0.01, row=0.0, key=0.0, token=0.0, pair=0.0)
 """Long enough for steps not to share messages."""
 LOCAL, REMOTE = 16, 256
-"""Prompts that the decode node computes itself, and that it hands off."""
-OUTPUT, MANY = 33, 24
+"""Prompts that the decode node computes itself, and that it hands off; both fit into a step."""
+OUTPUT, MANY = 25, 24
 REQUESTS = 10
-ALONE = Workload(
-    prompt_tokens=Range(LOCAL, LOCAL), output_tokens=Range(OUTPUT, OUTPUT), requests=REQUESTS, concurrency=1
-)
 TIMEOUT = 60.0
 
 
-async def host_cost(console: Console, told: Callable[[], None]) -> HostCost:
-    """Starts a deployment. `told` is called after each of 3 runs. Raises ChildError, ClientError or
-    BatonError."""
-    assert LOCAL <= DecodeConfig().local_prefill_tokens < REMOTE
-    runs = []
+async def host_cost(console: Console) -> HostCost:
+    """Starts a deployment for it. Raises ChildError, ClientError or BatonError."""
     with tempfile.TemporaryDirectory(prefix="baton-profile-") as folder:
         profile = Path(folder) / "steps.json"
         profile.write_text(json.dumps({"step": asdict(STEP)}))
         worker = ("--step-profile", str(profile), "--device", "cpu", "--kv-tokens", "16384", "--threads", "1")
-        flags = {"prefill": worker, "decode": worker}
-        plan = DeploymentPlan(http_port=None, flags=flags, restart=False)
+        plan = DeploymentPlan(http_port=None, flags={"prefill": worker, "decode": worker}, restart=False)
         async with Deployment(plan, console) as deployment:
-            target = await make_target(deployment.address, 1, 4, TIMEOUT)
-            for work in (
-                ALONE,
-                replace(ALONE, run=1, prompt_tokens=Range(REMOTE, REMOTE), output_tokens=Range(2, 2)),
-                replace(ALONE, run=2, requests=2 * MANY, concurrency=MANY),
-            ):
-                runs.append((await run_clients(target, work, lambda *_: None)).records)
-                told()
-    return solve(*runs)
+            return await measure_host(deployment.address, STEP)
 
 
-def solve(local: Sequence[Record], remote: Sequence[Record], many: Sequence[Record]) -> HostCost:
-    """Of requests one at a time, with prompts computed locally and handed off, and of many at a time."""
-    step = STEP.seconds(StepLoad())
-    one, all_rows = _tpot(local) - step, _tpot(many) - step
-    row = max(0.0, (all_rows - one) / (MANY - 1))
-    turn = max(0.0, one - row)
-    request = max(0.0, _ttft(local) - step)
-    hop = max(0.0, (_ttft(remote) - _ttft(local)) / 2)
-    return HostCost(turn=turn, row=row, request=request, hop=hop)
+async def measure_host(server: str, step: StepCost, seed: int = 0) -> HostCost:
+    """server: the gateway of a deployment that does nothing else, all of whose steps take what `step` says.
+    seed: another one each time. Raises ClientError or BatonError."""
+    assert LOCAL <= DecodeConfig().local_prefill_tokens < REMOTE
+    target = await make_target(server, 1, 4, TIMEOUT)
+    runs = [
+        (await run_clients(target, _work(*sizes, seed=seed, run=run), lambda *_: None)).records
+        for run, sizes in enumerate(
+            ((LOCAL, OUTPUT, REQUESTS, 1), (REMOTE, 2, REQUESTS, 1), (LOCAL, OUTPUT, MANY, MANY))
+        )
+    ]
+    return solve(step, *runs)
+
+
+def _work(prompt: int, output: int, requests: int, concurrency: int, *, seed: int, run: int) -> Workload:
+    return Workload(
+        prompt_tokens=Range(prompt, prompt),
+        output_tokens=Range(output, output),
+        requests=requests,
+        concurrency=concurrency,
+        seed=seed,
+        run=run,
+    )
+
+
+def solve(
+    step: StepCost, local: Sequence[Record], remote: Sequence[Record], many: Sequence[Record]
+) -> HostCost:
+    """Of requests one at a time, with prompts computed locally and handed off, and of MANY at a time."""
+    one = _tpot(local) - _row_seconds(step, 1)
+    row = max(0.0, (_tpot(many) - _row_seconds(step, MANY) - one) / (MANY - 1))
+    request = _ttft(local) - _prompt_seconds(step, LOCAL)
+    hop = (_ttft(remote) - _prompt_seconds(step, REMOTE) - request) / 2
+    return HostCost(turn=max(0.0, one - row), row=row, request=max(0.0, request), hop=max(0.0, hop))
+
+
+def _row_seconds(step: StepCost, rows: int) -> float:
+    """The mean of the decode steps of so many requests."""
+    return step.seconds(StepLoad(rows=rows, keys=rows * (LOCAL + OUTPUT // 2)))
+
+
+def _prompt_seconds(step: StepCost, tokens: int) -> float:
+    return step.seconds(StepLoad(tokens=tokens, pairs=chunk_pairs(0, tokens)))
 
 
 def _tpot(records: Sequence[Record]) -> float:
