@@ -76,11 +76,16 @@ def test_nine_of_ten_are_enough_where_nine_of_ten_are_asked_for():
 
 def test_targets_that_no_node_can_meet_are_told_at_once():
     cost = StepCost(fixed=20e-3, row=0, key=0, token=1e-3, pair=0)
-    load = Traffic((Arrival(0, 300, 9), Arrival(1, 300, 9)), 0, 2)
-    assert "22.0 ms" in impossible(load, Targets(None, 21), cost, 512, 2e-3)
-    assert "320 ms by itself" in impossible(load, Targets(319, None), cost, 512, 0)
-    assert "340 ms" in impossible(load, Targets(319, None), cost, 256, 0), "a prompt of two steps"
-    assert impossible(load, Targets(341, 23), cost, 256, 2e-3) == ""
+
+    def why(ttft, itl, *, budget=512, turn=0.0, part=0.5, output=9):
+        load = Traffic(tuple(Arrival(i, 300 + 300 * (i > 5), output) for i in range(10)), 0, 10)
+        return impossible(load, Goal(Targets(ttft, itl), part), cost, budget, turn)
+
+    assert "takes 22.0 ms" in why(None, 21, turn=2e-3) and why(None, 23, turn=2e-3) == ""
+    assert why(None, 21, turn=2e-3, output=1) == "", "of one token there is no ITL"
+    assert "320 ms by itself" in why(319, None) and why(321, None) == ""
+    assert "340 ms" in why(319, None, budget=256), "a prompt of two steps"
+    assert "600 tokens" in why(321, None, part=0.7), "six of ten are no seven"
 
 
 # --- the command --------------------------------------------------------------------------------------

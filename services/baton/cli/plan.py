@@ -176,7 +176,7 @@ def plan(
     goal = Goal(Targets(ttft, itl), goodput_part)
     kinds = (layouts != "aggregated", layouts != "split")
     engine, host = setup.profile.engine, setup.profile.host
-    if why := impossible(traffic, goal.targets, measured.step, engine.token_budget, host.turn + host.row):
+    if why := impossible(traffic, goal, measured.step, engine.token_budget, host.turn + host.row):
         raise click.ClickException(f"no number of nodes meets these targets: {why}")
     console = Console()
     question = Question(setup, traffic, goal, max_nodes, kinds)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.bench.figures import Targets
-from baton.engine.cost import StepCost, StepLoad
+from baton.engine.cost import StepCost, StepLoad, chunk_pairs
 from baton.plan.deployment import Layout, Simulated
 from baton.plan.traffic import Traffic, Work
 
@@ -43,27 +44,30 @@ class Plan:
         return min(found, key=lambda each: each.layout.nodes, default=None)
 
 
-def impossible(traffic: Traffic, targets: Targets, cost: StepCost, budget: int, turn: float) -> str:
-    """Why no number of nodes can serve the median request within the targets; empty: one might.
-    turn: seconds between two steps."""
-    middle = sorted(traffic.arrivals, key=lambda a: a.prompt)[len(traffic.arrivals) // 2]
+def impossible(traffic: Traffic, goal: Goal, cost: StepCost, budget: int, turn: float) -> str:
+    """Why no number of nodes reaches the goal, since too many of the requests would miss the targets alone on
+    a deployment; empty: one might. budget: tokens of a step. turn: seconds between two steps."""
+    targets, place = goal.targets, max(0, math.ceil(goal.part * len(traffic.arrivals)) - 1)
     if targets.itl_ms is not None:
-        least = 1e3 * (cost.seconds(StepLoad(rows=1, keys=middle.prompt)) + turn)
-        if least > targets.itl_ms:
+        # Of a single token there is nothing to wait for.
+        keys = sorted(arrival.prompt if arrival.output > 1 else 0 for arrival in traffic.arrivals)[place]
+        least = 1e3 * (cost.seconds(StepLoad(rows=1, keys=keys)) + turn)
+        if keys and least > targets.itl_ms:
             return f"a step with one row takes {least:.1f} ms, more than the ITL of {targets.itl_ms:g} ms"
     if targets.ttft_ms is not None:
-        start = min(traffic.shared_prefix, middle.prompt - 1)
-        seconds = prompt_seconds(start, middle.prompt - start, cost, budget)
-        if 1e3 * seconds > targets.ttft_ms:
-            text = f"a prompt of {middle.prompt} tokens takes {1e3 * seconds:.0f} ms by itself"
+        prompt = sorted(arrival.prompt for arrival in traffic.arrivals)[place]
+        start = min(traffic.shared_prefix, prompt - 1)
+        least = 1e3 * prompt_seconds(start, prompt - start, cost, budget)
+        if least > targets.ttft_ms:
+            text = f"a prompt of {prompt} tokens takes {least:.0f} ms by itself"
             return f"{text}, more than the TTFT of {targets.ttft_ms:g} ms"
     return ""
 
 
 def prompt_seconds(start: int, count: int, cost: StepCost, budget: int) -> float:
     """Of the steps of a prompt alone on a node, of which `start` tokens are cached."""
-    pairs = count * start + count * (count + 1) // 2
-    return -(-count // budget) * cost.fixed + cost.token * count + cost.pair * pairs
+    chunks = -(-count // budget)
+    return chunks * cost.fixed + cost.token * count + cost.pair * chunk_pairs(start, count)
 
 
 def search(work: Work, goal: Goal, most: int, simulate: Simulate, kinds: tuple[bool, bool]) -> Plan:
