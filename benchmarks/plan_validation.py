@@ -35,7 +35,7 @@ from baton.bench.workload import Range, Workload
 from baton.cli.bench_report import about, table
 from baton.cli.bench_running import make_target
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.host_cost import measure_host
+from baton.cli.host_cost import LIMIT, SPLIT, measure_host
 from baton.cli.pull_cost import pull_cost
 from baton.config import DecodeConfig, PrefillConfig, WorkerConfig
 from baton.engine.cost import StepCost
@@ -118,7 +118,7 @@ def deployment(layout: Layout, step_profile: Path | None, console: Console) -> D
     worker = ("--device", "cpu", "--threads", "1", "--kv-tokens", str(KV_TOKENS))
     if step_profile is not None:
         worker += ("--step-profile", str(step_profile))
-    flags = {"prefill": worker, "decode": worker}
+    flags = {"prefill": worker, "decode": (*worker, *SPLIT)}
     plan = DeploymentPlan(
         prefill=layout.prefill, decode=layout.decode, http_port=None, flags=flags, restart=False
     )
@@ -166,7 +166,7 @@ def predict(case: Case, profile: Profile, vocabulary: int) -> dict[str, Any]:
     """The same requests, simulated."""
     jobs = case.work.jobs(vocabulary, profile.engine.context_length)
     arrivals = tuple(Arrival(job.at, len(job.prompt), job.output_tokens) for job in jobs)
-    setup = Setup(profile, PrefillConfig(), DecodeConfig())
+    setup = Setup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=LIMIT))
     found = simulate(case.layout, setup, Traffic(arrivals, 0, len(arrivals)))
     figures = summarize(found.records, case.targets, case.work.seconds)
     busy = {kind: asdict(part)["busy"] for kind in ("prefill", "decode") if (part := getattr(found, kind))}

@@ -16,7 +16,7 @@ from baton.bench.clients import run_clients
 from baton.bench.figures import summarize
 from baton.bench.workload import Range, Workload
 from baton.cli.bench_running import make_target
-from baton.cli.host_cost import measure_host
+from baton.cli.host_cost import LIMIT, SPLIT, measure_host
 from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.cost import StepCost
 from baton.plan.deployment import Layout, simulate
@@ -70,7 +70,7 @@ async def test_a_prediction_is_near_what_real_processes_do(tmp_path):
     steps.write_text(json.dumps({"step": asdict(STEP)}))
     worker = ("--step-profile", str(steps), "--kv-tokens", "16384")
     work = Workload(prompt_tokens=Range(60, 400), output_tokens=Range(4, 24), rate=6.0, seconds=4.0, seed=11)
-    with Deployment.split(tmp_path, "demo", worker=worker) as deployment:
+    with Deployment.split(tmp_path, "demo", worker=worker, decode_flags=SPLIT) as deployment:
         (gateway,) = deployment.of("gateway")
         host = await measure_host(gateway.address, STEP)
         target = await make_target(gateway.address, 1, 4, 60.0)
@@ -80,7 +80,9 @@ async def test_a_prediction_is_near_what_real_processes_do(tmp_path):
     arrivals = tuple(Arrival(job.at, len(job.prompt), job.output_tokens) for job in jobs)
     profile = Profile(STEP, EngineFacts(kv_tokens=16384), PullCost(2e-3, 1e9), host)
     found = simulate(
-        Layout(1, 1), Setup(profile, PrefillConfig(), DecodeConfig()), Traffic(arrivals, 0, len(arrivals))
+        Layout(1, 1),
+        Setup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=LIMIT)),
+        Traffic(arrivals, 0, len(arrivals)),
     )
     predicted = summarize(found.records)
     assert predicted["output_tokens"] == real["output_tokens"]

@@ -25,7 +25,7 @@ ENGINE = EngineFacts()
 def setup(cost=COST, *, pull=None, host=None, **sizes):
     engine = replace(ENGINE, **sizes)
     profile = Profile(cost, engine, pull or PullCost(), host or HostCost())
-    return Setup(profile, PrefillConfig(), DecodeConfig())
+    return Setup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=32))
 
 
 def traffic(*arrivals, shared=0):

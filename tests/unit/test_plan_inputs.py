@@ -168,7 +168,7 @@ def test_pulls_of_two_lengths_are_a_line():
 def test_the_hosts_part_is_what_clients_see_beyond_the_steps(step):
     """The same deployment, simulated, with a host that is known."""
     host = HostCost(turn=5e-4, row=4e-5, request=3e-3, hop=7e-4)
-    setup = Setup(Profile(step, host=host), PrefillConfig(), DecodeConfig())
+    setup = Setup(Profile(step, host=host), PrefillConfig(), DecodeConfig(local_prefill_tokens=32))
 
     def records(prompt, output, count, apart):
         arrivals = tuple(Arrival(1 + i * apart, prompt, output) for i in range(count))

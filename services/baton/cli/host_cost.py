@@ -20,14 +20,15 @@ from baton.bench.record import Record
 from baton.bench.workload import Range, Workload
 from baton.cli.bench_running import make_target
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.config import DecodeConfig
 from baton.engine.cost import StepCost, StepLoad, chunk_pairs
 from baton.plan.profile import HostCost
 
 STEP = StepCost(fixed=0.01, row=0.0, key=0.0, token=0.0, pair=0.0)
 """Long enough for steps not to share messages."""
-LOCAL, REMOTE = 16, 256
-"""Prompts that the decode node computes itself, and that it hands off; both fit into a step."""
+LOCAL, LIMIT, REMOTE = 16, 32, 256
+"""Prompts that the decode node computes itself, up to a limit, and that it hands off; all fit into a step."""
+SPLIT = ("--local-prefill-tokens", str(LIMIT))
+"""Flags of the decode node that is measured."""
 OUTPUT, MANY = 25, 24
 REQUESTS = 10
 TIMEOUT = 60.0
@@ -39,15 +40,15 @@ async def host_cost(console: Console) -> HostCost:
         profile = Path(folder) / "steps.json"
         profile.write_text(json.dumps({"step": asdict(STEP)}))
         worker = ("--step-profile", str(profile), "--device", "cpu", "--kv-tokens", "16384", "--threads", "1")
-        plan = DeploymentPlan(http_port=None, flags={"prefill": worker, "decode": worker}, restart=False)
+        flags = {"prefill": worker, "decode": (*worker, *SPLIT)}
+        plan = DeploymentPlan(http_port=None, flags=flags, restart=False)
         async with Deployment(plan, console) as deployment:
             return await measure_host(deployment.address, STEP)
 
 
 async def measure_host(server: str, step: StepCost, seed: int = 0) -> HostCost:
-    """server: the gateway of a deployment that does nothing else, all of whose steps take what `step` says.
-    seed: another one each time. Raises ClientError or BatonError."""
-    assert LOCAL <= DecodeConfig().local_prefill_tokens < REMOTE
+    """server: the gateway of a deployment that does nothing else, all of whose steps take what `step` says,
+    its decode nodes with the flags SPLIT. seed: another one each time. Raises ClientError or BatonError."""
     target = await make_target(server, 1, 4, TIMEOUT)
     runs = [
         (await run_clients(target, _work(*sizes, seed=seed, run=run), lambda *_: None)).records
