@@ -36,7 +36,7 @@ def plan_of(layout: str, model: str, args: argparse.Namespace, folder: Path) -> 
     }
     split = layout == "split"
     return DeploymentPlan(
-        prefill=int(split), decode=1 if split else 2, flags=flags, restart=False, log_folder=folder
+        prefill=int(split), decode=1 if split else args.replicas, flags=flags, restart=False, log_folder=folder
     )
 
 
@@ -55,7 +55,10 @@ def measurements(args: argparse.Namespace) -> dict[str, list[str]]:
             *("--ttft-target-ms", "200", "--itl-target-ms", "15"),
         ]
     if args.offline:
-        found["offline"] = ["offline", "--clients", "4", "--seed", "0", "--requests", str(args.offline)]
+        found["offline"] = [
+            *("offline", "--clients", "4", "--seed", "0", "--requests", str(args.offline)),
+            *("--repeats", str(args.repeats)),
+        ]
     return found
 
 
@@ -93,6 +96,7 @@ def main() -> int:
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of aggregated nodes")
+    parser.add_argument("--replicas", type=int, default=2, help="aggregated nodes")
     parser.add_argument("--budget", type=int, default=2048, help="token budget of a prefill node")
     parser.add_argument("--idle", type=int, nargs="*", default=[128, 2048, 8192, 32000])
     parser.add_argument("--requests", type=int, default=10, help="of each idle measurement")
@@ -101,6 +105,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=256, help="output tokens of a load's request")
     parser.add_argument("--seconds", type=float, default=25.0)
     parser.add_argument("--offline", type=int, default=256, help="requests; 0: leave it out")
+    parser.add_argument("--repeats", type=int, default=1, help="of those; the median counts")
     parser.add_argument("--only", nargs="*", help="measurements whose names begin so")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

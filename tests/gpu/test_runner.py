@@ -11,9 +11,12 @@ import pytest
 import torch
 from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint
 
+from baton.engine.cuda_runner import CudaFlight
 from baton.engine.graphs import batch_sizes
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.ragged import Ragged
 from baton.engine.sampling import SamplingParams
+from baton.engine.upload import to_device
 
 PAIRS = ("mixed/mixed", "fa3/fa3", "fa3/triton", "triton/fa3", "triton/triton")
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
@@ -158,6 +161,58 @@ def test_replay_equals_the_same_step_without_a_graph(checkpoint, pair):
             assert torch.equal(inputs.logits, logits), count
             assert torch.equal(inputs.result, result), count
             assert logits.isfinite().all()
+
+
+def small_step(slots=24, first=20):
+    """Rows of one token and chunks of all lengths, behind prompts of `first`, `first` + 1, ... tokens."""
+    rows = [PlanRow(0, tuple(prompts_of(2)[0]), 0, tuple(range(392, 400)), (0,))]
+    for slot in range(1, slots):
+        pages = tuple(range(slot * 6, slot * 6 + 6))
+        tokens = None if slot % 3 else tuple(prompts_of(slot // 2 + 2, seed=slot)[0])
+        rows.append(PlanRow(slot, tokens, first + slot, pages, (slot,)))
+    return rows
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_small_step_by_graph_equals_the_same_without(checkpoint, pair):
+    """Chunks alone and beside rows of one token, of every graph's size; the padding spoils no page."""
+    runner, _ = make(checkpoint, f"graphs:{pair}", torch.bfloat16, slots=24)
+    prompts = prompts_of(*range(20, 44))
+    for slot, prompt in enumerate(prompts):
+        row = PlanRow(slot, tuple(prompt), 0, tuple(range(slot * 6, slot * 6 + 6)), (slot,))
+        init = SlotInit(slot, SamplingParams(temperature=0.0), slot, (), ())
+        runner.read(runner.launch(StepPlan(1, (row,), (init,))))
+    graphs, rows = runner.chunk_graphs, small_step()
+    used = set()
+    with torch.inference_mode():
+        for count in (1, 2, 5, 8, 9, 14, 24):
+            step = Ragged.of(rows[:count])
+            flight = CudaFlight(1, tuple(rows[:count]), torch.cuda.Event())
+            changes = runner._tables.changes(step.rows)
+            if changes is not None:
+                runner._tables.write(*(to_device(array, CUDA) for array in changes))
+            want = runner._eager(step, False, flight).float()
+            first = graphs.shape(step)
+            for shape in [shape for shape in graphs._shapes if shape >= first and shape[1] >= len(step.rows)]:
+                used.add(shape)
+                got = graphs.run(shape, step).float().clone()
+                torch.testing.assert_close(got, want, atol=0.2, rtol=0.05)
+                assert (got - want).abs().mean() < 0.03
+    assert used == set(graphs._shapes)
+    assert runner._pool.pages.isfinite().all() and runner._pool.raw.isfinite().all()
+
+
+def test_small_steps_are_launched_by_graph(checkpoint, monkeypatch):
+    runner, cache = make(checkpoint, "graphs", torch.bfloat16)
+    seen = []
+    run, eager = runner.chunk_graphs.run, runner._eager
+    monkeypatch.setattr(runner.chunk_graphs, "run", lambda *a: (seen.append("graph"), run(*a))[1])
+    monkeypatch.setattr(runner, "_eager", lambda *a: (seen.append("eager"), eager(*a))[1])
+    generate(runner, cache, prompts_of(40), greedy(1))
+    assert seen == ["graph"]
+    wanted = [dataclasses.replace(GREEDY, max_tokens=3, prompt_logprobs=2)]
+    generate(runner, cache, prompts_of(40, seed=5), wanted)
+    assert seen == ["graph", "eager"]
 
 
 def test_padding_changes_nothing_for_others(checkpoint):

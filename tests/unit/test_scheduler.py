@@ -118,6 +118,8 @@ def test_one_request(overlap):
     check_outputs(engine, [r])
     assert engine.finish[("a", 0)] is FinishReason.LENGTH
     assert engine.ended == ["a"] and engine.prompts["a"] == 1
+    # The prompt, and a step a token behind the first: none for what the last one in flight would end.
+    assert engine.scheduler.step_number == r.params.max_tokens
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -16,6 +16,7 @@ from baton.bench.workload import Job
 from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.batch import Step
+from baton.engine.cuda_runner import CudaRunner
 from baton.engine.request import FailedEvent, Request, TokenEvent
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -89,9 +90,11 @@ class EngineBench:
             "token_budget": self.config.token_budget,
             "start_seconds": self.start_seconds,
         }
-        graphs = getattr(self.engine.runner, "graphs", None)
-        if graphs is not None:
-            found |= {"graphs_seconds": graphs.seconds, "graphs_mib": graphs.bytes / 2**20}
+        runner = self.engine.runner
+        if isinstance(runner, CudaRunner):
+            graphs = [each for each in (runner.graphs, runner.chunk_graphs) if each is not None]
+            found["graphs_seconds"] = sum(each.seconds for each in graphs)
+            found["graphs_mib"] = sum(each.bytes for each in graphs) / 2**20
         return found
 
     def run(

@@ -75,7 +75,8 @@ def summarize(
 ) -> dict[str, Any]:
     """All figures of a run. Latencies are of requests that finished; rates are over the time from the start
     to the last answer, or over the `arriving` seconds in which requests could arrive, if they are longer.
-    `goodput_per_second` is None without targets."""
+    `goodput_per_second` is None without targets. `first_pause_ms`: from the first message with tokens to the
+    second; between split nodes it holds the hand-off."""
     done = [record for record in records if not record.error]
     seconds = max([arriving, *(record.end for record in records)])
 
@@ -100,6 +101,7 @@ def summarize(
         "ttft_ms": spread(ttft),
         "tpot_ms": spread(record.tpot for record in done),
         "itl_ms": spread(itl),
+        "first_pause_ms": spread(gap for record in done for gap in pauses(record.arrivals)[:1]),
         "pause_ms": spread(gap for record in done for gap in pauses(record.arrivals)),
         "e2e_ms": spread(record.e2e for record in done),
         "in_flight": in_flight(records, seconds),

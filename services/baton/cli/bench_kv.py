@@ -33,7 +33,7 @@ from baton.cli.kv_rates import (
 from baton.cli.options import F, SectionedCommand, fail
 from baton.cli.placement import visible_gpus
 from baton.cli.running import run_command
-from baton.kvcache.pool import KvLayout
+from baton.kvcache.pool import KvLayout, default_page_size
 from baton.models.config import ModelError, read_config
 from baton.rpc.ids import new_incarnation
 from baton.transport import SegmentError, TransportError
@@ -75,7 +75,7 @@ def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> K
         config.num_layers,
         config.num_kv_heads,
         config.head_dim,
-        page_size or (16 if device.type == "cpu" else 64),
+        page_size or default_page_size(device),
         DTYPES.get(dtype, default),
     )
 

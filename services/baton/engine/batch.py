@@ -73,7 +73,7 @@ def build_step(scheduler: Scheduler) -> Step | None:
         record.sequence.last_step = number
         for sequence in record.targets:
             sequence.last_step = number
-            sequence.unread = 1
+            sequence.unread += 1
     for copy in copies:
         copy.sequence.last_step = number
     scheduler.step_number = number
@@ -82,7 +82,7 @@ def build_step(scheduler: Scheduler) -> Step | None:
 
 
 def _wants_row(scheduler: Scheduler, sequence: Sequence) -> bool:
-    """Whether another token is wanted, and could follow the one in flight."""
+    """Whether another token is wanted, and could follow those in flight."""
     return (
         not sequence.request.paused
         and sequence.num_output < sequence.request.params.max_tokens

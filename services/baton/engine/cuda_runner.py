@@ -10,25 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.attention.mixed import MixedAttention
 from baton.attention.paged import PagedAttention, PagedRows
+from baton.engine.chunk_graphs import ChunkGraphs, ChunkInputs
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.graphs import DecodeGraphs, Inputs, Progress, batch_sizes
 from baton.engine.page_tables import PageTables
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
+from baton.engine.prompt_logprobs import logprobs_to_host, prompt_logprobs
+from baton.engine.ragged import Ints, Ragged
 from baton.engine.results import row_results
-from baton.engine.sampler import Samples, TokenLogprobs, token_logprobs
-from baton.engine.upload import Upload, to_device, to_host
+from baton.engine.sampler import Samples, TokenLogprobs
+from baton.engine.upload import Upload, to_host
 from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
-
-_LOGITS_ROWS = 64
-"""Prompt log-probabilities are computed for so many positions at a time, to bound their memory."""
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -88,12 +85,18 @@ class CudaRunner:
         self._sampler = CudaSampler(max_slots, self.vocab_size, self._device)
         self._last_token = torch.zeros(max_slots + 1, dtype=torch.int32, device=self._device)
         self.graphs: DecodeGraphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
         if graphs:
             with torch.inference_mode():
                 logits = torch.empty(max_slots, self.vocab_size, dtype=model.dtype, device=self._device)
                 self.graphs = DecodeGraphs(
                     batch_sizes(max_slots), max_slots, logits, self._decode, self._sample_plain, progress
                 )
+                if not batch_invariant:
+                    # Theirs attend to rows of one token as to chunks.
+                    self.chunk_graphs = ChunkGraphs(
+                        max_slots, context_length, logits, self._small, self.graphs.pool, progress
+                    )
 
     # --- a step -----------------------------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class CudaRunner:
                 if graphs is not None and _is_decode(plan.rows) and len(plan.rows) <= graphs.largest:
                     self._launch_graph(graphs, plan.rows, flight)
                 else:
-                    self._launch_eager(plan.rows, flight)
+                    self._launch_ragged(plan.rows, flight)
             except BaseException:
                 self._tables.forget()
                 raise
@@ -175,7 +178,7 @@ class CudaRunner:
 
         tokens = self._last_token.index_select(0, inputs.slots)
         hidden = self._decoder.forward(tokens, inputs.positions, inputs.slots, attend, decode=True)
-        self._decoder.project(self._model.weights.head, hidden, inputs.logits)
+        self._project_head(hidden, inputs.logits)
 
     def _sample_plain(self, inputs: Inputs) -> None:
         """Sampling behind it, where it takes no more than a temperature; captured."""
@@ -185,60 +188,75 @@ class CudaRunner:
 
     # --- all other steps --------------------------------------------------------------------------------
 
-    def _launch_eager(self, rows: Sequence[PlanRow], flight: CudaFlight) -> None:
-        # Rows of one token first, then chunks.
-        order = sorted(range(len(rows)), key=lambda i: rows[i].count > 1)
-        ordered = [rows[i] for i in order]
-        counts = np.array([row.count for row in ordered])
-        ends = np.cumsum(counts)
-        single = int((counts == 1).sum())
-        sampled = [(rows[i], end - 1) for i, end in sorted(zip(order, ends.tolist(), strict=True))]
-        slots = np.array([slot for row, _ in sampled for slot in row.sample], np.int64)
-        targets = np.array([row.start + row.count for row, _ in sampled for _ in row.sample], np.int64)
-        last = np.array([at for row, at in sampled for _ in row.sample], np.int32)
-        simple = self._sampler.simple(slots, targets) if slots.size else None
+    def _launch_ragged(self, rows: Sequence[PlanRow], flight: CudaFlight) -> None:
+        step = Ragged.of(rows)
+        wholly = any(row.prompt_logprobs for row in rows)
+        shape = self.chunk_graphs.shape(step) if self.chunk_graphs is not None and not wholly else None
+        simple = self._sampler.simple(step.slots, step.targets) if step.slots.size else None
         temperatures, keys = simple or (np.zeros(0, np.float32), np.zeros(0, np.int64))
-        changes = self._tables.changes(ordered) or (np.zeros(0, np.int64), np.zeros(0, np.int32))
+        entries, pages = self._tables.changes(step.rows) or (np.zeros(0, np.int64), np.zeros(0, np.int32))
+        upload = Upload()
+        for array in (step.slots.astype(np.int32), temperatures, keys, entries, pages):
+            upload.add(array)
+        slots, temperatures_there, keys_there, *changes = upload.send(self._device)
+        if entries.size:
+            self._tables.write(*changes)
+        if shape is not None and self.chunk_graphs is not None:
+            logits = self.chunk_graphs.run(shape, step)
+        else:
+            logits = self._eager(step, wholly, flight)
+        if simple is not None:
+            result = torch.empty(len(step.slots), 2, dtype=torch.int32, device=self._device)
+            self._choose(logits, temperatures_there, keys_there, slots, self._last_token, result)
+            flight.result = to_host(result)
+        elif step.slots.size:
+            self._sample(logits, step.slots, step.targets, flight)
 
+    def _small(self, inputs: ChunkInputs) -> None:
+        """A small step up to its logits; captured."""
+        table = self._tables.table.index_select(0, inputs.row_slots)
+        paged = PagedRows(table, inputs.lengths, inputs.starts, len(inputs.ids))
+        self._chunks.plan(paged)
+
+        def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+            self._chunks.attend(layer, q, out, paged)
+
+        tokens = self._tokens(inputs.ids, inputs.token_slots)
+        hidden = self._decoder.forward(
+            tokens, inputs.positions, inputs.token_slots, attend, wanted=inputs.last
+        )
+        self._project_head(hidden, inputs.logits)
+
+    def _project_head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._decoder.project(self._model.weights.head, hidden, out)
+
+    def _tokens(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return torch.where(ids < 0, self._last_token.index_select(0, slots), ids)
+
+    def _eager(self, step: Ragged, wholly: bool, flight: CudaFlight) -> torch.Tensor:
+        """The logits [samples, vocab] of a step of any size. `wholly`: prompt log-probabilities are wanted,
+        which go into `flight`."""
+        single = step.single
         upload = Upload()
         for array in (
-            np.array([t for row in ordered for t in (row.tokens or (-1,))], np.int32),
-            np.concatenate([np.arange(row.start, row.start + row.count, dtype=np.int32) for row in ordered]),
-            np.repeat(np.array([row.slot for row in ordered], np.int32), counts),
-            np.array([row.slot for row in ordered], np.int32),
-            np.array([row.start + row.count for row in ordered], np.int32),
-            np.concatenate(([0], np.cumsum(counts[single:]))).astype(np.int32),
-            last,
-            slots.astype(np.int32),
-            temperatures,
-            keys,
-            *changes,
+            step.ids,
+            step.positions,
+            step.token_slots,
+            step.row_slots,
+            step.lengths,
+            step.starts[single:] - single,
+            step.last,
         ):
             upload.add(array)
-        (
-            ids,
-            positions,
-            token_slots,
-            row_slots,
-            lengths,
-            starts,
-            last_there,
-            slots_there,
-            temperatures_there,
-            keys_there,
-            *table_changes,
-        ) = upload.send(self._device)
-        if changes[0].size:
-            self._tables.write(*table_changes)
-        longest = max(row.start + row.count for row in ordered)
-        width = -(-longest // self._pool.layout.page_size)
+        ids, positions, token_slots, row_slots, lengths, starts, last = upload.send(self._device)
+        width = -(-int(step.lengths.max()) // self._pool.layout.page_size)
         table = self._tables.table[:, :width].index_select(0, row_slots)
-        singles = PagedRows(table[:single], lengths[:single]) if single else None
-        chunks = None
-        if singles is not None:
+        singles = chunks = None
+        if single:
+            singles = PagedRows(table[:single], lengths[:single])
             self._singles.plan(singles)
-        if single < len(ordered):
-            chunks = PagedRows(table[single:], lengths[single:], starts, int(counts.max()))
+        if single < len(step.rows):
+            chunks = PagedRows(table[single:], lengths[single:], starts, int(step.counts.max()))
             self._chunks.plan(chunks)
 
         def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -247,28 +265,19 @@ class CudaRunner:
             if chunks is not None:
                 self._chunks.attend(layer, q[single:], out[single:], chunks)
 
-        tokens = torch.where(ids < 0, self._last_token.index_select(0, token_slots), ids)
-        whole = any(row.prompt_logprobs for row in rows)
         hidden = self._decoder.forward(
-            tokens,
+            self._tokens(ids, token_slots),
             positions,
             token_slots,
             attend,
-            wanted=None if whole else last_there,
-            decode=single == len(ordered),
+            wanted=None if wholly else last,
+            decode=single == len(step.rows),
         )
-        if slots.size:
-            last_hidden = hidden.index_select(0, last_there) if whole else hidden
-            logits = self._decoder.project(self._model.weights.head, last_hidden)
-            if simple is not None:
-                result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
-                self._choose(logits, temperatures_there, keys_there, slots_there, self._last_token, result)
-                flight.result = to_host(result)
-            else:
-                self._sample(logits, slots, targets, flight)
-        for i, end in zip(order, ends.tolist(), strict=True):
-            if rows[i].prompt_logprobs:
-                flight.prompts[i] = self._prompt_logprobs(rows[i], hidden[end - rows[i].count : end])
+        for i, row, start in zip(step.order, step.rows, step.starts.tolist(), strict=False):
+            if row.prompt_logprobs:
+                states = hidden[start : start + row.count]
+                flight.prompts[i] = prompt_logprobs(self._project_head, states, row)
+        return self._project_head(hidden.index_select(0, last) if wholly else hidden)
 
     # --- what takes more than a temperature -------------------------------------------------------------
 
@@ -276,31 +285,10 @@ class CudaRunner:
         result, samples = self._sampler.sample(logits, slots, positions, self._last_token)
         flight.result = to_host(result)
         if samples.logprobs is not None:
-            samples.logprobs = _logprobs_to_host(samples.logprobs)
+            samples.logprobs = logprobs_to_host(samples.logprobs)
             flight.samples = samples
-
-    def _prompt_logprobs(self, row: PlanRow, hidden: torch.Tensor) -> list[TokenLogprobs]:
-        assert row.prompt_logprobs is not None
-        targets = to_device(np.array(row.prompt_logprobs, np.int64), self._device)
-        parts = zip(
-            torch.split(hidden[: len(targets)], _LOGITS_ROWS), torch.split(targets, _LOGITS_ROWS), strict=True
-        )
-        head, project = self._model.weights.head, self._decoder.project
-        return [
-            _logprobs_to_host(token_logprobs(project(head, states).float(), wanted, row.prompt_top))
-            for states, wanted in parts
-        ]
 
 
 def _is_decode(rows: Sequence[PlanRow]) -> bool:
     """Whether each row goes on from its slot's last token and samples the next one for it."""
     return all(row.tokens is None and row.sample == (row.slot,) for row in rows)
-
-
-def _logprobs_to_host(logprobs: TokenLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(
-        to_host(logprobs.tokens),
-        to_host(logprobs.chosen),
-        to_host(logprobs.top_tokens),
-        to_host(logprobs.top),
-    )

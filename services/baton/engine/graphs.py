@@ -6,7 +6,7 @@ import bisect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,23 @@ class _Graph:
     choose: torch.cuda.CUDAGraph
 
 
+In = TypeVar("In")
+
+
+def capture(work: Callable[[In], None], inputs: In, pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
+    """The work's launches as a graph; the work is done once."""
+    # Libraries allocate and kernels compile at their first use, which a capture does not allow.
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        work(inputs)
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=side):
+        work(inputs)
+    return graph
+
+
 class DecodeGraphs:
     """Captured largest first in one memory pool; a batch is padded to the next size.
 
@@ -76,10 +93,14 @@ class DecodeGraphs:
         report = progress or (lambda done, total: None)
         started = time.monotonic()
         free = torch.cuda.mem_get_info(device)[0]
-        pool = torch.cuda.graph_pool_handle()
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        """Of the memory that a replay works in: for graphs that are never replayed at the same time."""
         for done, size in enumerate(reversed(self._sizes)):
             report(done, len(self._sizes))
-            self._graphs[size] = self._capture(size, pool, forward, choose)
+            inputs = self._inputs(size)
+            self._graphs[size] = _Graph(
+                capture(forward, inputs, self.pool, device), capture(choose, inputs, self.pool, device)
+            )
         torch.cuda.synchronize(device)
         report(len(self._sizes), len(self._sizes))
         self.seconds = time.monotonic() - started
@@ -131,18 +152,3 @@ class DecodeGraphs:
             self._logits[:size],
             self._result[:size],
         )
-
-    def _capture(self, size: int, pool: Any, forward: Work, choose: Work) -> _Graph:
-        inputs = self._inputs(size)
-        # Libraries allocate and kernels compile at their first use, which a capture does not allow.
-        side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            forward(inputs)
-            choose(inputs)
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        graph = _Graph(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
-        for work, part in ((forward, graph.forward), (choose, graph.choose)):
-            with torch.cuda.graph(part, pool=pool, stream=side):
-                work(inputs)
-        return graph

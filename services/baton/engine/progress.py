@@ -33,6 +33,7 @@ def commit_rows(scheduler: Scheduler, step: Step, result: StepResult) -> None:
             scheduler.fail(sequence.request, "BAD_LOGITS", row.error)
         elif sequence.phase is Phase.RUNNING:
             sample = row.samples[0]
+            sequence.unread -= 1
             take_token(scheduler, sequence, sample.token, sample.logprobs)
             if sequence.finish is not None:
                 settle(scheduler, [sequence])
@@ -53,6 +54,7 @@ def _commit_chunk(scheduler: Scheduler, record: Record, row: RowResult) -> None:
     scheduler.prompts.remove(leader)
     report_prompt(scheduler, request)
     for sequence, sample in zip(record.targets, row.samples, strict=True):
+        sequence.unread -= 1
         take_token(scheduler, sequence, sample.token, sample.logprobs)
     # After the tokens: a receiver whose request they finish need not begin to pull.
     scheduler.events.append(ChunkEvent(leader))
@@ -76,12 +78,11 @@ def _lease(scheduler: Scheduler, leader: Sequence) -> None:
 def take_token(scheduler: Scheduler, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
     """Appends a token to the sequence's log and decides whether it was the last."""
     sequence.tokens.append(token)
-    sequence.unread = 0
     params, context = sequence.request.params, scheduler.config.context_length
     if not scheduler.config.prompt_only:
-        if token in params.stop_token_ids and sequence.num_output > params.min_tokens:
+        if token in params.stop_token_ids and sequence.num_read > params.min_tokens:
             sequence.finish = FinishReason.STOP
-        elif min(params.max_tokens - sequence.num_output, context - len(sequence.tokens)) <= 0:
+        elif min(params.max_tokens - sequence.num_read, context - len(sequence.tokens)) <= 0:
             sequence.finish = FinishReason.LENGTH
     scheduler.events.append(TokenEvent(sequence, token, logprobs, sequence.finish))
 

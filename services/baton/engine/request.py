@@ -72,7 +72,7 @@ class Sequence:
         self.retired = 0
         """Tokens whose KV is final: their step has retired."""
         self.unread = 0
-        """1 while a sampled token has been launched and not yet read."""
+        """Sampled tokens that have been launched and not yet read: with overlap two for a while."""
         self.last_step = 0
         """The last launched step that uses its pages or its slot."""
         self.followers: list[Sequence] = []
@@ -87,7 +87,12 @@ class Sequence:
     @property
     def num_output(self) -> int:
         """Output tokens, those in flight included."""
-        return len(self.tokens) - len(self.request.prompt) + self.unread
+        return self.num_read + self.unread
+
+    @property
+    def num_read(self) -> int:
+        """Output tokens that have been read."""
+        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def missing(self) -> int:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 import torch
 
 
+def default_page_size(device: torch.device) -> int:
+    """Tokens per page where none are named: on a GPU as many as attention kernels load at a time."""
+    return 16 if device.type == "cpu" else 128
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """What the bytes of a page mean: [layer, key or value, token, head, dim], contiguous."""

@@ -23,7 +23,7 @@ from baton.engine.threads import TunedRunner
 from baton.engine.timed_runner import TimedRunner
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.eviction import make_policy
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache.pool import KvLayout, KvPool, default_page_size
 from baton.models.config import ModelError
 from baton.models.decoder import Model
 from baton.models.loader import fingerprint, load_model, weight_bytes
@@ -108,7 +108,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     path = resolve(config.model)
     model = _load(config, path, dtype, device)
     shape = model.config
-    size = config.page_size or (16 if device.type == "cpu" else 128)
+    size = config.page_size or default_page_size(device)
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, model.dtype)
     pages = num_pages(config, layout, shape.context_length, device)
     pool, published = make_pool(layout, pages, device, kinds, incarnation)

@@ -61,9 +61,10 @@ def make_runner(
         batch_invariant=batch_invariant,
         progress=report,
     )
-    if runner.graphs is not None:
-        mib = round(runner.graphs.bytes / 2**20)
-        _log.info("CUDA graphs captured", seconds=round(runner.graphs.seconds, 2), mib=mib)
+    for steps, graphs in (("decode", runner.graphs), ("small, with chunks", runner.chunk_graphs)):
+        if graphs is not None:
+            mib, seconds = round(graphs.bytes / 2**20), round(graphs.seconds, 2)
+            _log.info("CUDA graphs captured", steps=steps, seconds=seconds, mib=mib)
     return runner
 
 
