@@ -137,7 +137,7 @@ def test_what_is_printed(profile, tmp_path):
 
 
 def test_no_layout_is_told_and_is_an_exit_code(profile):
-    found = plan(profile, *QUESTION, "--ttft", "60", "--itl", "25", "--max-nodes", "2")
+    found = plan(profile, *QUESTION, "--ttft", "90", "--itl", "25", "--max-nodes", "2")
     assert found.return_value == 1
     assert "No layout of at most 2 nodes meets the targets" in found.output
     assert "raise --max-nodes" in plan(profile, "--rate", "500", "--max-nodes", "3").output
