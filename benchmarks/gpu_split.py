@@ -36,7 +36,11 @@ def plan_of(layout: str, model: str, args: argparse.Namespace, folder: Path) -> 
     }
     split = layout == "split"
     return DeploymentPlan(
-        prefill=int(split), decode=1 if split else args.replicas, flags=flags, restart=False, log_folder=folder
+        prefill=int(split),
+        decode=1 if split else args.replicas,
+        flags=flags,
+        restart=False,
+        log_folder=folder,
     )
 
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,6 @@ COMPARED = (
 REPORTED = ("ttft_ms.p99", "itl_ms.p99", "e2e_ms.p99")
 KV_TOKENS = 32768
 TIMED_STEP = StepCost(fixed=20e-3, row=2e-4, key=2e-7, token=2e-4, pair=2e-9)
-"""Seconds: as of a model that is too large for these cores."""
 TIMEOUT = 60.0
 
 
@@ -73,16 +72,26 @@ def load(rate: float, seconds: float, prompt: Range, output: Range) -> Workload:
     return Workload(prompt_tokens=prompt, output_tokens=output, rate=rate, seconds=seconds)
 
 
-def cases(seconds: float) -> list[Case]:
-    timed = Targets(ttft_ms=300, itl_ms=50)
+def cases(seconds: float, stretch: float) -> list[Case]:
+    """stretch: of timed steps, and so of the times between requests and of targets."""
     prompts, outputs = Range(100, 700), Range(16, 96)
     computed = load(1.6, seconds, Range(64, 384), Range(16, 64))
+
+    def timed(name: str, layout: Layout, rate: float) -> Case:
+        targets = Targets(ttft_ms=300 * stretch, itl_ms=50 * stretch)
+        return Case(f"timed {name}", False, layout, load(rate / stretch, seconds, prompts, outputs), targets)
+
     return [
-        Case("timed 1 + 1", False, Layout(1, 1), load(4, seconds, prompts, outputs), timed),
-        Case("timed 2 + 1", False, Layout(2, 1), load(8, seconds, prompts, outputs), timed),
-        Case("timed 2 aggregated", False, Layout(0, 2), load(5, seconds, prompts, outputs), timed),
+        timed("1 + 1", Layout(1, 1), 4),
+        timed("2 + 1", Layout(2, 1), 8),
+        timed("2 aggregated", Layout(0, 2), 5),
         Case("computed 1 + 1", True, Layout(1, 1), computed, Targets(ttft_ms=300, itl_ms=30)),
     ]
+
+
+def timed_step(stretch: float) -> StepCost:
+    """Seconds: as of a model that is too large for these cores."""
+    return StepCost(*(stretch * each for each in astuple(TIMED_STEP)))
 
 
 class Model:
@@ -125,23 +134,25 @@ def deployment(layout: Layout, step_profile: Path | None, console: Console) -> D
     return Deployment(plan, console)
 
 
-async def run_case(case: Case, model: Model, number: int, console: Console) -> AsyncIterator[dict[str, Any]]:
+async def run_case(
+    case: Case, model: Model, number: int, timed_step: StepCost, console: Console
+) -> AsyncIterator[dict[str, Any]]:
     """Each of `number` runs measures what it needs right before, so that a machine on which other things run
     is at least the same one."""
     with tempfile.TemporaryDirectory(prefix="baton-plan-") as folder:
         file = Path(folder) / "steps.json"
-        file.write_text(json.dumps({"step": asdict(TIMED_STEP)}))
+        file.write_text(json.dumps({"step": asdict(timed_step)}))
         async with AsyncExitStack() as stack:
-            timed = case.layout if not case.computed else Layout(1, 1)
-            asked = beside = await stack.enter_async_context(deployment(timed, file, console))
+            first = case.layout if not case.computed else Layout(1, 1)
+            asked = beside = await stack.enter_async_context(deployment(first, file, console))
             if case.computed:
                 asked = await stack.enter_async_context(deployment(case.layout, None, console))
             target = await make_target(asked.address, 1, 8, TIMEOUT)
             for run in range(number):
                 work = replace(case.work, seed=1 + run)
-                host = await measure_host(beside.address, TIMED_STEP, seed=1000 + run)
+                host = await measure_host(beside.address, timed_step, seed=1000 + run)
                 pull = await pull_cost(model.layout, model.device, "")
-                step, error = model.step() if case.computed else (TIMED_STEP, None)
+                step, error = model.step() if case.computed else (timed_step, None)
                 profile = Profile(step, model.engine, pull, host)
                 real = await run_clients(target, work, lambda *_: None)
                 figures = summarize(real.records, case.targets, work.seconds)
@@ -210,19 +221,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--runs", type=int, default=3, help="of each case; the median counts")
     parser.add_argument("--seconds", type=float, default=25.0, help="how long requests arrive")
+    parser.add_argument(
+        "--stretch", type=float, default=1.0, help="makes timed steps longer, for a machine that is busy"
+    )
     parser.add_argument("--case", action="append", help="only cases whose names begin so; may be repeated")
     parser.add_argument("--tolerance", type=float, default=0.15)
     parser.add_argument("--json", type=Path, help="write all figures there")
     given = parser.parse_args()
     console = Console()
-    chosen = [c for c in cases(given.seconds) if not given.case or c.name.startswith(tuple(given.case))]
+    known = cases(given.seconds, given.stretch)
+    chosen = [case for case in known if not given.case or case.name.startswith(tuple(given.case))]
     if not chosen:
-        parser.error(f"no case is called so; there are {', '.join(c.name for c in cases(given.seconds))}")
+        parser.error(f"no case is called so; there are {', '.join(case.name for case in known)}")
     model = Model(console)
     runs: list[dict[str, Any]] = []
 
     async def run_all(case: Case) -> None:
-        async for run in run_case(case, model, given.runs, console):
+        async for run in run_case(case, model, given.runs, timed_step(given.stretch), console):
             runs.append(run)
             show_run(run, console)
 
@@ -238,6 +253,7 @@ def main() -> int:
     report = about("plan_validation", "") | {
         "tolerance": given.tolerance,
         "seconds": given.seconds,
+        "stretch": given.stretch,
         "verdicts": judged,
         "runs": runs,
     }
