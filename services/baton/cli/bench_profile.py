@@ -41,6 +41,7 @@ class Measurement:
 
 
 def _profile(config: WorkerConfig, measurement: Measurement, console: Console) -> None:
+    from baton.cli.child import ChildError
     from baton.transport import SegmentError, TransportError
 
     report = about("profile", measurement.commit)
@@ -74,7 +75,7 @@ def _profile(config: WorkerConfig, measurement: Measurement, console: Console) -
     with console.status("Pulling pages from another process"):
         try:
             pull = _run(lambda: pull_cost(layout, device, measurement.transport))
-        except (TransportError, SegmentError) as error:
+        except (TransportError, SegmentError, ChildError) as error:
             raise click.ClickException(f"pulls cannot be measured: {error}") from None
     host = _host(console) if measurement.host else None
     missing = () if host is not None else ("host",)

@@ -85,7 +85,6 @@ class Deployment:
         """Request -> its decode node."""
         self._left = traffic.last - traffic.first
         self._ended = 0
-        self._busy: tuple[float, ...] = ()
 
     def run(self) -> Simulated:
         world, traffic = self._world, self._traffic
