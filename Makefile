@@ -6,6 +6,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_TORCH_ARGS ?=
 
+# Test files at a time; those marked `alone`, which measure times, follow one by one.
+LANES ?= 2
+
 # How long `make soak` goes on.
 SECONDS ?= 600
 
@@ -25,8 +28,15 @@ help: ## Say what there is
 demo: $(VENV)/installed ## Start the services, stream answers, show what happened
 	@$(BIN)/baton demo
 
-test: $(VENV)/installed-test ## Run all tests (ARGS="-k name" for some)
+test: $(VENV)/installed-test ## Run all tests, or some, one at a time: make test ARGS="-k name"
+ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
+else
+	@code=0; \
+	$(BIN)/python -m pytest -n $(LANES) --dist loadfile -m "not alone" || code=$$?; \
+	$(BIN)/python -m pytest -m alone || code=$$?; \
+	exit $$code
+endif
 
 soak: $(VENV)/installed ## Simulate deployments with faults, from a random seed on (SECONDS=600)
 	@$(BIN)/baton sim --seconds $(SECONDS)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from checkpoints import make_model, save
 from deployment import Deployment
+from process import Process
 from reference import Reference
 
 torch.set_num_threads(1)
+Process.forked = True
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +43,11 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory, deployments: list[Deployment]) -> Iterator[Deployment]:
-    """The demo model, split. Whatever tests send to it, no process may log a traceback."""
-    with Deployment.split(tmp_path_factory.mktemp("demo"), "demo") as deployment:
+    """The demo model, split, each process executed. Whatever tests send, none may log a traceback."""
+    deployment = Deployment.split(tmp_path_factory.mktemp("demo"), "demo")
+    for process in deployment.processes:
+        process.forked = False
+    with deployment:
         deployments.append(deployment)
         yield deployment
         for process in deployment.processes:

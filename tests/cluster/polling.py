@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-POLL_SECONDS = 0.002
+POLL_SECONDS = 0.01
+"""Each poll asks some process, which takes time from the work that is waited for."""
 
 
 async def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> float:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import grpc
+from forking import Forked, forks
 
 from baton.v1 import node_pb2, node_pb2_grpc
 
@@ -31,6 +32,9 @@ class Process:
     """`start` launches, `wait_ready` returns once it has said that it is ready. It keeps its ports when it
     is started again."""
 
+    forked = False
+    """Whether it is forked rather than executed: sooner there, and less like what users start."""
+
     def __init__(self, role: str, name: str, flags: list[str], folder: Path) -> None:
         self.role, self.name, self.flags = role, name, flags
         self.log = folder / f"{name}.log"
@@ -38,7 +42,7 @@ class Process:
         self.incarnation = 0
         self.starts = 0
         self.environment: dict[str, str] = {}
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._popen: subprocess.Popen[bytes] | Forked | None = None
         self._channel: grpc.Channel | None = None
 
     @property
@@ -58,27 +62,21 @@ class Process:
         assert not self.alive
         port = str(self.port) if self.address else "0"
         http = self.http.rpartition(":")[2] if self.http else "0" if self.role == "gateway" else "none"
-        command = [
-            sys.executable,
-            "-m",
-            "baton.cli.main",
-            "serve",
-            self.role,
-            "--lifeline",  # it ends when this process does, however that happens
-            "--port",
-            port,
-            "--http-port",
-            http,
-        ]
+        # --lifeline: it ends when this process does, however that happens.
+        arguments = ["serve", self.role, "--lifeline", "--port", port, "--http-port", http, *self.flags]
+        environment = {**os.environ, **ENVIRONMENT, **self.environment}
         self.starts += 1
         with self.log.open("ab") as log:
-            self._popen = subprocess.Popen(
-                [*command, *self.flags],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **ENVIRONMENT, **self.environment},
-            )
+            if self.forked:
+                self._popen = forks(**ENVIRONMENT).start(arguments, stderr=log, environment=environment)
+            else:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-m", "baton.cli.main", *arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    env=environment,
+                )
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + READY_SECONDS

@@ -18,6 +18,8 @@ from reference import Answer, Reference
 
 from baton.client import AsyncClient, BatonError
 
+pytestmark = pytest.mark.alone
+
 SLOW = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
 OUTPUT = 48
 TRANSPORTS = ["shm", "grpc"]

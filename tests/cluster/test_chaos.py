@@ -18,6 +18,8 @@ from reference import Reference
 from stress import Cluster, Load, Task, make_tasks, record, run
 from stress.run import IDLE_SECONDS
 
+pytestmark = pytest.mark.alone
+
 FAULTS = 50
 TASKS = 40
 

@@ -6,10 +6,13 @@ import asyncio
 import itertools
 import statistics
 
+import pytest
 from asking import greedy
 from deployment import Deployment
 
 from baton.client import AsyncClient
+
+pytestmark = pytest.mark.alone
 
 SHORT, LONGEST = 60, 1990
 SAMPLES = 12

@@ -16,6 +16,8 @@ from deployment import Deployment
 from baton.client import AsyncClient
 from baton.rpc.errors import BatonError
 
+pytestmark = pytest.mark.alone
+
 ROWS = 4
 OUTPUT = 80
 OVERLOAD = 3.0

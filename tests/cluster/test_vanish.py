@@ -14,6 +14,8 @@ from deployment import Deployment, held_by
 
 from baton.client import Client
 
+pytestmark = pytest.mark.alone
+
 CLIENTS = 500
 CONNECTIONS = 20
 CORES = len(os.sched_getaffinity(0))

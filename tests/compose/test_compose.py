@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from baton.client import Client
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.alone]
 
 PROMPT = "def main():"
 LONG = " ".join(f"word{number}" for number in range(40))

@@ -14,6 +14,8 @@ from baton.gateway.reader import SlowReader
 from baton.rpc.errors import from_status
 from baton.v1 import common_pb2
 
+pytestmark = pytest.mark.alone
+
 LIMIT = 400
 CHUNK = 20
 TOKENS = 60_000

@@ -9,6 +9,7 @@ import urllib.request
 
 import grpc
 import grpc.aio
+import pytest
 from gateway_rig import Stream, gateway, ids_of, tokenizer, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_decode import Running, ScriptedDecode, saying, silent
@@ -19,6 +20,8 @@ from baton.config import NodeConfig
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_status, unavailable
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+
+pytestmark = pytest.mark.alone
 
 
 class HangingTokenizer(tokenizer_pb2_grpc.TokenizerServicer, node_pb2_grpc.NodeServicer):

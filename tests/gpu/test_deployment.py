@@ -53,6 +53,7 @@ def on_gpus(deployment: Deployment) -> Deployment:
     workers = deployment.of("prefill") + deployment.of("decode")
     for number, worker in enumerate(workers):
         worker.environment["CUDA_VISIBLE_DEVICES"] = str(number % count)
+        worker.forked = False  # CUDA may have been looked for before the fork
     return deployment
 
 

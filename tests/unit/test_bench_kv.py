@@ -1,4 +1,4 @@
-"""`baton bench kv` with a real second process."""
+"""`baton bench kv`: as a command with a real second process; what it refuses, within this process."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
+
+from baton.cli.bench_kv import kv
 
 KV = (sys.executable, "-c", "from baton.cli.bench_kv import kv; kv()")
-
-
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*KV, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def segments() -> set[Path]:
     return set(Path("/dev/shm").glob("baton-*"))
 
 
+@pytest.mark.alone
 def test_rates_on_the_cpu(tmp_path):
     file, before = tmp_path / "kv.json", segments()
     sizes = ("--tokens", "16,100", "--repeats", "2", "--page-size", "16")
-    result = bench("--device", "cpu", *sizes, "--decode-load", "--json", str(file))
+    flags = ("--device", "cpu", *sizes, "--decode-load", "--json", str(file))
+    result = subprocess.run([*KV, *flags], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     figures = json.loads(file.read_text())
     rates = {(rate["method"], rate["tokens"]): rate for rate in figures["rates"]}
@@ -55,6 +56,6 @@ def test_rates_on_the_cpu(tmp_path):
     ],
 )
 def test_what_cannot_be_measured(arguments, code, text):
-    result = bench(*arguments)
-    assert result.returncode == code and text in result.stderr, result.stderr
-    assert "Traceback" not in result.stderr
+    result = CliRunner().invoke(kv, arguments)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == code and text in result.stderr, result.stderr

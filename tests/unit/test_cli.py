@@ -46,6 +46,7 @@ def test_help_of_every_command(name: list[str]) -> None:
     assert "Example" in result.stdout or name == ["serve"]
 
 
+@pytest.mark.alone
 def test_help_is_quick_and_light() -> None:
     code = """
 import atexit, sys

@@ -8,6 +8,8 @@ import torch
 from baton.engine.plan import PlanRow, StepPlan, StepResult
 from baton.engine.threads import TunedRunner
 
+pytestmark = pytest.mark.alone
+
 
 class Costly:
     """A runner whose steps take as long as `cost` says for the threads in use; of many rows, `many_rows`."""

@@ -211,18 +211,16 @@ class KvCache:
         """
         self._allocator.check()
         self._tree.check()
-        counts = self._allocator.counts()
-        for page in self._tree.pages():
-            _require(
-                self._allocator.state(page) is PageState.CACHED, f"page {page} of the tree is not cached"
-            )
+        counts, state = self._allocator.counts(), self._allocator.state
+        wrong = [page for page in self._tree.pages() if state(page) is not PageState.CACHED]
+        _require(not wrong, f"pages {wrong} of the tree are not cached")
         _require(
             self._tree.cached == counts.cached,
             f"{counts.cached} cached pages, {self._tree.cached} in the tree",
         )
         owned = [page for holding in self._holdings for page in holding.owned]
-        for page in owned:
-            _require(self._allocator.state(page) is PageState.OWNED, f"page {page} of a holding is not owned")
+        wrong = [page for page in owned if state(page) is not PageState.OWNED]
+        _require(not wrong, f"pages {wrong} of holdings are not owned")
         _require(
             len(owned) == counts.owned == len(set(owned)), f"{counts.owned} owned pages, {len(owned)} held"
         )

@@ -29,6 +29,9 @@ class PageState(IntEnum):
     """Something may still write it, for all that can be proven. Not used again before the contrary is."""
 
 
+_STATES = tuple(PageState)
+
+
 @dataclass(frozen=True, slots=True)
 class PageCounts:
     """total = free + owned + cached + quarantined."""
@@ -103,7 +106,7 @@ class PageAllocator:
         return self._generations[page]
 
     def state(self, page: int) -> PageState:
-        return PageState(self._states[page])
+        return _STATES[self._states[page]]
 
     @property
     def free(self) -> int:

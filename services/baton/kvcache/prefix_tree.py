@@ -167,10 +167,7 @@ class PrefixTree:
         seen: set[int] = set()
         for node in self._root.subtree():
             inner = sum(child.locks for child in node.children.values())
-            _require(
-                node.locks == node.own_locks + inner,
-                f"{node.locks} locks counted on a node, not its own and lower",
-            )
+            _require(node.locks == node.own_locks + inner, "a node's locks are not its own and lower ones")
             _require(len(node.key) == len(node.pages) * self._stride, "a node's tokens do not fill its pages")
             for slot, child in node.children.items():
                 _require(child.parent is node and child.slot == slot, "a child hangs in the wrong place")

@@ -53,11 +53,11 @@ class Cluster:
 
     def run(self, max_steps: int | None = None) -> None:
         """Until everything has come to rest, or for so many events. Raises Violation."""
-        world = self.world
+        world, end = self.world, self.scenario.end
         while max_steps is None or world.steps < max_steps:
             if not world.step():
                 return
-            if world.now > self.scenario.end:
+            if world.now > end:
                 raise Violation(f"quiescence: no rest at {world.now:.1f} s: {self._busy()}")
             if world.steps % _LOOK_EVERY == 0 and self._at_rest():
                 for process in self.processes.values():

@@ -1,0 +1,62 @@
+{{/* Names are cut so that the longest suffix, -tokenizer, still fits into a DNS label. */}}
+{{- define "baton.fullname" -}}
+{{- $name := .Release.Name }}
+{{- if not (contains .Chart.Name $name) }}{{ $name = printf "%s-%s" $name .Chart.Name }}{{ end }}
+{{- $name | trunc 52 | trimSuffix "-" }}
+{{- end }}
+
+{{/* What tells the pods of one role from all others. Call with (dict "root" $ "role" ROLE). */}}
+{{- define "baton.selector" -}}
+app.kubernetes.io/name: {{ .root.Chart.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- end }}
+
+{{- define "baton.labels" -}}
+{{ include "baton.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "baton.clusterSecretName" -}}
+{{ .Values.clusterSecret.existingSecret | default (printf "%s-cluster" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{- define "baton.apiKeysName" -}}
+{{ .Values.apiKeys.existingSecret | default (printf "%s-api-keys" (include "baton.fullname" .)) }}
+{{- end }}
+
+{{/* Default ports of `baton serve`, as JSON. */}}
+{{- define "baton.ports" -}}
+{{- toJson (get (dict
+  "gateway" (dict "grpc" 50050 "http" 8000)
+  "tokenizer" (dict "grpc" 50051 "http" 51051)
+  "prefill" (dict "grpc" 50061 "http" 51061)
+  "decode" (dict "grpc" 50071 "http" 51071)) .) }}
+{{- end }}
+
+{{/* Settings of a role, as JSON: those of `workers` count for prefill and decode. */}}
+{{- define "baton.settings" -}}
+{{- $own := get .root.Values .role }}
+{{- if has .role (list "prefill" "decode") }}
+{{- $own = mergeOverwrite (deepCopy .root.Values.workers) $own }}
+{{- end }}
+{{- toJson $own }}
+{{- end }}
+
+{{/* Options of `baton serve` as flags, in JSON. A number keeps its digits: 1048576, not 1.048576e+06. */}}
+{{- define "baton.flags" -}}
+{{- $flags := list }}
+{{- range $name, $value := . }}
+{{- $flag := replace "_" "-" $name }}
+{{- if kindIs "bool" $value }}
+{{- $flags = append $flags (printf "--%s%s" (ternary "" "no-" $value) $flag) }}
+{{- else if kindIs "slice" $value }}
+{{- $flags = append $flags (printf "--%s=%s" $flag (join "," $value)) }}
+{{- else if not (kindIs "invalid" $value) }}
+{{- $flags = append $flags (printf "--%s=%s" $flag (kindIs "string" $value | ternary $value (toJson $value))) }}
+{{- end }}
+{{- end }}
+{{- toJson $flags }}
+{{- end }}

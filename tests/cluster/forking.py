@@ -1,0 +1,176 @@
+"""Starts `baton serve` by forking a process that has imported what it imports.
+
+To import torch, transformers and FastAPI takes most of the time of a start, and tests start some hundred
+processes. What is forked runs the same entry point, with a process id, memory, environment and standard
+streams of its own; before the fork there is no thread, no event loop and no gRPC yet. It ends when its
+threads have, without taking apart what it has imported.
+
+That a start from nothing and an end to it work as well is seen where subprocess.Popen starts processes: the
+`demo` deployment, `baton up`, the commands.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+IMPORTED = (
+    "baton.cli.serve",
+    "baton.gateway.server",
+    "baton.tokenizer.server",
+    "baton.prefill.server",
+    "baton.decode.server",
+    "transformers.models.auto.configuration_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+MOST_BYTES = 1 << 20
+"""Of a message: arguments and environment."""
+ANSWER_SECONDS = 240.0
+"""The first answer waits for all imports, on a machine with much else to do."""
+
+
+class Forked:
+    """What subprocess.Popen would be; the part of it that tests use."""
+
+    def __init__(self, parent: Forks, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+        self._parent = parent
+        self._ended = os.pidfd_open(pid)  # the pid is nobody else's before the parent has waited for it
+
+    def poll(self) -> int | None:
+        return self.returncode if self.returncode is not None or not self._gone(0.0) else self.wait()
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not self._gone(timeout):
+                raise subprocess.TimeoutExpired(["baton", "serve"], timeout or 0.0)
+            self.returncode = self._parent.wait(self.pid)
+            os.close(self._ended)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._ended, number)
+
+    def _gone(self, timeout: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._ended, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else 1000 * timeout))
+
+
+class Forks:
+    """The process that forks; it ends when this one does."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """environment: for what libraries read once, when they are loaded."""
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(ANSWER_SECONDS)
+        self._lock = threading.Lock()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+
+    def start(self, arguments: Sequence[str], *, stderr: IO[bytes], environment: Mapping[str, str]) -> Forked:
+        """`baton ARGUMENTS` with a pipe at its standard input and output each."""
+        (stdin, our_stdin), (our_stdout, stdout) = os.pipe(), os.pipe()
+        request = {"arguments": list(arguments), "environment": dict(environment)}
+        try:
+            pid = self._ask(request, [stdin, stdout, stderr.fileno()])
+        except BaseException:
+            os.close(our_stdin)
+            os.close(our_stdout)
+            raise
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        return Forked(self, pid, os.fdopen(our_stdin, "wb"), os.fdopen(our_stdout, "rb"))
+
+    def wait(self, pid: int) -> int:
+        """The exit code of one that has ended; minus the number of the signal that ended it."""
+        return self._ask({"wait": pid})
+
+    def _ask(self, request: dict, descriptors: Sequence[int] = ()) -> int:
+        with self._lock:
+            try:
+                socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+                answer = self._control.recv(100)
+                assert answer, "the process that forks has ended"
+                return int(answer)
+            except BaseException:
+                self._control.close()  # an answer that comes later must not be taken for the next one's
+                raise
+
+
+@functools.cache
+def forks(**environment: str) -> Forks:
+    """One for this process."""
+    return Forks({**os.environ, **environment})
+
+
+def serve(control: socket.socket) -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each process's first collection copies all pages
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, 3)
+        if not message:
+            return
+        request = json.loads(message)
+        if "wait" in request:
+            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+        else:
+            answer = os.fork()
+            if not answer:
+                control.close()
+                become(request["arguments"], request["environment"], descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+        control.send(str(answer).encode())
+
+
+def become(arguments: list[str], environment: dict[str, str], descriptors: list[int]) -> None:
+    """Does not return."""
+    for standard, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["baton", *arguments]
+    from baton.cli.main import main
+
+    code = 1
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # waits for threads, as the interpreter does
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

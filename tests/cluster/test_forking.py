@@ -1,0 +1,47 @@
+"""Forked processes are started, told and ended as executed ones are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+import pytest
+from forking import Forked, forks
+from process import ENVIRONMENT
+
+TOKENIZER = ("serve", "tokenizer", "--lifeline", "--port", "0", "--http-port", "none")
+
+
+def start(log, *arguments: str, **environment: str) -> Forked:
+    with log.open("wb") as stderr:
+        given = {**os.environ, **environment}
+        return forks(**ENVIRONMENT).start([*TOKENIZER, *arguments], stderr=stderr, environment=given)
+
+
+def test_one_that_cannot_start_says_so(tmp_path):
+    process = start(tmp_path / "log", "--model", "./none")
+    assert process.wait(30) == 2 and process.stdout.read() == b""
+    assert "./none" in (tmp_path / "log").read_text()
+
+
+def test_its_environment_is_its_own(tmp_path):
+    log = tmp_path / "log"
+    assert start(log, BATON_LOG_LEVEL="shout").wait(30) == 2 and "shout" in log.read_text()
+    assert start(log, "--model", "./none", BATON_LOG_LEVEL="info").wait(30) == 2
+    assert "shout" not in log.read_text()
+
+
+def test_signals_and_exit_codes(tmp_path):
+    killed, asked = (start(tmp_path / name) for name in ("killed", "asked"))
+    for process in (killed, asked):
+        words = process.stdout.readline().split()
+        assert words[0] == b"ready" and words[-1] == f"pid={process.pid}".encode()
+        assert process.poll() is None
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait(10) == -signal.SIGKILL
+    with pytest.raises(subprocess.TimeoutExpired):
+        asked.wait(0.01)
+    asked.stdin.close()  # its lifeline
+    assert asked.wait(20) == 0
+    asked.send_signal(signal.SIGTERM)  # of one that is gone: as with subprocess.Popen, nothing

@@ -1,0 +1,97 @@
+"""The chart of this repository, rendered, and its documents looked at."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy/helm/baton"
+NAMESPACE = "models"
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """`error`: why Helm refused; empty: it did not."""
+
+    release: str
+    documents: list[Document]
+    notes: str
+    error: str
+
+    def of(self, kind: str) -> dict[str, Document]:
+        """Documents by name."""
+        return {each["metadata"]["name"]: each for each in self.documents if each["kind"] == kind}
+
+    def pods(self) -> dict[str, Document]:
+        """Role -> the Deployment's pod template."""
+        return {
+            each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"][
+                "template"
+            ]
+            for each in self.of("Deployment").values()
+        }
+
+    def containers(self) -> Iterator[tuple[str, Document]]:
+        for role, pod in self.pods().items():
+            (container,) = pod["spec"]["containers"]
+            yield role, container
+
+
+def ask_helm(jobs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[Document], list[Rendered]]:
+    """Findings of `helm lint`, and the chart rendered for each release name and values."""
+    if importlib.util.find_spec("helm_python") is None:
+        pytest.skip("helm-python-sdk is not installed: it is for x86-64 Linux only")
+    asked = {
+        "chart": str(CHART),
+        "renders": [{"name": name, "namespace": NAMESPACE, "values": dict(values)} for name, values in jobs],
+    }
+    child = Path(__file__).with_name("helm_child.py")
+    done = subprocess.run(
+        [sys.executable, str(child)],
+        input=json.dumps(asked),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    renders = zip(jobs, answer["renders"], strict=True)
+    return answer["lint"], [_rendered(name, each) for (name, _), each in renders]
+
+
+def _rendered(release: str, answer: Mapping[str, Any]) -> Rendered:
+    documents: list[Document] = []
+    notes = ""
+    for path, text in answer.get("files", {}).items():
+        if path.endswith("NOTES.txt"):
+            notes = text
+        else:
+            documents += filter(None, yaml.load_all(text, UniqueKeys))
+    return Rendered(release, documents, notes, answer.get("error", ""))
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """A key that comes twice is an error, as it is to Kubernetes."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"a key comes twice among {keys}: {node.start_mark}"
+        return super().construct_mapping(node, deep)
+
+
+def selects(selector: Mapping[str, str], pod: Document) -> bool:
+    """Whether matchLabels (or a Service's selector) choose the pod. An empty selector is none of ours."""
+    assert selector
+    return selector.items() <= pod["metadata"]["labels"].items()

@@ -1,0 +1,145 @@
+"""How the chart's documents fit each other: selectors, ports, volumes, policies, autoscaling."""
+
+from __future__ import annotations
+
+import pytest
+from chart import ROOT, selects
+
+from baton.rpc.metrics import GAUGES
+
+CALLS = {("gateway", "tokenizer"), ("gateway", "decode"), ("decode", "prefill"), ("gateway", "prefill")}
+"""Who connects to whom. The last: `baton status` in a gateway's pod."""
+
+
+def roles_chosen(rendered, selector):
+    return [role for role, pod in rendered.pods().items() if selects(selector, pod)]
+
+
+def test_selectors_choose_one_role(rendered):
+    for kind, where in (("Deployment", "selector"), ("PodDisruptionBudget", "selector")):
+        for name, document in rendered.of(kind).items():
+            (role,) = roles_chosen(rendered, document["spec"][where]["matchLabels"])
+            assert name.endswith(f"-{role}")
+    for name, document in rendered.of("Service").items():
+        (role,) = roles_chosen(rendered, document["spec"]["selector"])
+        assert name.endswith(f"-{role}")
+        named = {each["name"]: each["containerPort"] for each in dict(rendered.containers())[role]["ports"]}
+        for port in document["spec"]["ports"]:
+            assert named[port["targetPort"]] == port["port"]
+
+
+def test_selectors_leave_other_releases_alone(helm):
+    selector = helm[1]["defaults"].of("Deployment")["baton-decode"]["spec"]["selector"]["matchLabels"]
+    assert not roles_chosen(helm[1]["gpu"], selector)
+
+
+def test_a_budget_for_each_role_allows_evictions(helm, rendered):
+    budgets = rendered.of("PodDisruptionBudget")
+    without = {"prefill", "decode"} if rendered is helm[1]["open"] else set()
+    roles = [*rendered.pods().keys() - without]
+    assert budgets.keys() == {name for name in rendered.of("Deployment") if name.rpartition("-")[2] in roles}
+    for name, budget in budgets.items():
+        special = rendered is helm[1]["everything"] and name.endswith("-decode")
+        assert budget["spec"]["maxUnavailable"] == ("50%" if special else 1)
+
+
+def test_only_the_gateway_is_open_and_only_callers_reach_nodes(helm, rendered):
+    policies = rendered.of("NetworkPolicy")
+    if rendered is helm[1]["open"]:
+        assert not policies
+        return
+    pods = rendered.pods()
+    open_to = {}
+    for policy in policies.values():
+        (role,) = roles_chosen(rendered, policy["spec"]["podSelector"]["matchLabels"])
+        assert policy["spec"]["policyTypes"] == ["Ingress"]
+        open_to[role] = policy["spec"]["ingress"]
+    assert open_to.keys() == pods.keys()
+    clients = open_to.pop("gateway")
+    assert [port["port"] for rule in clients for port in rule["ports"]] == ["grpc", "http"]
+    calls = set()
+    for role, rules in open_to.items():
+        grpc, *metrics = rules
+        assert [port["port"] for port in grpc["ports"]] == ["grpc"]
+        for peer in grpc["from"]:
+            calls |= {(caller, role) for caller in roles_chosen(rendered, peer["podSelector"]["matchLabels"])}
+        assert all(rule["from"] and [p["port"] for p in rule["ports"]] == ["http"] for rule in metrics)
+        assert len(metrics) == (1 if rendered is helm[1]["everything"] else 0)
+    assert calls == {(caller, role) for caller, role in CALLS if role in pods}
+
+
+def test_gateways_clients_can_be_named(helm):
+    def clients(name):
+        (policy,) = [p for n, p in helm[1][name].of("NetworkPolicy").items() if n.endswith("-gateway")]
+        return [rule.get("from", "everybody") for rule in policy["spec"]["ingress"]]
+
+    assert clients("defaults") == ["everybody"]
+    assert clients("everything") == [[{"namespaceSelector": {"matchLabels": {"team": "web"}}}]]
+
+
+def test_replicas_are_the_autoscalers_where_there_is_one(rendered):
+    scaled = {
+        each["spec"]["scaleTargetRef"]["name"]: each
+        for each in rendered.of("HorizontalPodAutoscaler").values()
+    }
+    for name, document in rendered.of("Deployment").items():
+        assert ("replicas" in document["spec"]) == (name not in scaled)
+    assert scaled.keys() <= rendered.of("Deployment").keys()
+
+
+def test_autoscaling_goes_by_metrics_that_workers_have(helm):
+    found = helm[1]["everything"].of("HorizontalPodAutoscaler")
+    metrics = {name: each["spec"]["metrics"][0]["pods"]["metric"]["name"] for name, each in found.items()}
+    assert metrics == {"baton-prefill": "baton_waiting", "baton-decode": "baton_wait_ms"}
+    assert {metric.removeprefix("baton_") for metric in metrics.values()} <= GAUGES.keys()
+    assert found["baton-prefill"]["spec"]["maxReplicas"] == 3
+    assert not helm[1]["defaults"].of("HorizontalPodAutoscaler")
+
+
+def test_volumes_are_mounted_and_mounts_have_volumes(rendered):
+    for role, pod in rendered.pods().items():
+        (container,) = pod["spec"]["containers"]
+        mounts = {each["name"]: each for each in container["volumeMounts"]}
+        assert mounts.keys() == {each["name"] for each in pod["spec"]["volumes"]}
+        assert len({each["mountPath"] for each in mounts.values()}) == len(mounts)
+        writable = {each["mountPath"] for each in mounts.values() if not each.get("readOnly")}
+        assert "/tmp" in writable
+        assert ("/home/baton/.cache/huggingface" in writable) == (role != "gateway")
+
+
+def test_models_caches_and_tokens_come_from_where_they_are_said_to(helm):
+    for role, pod in helm[1]["everything"].pods().items():
+        sources = [each.get("persistentVolumeClaim") for each in pod["spec"]["volumes"]]
+        claims = {source["claimName"] for source in sources if source}
+        assert claims == (set() if role == "gateway" else {"models", "cache"})
+        env = {each["name"]: each for each in pod["spec"]["containers"][0]["env"]}
+        assert ("HF_TOKEN" in env) == (role != "gateway")
+        if role != "gateway":
+            assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hf", "key": "mine"}
+            assert env["HF_HUB_OFFLINE"]["value"] == "1"
+
+
+@pytest.mark.parametrize("name", ["defaults", "everything"])
+def test_shared_memory_of_the_machine_only_when_asked_for(helm, name):
+    for role, pod in helm[1][name].pods().items():
+        mounts = [each["mountPath"] for each in pod["spec"]["containers"][0]["volumeMounts"]]
+        assert ("/dev/shm" in mounts) == (name == "everything" and role in ("prefill", "decode"))
+
+
+def test_pods_run_without_privileges(rendered):
+    users = [
+        line for line in (ROOT / "docker/Dockerfile").read_text().splitlines() if line.startswith("USER")
+    ]
+    user, group = users[-1].removeprefix("USER ").split(":")
+    for pod in rendered.pods().values():
+        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["runAsUser"] == int(user)
+        assert spec["securityContext"]["fsGroup"] == spec["securityContext"]["runAsGroup"] == int(group)
+        assert not spec["automountServiceAccountToken"] and not spec["enableServiceLinks"]
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] and security["capabilities"] == {"drop": ["ALL"]}
+        assert security["allowPrivilegeEscalation"] is False
+        assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
+        assert "memory" in container["resources"]["limits"]
+        assert "command" not in container  # the image's entry point gives each process an id of its own
