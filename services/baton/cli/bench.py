@@ -17,6 +17,10 @@ MEASUREMENTS = {
             "bench_step:step",
             "Decode steps of the engine, by batch size and context, against their floor.",
         ),
+        "profile": (
+            "bench_profile:profile",
+            "What steps, pulls and messages cost, for `baton plan`.",
+        ),
         "kv": ("bench_kv:kv", "Rates of the transports between two processes, by prompt length."),
     }
 }
@@ -34,6 +38,7 @@ def bench() -> None:
       baton bench serve --requests 200 --concurrency 32     closed loop
       baton bench offline --requests 32                     all at once, tokens per second
       baton bench step --batch 1,8,64 --context 128,1024    the engine without processes
+      baton bench profile --json profile.json               what `baton plan` needs to know
       baton bench kv --tokens 2048,16384                    pages between two processes
 
     `baton bench MEASUREMENT --help` tells more.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from baton.handoff.messages import (
 )
 from baton.handoff.names import RecentNames
 from baton.handoff.prefill_side import PrefillSide
-from baton.prefill.core import PrefillCore
+from baton.prefill.core import PrefillCore, full_step
 from baton.rpc.door import ClusterDoor
 from baton.rpc.errors import (
     BatonError,
@@ -50,9 +49,6 @@ from baton.worker.node import WorkerNode, status_of
 
 _log = get_logger("baton.prefill")
 
-FULL_STEP = 1024
-"""Tokens: a GPU computes so many as fast, each, as it does more of them (measured on an H200, 8B)."""
-
 
 class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
     """One engine that computes prompts, and the callers connected to it."""
@@ -74,7 +70,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         pages = int(self.engine.pool.num_pages * self._config.max_leased_fraction)
         scheduler = self.make_scheduler(
             prompt_only=True,
-            full_step=sys.maxsize if self.engine.device.type == "cpu" else FULL_STEP,
+            full_step=full_step(self.engine.device.type),
             may_admit=lambda request: side.may_admit(request),
         )
         side: PrefillSide = PrefillSide(

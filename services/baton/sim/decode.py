@@ -13,7 +13,7 @@ from baton.handoff.messages import DecodeEffect, StartPull
 from baton.sim.model import SimPool
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.prefill import SimPrefill
-from baton.sim.process import HOP_SECONDS, StepDriver, Worker, WorkerSettings
+from baton.sim.process import HOP_SECONDS, Worker, WorkerSettings
 from baton.sim.transport import Pull
 from baton.sim.wire import CancelDecode, Draining, Heartbeat, Hello, StartDecode, Welcome
 from baton.sim.world import Violation
@@ -138,7 +138,7 @@ class SimDecode(Worker):
         )
         self.core = DecodeCore(self.make_scheduler, policy, self._flush, lambda: None)
         self.scheduler = self.core.scheduler
-        self.driver = StepDriver(self, self.core)
+        self.driver = self.drive(self.core)
         self.pull_pace = settings.pull_pace
         self.pull_fails_after: int | None = None
         """The next pull breaks after so many pieces."""

@@ -20,7 +20,7 @@ from baton.handoff.names import AttemptName
 from baton.handoff.prefill_side import PrefillSide
 from baton.prefill.core import PrefillCore
 from baton.sim.network import Endpoint, Host, Network
-from baton.sim.process import HOP_SECONDS, StepDriver, Worker, WorkerSettings
+from baton.sim.process import HOP_SECONDS, Worker, WorkerSettings
 from baton.sim.wire import Hello, Welcome
 from baton.sim.world import Violation
 
@@ -56,7 +56,7 @@ class SimPrefill(Worker):
             max_leased_pages=int(worker.pages * settings.max_leased_fraction),
         )
         self.core = PrefillCore(self.side, self._flush, lambda: None)
-        self.driver = StepDriver(self, self.core)
+        self.driver = self.drive(self.core)
         self._terminal: set[AttemptName] = set()
 
     @property

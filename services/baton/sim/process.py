@@ -1,17 +1,18 @@
-"""What the simulated processes share: a life, threads, a clock of their own, and the step loop."""
+"""What the simulated processes share: a life, threads, a clock of their own, a pool and a device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any
 
-from baton.engine.loop import TICK_SECONDS
+from baton.engine.batch import Step
 from baton.engine.plan import StepPlan
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.turns import C, Launched, Turns
+from baton.engine.turns import C, Turns
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pages import PageState
+from baton.sim.driver import StepDriver
 from baton.sim.model import Flight, SimPool, SimRunner
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.world import Actor, Violation, World
@@ -100,58 +101,6 @@ class WorkerSettings:
     watermark: int
 
 
-class StepDriver(Generic[C]):
-    """Drives engine.turns in virtual time, as engine.loop does in a thread."""
-
-    def __init__(self, process: Worker, core: C) -> None:
-        self.turns = Turns(core, process.runner, process.settings.overlap, process.clock)
-        self._process = process
-        self._world = process.world
-        self._rng = self._world.rng(f"steps {process.name}")
-        self._busy = True
-        self._serial = 0
-        self._schedule(0.0)
-
-    def call(self, function: Callable[[C, float], None]) -> None:
-        """As StepLoop.call: in the step thread, at the beginning of its next turn."""
-        self.turns.inbox.append(function)
-        if not self._busy:
-            self._busy = True
-            self._schedule(HOP_SECONDS)
-
-    def _schedule(self, delay: float) -> None:
-        self._serial += 1
-        serial = self._serial
-
-        def turn() -> None:
-            if serial == self._serial:
-                self._turn()
-
-        self._world.at(delay, self._process.steps, turn)
-
-    def _turn(self) -> None:
-        self._busy = True
-        called = bool(self.turns.inbox)
-        due = self.turns.begin()
-        if called or due is not None:
-            self._process.check()
-        if due is not None:
-            flight: Flight = due[1]
-            delay = max(0.0, flight.done_at - self._world.now) + HOP_SECONDS
-            self._world.at(delay, self._process.steps, lambda: self._finish(due))
-        elif self.turns.idle and not self.turns.inbox:
-            self._busy = False
-            self._schedule(TICK_SECONDS)
-        else:
-            self._schedule(self._rng.uniform(0.0001, 0.001))
-
-    def _finish(self, due: Launched) -> None:
-        self.turns.finish(due)
-        self._process.retired = due[0].plan.number
-        self._process.check()
-        self._schedule(self._rng.uniform(0.0001, 0.001))
-
-
 class Worker(Process):
     """A process with a KV pool and a device. Steps run on the device one after the other."""
 
@@ -185,6 +134,23 @@ class Worker(Process):
             prompt_only=prompt_only,
         )
         return Scheduler(self.cache, config, **hooks)
+
+    def drive(self, core: C) -> StepDriver[C]:
+        rng = self.world.rng(f"steps {self.name}")
+        return StepDriver(
+            self.world,
+            self.steps,
+            Turns(core, self.runner, self.settings.overlap, self.clock),
+            done_at=lambda flight: float(flight.done_at),
+            hop=HOP_SECONDS,
+            pause=lambda step: rng.uniform(0.0001, 0.001),
+            turned=self._turned,
+        )
+
+    def _turned(self, step: Step | None) -> None:
+        if step is not None:
+            self.retired = step.plan.number
+        self.check()
 
     def _submit(self, flight: Flight) -> None:
         """The device begins with it when it has done what came before."""

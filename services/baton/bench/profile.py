@@ -1,0 +1,158 @@
+"""What the engine's steps cost: measured over a grid of what can be in a step, and fitted."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from baton.bench.engine import EngineBench
+from baton.engine.cost import StepCost, StepLoad, fit
+from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.runner import Runner
+from baton.engine.sampling import SamplingParams
+
+WARM_UP = 2
+LEAST = 5
+"""Measured steps of a shape, however long they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What is in a step."""
+
+    rows: int = 0
+    """Decode rows, `context` tokens behind each."""
+    context: int = 0
+    chunk: int = 0
+    """Tokens of a prompt, `cached` ones before them."""
+    cached: int = 0
+
+    def pages(self, size: int) -> int:
+        chunk = -(-(self.cached + self.chunk) // size) if self.chunk else 0
+        return self.rows * (self.context // size + 1) + chunk
+
+    def __str__(self) -> str:
+        decode = f"{self.rows} rows of {self.context}" if self.rows else ""
+        chunk = f"{self.chunk} prompt tokens after {self.cached}" if self.chunk else ""
+        return " and ".join(part for part in (decode, chunk) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    shape: Shape
+    load: StepLoad
+    seconds: float
+    """Median."""
+
+
+def grid(rows: Sequence[int], contexts: Sequence[int], chunks: Sequence[int]) -> list[Shape]:
+    """Decode steps of all sizes, prompt chunks without and with cached tokens before them, steps of both."""
+    decode = [Shape(rows=count, context=context) for count, context in itertools.product(rows, contexts)]
+    prompts = [
+        Shape(chunk=chunk, cached=cached) for chunk, cached in itertools.product(chunks, (0, *contexts))
+    ]
+    middle = contexts[len(contexts) // 2]
+    both = [Shape(count, middle, chunk) for count, chunk in itertools.product(rows[1:], chunks[1:])]
+    return [*decode, *prompts, *both]
+
+
+def problem(shape: Shape, bench: EngineBench) -> str:
+    """Why a shape cannot be measured with this engine; empty: it can."""
+    config, pool = bench.config, bench.engine.pool
+    if shape.rows + bool(shape.chunk) > config.max_rows:
+        return f"more rows than {config.max_rows}"
+    if shape.rows + shape.chunk > config.token_budget:
+        return f"more tokens than the budget of {config.token_budget}"
+    if max(shape.context + 1, shape.cached + shape.chunk) > bench.context:
+        return f"beyond the context of {bench.context}"
+    if shape.pages(pool.layout.page_size) > pool.num_pages:
+        return f"needs {shape.pages(pool.layout.page_size)} pages; the pool has {pool.num_pages}"
+    return ""
+
+
+def measure_all(
+    bench: EngineBench, shapes: Sequence[Shape], seconds: float, told: Callable[[Shape], None]
+) -> list[Measured]:
+    """The median step of each shape, measured for so many seconds. `told` is called before each."""
+    found = []
+    pool = bench.engine.pool
+    pool.raw[: max(shape.pages(pool.layout.page_size) for shape in shapes)].zero_()
+    for shape in shapes:
+        told(shape)
+        rows = tuple(_rows(shape, pool.layout.page_size))
+        measured = _measure(bench.engine.runner, rows, bench.engine.overlap, seconds)
+        found.append(Measured(shape, StepLoad.of(rows), measured))
+    return found
+
+
+def _rows(shape: Shape, size: int) -> Iterator[PlanRow]:
+    """Each row has pages of its own."""
+    each, first = shape.context // size + 1, 0
+    for slot in range(shape.rows):
+        yield PlanRow(slot, None, shape.context, tuple(range(first, first + each)), (slot,))
+        first += each
+    if shape.chunk:
+        count = -(-(shape.cached + shape.chunk) // size)
+        tokens = (0,) * shape.chunk
+        slot = shape.rows
+        yield PlanRow(slot, tokens, shape.cached, tuple(range(first, first + count)), (slot,))
+
+
+def _measure(runner: Runner[Any], rows: tuple[PlanRow, ...], overlap: bool, seconds: float) -> float:
+    """Median seconds from step to step; with overlap the next one is launched before one is read, so that it
+    is the device that counts."""
+    params = SamplingParams(temperature=0.0)
+    inits = tuple(SlotInit(row.slot, params, 0, (), (), last_token=0) for row in rows)
+    pending = runner.launch(StepPlan(1, rows, inits)) if overlap else None
+    times: list[float] = []
+    number, started = 1, time.perf_counter()
+    while len(times) < LEAST + WARM_UP or time.perf_counter() - started < seconds:
+        number += 1
+        begun = time.perf_counter()
+        flight = runner.launch(StepPlan(number, rows, inits if number == 2 else ()))
+        if overlap:
+            pending, flight = flight, pending
+        runner.read(flight)
+        times.append(time.perf_counter() - begun)
+    if overlap:
+        runner.read(pending)
+    return statistics.median(times[WARM_UP:])
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    cost: StepCost
+    errors: list[float]
+    """Of each measured step: by what part of its time the fit is wrong, in the order of measurement."""
+
+    def summary(self) -> dict[str, float]:
+        """Parts of a step's time."""
+        sizes = sorted(map(abs, self.errors))
+        return {
+            "median": statistics.median(sizes),
+            "p90": sizes[int(0.9 * (len(sizes) - 1))],
+            "worst": sizes[-1],
+        }
+
+
+def fitted(measured: Sequence[Measured]) -> Fitted:
+    """Raises ValueError when there is nothing to fit."""
+    cost = fit([(each.load, each.seconds) for each in measured])
+    return Fitted(cost, [cost.seconds(each.load) / each.seconds - 1.0 for each in measured])
+
+
+def points(measured: Sequence[Measured], found: Fitted) -> list[dict[str, Any]]:
+    """For JSON, in milliseconds."""
+    return [
+        {
+            "step": str(each.shape),
+            **dict(zip(("rows", "keys", "tokens", "pairs"), astuple(each.load), strict=True)),
+            "ms": each.seconds * 1e3,
+            "fitted_ms": found.cost.seconds(each.load) * 1e3,
+        }
+        for each in measured
+    ]

@@ -1,0 +1,170 @@
+"""One layout of nodes under one traffic, from the first request to the last answer, and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.bench.figures import Targets
+from baton.bench.record import Record
+from baton.decode.outputs import Done, Failed, Output, Tokens
+from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
+from baton.gateway.routing import Candidate, order_prefill, pick_decode
+from baton.plan.nodes import Setup, SimDecode, SimPrefill
+from baton.plan.traffic import Traffic
+from baton.sim.world import Actor, World
+
+Progress = Callable[[int], None]
+"""Called with the requests that have ended, now and then."""
+TOLD_EVERY = 32
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    prefill: int
+    """Prefill nodes; 0: decode nodes compute prompts themselves."""
+    decode: int
+
+    @property
+    def nodes(self) -> int:
+        return self.prefill + self.decode
+
+    def __str__(self) -> str:
+        return f"{self.prefill} + {self.decode}" if self.prefill else f"{self.decode} aggregated"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFigures:
+    """Of the nodes of one kind."""
+
+    busy: float
+    """Part of the time in which requests arrived that the devices were computing; the mean of the nodes."""
+    most_pages: int
+    """Held by requests at any moment, of the node that held most."""
+    pages: int
+    """Of each node's pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    layout: Layout
+    records: list[Record]
+    """Of the requests that count, in the order of their arrival; as a client of `baton bench` has them."""
+    seconds: float
+    """In which these arrived."""
+    prefill: NodeFigures | None
+    decode: NodeFigures
+    retractions: int
+
+    def met(self, targets: Targets) -> int:
+        """How many requests met the targets."""
+        return sum(map(targets.met, self.records))
+
+
+class Deployment:
+    """`run` once."""
+
+    def __init__(self, layout: Layout, setup: Setup, traffic: Traffic, progress: Progress) -> None:
+        self._world = World(0)
+        self._gateway = Actor("gateway")
+        self._setup = setup
+        self._traffic = traffic
+        self._progress = progress
+        self._layout = layout
+        self._prefill = {
+            name: SimPrefill(self._world, name, setup)
+            for name in (f"prefill-{i}" for i in range(layout.prefill))
+        }
+        self._decode = {
+            name: SimDecode(self._world, name, setup, self._prefill, self._deliver)
+            for name in (f"decode-{i}" for i in range(layout.decode))
+        }
+        self._records = [Record(arrival.at, arrival.at) for arrival in traffic.arrivals]
+        self._running: dict[int, str] = {}
+        """Request -> its decode node."""
+        self._left = traffic.last - traffic.first
+        self._ended = 0
+
+    def run(self) -> Simulated:
+        world, traffic = self._world, self._traffic
+        for number, arrival in enumerate(traffic.arrivals):
+            delay = arrival.at + self._setup.profile.host.request
+            world.at(delay, self._gateway, self._place(number))
+        world.at(traffic.end, self._gateway, self._look)
+        while self._left and world.step():
+            pass
+        records = self._records[traffic.first : traffic.last]
+        start = records[0].at if traffic.first else 0.0
+        retractions = sum(node.core.scheduler.retractions for node in self._decode.values())
+        prefill = self._figures(list(self._prefill.values())) if self._prefill else None
+        decode = self._figures(list(self._decode.values()))
+        return Simulated(self._layout, records, traffic.end - start, prefill, decode, retractions)
+
+    def _look(self) -> None:
+        """The last request that counts has arrived: how busy have the nodes been until now?"""
+        for node in (*self._prefill.values(), *self._decode.values()):
+            node.runner.stop_counting()
+
+    def _figures(self, nodes: list[SimPrefill] | list[SimDecode]) -> NodeFigures:
+        busy = sum(node.runner.busy for node in nodes) / len(nodes) / max(self._traffic.end, 1e-9)
+        return NodeFigures(min(1.0, busy), max(node.most_pages for node in nodes), nodes[0].pages)
+
+    def _place(self, number: int) -> Callable[[], None]:
+        return lambda: self._start(number)
+
+    def _start(self, number: int) -> None:
+        """As gateway.requests does for a request without a session."""
+        requests = list(self._running.values())
+        candidates = [Candidate(name, requests.count(name)) for name in self._decode]
+        address = pick_decode(candidates)
+        assert address is not None
+        node = self._decode[address]
+        self._running[number] = address
+        arrival, shared = self._traffic.arrivals[number], self._traffic.shared_prefix
+        common = min(shared, arrival.prompt)
+        request = Request(
+            key=node.key(number),
+            # No two requests have more in common than the shared prefix.
+            prompt=(0,) * common + (number + 1,) * (arrival.prompt - common),
+            params=SamplingParams(max_tokens=arrival.output),
+            deadline=self._world.now + self._setup.decode.request_seconds,
+        )
+        prefill = order_prefill(list(self._prefill), number)
+        node.start(number, request, tuple(prefill))
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        now = self._world.now
+        tokens: dict[int, int] = {}
+        for output in outputs:
+            if isinstance(output, Tokens):
+                tokens[output.request] = tokens.get(output.request, 0) + 1
+        for number, count in tokens.items():
+            self._records[number].arrivals.append((now, count))
+        for output in outputs:
+            if isinstance(output, Done | Failed):
+                self._end(output, now)
+
+    def _end(self, output: Done | Failed, now: float) -> None:
+        number = output.request
+        record = self._records[number]
+        record.end = now
+        if isinstance(output, Failed):
+            record.error, record.message = output.reason, output.message
+        else:
+            stats = output.stats
+            record.prompt_tokens, record.cached_tokens = stats.prompt_tokens, stats.cached_tokens
+            record.output_tokens, record.pulled_pages = stats.output_tokens, stats.pulled_pages
+            record.retractions, record.transport = stats.retractions, stats.transport
+        del self._running[number]
+        self._left -= self._traffic.first <= number < self._traffic.last
+        self._ended += 1
+        if self._ended % TOLD_EVERY == 0:
+            self._progress(self._ended)
+
+
+def simulate(
+    layout: Layout, setup: Setup, traffic: Traffic, progress: Progress = lambda ended: None
+) -> Simulated:
+    """The same for the same arguments."""
+    return Deployment(layout, setup, traffic, progress).run()

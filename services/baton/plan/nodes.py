@@ -1,0 +1,257 @@
+"""Simulated nodes: the real cores over pools without bytes. The shells are as thin as can be: messages and
+pulls take their time and never fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from baton.config import DecodeConfig, PrefillConfig
+from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
+from baton.decode.outputs import MESSAGE_SECONDS, Output, Tokens
+from baton.engine.batch import Step
+from baton.engine.request import Request
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.turns import C, Turns
+from baton.handoff.messages import (
+    Alive,
+    Beat,
+    CancelPrefill,
+    DecodeEffect,
+    PrefillOutput,
+    ReleaseLease,
+    StartPrefill,
+    StartPull,
+)
+from baton.handoff.prefill_side import PrefillSide
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.plan.profile import Profile
+from baton.plan.runner import VirtualRunner
+from baton.prefill.core import PrefillCore, full_step
+from baton.sim.driver import StepDriver
+from baton.sim.world import Actor, World
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How nodes are configured, with everything that a real one finds out at its start."""
+
+    profile: Profile
+    prefill: PrefillConfig
+    decode: DecodeConfig
+
+
+class SimNode:
+    """What both kinds share."""
+
+    def __init__(self, world: World, name: str, profile: Profile) -> None:
+        engine = profile.engine
+        self.name = name
+        self.world = world
+        self.actor = Actor(name)
+        self.profile = profile
+        self.pages = engine.kv_tokens // engine.page_size
+        self.cache = KvCache(PageAllocator(self.pages), PrefixTree(engine.page_size))
+        self.runner = VirtualRunner(profile.step, engine.max_rows, self.clock)
+        self.most_pages = 0
+        """Held by requests at any moment; cached ones that nobody uses are not counted."""
+
+    def clock(self) -> float:
+        return self.world.now
+
+    def make_scheduler(self, max_waiting: int, policy: str, hooks: Mapping[str, Any]) -> Scheduler:
+        """hooks: of a scheduler, and what else its configuration has."""
+        engine, options = self.profile.engine, dict(hooks)
+        callbacks = {k: options.pop(k) for k in ("route", "abandon", "may_admit") if k in options}
+        config = SchedulerConfig(
+            context_length=min(engine.context_length, self.pages * engine.page_size),
+            token_budget=engine.token_budget,
+            max_rows=engine.max_rows,
+            max_waiting=max_waiting,
+            policy=policy,
+            **options,
+        )
+        return Scheduler(self.cache, config, **callbacks)
+
+    def drive(self, core: C) -> StepDriver[C]:
+        return StepDriver(
+            self.world,
+            self.actor,
+            Turns(core, self.runner, self.profile.engine.overlap, self.clock),
+            done_at=lambda flight: float(flight.ends),
+            hop=0.0,
+            pause=self._pause,
+            turned=self._turned,
+        )
+
+    def after(self, seconds: float, function: Callable[[], None]) -> None:
+        self.world.at(seconds, self.actor, function)
+
+    def _pause(self, step: Step | None) -> float:
+        host = self.profile.host
+        return host.turn + host.row * (len(step.plan.rows) if step is not None else 0)
+
+    def _turned(self, step: Step | None) -> None:
+        self.most_pages = max(self.most_pages, self.pages - self.cache.available)
+
+
+class SimPrefill(SimNode):
+    def __init__(self, world: World, name: str, setup: Setup) -> None:
+        super().__init__(world, name, setup.profile)
+        config = setup.prefill
+        hooks = {
+            "prompt_only": True,
+            "full_step": full_step(setup.profile.engine.device),
+            "may_admit": lambda request: self.side.may_admit(request),
+        }
+        self.side: PrefillSide = PrefillSide(
+            self.make_scheduler(config.max_waiting, config.policy, hooks),
+            lease_grace=config.lease_grace_seconds,
+            max_leased_pages=int(self.pages * config.max_leased_fraction),
+        )
+        self.driver = self.drive(PrefillCore(self.side, self._flush, lambda: None))
+
+    def connect(self, node: SimDecode) -> None:
+        self.driver.call(lambda core, now: core.side.connect(node, now))
+
+    def take(self, node: SimDecode, effect: StartPrefill | CancelPrefill | ReleaseLease | Beat) -> None:
+        """What a decode node says has arrived."""
+        if isinstance(effect, StartPrefill):
+            cut = len(effect.token_ids) - effect.delivered
+            request = Request(
+                key=effect.name,
+                prompt=effect.token_ids[:cut],
+                delivered=(effect.token_ids[cut:],) if effect.delivered else (),
+                params=effect.params,
+                n=effect.n,
+                deadline=self.clock() + effect.remaining,
+            )
+            self.driver.call(lambda core, now: core.side.start(node, effect.name, request, True, now))
+        elif isinstance(effect, Beat):
+            self.driver.call(lambda core, now: core.side.heartbeat(node, now))
+        elif isinstance(effect, ReleaseLease):
+            self.driver.call(lambda core, now: core.side.release(node, effect.name, now))
+        else:
+            self.driver.call(lambda core, now: core.side.cancel(node, effect.name, now))
+
+    def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
+        batches: dict[SimDecode, list[PrefillOutput]] = {}
+        for holder, output in outputs:
+            assert isinstance(holder, SimDecode)
+            events = batches.setdefault(holder, [])
+            if not isinstance(output, Alive):
+                events.append(output)
+        for node, events in batches.items():
+            node.after(self.profile.host.hop, _hear(node, self.name, events))
+
+
+def _hear(node: SimDecode, address: str, events: list[PrefillOutput]) -> Callable[[], None]:
+    return lambda: node.hear(address, events)
+
+
+class SimDecode(SimNode):
+    """deliver: called with the outputs of a message when it reaches the client."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        setup: Setup,
+        prefill: Mapping[str, SimPrefill],
+        deliver: Callable[[list[Output]], None],
+    ) -> None:
+        super().__init__(world, name, setup.profile)
+        config = setup.decode
+        policy = DecodePolicy(
+            local_prefill_tokens=config.local_prefill_tokens,
+            fallback_tokens=config.fallback_tokens,
+            silence_seconds=config.handoff_seconds,
+            pull_seconds=config.pull_seconds,
+        )
+
+        def make_scheduler(**hooks: Any) -> Scheduler:
+            hooks |= {
+                "output_margin": config.output_margin,
+                "watermark": int(self.pages * config.watermark),
+            }
+            return self.make_scheduler(config.max_waiting, config.policy, hooks)
+
+        self._prefill = prefill
+        self._deliver = deliver
+        self._unsent: list[Output] = []
+        self._quiet_until = 0.0
+        self._sending = False
+        self._link_free = 0.0
+        self.core = DecodeCore(make_scheduler, policy, self._flush, lambda: None)
+        self.driver = self.drive(self.core)
+        peer = Peer(up=True, since=0.0, transport=setup.profile.pull.transport)
+        for address, node in prefill.items():
+            node.connect(self)
+            self.driver.call(lambda core, now, a=address: core.peer_changed(a, peer, "", now))  # type: ignore[misc]
+
+    def start(self, number: int, request: Request, candidates: tuple[str, ...]) -> None:
+        """A request has arrived; its key is `key(number)`."""
+        key = self.key(number)
+        self.driver.call(lambda core, now: core.start(key, 1, 0, request, candidates, now))
+
+    def key(self, number: int) -> Key:
+        return Key(self.name, number)
+
+    def hear(self, address: str, events: list[PrefillOutput]) -> None:
+        def receive(core: DecodeCore, now: float) -> None:
+            core.handoffs.hear(address, now)
+            for event in events:
+                core.handoffs.receive(address, event, now)
+
+        self.driver.call(receive)
+
+    def _flush(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
+        if outputs:
+            self._put([output for _, output in outputs])
+        for effect in effects:
+            node = self._prefill[effect.address]
+            if isinstance(effect, StartPull):
+                self._pull(node, effect)
+            else:
+                node.after(self.profile.host.hop, self._tell(node, effect))
+
+    def _tell(
+        self, node: SimPrefill, effect: StartPrefill | CancelPrefill | ReleaseLease | Beat
+    ) -> Callable[[], None]:
+        return lambda: node.take(self, effect)
+
+    def _pull(self, node: SimPrefill, effect: StartPull) -> None:
+        """One after the other: they share the link."""
+        cost = self.profile.pull
+        seconds = cost.seconds(len(effect.pairs) * self.profile.engine.page_bytes)
+        self._link_free = max(self._link_free, self.clock()) + seconds
+
+        def ended() -> None:
+            pages = [node.cache.generation(source) for source, _ in effect.pairs] if cost.seen else None
+            self.driver.call(lambda core, now: core.handoffs.pull_ended(effect.pull, None, pages, now))
+
+        self.after(self._link_free - self.clock(), ended)
+
+    def _put(self, outputs: list[Output]) -> None:
+        """As decode.callers: tokens gather for a while; all else goes out at once, with what has gathered."""
+        self._unsent += outputs
+        urgent = any(not isinstance(output, Tokens) for output in outputs)
+        if urgent or self.clock() >= self._quiet_until:
+            self._send()
+        elif not self._sending:
+            self._sending = True
+            self.after(self._quiet_until - self.clock(), self._wake)
+
+    def _wake(self) -> None:
+        self._sending = False
+        if self._unsent and self.clock() >= self._quiet_until:
+            self._send()
+        elif self._unsent:
+            self._sending = True
+            self.after(self._quiet_until - self.clock(), self._wake)
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        self._quiet_until = self.clock() + MESSAGE_SECONDS
+        self._deliver(unsent)

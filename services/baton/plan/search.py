@@ -1,0 +1,115 @@
+"""Looks for the fewest nodes that meet the targets, by simulating one layout after the other. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.bench.figures import Targets
+from baton.engine.cost import StepCost, StepLoad, chunk_pairs
+from baton.plan.deployment import Layout, Simulated
+from baton.plan.traffic import Traffic, Work
+
+BESIDE = 2
+"""Once a split or an aggregated layout has been found, the other is looked for up to so many more nodes."""
+
+Simulate = Callable[[Layout], Simulated]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    targets: Targets
+    part: float
+    """Of the requests that must meet them."""
+
+    def reached(self, found: Simulated) -> bool:
+        return found.met(self.targets) >= self.part * len(found.records)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the search has found."""
+
+    tried: list[Simulated] = field(default_factory=list)
+    """In the order of the search."""
+    split: Simulated | None = None
+    """With the fewest nodes that reach the goal; None: none up to the limit."""
+    aggregated: Simulated | None = None
+
+    @property
+    def best(self) -> Simulated | None:
+        """The one with fewer nodes; of two with as many the aggregated one, which needs no hand-off."""
+        found = [each for each in (self.aggregated, self.split) if each is not None]
+        return min(found, key=lambda each: each.layout.nodes, default=None)
+
+
+def impossible(traffic: Traffic, goal: Goal, cost: StepCost, budget: int, turn: float) -> str:
+    """Why no number of nodes reaches the goal, since too many of the requests would miss the targets alone on
+    a deployment; empty: one might. budget: tokens of a step. turn: seconds between two steps."""
+    targets, place = goal.targets, max(0, math.ceil(goal.part * len(traffic.arrivals)) - 1)
+    if targets.itl_ms is not None:
+        # Of a single token there is nothing to wait for.
+        keys = sorted(arrival.prompt if arrival.output > 1 else 0 for arrival in traffic.arrivals)[place]
+        least = 1e3 * (cost.seconds(StepLoad(rows=1, keys=keys)) + turn)
+        if keys and least > targets.itl_ms:
+            return f"a step with one row takes {least:.1f} ms, more than the ITL of {targets.itl_ms:g} ms"
+    if targets.ttft_ms is not None:
+        prompt = sorted(arrival.prompt for arrival in traffic.arrivals)[place]
+        start = min(traffic.shared_prefix, prompt - 1)
+        least = 1e3 * prompt_seconds(start, prompt - start, cost, budget)
+        if least > targets.ttft_ms:
+            text = f"a prompt of {prompt} tokens takes {least:.0f} ms by itself"
+            return f"{text}, more than the TTFT of {targets.ttft_ms:g} ms"
+    return ""
+
+
+def prompt_seconds(start: int, count: int, cost: StepCost, budget: int) -> float:
+    """Of the steps of a prompt alone on a node, of which `start` tokens are cached."""
+    chunks = -(-count // budget)
+    return chunks * cost.fixed + cost.token * count + cost.pair * chunk_pairs(start, count)
+
+
+def search(work: Work, goal: Goal, most: int, simulate: Simulate, kinds: tuple[bool, bool]) -> Plan:
+    """most: nodes of a layout. kinds: whether to try split layouts, and aggregated ones."""
+    plan = Plan()
+    split, aggregated = kinds
+    limit = most
+    for nodes in range(work.least_nodes, most + 1):
+        if nodes > limit:
+            break
+        if aggregated and plan.aggregated is None:
+            found = simulate(Layout(0, nodes))
+            plan.tried.append(found)
+            plan.aggregated = found if goal.reached(found) else None
+        if split and plan.split is None and nodes >= 2:
+            plan.split = _walk(nodes, work, goal, simulate, plan.tried)
+        done = [(plan.split is not None) or not split, (plan.aggregated is not None) or not aggregated]
+        if all(done):
+            break
+        if limit == most and plan.best is not None:
+            limit = min(most, nodes + BESIDE)
+    return plan
+
+
+def _walk(nodes: int, work: Work, goal: Goal, simulate: Simulate, tried: list[Simulated]) -> Simulated | None:
+    """Of the layouts with so many nodes: from the one that divides them as prompts and rows divide the work,
+    towards more of the kind whose target more requests miss; back means that there is none."""
+    prefill = min(nodes - 1, max(1, round(nodes * work.prefill_part)))
+    seen: set[int] = set()
+    while 1 <= prefill < nodes and prefill not in seen:
+        seen.add(prefill)
+        found = simulate(Layout(prefill, nodes - prefill))
+        tried.append(found)
+        if goal.reached(found):
+            return found
+        late, slow = misses(found, goal.targets)
+        prefill += 1 if late > slow else -1
+    return None
+
+
+def misses(found: Simulated, targets: Targets) -> tuple[int, int]:
+    """Requests that miss the TTFT, and the ITL."""
+    late, slow = Targets(ttft_ms=targets.ttft_ms), Targets(itl_ms=targets.itl_ms)
+    count = len(found.records)
+    return count - found.met(late), count - found.met(slow)

@@ -1,0 +1,79 @@
+"""Drives engine.turns in virtual time, as engine.loop does in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic
+
+from baton.engine.batch import Step
+from baton.engine.loop import TICK_SECONDS
+from baton.engine.turns import C, Launched, Turns
+from baton.sim.world import Actor, World
+
+
+class StepDriver(Generic[C]):
+    """Takes its first turn now.
+
+    done_at: when the results of a launched step, the runner's record of it, can be read. hop: from a call, or
+    a result, to the step thread. pause: from the end of a turn to the beginning of the next, after the step
+    that the turn has read, if any. turned: called when calls have been taken or a step been launched or read.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        actor: Actor,
+        turns: Turns[C],
+        *,
+        done_at: Callable[[Any], float],
+        hop: float,
+        pause: Callable[[Step | None], float],
+        turned: Callable[[Step | None], None],
+    ) -> None:
+        self.turns = turns
+        self._world = world
+        self._actor = actor
+        self._done_at = done_at
+        self._hop = hop
+        self._pause = pause
+        self._turned = turned
+        self._busy = True
+        self._serial = 0
+        self._schedule(0.0)
+
+    def call(self, function: Callable[[C, float], None]) -> None:
+        """As StepLoop.call: in the step thread, at the beginning of its next turn."""
+        self.turns.inbox.append(function)
+        if not self._busy:
+            self._busy = True
+            self._schedule(self._hop)
+
+    def _schedule(self, delay: float) -> None:
+        self._serial += 1
+        serial = self._serial
+
+        def turn() -> None:
+            if serial == self._serial:
+                self._turn()
+
+        self._world.at(delay, self._actor, turn)
+
+    def _turn(self) -> None:
+        self._busy = True
+        called = bool(self.turns.inbox)
+        due = self.turns.begin()
+        if called or due is not None:
+            self._turned(None)
+        if due is not None:
+            delay = max(0.0, self._done_at(due[1]) - self._world.now) + self._hop
+            self._world.at(delay, self._actor, lambda: self._finish(due))
+        elif self.turns.idle and not self.turns.inbox:
+            self._busy = False
+            self._schedule(TICK_SECONDS)
+        else:
+            self._schedule(self._pause(None))
+
+    def _finish(self, due: Launched) -> None:
+        self.turns.finish(due)
+        self._turned(due[0])
+        self._schedule(self._pause(due[0]))

@@ -1,0 +1,91 @@
+"""`baton bench profile`, and what `baton plan` makes of it against real processes: short, for its sense."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+from deployment import Deployment
+from process import ENVIRONMENT
+
+from baton.bench.clients import run_clients
+from baton.bench.figures import summarize
+from baton.bench.workload import Range, Workload
+from baton.cli.bench_running import make_target
+from baton.cli.host_cost import LIMIT, SPLIT, measure_host
+from baton.config import DecodeConfig, PrefillConfig
+from baton.engine.cost import StepCost
+from baton.plan.deployment import Layout, simulate
+from baton.plan.nodes import Setup
+from baton.plan.profile import EngineFacts, Profile, PullCost, read_profile
+from baton.plan.traffic import Arrival, Traffic
+
+STEP = StepCost(fixed=40e-3, row=2e-4, key=0.0, token=2e-4, pair=0.0)
+"""Long, so that a busy machine adds little."""
+
+
+def test_the_engine_and_its_pulls_are_measured(tmp_path):
+    file = tmp_path / "profile.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "baton.cli.main", "bench", "profile", "--no-host", "--json", str(file)),
+            *("--rows", "1,4", "--contexts", "32,128,5000", "--chunks", "16,64", "--seconds", "0.02"),
+            *("--threads", "1", "--kv-tokens", "4096", "--commit", "abc123"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, **ENVIRONMENT, "COLUMNS": "120"},
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert report["measurement"] == "profile" and report["versions"]["commit"] == "abc123"
+    assert {point["step"] for point in report["points"]} == {
+        *("1 rows of 32", "1 rows of 128", "4 rows of 32", "4 rows of 128"),
+        *("16 prompt tokens after 0", "16 prompt tokens after 32", "16 prompt tokens after 128"),
+        *("64 prompt tokens after 0", "64 prompt tokens after 32", "64 prompt tokens after 128"),
+        "4 rows of 128 and 64 prompt tokens after 0",
+    }
+    assert "beyond the context of 2048" in report["skipped"]["4 rows of 5000"]
+    assert all(point["ms"] > 0 and point["fitted_ms"] > 0 for point in report["points"])
+    error = report["fit_error"]
+    assert 0 <= error["median"] <= error["p90"] <= error["worst"]
+    profile = read_profile(file)
+    assert profile.missing == ("host",) and profile.step.token > 0
+    engine = profile.engine
+    assert (engine.kv_tokens, engine.page_size, engine.context_length) == (4096, 16, 2048)
+    assert (engine.page_bytes, engine.device, engine.overlap) == (16 * 5 * 2 * 2 * 64 * 4, "cpu", False)
+    assert profile.pull.transport == "shm" and profile.pull.seen and profile.pull.seconds(10**6) > 0
+    assert "a step" in done.stdout and "Pulls (shm)" in done.stdout
+
+
+async def test_a_prediction_is_near_what_real_processes_do(tmp_path):
+    """Steps take a given time; processes, messages, schedulers, pages and pulls are real."""
+    steps = tmp_path / "steps.json"
+    steps.write_text(json.dumps({"step": asdict(STEP)}))
+    worker = ("--step-profile", str(steps), "--kv-tokens", "16384")
+    work = Workload(prompt_tokens=Range(60, 400), output_tokens=Range(4, 24), rate=6.0, seconds=4.0, seed=11)
+    with Deployment.split(tmp_path, "demo", worker=worker, decode_flags=SPLIT) as deployment:
+        (gateway,) = deployment.of("gateway")
+        host = await measure_host(gateway.address, STEP)
+        target = await make_target(gateway.address, 1, 4, 60.0)
+        real = summarize((await run_clients(target, work, lambda *_: None)).records)
+    assert real["failures"] == {} and real["requests"] > 10
+    jobs = work.jobs(target.vocabulary, target.context)
+    arrivals = tuple(Arrival(job.at, len(job.prompt), job.output_tokens) for job in jobs)
+    profile = Profile(STEP, EngineFacts(kv_tokens=16384), PullCost(2e-3, 1e9), host)
+    found = simulate(
+        Layout(1, 1),
+        Setup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=LIMIT)),
+        Traffic(arrivals, 0, len(arrivals)),
+    )
+    predicted = summarize(found.records)
+    assert predicted["output_tokens"] == real["output_tokens"]
+    assert predicted["pulled_pages"] == real["pulled_pages"]
+    for name, part in (("ttft_ms", "p50"), ("tpot_ms", "p50"), ("e2e_ms", "mean")):
+        assert predicted[name][part] == pytest.approx(real[name][part], rel=0.3), (name, predicted, real)

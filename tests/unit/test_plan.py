@@ -1,0 +1,175 @@
+"""baton.plan: the simulation of a deployment, against what can be reckoned by hand and queueing theory."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from baton.bench.figures import Targets, summarize
+from baton.config import DecodeConfig, PrefillConfig
+from baton.decode.outputs import MESSAGE_SECONDS
+from baton.engine.cost import StepCost, StepLoad
+from baton.plan.deployment import Layout, simulate
+from baton.plan.lengths import Lengths
+from baton.plan.nodes import Setup
+from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost
+from baton.plan.traffic import Arrival, Traffic, poisson
+
+COST = StepCost(fixed=10e-3, row=1e-4, key=1e-7, token=1e-4, pair=1e-9)
+ENGINE = EngineFacts()
+
+
+def setup(cost=COST, *, pull=None, host=None, **sizes):
+    engine = replace(ENGINE, **sizes)
+    profile = Profile(cost, engine, pull or PullCost(), host or HostCost())
+    return Setup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=32))
+
+
+def traffic(*arrivals, shared=0):
+    return Traffic(tuple(Arrival(*each) for each in arrivals), 0, len(arrivals), shared)
+
+
+def even(rate, count, prompt, output):
+    return traffic(*((1 + i / rate, prompt, output) for i in range(count)))
+
+
+def ttft(found):
+    return statistics.fmean(record.ttft for record in found.records)
+
+
+def decode_step(rows, keys):
+    return COST.seconds(StepLoad(rows=rows, keys=keys))
+
+
+def prompt_step(count):
+    return COST.seconds(StepLoad(tokens=count, pairs=count * (count + 1) // 2))
+
+
+def test_one_request_takes_the_time_that_can_be_reckoned():
+    """Split: there and back, the prompt; then the pull; then a step a token, with the host between."""
+    host = HostCost(turn=1e-3, row=2e-4, request=3e-3, hop=5e-4)
+    pull = PullCost(latency=7e-3, bytes_per_second=1e9)
+    (record,) = simulate(Layout(1, 1), setup(host=host, pull=pull), traffic((1.0, 100, 5))).records
+    first = host.request + 2 * host.hop + prompt_step(100)
+    assert record.ttft == pytest.approx(first, abs=1e-9)
+    copied = pull.seconds(7 * ENGINE.page_bytes)
+    steps = [decode_step(1, 101 + i) for i in range(4)]
+    # The pull begins when the first token is told, and ends in a turn that begins at once.
+    assert record.e2e == pytest.approx(first + copied + sum(steps) + 3 * (host.turn + host.row), abs=1e-9)
+    assert (record.output_tokens, record.prompt_tokens, record.pulled_pages) == (5, 100, 7)
+
+
+def test_without_shared_generations_the_answer_to_the_release_is_waited_for():
+    host, pull = HostCost(hop=4e-3), PullCost(latency=1e-3)
+    seen, unseen = (
+        simulate(Layout(1, 1), setup(host=host, pull=replace(pull, seen=each)), traffic((1.0, 100, 5)))
+        for each in (True, False)
+    )
+    assert unseen.records[0].e2e - seen.records[0].e2e == pytest.approx(2 * host.hop, abs=1e-9)
+
+
+def test_aggregated_prompts_are_computed_where_they_are_decoded():
+    (record,) = simulate(Layout(0, 1), setup(), traffic((1.0, 700, 3))).records
+    # Two chunks: what the budget of a step holds, then the rest.
+    second = COST.seconds(StepLoad(tokens=188, pairs=188 * 512 + 188 * 189 // 2))
+    assert record.ttft == pytest.approx(prompt_step(512) + second, abs=1e-9)
+    assert record.pulled_pages == 0
+
+
+def test_a_queue_of_one_server_is_that_of_theory():
+    """M/D/1: one row, one step a request. Its mean wait is rho * S / (2 * (1 - rho)) (Pollaczek-Khinchine),
+    and each single wait is the last one's, plus S, less the time between the two arrivals (Lindley)."""
+    service, load, count = 10e-3, 0.6, 2000
+    cost = StepCost(fixed=service, row=0, key=0, token=0, pair=0)
+    queue = poisson(load / service, Lengths(64, 64), Lengths(1, 1), count, 3, 2048)
+    found = simulate(Layout(0, 1), setup(cost, max_rows=1), queue)
+    waits, wait, before = [], 0.0, queue.arrivals[0].at
+    for arrival in queue.arrivals:
+        wait = max(0.0, wait + service - (arrival.at - before)) if arrival.at > before else 0.0
+        before = arrival.at
+        waits.append(wait)
+    counted = waits[queue.first : queue.last]
+    assert [r.ttft - service for r in found.records] == pytest.approx(counted, abs=1e-6)
+    theory = load * service / (2 * (1 - load))
+    assert ttft(found) - service == pytest.approx(theory, rel=0.03)
+    assert found.decode.busy == pytest.approx(load, rel=0.03)
+
+
+def test_more_load_waits_longer_and_more_nodes_less():
+    lengths = (Lengths(200, 600), Lengths(10, 60))
+    light, heavy = (poisson(rate, *lengths, 150, 1, 2048) for rate in (4, 14))
+    at = {
+        (name, layout): simulate(Layout(*layout), setup(), load)
+        for name, load in (("light", light), ("heavy", heavy))
+        for layout in ((1, 1), (2, 1), (1, 2))
+    }
+    assert ttft(at["light", (1, 1)]) < ttft(at["heavy", (1, 1)])
+    assert ttft(at["heavy", (2, 1)]) < ttft(at["heavy", (1, 1)])
+    one, two = at["heavy", (1, 1)], at["heavy", (2, 1)]
+    assert one.prefill.busy == pytest.approx(2 * two.prefill.busy, rel=0.1)
+    itl = [summarize(at["heavy", (1, d)].records)["itl_ms"]["mean"] for d in (1, 2)]
+    assert itl[1] < itl[0]
+
+
+def test_the_same_seed_gives_the_same_records():
+    load = poisson(10, Lengths(50, 400), Lengths(5, 40), 60, 9, 2048)
+    first, second = (simulate(Layout(1, 2), setup(), load) for _ in range(2))
+    assert first == second
+    other = poisson(10, Lengths(50, 400), Lengths(5, 40), 60, 10, 2048)
+    assert simulate(Layout(1, 2), setup(), other).records != first.records
+
+
+def test_a_shared_prefix_is_computed_once():
+    arrivals = [(1 + i, 500, 2) for i in range(3)]
+    alone = simulate(Layout(1, 1), setup(), traffic(*arrivals))
+    shared = simulate(Layout(1, 1), setup(), traffic(*arrivals, shared=400))
+    assert [record.cached_tokens for record in alone.records] == [0, 0, 0]
+    assert [record.cached_tokens for record in shared.records] == [0, 400, 400]
+    assert shared.records[1].ttft < alone.records[1].ttft
+    assert shared.records[0].ttft == alone.records[0].ttft
+
+
+def test_short_steps_share_messages():
+    cost = StepCost(fixed=1e-3, row=0, key=0, token=0, pair=0)
+    (record,) = simulate(Layout(0, 1), setup(cost), traffic((1.0, 20, 50))).records
+    times = [at for at, _ in record.arrivals]
+    assert sum(count for _, count in record.arrivals) == 50
+    assert record.e2e == pytest.approx(50e-3, abs=1e-9)
+    # The last one goes with the end of the request, at once.
+    assert all(b - a >= MESSAGE_SECONDS - 1e-9 for a, b in pairwise(times[:-1]))
+    assert len(times) < 15
+
+
+@pytest.mark.parametrize(("overlap", "between"), [(False, 14e-3), (True, 10e-3)])
+def test_with_overlap_the_host_works_while_the_device_does(overlap, between):
+    cost = StepCost(fixed=10e-3, row=0, key=0, token=0, pair=0)
+    built = setup(cost, host=HostCost(turn=4e-3), overlap=overlap)
+    (record,) = simulate(Layout(0, 1), built, traffic((1.0, 20, 40))).records
+    assert record.tpot == pytest.approx(between, rel=0.03)
+
+
+def test_a_pool_that_is_too_small_makes_requests_wait_or_begin_again():
+    load = even(40, 30, 300, 100)
+    roomy, tight = (simulate(Layout(0, 1), setup(kv_tokens=tokens), load) for tokens in (65536, 2048))
+    assert tight.decode.most_pages <= tight.decode.pages == 128
+    assert ttft(tight) > 2 * ttft(roomy)
+    assert 30 * 400 / 16 >= roomy.decode.most_pages > 128
+    assert all(record.output_tokens == 100 for record in tight.records)
+
+
+def test_what_is_refused_is_a_failure():
+    load = traffic((1.0, 100, 4), (1.1, 1000, 1200))
+    fits, too_long = simulate(Layout(1, 1), setup(context_length=2048), load).records
+    assert fits.error == "" and too_long.error == "TOO_MANY_TOKENS"
+    assert not Targets().met(too_long)
+
+
+def test_busy_is_of_the_time_in_which_requests_arrive():
+    """Half of it: a step of 10 ms every 20 ms, on one of two nodes each."""
+    cost = StepCost(fixed=10e-3, row=0, key=0, token=0, pair=0)
+    load = traffic(*((i / 50, 30, 1) for i in range(1, 501)))
+    found = simulate(Layout(0, 1), setup(cost), load)
+    assert found.decode.busy == pytest.approx(0.5, rel=0.02)
