@@ -30,8 +30,9 @@ from rich.console import Console
 from baton.bench.clients import run_clients
 from baton.bench.engine import EngineBench
 from baton.bench.figures import Targets, summarize
+from baton.bench.jobs import Range
 from baton.bench.profile import fitted, grid, measure_all, problem
-from baton.bench.workload import Range, Workload
+from baton.bench.workload import Workload
 from baton.cli.bench_report import about, table
 from baton.cli.bench_running import make_target
 from baton.cli.deployment import Deployment, DeploymentPlan

@@ -14,7 +14,8 @@ from process import ENVIRONMENT
 
 from baton.bench.clients import run_clients
 from baton.bench.figures import summarize
-from baton.bench.workload import Range, Workload
+from baton.bench.jobs import Range
+from baton.bench.workload import Workload
 from baton.cli.bench_running import make_target
 from baton.cli.host_cost import LIMIT, SPLIT, measure_host
 from baton.config import DecodeConfig, PrefillConfig

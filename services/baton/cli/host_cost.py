@@ -16,8 +16,9 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.bench.clients import run_clients
+from baton.bench.jobs import Range
 from baton.bench.record import Record
-from baton.bench.workload import Range, Workload
+from baton.bench.workload import Workload
 from baton.cli.bench_running import make_target
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.engine.cost import StepCost, StepLoad, chunk_pairs

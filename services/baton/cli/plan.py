@@ -15,7 +15,9 @@ from baton.bench.figures import Targets
 from baton.cli.bench_options import check_writable, count, report_options
 from baton.cli.options import F, SectionedCommand, config_options, fields_of, given
 from baton.cli.plan_report import report, show
-from baton.config import DecodeConfig, PrefillConfig
+from baton.config import DecodeConfig, GatewayConfig, PrefillConfig
+from baton.gateway.routing import POLICIES
+from baton.gateway.split import MODES
 from baton.plan.deployment import Layout, Simulated, simulate
 from baton.plan.lengths import Lengths
 from baton.plan.nodes import Setup
@@ -26,6 +28,7 @@ from baton.plan.traffic import Traffic, poisson, read_trace
 WORKER = ("kv_tokens", "max_rows", "token_budget", "context_length")
 """What may differ from the engine that was measured."""
 POLICY = ("local_prefill_tokens", "output_margin", "watermark")
+CHOICE = ("routing", "split")
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "1024", "256"
 
 
@@ -80,7 +83,13 @@ def setup_of(profile: Profile, values: dict[str, Any]) -> Setup:
         rows = f"--max-rows ({engine.max_rows})"
         raise click.UsageError(f"--token-budget ({engine.token_budget}) must be at least {rows}, and that 1")
     decode = DecodeConfig(**{name: found[name] for name in POLICY if name in found})
-    return Setup(replace(profile, engine=engine), PrefillConfig(), decode)
+    choices = given(GatewayConfig, values)
+    gateway = GatewayConfig(**{name: choices[name] for name in CHOICE if name in choices})
+    if gateway.routing not in POLICIES:
+        raise click.UsageError(f"--routing {gateway.routing!r} is not known; use {', '.join(POLICIES)}")
+    if gateway.split not in MODES:
+        raise click.UsageError(f"--split {gateway.split!r} is not known; use {', '.join(MODES)}")
+    return Setup(replace(profile, engine=engine), PrefillConfig(), decode, gateway)
 
 
 def traffic_of(
@@ -143,6 +152,7 @@ def _number(flag: str, default: float | None, text: str, metavar: str, **bounds:
     leave_out=set(fields_of(DecodeConfig)).difference(WORKER, POLICY),
     defaults=dict.fromkeys(WORKER),
 )
+@config_options(GatewayConfig, leave_out=set(fields_of(GatewayConfig)).difference(CHOICE))
 def plan(
     profile: Path, rate: float | None, prompt: Lengths | None, output: Lengths | None, trace: Path | None,
     shared_prefix: int, ttft: float | None, itl: float | None, goodput_part: float, max_nodes: int,

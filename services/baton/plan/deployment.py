@@ -10,7 +10,7 @@ from baton.bench.record import Record
 from baton.decode.outputs import Done, Failed, Output, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
-from baton.gateway.routing import Candidate, order_prefill, pick_decode
+from baton.plan.gateway import Gateway
 from baton.plan.nodes import Setup, SimDecode, SimPrefill
 from baton.plan.traffic import Traffic
 from baton.sim.world import Actor, World
@@ -67,7 +67,7 @@ class Deployment:
 
     def __init__(self, layout: Layout, setup: Setup, traffic: Traffic, progress: Progress) -> None:
         self._world = World(0)
-        self._gateway = Actor("gateway")
+        self._actor = Actor("clients")
         self._setup = setup
         self._traffic = traffic
         self._progress = progress
@@ -81,8 +81,7 @@ class Deployment:
             for name in (f"decode-{i}" for i in range(layout.decode))
         }
         self._records = [Record(arrival.at, arrival.at) for arrival in traffic.arrivals]
-        self._running: dict[int, str] = {}
-        """Request -> its decode node."""
+        self._gateway = Gateway(self._world, setup.gateway, self._prefill, self._decode)
         self._left = traffic.last - traffic.first
         self._ended = 0
 
@@ -90,8 +89,8 @@ class Deployment:
         world, traffic = self._world, self._traffic
         for number, arrival in enumerate(traffic.arrivals):
             delay = arrival.at + self._setup.profile.host.request
-            world.at(delay, self._gateway, self._place(number))
-        world.at(traffic.end, self._gateway, self._look)
+            world.at(delay, self._actor, self._place(number))
+        world.at(traffic.end, self._actor, self._look)
         while self._left and world.step():
             pass
         records = self._records[traffic.first : traffic.last]
@@ -114,24 +113,19 @@ class Deployment:
         return lambda: self._start(number)
 
     def _start(self, number: int) -> None:
-        """As gateway.requests does for a request without a session."""
-        requests = list(self._running.values())
-        candidates = [Candidate(name, requests.count(name)) for name in self._decode]
-        address = pick_decode(candidates)
-        assert address is not None
-        node = self._decode[address]
-        self._running[number] = address
-        arrival, shared = self._traffic.arrivals[number], self._traffic.shared_prefix
-        common = min(shared, arrival.prompt)
+        arrival = self._traffic.arrivals[number]
+        common = min(self._traffic.shared_prefix, arrival.prompt)
+        # No two requests have more in common than the shared prefix.
+        prompt = (0,) * common + (number + 1,) * (arrival.prompt - common)
+        place = self._gateway.place(number, prompt)
+        node = self._decode[place.decode]
         request = Request(
             key=node.key(number),
-            # No two requests have more in common than the shared prefix.
-            prompt=(0,) * common + (number + 1,) * (arrival.prompt - common),
+            prompt=prompt,
             params=SamplingParams(max_tokens=arrival.output),
             deadline=self._world.now + self._setup.decode.request_seconds,
         )
-        prefill = order_prefill(list(self._prefill), number)
-        node.start(number, request, tuple(prefill))
+        node.start(number, request, place.prefill, place.local_tokens)
 
     def _deliver(self, outputs: list[Output]) -> None:
         now = self._world.now
@@ -140,6 +134,8 @@ class Deployment:
             if isinstance(output, Tokens):
                 tokens[output.request] = tokens.get(output.request, 0) + 1
         for number, count in tokens.items():
+            if not self._records[number].arrivals:
+                self._gateway.computed(number)
             self._records[number].arrivals.append((now, count))
         for output in outputs:
             if isinstance(output, Done | Failed):
@@ -156,7 +152,7 @@ class Deployment:
             record.prompt_tokens, record.cached_tokens = stats.prompt_tokens, stats.cached_tokens
             record.output_tokens, record.pulled_pages = stats.output_tokens, stats.pulled_pages
             record.retractions, record.transport = stats.retractions, stats.transport
-        del self._running[number]
+        self._gateway.ended(number)
         self._left -= self._traffic.first <= number < self._traffic.last
         self._ended += 1
         if self._ended % TOLD_EVERY == 0:

@@ -4,13 +4,14 @@ pulls take their time and never fail."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from baton.config import DecodeConfig, PrefillConfig
+from baton.config import DecodeConfig, GatewayConfig, PrefillConfig
 from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
 from baton.decode.outputs import MESSAGE_SECONDS, Output, Tokens
 from baton.engine.batch import Step
+from baton.engine.pace import Pace
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import C, Turns
@@ -25,12 +26,15 @@ from baton.handoff.messages import (
     StartPull,
 )
 from baton.handoff.prefill_side import PrefillSide
+from baton.handoff.pull_cost import PullMeter
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.tree_log import TreeEvents, TreeLog
 from baton.plan.profile import Profile
 from baton.plan.runner import VirtualRunner
 from baton.prefill.core import PrefillCore, full_step
 from baton.sim.driver import StepDriver
 from baton.sim.world import Actor, World
+from baton.v1 import cache_pb2, node_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +44,13 @@ class Setup:
     profile: Profile
     prefill: PrefillConfig
     decode: DecodeConfig
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
 
 class SimNode:
     """What both kinds share."""
+
+    core: DecodeCore | PrefillCore
 
     def __init__(self, world: World, name: str, profile: Profile) -> None:
         engine = profile.engine
@@ -53,6 +60,9 @@ class SimNode:
         self.profile = profile
         self.pages = engine.kv_tokens // engine.page_size
         self.cache = KvCache(PageAllocator(self.pages), PrefixTree(engine.page_size))
+        self._changes = TreeEvents()
+        self._tree = TreeLog(engine.page_size)
+        self.cache.observe(self._changes)
         self.runner = VirtualRunner(profile.step, engine.max_rows, self.clock)
         self.most_pages = 0
         """Held by requests at any moment; cached ones that nobody uses are not counted."""
@@ -85,6 +95,40 @@ class SimNode:
             turned=self._turned,
         )
 
+    def tell(self, known: int | None) -> cache_pb2.CacheUpdate:
+        """What a gateway is told which knows the prefix tree up to this change; None: nothing of it."""
+        while (event := self._changes.take()) is not None:
+            self._tree.apply(event)
+        changes = self._tree.since(known)
+        return cache_pb2.CacheUpdate(
+            incarnation=1,
+            after=changes.after,
+            sequence=changes.sequence,
+            snapshot=changes.snapshot,
+            stored=changes.stored,
+            removed=changes.removed,
+            page_size=self.cache.page_size,
+            load=self.load(),
+        )
+
+    def load(self) -> node_pb2.Load:
+        """What routing looks at of what worker.node tells."""
+        scheduler, meter = self.core.scheduler, self.core.meter
+        load = node_pb2.Load(
+            queued_tokens=scheduler.queued_tokens,
+            available_pages=max(0, scheduler.reservations.headroom),
+            step_tokens=scheduler.config.token_budget,
+            keys=sum(len(sequence.tokens) for sequence in scheduler.running),
+            waiting=len(scheduler.waiting),
+            running=len(scheduler.running),
+            rows=scheduler.slots.in_use,
+            step_us=int(1e6 * meter.step.value),
+            prompt_tokens_per_second=int(meter.prompt_rate.value),
+        )
+        if meter.pace is not None:
+            load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.pace.cost)))
+        return load
+
     def after(self, seconds: float, function: Callable[[], None]) -> None:
         self.world.at(seconds, self.actor, function)
 
@@ -110,7 +154,9 @@ class SimPrefill(SimNode):
             lease_grace=config.lease_grace_seconds,
             max_leased_pages=int(self.pages * config.max_leased_fraction),
         )
-        self.driver = self.drive(PrefillCore(self.side, self._flush, lambda: None))
+        self.core = PrefillCore(self.side, self._flush, lambda: None)
+        self.core.meter.pace = Pace(setup.profile.step)
+        self.driver = self.drive(self.core)
 
     def connect(self, node: SimDecode) -> None:
         self.driver.call(lambda core, now: core.side.connect(node, now))
@@ -183,17 +229,28 @@ class SimDecode(SimNode):
         self._quiet_until = 0.0
         self._sending = False
         self._link_free = 0.0
-        self.core = DecodeCore(make_scheduler, policy, self._flush, lambda: None)
+        self.core: DecodeCore = DecodeCore(make_scheduler, policy, self._flush, lambda: None)
+        self.core.meter.pace = Pace(setup.profile.step)
+        self._pull_meter = PullMeter()
         self.driver = self.drive(self.core)
         peer = Peer(up=True, since=0.0, transport=setup.profile.pull.transport)
         for address, node in prefill.items():
             node.connect(self)
             self.driver.call(lambda core, now, a=address: core.peer_changed(a, peer, "", now))  # type: ignore[misc]
 
-    def start(self, number: int, request: Request, candidates: tuple[str, ...]) -> None:
+    def start(
+        self, number: int, request: Request, candidates: tuple[str, ...], local_tokens: int | None
+    ) -> None:
         """A request has arrived; its key is `key(number)`."""
         key = self.key(number)
-        self.driver.call(lambda core, now: core.start(key, 1, 0, request, candidates, now))
+        self.driver.call(lambda core, now: core.start(key, 1, 0, request, candidates, now, local_tokens))
+
+    def load(self) -> node_pb2.Load:
+        load = super().load()
+        load.wait_ms = int(1000 * self.core.overload.wait)
+        if (pull := self._pull_meter.cost) is not None:
+            load.pull_cost.CopyFrom(node_pb2.PullCost(fixed=pull.fixed, token=pull.token))
+        return load
 
     def key(self, number: int) -> Key:
         return Key(self.name, number)
@@ -226,8 +283,10 @@ class SimDecode(SimNode):
         cost = self.profile.pull
         seconds = cost.seconds(len(effect.pairs) * self.profile.engine.page_bytes)
         self._link_free = max(self._link_free, self.clock()) + seconds
+        taken = max(self._link_free - self.clock(), 1e-6)
 
         def ended() -> None:
+            self._pull_meter.add(len(effect.pairs) * self.cache.page_size, taken)
             pages = [node.cache.generation(source) for source, _ in effect.pairs] if cost.seen else None
             self.driver.call(lambda core, now: core.handoffs.pull_ended(effect.pull, None, pages, now))
 
