@@ -12,7 +12,7 @@ from baton.bench.record import Record
 from baton.cli.main import cli
 from baton.engine.cost import StepCost
 from baton.plan.deployment import Layout, NodeFigures, Simulated
-from baton.plan.search import Goal, impossible, search
+from baton.plan.search import Goal, Kinds, impossible, search
 from baton.plan.traffic import Arrival, Traffic, Work
 
 GOAL = Goal(Targets(ttft_ms=100, itl_ms=20), part=0.9)
@@ -29,7 +29,11 @@ def outcome(layout, late, slow):
     return Simulated(layout, records, 1.0, NODE if layout.prefill else None, NODE, 0)
 
 
-def run(works, work=None, most=8, kinds=(True, True)):
+AUTO = Kinds(split=("auto",))
+SPLIT = Kinds(split=("auto",), aggregated=False)
+
+
+def run(works, work=None, most=8, kinds=AUTO):
     """`works`: layout -> (late, slow)."""
     return search(
         work or Work(0.5, 0.5, 0, 0), GOAL, most, lambda layout: outcome(layout, *works(layout)), kinds
@@ -48,15 +52,27 @@ def test_the_first_layouts_that_do_are_taken():
 
 def test_the_walk_goes_where_more_requests_miss_their_target():
     # Of four nodes only three prefill nodes and a decode node do.
-    plan = run(lambda layout: (0, 0) if layout == Layout(3, 1) else (5, 1), kinds=(True, False))
+    plan = run(
+        lambda layout: (0, 0) if layout == Layout(3, 1) else (5, 1),
+        kinds=SPLIT,
+    )
     assert plan.best.layout == Layout(3, 1)
     assert tried(plan) == [(1, 1), (2, 1), (2, 2), (3, 1)]
-    plan = run(lambda layout: (0, 0) if layout == Layout(1, 3) else (1, 5), kinds=(True, False))
+    plan = run(
+        lambda layout: (0, 0) if layout == Layout(1, 3) else (1, 5),
+        kinds=SPLIT,
+    )
     assert plan.best.layout == Layout(1, 3)
 
 
+def test_where_auto_does_not_do_all_prompts_are_handed_off():
+    plan = run(lambda layout: (0, 0) if layout.split == "always" else (0, 5), kinds=Kinds(aggregated=False))
+    assert plan.best.layout == Layout(1, 1, "always")
+    assert [each.layout.split for each in plan.tried] == ["auto", "always"]
+
+
 def test_the_walk_begins_as_the_work_is_divided():
-    plan = run(lambda layout: (0, 0), Work(3.0, 0.7, 0.2, 0.1), kinds=(True, False))
+    plan = run(lambda layout: (0, 0), Work(3.0, 0.7, 0.2, 0.1), kinds=SPLIT)
     assert tried(plan) == [(3, 1)]
 
 
@@ -100,13 +116,14 @@ QUESTION = ("--rate", "14", "--prompt", "200-600", "--output", "10-30", "--reque
 
 GOLDEN = """\
 60 requests at 14.09 a second, 403 tokens in and 19 out on average; TTFT 300 ms and ITL 25 ms for 95.0%
-layout        TTFT p50  p99, ms  ITL p50  p99, ms  TPOT, ms  tok/s out  goodput     met       busy      held
-1 aggregated     119.3    236.4     12.9     62.2      30.3        291     0.00    0.0%        98%       30%
-2 aggregated      60.1    137.7     10.7     60.2      14.6        291     2.27   15.0%        93%        8%
-1 + 1            106.3    236.0     10.8     21.4      11.4        291    15.15  100.0%  71% + 94%  5% + 10%
-3 aggregated      56.9    121.7     10.5     57.7      12.1        291     6.31   41.7%        81%        5%
-4 aggregated      54.1    100.5     10.4     47.3      11.3        291     9.59   63.3%        72%        4%
-Take 1 prefill and 1 decode node: 15.15 requests a second meet the targets, 100.0% of all. \
+layout         TTFT p50  p99, ms  ITL p50  p99, ms  TPOT, ms  tok/s out  goodput     met       busy      held
+1 aggregated      119.3    236.4     12.9     62.2      30.3        291     0.00    0.0%        98%       30%
+2 aggregated       59.4    130.8     10.7     60.2      14.3        291     3.79   25.0%        91%        7%
+1 + 1              78.7    193.9     10.8     50.2      12.4        291     9.09   60.0%  55% + 96%  5% + 12%
+1 + 1, always     106.3    236.0     10.8     21.4      11.4        291    15.15  100.0%  71% + 94%  5% + 10%
+3 aggregated       54.5    114.1     10.5     59.1      12.1        291     7.32   48.3%        80%        4%
+4 aggregated       55.9    103.1     10.4     46.5      11.2        291    10.10   66.7%        72%        3%
+Take 1 prefill and 1 decode node with --split always: 15.15 requests a second meet the targets, 100.0% of all. \
 Aggregated, 4 nodes do not meet the targets.
 """
 
@@ -130,7 +147,7 @@ def test_what_is_printed(profile, tmp_path):
     assert found.exception is None and found.return_value == 0
     assert [line.rstrip() for line in found.output.strip().splitlines()] == GOLDEN.strip().splitlines()
     report = json.loads(file.read_text())
-    assert report["best"] == {"prefill": 1, "decode": 1} == report["split"]
+    assert report["best"] == {"prefill": 1, "decode": 1, "split": "always"} == report["split"]
     assert report["traffic"]["requests"] == 60 and report["targets"]["part"] == 0.95
     assert [(one["prefill"], one["decode"]) for one in report["layouts"]][:2] == [(0, 1), (0, 2)]
     assert all(one["goodput_part"] == one["met"] / 60 for one in report["layouts"])

@@ -15,20 +15,18 @@ from baton.bench.figures import Targets
 from baton.cli.bench_options import check_writable, count, report_options
 from baton.cli.options import F, SectionedCommand, config_options, fields_of, given
 from baton.cli.plan_report import report, show
-from baton.config import DecodeConfig, GatewayConfig, PrefillConfig
+from baton.config import DecodeConfig, PrefillConfig
 from baton.gateway.routing import POLICIES
-from baton.gateway.split import MODES
 from baton.plan.deployment import Layout, Simulated, simulate
 from baton.plan.lengths import Lengths
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, Profile, read_profile
-from baton.plan.search import Goal, Plan, impossible, search
+from baton.plan.search import Goal, Kinds, Plan, impossible, search
 from baton.plan.traffic import Traffic, poisson, read_trace
 
 WORKER = ("kv_tokens", "max_rows", "token_budget", "context_length")
 """What may differ from the engine that was measured."""
 POLICY = ("local_prefill_tokens", "output_margin", "watermark")
-CHOICE = ("routing", "split")
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "1024", "256"
 
 
@@ -50,8 +48,7 @@ class Question:
     traffic: Traffic
     goal: Goal
     most: int
-    kinds: tuple[bool, bool]
-    """Whether to try split layouts, and aggregated ones."""
+    kinds: Kinds
 
 
 def answer(question: Question, console: Console) -> Plan:
@@ -71,7 +68,7 @@ def answer(question: Question, console: Console) -> Plan:
         return search(work, question.goal, question.most, run, question.kinds)
 
 
-def setup_of(profile: Profile, values: dict[str, Any]) -> Setup:
+def setup_of(profile: Profile, values: dict[str, Any], routing: str) -> Setup:
     """The profile's engine with what was given instead. Raises UsageError."""
     found = given(DecodeConfig, values)
     sizes = {name: found[name] for name in WORKER if found.get(name)}
@@ -83,13 +80,7 @@ def setup_of(profile: Profile, values: dict[str, Any]) -> Setup:
         rows = f"--max-rows ({engine.max_rows})"
         raise click.UsageError(f"--token-budget ({engine.token_budget}) must be at least {rows}, and that 1")
     decode = DecodeConfig(**{name: found[name] for name in POLICY if name in found})
-    choices = given(GatewayConfig, values)
-    gateway = GatewayConfig(**{name: choices[name] for name in CHOICE if name in choices})
-    if gateway.routing not in POLICIES:
-        raise click.UsageError(f"--routing {gateway.routing!r} is not known; use {', '.join(POLICIES)}")
-    if gateway.split not in MODES:
-        raise click.UsageError(f"--split {gateway.split!r} is not known; use {', '.join(MODES)}")
-    return Setup(replace(profile, engine=engine), PrefillConfig(), decode, gateway)
+    return Setup(replace(profile, engine=engine), PrefillConfig(), decode, routing)
 
 
 def traffic_of(
@@ -144,6 +135,16 @@ def _number(flag: str, default: float | None, text: str, metavar: str, **bounds:
     show_default=True,
     help="Split: prefill and decode nodes. Aggregated: decode nodes that compute prompts themselves.",
 )
+@click.option(
+    "--split",
+    type=click.Choice(["both", "auto", "always"]),
+    default="both",
+    show_default=True,
+    help="Which prompts split layouts hand off (the gateway's --split). Both: always where auto fails.",
+)
+@click.option(
+    "--routing", type=click.Choice(POLICIES), default="cache", show_default=True, help="The gateway's."
+)
 @count("--requests", 1000, "Simulated requests that count.", least=10)
 @count("--seed", 0, "Of arrivals and lengths.", least=0)
 @report_options
@@ -152,11 +153,11 @@ def _number(flag: str, default: float | None, text: str, metavar: str, **bounds:
     leave_out=set(fields_of(DecodeConfig)).difference(WORKER, POLICY),
     defaults=dict.fromkeys(WORKER),
 )
-@config_options(GatewayConfig, leave_out=set(fields_of(GatewayConfig)).difference(CHOICE))
 def plan(
     profile: Path, rate: float | None, prompt: Lengths | None, output: Lengths | None, trace: Path | None,
     shared_prefix: int, ttft: float | None, itl: float | None, goodput_part: float, max_nodes: int,
-    layouts: str, requests: int, seed: int, file: Path | None, commit: str, **values: Any,
+    layouts: str, split: str, routing: str, requests: int, seed: int, file: Path | None, commit: str,
+    **values: Any,
 ) -> int:  # fmt: skip
     """How many nodes does a traffic need?
 
@@ -181,10 +182,11 @@ def plan(
         measured = read_profile(profile)
     except ValueError as error:
         raise click.ClickException(str(error)) from None
-    setup = setup_of(measured, values)
+    setup = setup_of(measured, values, routing)
     traffic = traffic_of(setup, rate, prompt, output, trace, requests, seed, shared_prefix)
     goal = Goal(Targets(ttft, itl), goodput_part)
-    kinds = (layouts != "aggregated", layouts != "split")
+    modes = ("auto", "always") if split == "both" else (split,)
+    kinds = Kinds(modes if layouts != "aggregated" else (), layouts != "split")
     engine, host = setup.profile.engine, setup.profile.host
     if why := impossible(traffic, goal, measured.step, engine.token_budget, host.turn + host.row):
         raise click.ClickException(f"no number of nodes meets these targets: {why}")

@@ -113,7 +113,8 @@ def _words(found: Simulated) -> str:
     decode = f"{layout.decode} decode node{'s' if layout.decode > 1 else ''}"
     if not layout.prefill:
         return f"{decode} that prefill{'' if layout.decode > 1 else 's'} for themselves"
-    return f"{layout.prefill} prefill and {decode}"
+    mode = f" with --split {layout.split}" if layout.split != "auto" else ""
+    return f"{layout.prefill} prefill and {decode}{mode}"
 
 
 def _goodput(found: Simulated, targets: Targets) -> str:

@@ -25,13 +25,18 @@ class Layout:
     prefill: int
     """Prefill nodes; 0: decode nodes compute prompts themselves."""
     decode: int
+    split: str = "auto"
+    """Which prompts are handed off: `--split` of the gateway."""
 
     @property
     def nodes(self) -> int:
         return self.prefill + self.decode
 
     def __str__(self) -> str:
-        return f"{self.prefill} + {self.decode}" if self.prefill else f"{self.decode} aggregated"
+        if not self.prefill:
+            return f"{self.decode} aggregated"
+        mode = f", {self.split}" if self.split != "auto" else ""
+        return f"{self.prefill} + {self.decode}{mode}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class Deployment:
             for name in (f"decode-{i}" for i in range(layout.decode))
         }
         self._records = [Record(arrival.at, arrival.at) for arrival in traffic.arrivals]
-        self._gateway = Gateway(self._world, setup.gateway, self._prefill, self._decode)
+        self._gateway = Gateway(self._world, setup.routing, layout.split, self._prefill, self._decode)
         self._left = traffic.last - traffic.first
         self._ended = 0
 

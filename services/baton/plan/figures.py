@@ -19,6 +19,7 @@ def figures(found: Simulated, targets: Targets) -> dict[str, Any]:
     return {
         "prefill": found.layout.prefill,
         "decode": found.layout.decode,
+        "split": found.layout.split if found.layout.prefill else None,
         "requests": len(found.records),
         "failed": len(found.records) - len(done),
         "met": met,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.config import GatewayConfig
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.router import Router, Way
@@ -33,14 +32,15 @@ class Gateway:
     def __init__(
         self,
         world: World,
-        config: GatewayConfig,
+        routing: str,
+        split: str,
         prefill: Mapping[str, SimPrefill],
         decode: Mapping[str, SimDecode],
     ) -> None:
         self._world = world
         self._actor = Actor("gateway")
-        self._router = Router(config.routing, lambda: world.now)
-        self._split = Split(config.split, GatewayMetrics())
+        self._router = Router(routing, lambda: world.now)
+        self._split = Split(split, GatewayMetrics())
         self._prefill = list(prefill)
         self._decode = list(decode)
         self._nodes: dict[str, SimNode] = {**prefill, **decode}

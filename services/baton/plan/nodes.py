@@ -4,10 +4,10 @@ pulls take their time and never fail."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from baton.config import DecodeConfig, GatewayConfig, PrefillConfig
+from baton.config import DecodeConfig, PrefillConfig
 from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
 from baton.decode.outputs import MESSAGE_SECONDS, Output, Tokens
 from baton.engine.batch import Step
@@ -44,7 +44,8 @@ class Setup:
     profile: Profile
     prefill: PrefillConfig
     decode: DecodeConfig
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    routing: str = "cache"
+    """`--routing` of the gateway."""
 
 
 class SimNode:

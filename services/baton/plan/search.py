@@ -27,6 +27,15 @@ class Goal:
         return found.met(self.targets) >= self.part * len(found.records)
 
 
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Which layouts to try."""
+
+    split: tuple[str, ...] = ("auto", "always")
+    """Modes of split ones, in this order; none: no split layouts."""
+    aggregated: bool = True
+
+
 @dataclass(slots=True)
 class Plan:
     """What the search has found."""
@@ -70,21 +79,24 @@ def prompt_seconds(start: int, count: int, cost: StepCost, budget: int) -> float
     return chunks * cost.fixed + cost.token * count + cost.pair * chunk_pairs(start, count)
 
 
-def search(work: Work, goal: Goal, most: int, simulate: Simulate, kinds: tuple[bool, bool]) -> Plan:
-    """most: nodes of a layout. kinds: whether to try split layouts, and aggregated ones."""
+def search(work: Work, goal: Goal, most: int, simulate: Simulate, kinds: Kinds) -> Plan:
+    """most: nodes of a layout."""
     plan = Plan()
-    split, aggregated = kinds
     limit = most
     for nodes in range(work.least_nodes, most + 1):
         if nodes > limit:
             break
-        if aggregated and plan.aggregated is None:
+        if kinds.aggregated and plan.aggregated is None:
             found = simulate(Layout(0, nodes))
             plan.tried.append(found)
             plan.aggregated = found if goal.reached(found) else None
-        if split and plan.split is None and nodes >= 2:
-            plan.split = _walk(nodes, work, goal, simulate, plan.tried)
-        done = [(plan.split is not None) or not split, (plan.aggregated is not None) or not aggregated]
+        for mode in kinds.split:
+            if plan.split is None and nodes >= 2:
+                plan.split = _walk(nodes, mode, work, goal, simulate, plan.tried)
+        done = (
+            plan.split is not None or not kinds.split,
+            plan.aggregated is not None or not kinds.aggregated,
+        )
         if all(done):
             break
         if limit == most and plan.best is not None:
@@ -92,14 +104,16 @@ def search(work: Work, goal: Goal, most: int, simulate: Simulate, kinds: tuple[b
     return plan
 
 
-def _walk(nodes: int, work: Work, goal: Goal, simulate: Simulate, tried: list[Simulated]) -> Simulated | None:
+def _walk(
+    nodes: int, mode: str, work: Work, goal: Goal, simulate: Simulate, tried: list[Simulated]
+) -> Simulated | None:
     """Of the layouts with so many nodes: from the one that divides them as prompts and rows divide the work,
     towards more of the kind whose target more requests miss; back means that there is none."""
     prefill = min(nodes - 1, max(1, round(nodes * work.prefill_part)))
     seen: set[int] = set()
     while 1 <= prefill < nodes and prefill not in seen:
         seen.add(prefill)
-        found = simulate(Layout(prefill, nodes - prefill))
+        found = simulate(Layout(prefill, nodes - prefill, mode))
         tried.append(found)
         if goal.reached(found):
             return found
