@@ -123,8 +123,8 @@ layout         TTFT p50  p99, ms  ITL p50  p99, ms  TPOT, ms  tok/s out  goodput
 1 + 1, always     106.3    236.0     10.8     21.4      11.4        291    15.15  100.0%  71% + 94%  5% + 10%
 3 aggregated       54.5    114.1     10.5     59.1      12.1        291     7.32   48.3%        80%        4%
 4 aggregated       55.9    103.1     10.4     46.5      11.2        291    10.10   66.7%        72%        3%
-Take 1 prefill and 1 decode node with --split always: 15.15 requests a second meet the targets, 100.0% of all. \
-Aggregated, 4 nodes do not meet the targets.
+Take 1 prefill and 1 decode node with --split always: \
+15.15 requests a second meet the targets, 100.0% of all. Aggregated, 4 nodes do not meet the targets.
 """
 
 
