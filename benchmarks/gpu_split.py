@@ -32,8 +32,10 @@ def plan_of(layout: str, model: str, args: argparse.Namespace, folder: Path) -> 
         "tokenizer": ("--model", model),
         "prefill": (*worker, "--token-budget", str(args.budget)),
         "decode": (*worker, "--token-budget", str(args.budget if layout == "split" else args.chunk)),
-        "gateway": ("--split", "always"),
+        "gateway": ("--split", args.split),
     }
+    if args.message_seconds:
+        flags["decode"] += ("--message-seconds", args.message_seconds)
     split = layout == "split"
     return DeploymentPlan(
         prefill=int(split),
@@ -101,6 +103,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of aggregated nodes")
     parser.add_argument("--replicas", type=int, default=2, help="aggregated nodes")
+    parser.add_argument("--split", default="always", help="where prompts of `split` are computed")
+    parser.add_argument("--message-seconds", default="", help="of decode nodes; default: theirs")
     parser.add_argument("--budget", type=int, default=2048, help="token budget of a prefill node")
     parser.add_argument("--idle", type=int, nargs="*", default=[128, 2048, 8192, 32000])
     parser.add_argument("--requests", type=int, default=10, help="of each idle measurement")
