@@ -18,8 +18,9 @@ from deployment import Deployment
 from process import Process
 
 from baton.bench.client import Asker
+from baton.bench.jobs import Job, Range
 from baton.bench.record import Record
-from baton.bench.workload import Job
+from baton.bench.workload import Workload
 from baton.engine.cost import StepCost, StepLoad
 from baton.rpc.channel import open_channel
 from baton.v1 import inference_pb2_grpc
@@ -115,11 +116,12 @@ async def _short(stub: inference_pb2_grpc.InferenceStub, seconds: float) -> list
 
 
 def _asker(stub: inference_pb2_grpc.InferenceStub) -> Asker:
-    return Asker(stub, 0.0, REQUEST_SECONDS, time.monotonic())
+    work = Workload(prompt_tokens=Range(SHORT, SHORT), output_tokens=Range(OUTPUT, OUTPUT))
+    return Asker(stub, work, REQUEST_SECONDS, time.monotonic())
 
 
 def _job(at: float, length: int, output: int) -> Job:
     """A prompt that nobody has cached."""
     number = next(numbers)
     prompt = np.random.default_rng(number).integers(VOCABULARY, size=length).tolist()
-    return Job(at, prompt, output, seed=number)
+    return Job(at, prompt, output, seed=number, thread=number)
