@@ -1,0 +1,31 @@
+"""What a decode node says is wrong, and whether requests are served all the same."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from baton.config import DecodeConfig
+from baton.decode.server import DecodeNode
+from baton.v1 import node_pb2
+
+
+@pytest.mark.parametrize(
+    ("usable", "stops"), [({"a:1"}, True), (set(), True), ({"a:1", "b:1"}, False), ({"b:1"}, False)]
+)
+def test_an_overdue_pull_stops_serving_only_where_no_other_prefill_node_is_left(monkeypatch, usable, stops):
+    node = DecodeNode(DecodeConfig())
+    node.core_or_none = SimpleNamespace(handoffs=SimpleNamespace(overdue=["a:1"]))
+    monkeypatch.setattr(node, "stuck", lambda: False)
+    monkeypatch.setattr(node, "_peers", SimpleNamespace(usable=usable, lost=list))
+    (problem,) = node.problems(node_pb2.Load())
+    assert (problem.reason, problem.stops_serving) == ("PULL_STUCK", stops)
+    assert "a:1" in problem.message
+
+
+def test_nothing_is_wrong_where_no_pull_is_overdue(monkeypatch):
+    node = DecodeNode(DecodeConfig())
+    node.core_or_none = SimpleNamespace(handoffs=SimpleNamespace(overdue=[]))
+    monkeypatch.setattr(node, "stuck", lambda: False)
+    assert list(node.problems(node_pb2.Load())) == []
