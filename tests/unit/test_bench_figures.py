@@ -35,6 +35,12 @@ def test_tokens_of_the_first_message_have_no_gap():
     assert len(itl([(1.0, 3), (2.0, 2)])) == 2
 
 
+def test_the_first_pause_is_that_of_each_request_alone():
+    records = [record((0.1, 1), (0.4, 2), (0.5, 1)), record((0.1, 1), (0.2, 1), (0.9, 1)), record((0.1, 1))]
+    found = summarize(records)["first_pause_ms"]
+    assert (found["mean"], found["p50"]) == pytest.approx((200.0, 200.0))
+
+
 def test_percentiles_are_numpy_s():
     draw = random.Random(5)
     values = [draw.expovariate(20.0) for _ in range(999)]
