@@ -6,6 +6,9 @@ import os
 import random
 import subprocess
 import sys
+import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +70,9 @@ def test_every_kind_of_fault_is_drawn():
 def _trace(seed, hash_seed):
     code = f"""
 import sys
+import textwrap
+import time
+from pathlib import Path
 from baton.sim.run import run_scenario
 from baton.sim.scenario import make_scenario
 print(run_scenario(make_scenario({seed}), trace=lambda line: sys.stdout.write(line + "\\n")))
@@ -197,3 +203,24 @@ def test_reference_stops_after_a_stop_token():
     assert len(tokens) == 10
     assert reference(range(5), 7, 10, frozenset({tokens[4]})) == tokens[: tokens.index(tokens[4]) + 1]
     assert SimPool(2, 4).read(1, 0, 4) == b"\xee" * 4
+
+
+def test_a_killed_run_leaves_nothing():
+    """Its processes hold none of its descriptors, and end with it."""
+    run = textwrap.dedent("""
+        import os
+        from baton.sim.soak import run_many
+        outcomes = run_many(range(4000), jobs=2)
+        next(outcomes)
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        print(*(pid for pid in pids if os.getsid(pid) == os.getsid(0)), flush=True)
+        os.kill(os.getpid(), 9)
+    """)
+    child = subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, start_new_session=True)
+    output, _ = child.communicate(timeout=60)  # to the end of the pipe
+    started = [int(pid) for pid in output.split()]
+    assert len(started) >= 4  # itself, what forks, two that simulate
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() for pid in started):
+        assert time.monotonic() < deadline, f"left of {started}"
+        time.sleep(0.05)

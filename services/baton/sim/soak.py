@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import multiprocessing.connection
 import os
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -21,6 +24,19 @@ def run_chunk(seeds: list[int], max_steps: int | None, bug: str) -> list[Outcome
         return [run_seed(seed, max_steps) for seed in seeds]
 
 
+def end_with_parent() -> None:
+    """For a process of a pool: the queue that it waits at is one that it holds open itself, so that it would
+    outlive a killed parent."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "called in the process that owns the pool"
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
 def run_many(
     seeds: Iterable[int],
     *,
@@ -33,7 +49,10 @@ def run_many(
     jobs = jobs or os.cpu_count() or 1
     source = iter(seeds)
     deadline = time.monotonic() + seconds if seconds is not None else None
-    with ProcessPoolExecutor(jobs) as pool:
+    # Not forked from this process, which may have threads, gRPC's among them, and pipes others read.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=end_with_parent) as pool:
         running: set[Future[list[Outcome]]] = set()
         try:
             while True:
