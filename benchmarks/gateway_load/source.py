@@ -47,9 +47,8 @@ class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
         try:
             welcome = decode_pb2.DecodeWelcome(incarnation=self._incarnation)
             yield decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)])
-            async for message in caller.outbox:
+            async for message in caller.messages(self._message_seconds):
                 yield message
-                await caller.pause(self._message_seconds)
         finally:
             reading.cancel()
             del self._running[caller]

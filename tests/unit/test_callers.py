@@ -20,18 +20,111 @@ def test_tokens_of_one_choice_are_joined_in_order():
     ]
 
 
-async def test_tokens_gather_and_events_do_not_wait():
+def prompt(request):
+    return decode_pb2.DecodeEvent(request=request, prompt=decode_pb2.PromptDone())
+
+
+def finished(request):
+    return decode_pb2.DecodeEvent(request=request, finished=decode_pb2.DecodeFinished())
+
+
+class Written:
+    """What a caller's stream writes, and when."""
+
+    def __init__(self, caller, gather):
+        self.messages = []
+        self.at = []
+        self._task = asyncio.create_task(self._write(caller, gather))
+
+    async def _write(self, caller, gather):
+        async for message in caller.messages(gather):
+            self.messages.append(
+                ([e.request for e in message.events], {d.request: list(d.token_ids) for d in message.tokens})
+            )
+            self.at.append(time.monotonic())
+
+    async def end(self, caller):
+        caller.close()
+        await asyncio.wait_for(self._task, 5)
+
+
+async def started(caller, *requests, gather):
+    """A stream on which everybody has had a first token, and tokens gather."""
+    written = Written(caller, gather)
+    for request in requests:
+        caller.begin(request, 1)
+        caller.send(tokens(0, request=request))
+    await asyncio.sleep(0.01)
+    assert sum(len(given) for _, given in written.messages) == len(requests)
+    written.messages.clear()
+    written.at.clear()
+    return written
+
+
+async def test_tokens_gather():
     caller = Caller(1)
+    written = await started(caller, 1, 2, gather=0.2)
+    before = time.monotonic()
+    for id in (5, 6, 7):
+        caller.send(tokens(id, request=1))
+        caller.send(tokens(id + 10, request=2))
+        await asyncio.sleep(0.02)
+    assert not written.messages
+    await asyncio.sleep(0.2)
+    assert written.messages == [([], {1: [5, 6, 7], 2: [15, 16, 17]})] and written.at[0] - before > 0.1
+    await written.end(caller)
 
-    async def paused(message):
-        pause = asyncio.create_task(caller.pause(0.2))
-        await asyncio.sleep(0)
-        started = time.monotonic()
-        caller.send(message)
-        await pause
-        return time.monotonic() - started
 
-    assert await paused(tokens(5)) > 0.1
-    finished = decode_pb2.DecodeEvent(request=1, finished=decode_pb2.DecodeFinished())
-    assert await paused(decode_pb2.StepEvents(events=[finished])) < 0.1
-    assert list((await anext(caller.outbox)).tokens[0].token_ids) == [5]
+async def test_an_end_takes_along_only_its_own_tokens():
+    caller = Caller(1)
+    written = await started(caller, 1, 2, 3, gather=0.3)
+    for request in (1, 2, 3):
+        caller.send(tokens(request, request=request))
+    caller.send(decode_pb2.StepEvents(step=9, events=[finished(2)]))
+    await asyncio.sleep(0.02)
+    assert written.messages == [([2], {2: [2]})]
+    caller.send(tokens(11, request=1))
+    await asyncio.sleep(0.35)
+    assert written.messages[1:] == [([], {1: [1, 11], 3: [3]})], "the others gathered on, in order"
+    await written.end(caller)
+
+
+async def test_a_first_token_does_not_wait_even_after_its_event():
+    caller = Caller(1)
+    written = await started(caller, 1, gather=0.3)
+    caller.send(tokens(5, request=1))
+    caller.begin(2, 1)
+    caller.send(decode_pb2.StepEvents(events=[prompt(2)]))
+    await asyncio.sleep(0.02)
+    caller.send(tokens(8, request=2))
+    await asyncio.sleep(0.02)
+    caller.send(tokens(9, request=2))
+    await asyncio.sleep(0.02)
+    assert written.messages == [([2], {}), ([], {2: [8]})]
+    await asyncio.sleep(0.3)
+    assert written.messages[2:] == [([], {1: [5], 2: [9]})]
+    await written.end(caller)
+
+
+async def test_events_all_the_time_do_not_keep_the_others_waiting():
+    caller = Caller(1)
+    written = await started(caller, 1, gather=0.1)
+    before = time.monotonic()
+    caller.send(tokens(5, request=1))
+    for request in range(2, 32):
+        caller.begin(request, 1)
+        caller.send(decode_pb2.StepEvents(events=[prompt(request)]))
+        await asyncio.sleep(0.01)
+    (at,) = [at for at, (_, given) in zip(written.at, written.messages, strict=True) if 1 in given]
+    assert at - before < 0.2
+    await written.end(caller)
+
+
+async def test_nothing_is_kept_back_from_a_stream_that_ends():
+    caller = Caller(1)
+    written = await started(caller, 1, 2, gather=30.0)
+    for request in (1, 2):
+        caller.send(tokens(7, request=request))
+    caller.send(decode_pb2.StepEvents(events=[finished(2)]))
+    await written.end(caller)
+    assert written.messages == [([2], {1: [7], 2: [7]})]

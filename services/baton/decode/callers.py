@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
+from collections.abc import AsyncIterator, Set
 
 from google.rpc import status_pb2
 
@@ -28,10 +30,13 @@ class Caller:
         self._running: dict[int, int] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._half_closed = False
-        self._urgent = asyncio.Event()
+        self._tokenless: set[int] = set()  # running requests of which no token has come yet
+        self._urgent: set[int] = set()  # requests whose unsent messages do not wait
+        self._news = asyncio.Event()  # set: the outbox holds something urgent
 
     def begin(self, request: int, attempt: int) -> None:
         self._running[request] = attempt
+        self._tokenless.add(request)
 
     def attempt_of(self, request: int) -> int | None:
         """The running attempt at a request; None when it is not running here."""
@@ -56,21 +61,56 @@ class Caller:
         self._half_closed = True
         self._close_if_done()
 
-    async def pause(self, seconds: float) -> None:
-        """Lets tokens gather in the outbox, which merges them, for so long at most: a message with events (a
-        request's first token, its end) ends the pause."""
-        self._urgent.clear()
+    def close(self, error: BatonError | None = None) -> None:
+        """What is unsent is still written; then the stream ends, with the error if there is one."""
+        if error is not None:
+            self.error = error
+        self.outbox.close()
+        self._news.set()
+
+    async def messages(self, gather: float) -> AsyncIterator[decode_pb2.StepEvents]:
+        """What to write to the caller, until the outbox is closed and empty.
+
+        After a message with everybody's tokens, tokens gather in the outbox, which merges them, for so many
+        seconds. What does not wait are events and first tokens; they take along what else is unsent of their
+        own requests, whose order thus stays, and leave the others' tokens to gather on.
+        """
+        due = time.monotonic()
+        async for message in self.outbox:
+            urgent, self._urgent = self._urgent, set()
+            now = time.monotonic()
+            if not urgent or now >= due or self.outbox.closed:
+                due = now + gather
+            else:
+                rest = split(message, urgent)
+                if rest.tokens:
+                    self.outbox.put(rest)
+            yield message
+            await self._wait(due)
+
+    async def _wait(self, due: float) -> None:
+        if self._urgent or self.outbox.closed:
+            return
+        self._news.clear()
         try:
-            async with asyncio.timeout(seconds):
-                await self._urgent.wait()
+            async with asyncio.timeout(due - time.monotonic()):
+                await self._news.wait()
         except TimeoutError:
             return
 
+    def _hurry(self, request: int) -> None:
+        self._urgent.add(request)
+        self._news.set()
+
     def send(self, message: decode_pb2.StepEvents) -> bool:
         """False: the caller does not read, and its stream ends; what it has started is of no use any more."""
-        if message.events:
-            self._urgent.set()
+        if self._tokenless:
+            for delta in message.tokens:
+                if delta.request in self._tokenless:
+                    self._tokenless.discard(delta.request)
+                    self._hurry(delta.request)
         for event in message.events:
+            self._hurry(event.request)
             if event.WhichOneof("kind") in ("finished", "failed"):
                 self._end(event.request)
         taken = self._put(message)
@@ -81,7 +121,7 @@ class Caller:
         event = decode_pb2.DecodeEvent(request=request, attempt=attempt, failed=to_status(error))
         if self._running.get(request) == attempt:
             self._end(request)
-        self._urgent.set()
+        self._hurry(request)
         self._put(decode_pb2.StepEvents(events=[event]))
         self._close_if_done()
 
@@ -89,19 +129,19 @@ class Caller:
         try:
             return self.outbox.put(message)
         except OutboxFull as full:
-            self.error = exhausted(f"the caller does not read: {full}", "SLOW_READER")
-            self.outbox.close()
+            self.close(exhausted(f"the caller does not read: {full}", "SLOW_READER"))
             return False
 
     def _end(self, request: int) -> None:
         self._running.pop(request, None)
+        self._tokenless.discard(request)
         self._ended[request] = None
         while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
     def _close_if_done(self) -> None:
         if self._half_closed and not self._running:
-            self.outbox.close()
+            self.close()
 
 
 def merge(unsent: decode_pb2.StepEvents, new: decode_pb2.StepEvents) -> decode_pb2.StepEvents:
@@ -116,6 +156,16 @@ def merge(unsent: decode_pb2.StepEvents, new: decode_pb2.StepEvents) -> decode_p
     unsent.events.extend(new.events)
     unsent.step = new.step or unsent.step
     return unsent
+
+
+def split(message: decode_pb2.StepEvents, requests: Set[int]) -> decode_pb2.StepEvents:
+    """Leaves the events and the tokens of these requests in the message; returns the others' tokens."""
+    rest = decode_pb2.StepEvents(step=message.step)
+    rest.tokens.extend(delta for delta in message.tokens if delta.request not in requests)
+    kept = [delta for delta in message.tokens if delta.request in requests]
+    del message.tokens[:]
+    message.tokens.extend(kept)
+    return rest
 
 
 def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) -> None:

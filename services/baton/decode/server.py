@@ -84,8 +84,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
 
     def leave_callers(self, error: BatonError) -> None:
         for caller in list(self._callers):
-            caller.error = error
-            caller.outbox.close()
+            caller.close(error)
 
     async def stop(self) -> None:
         await self._hand_back()
@@ -147,9 +146,8 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             yield decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)])
             if self.draining:
                 yield decode_pb2.StepEvents(events=[_DRAINING])
-            async for message in caller.outbox:
+            async for message in caller.messages(self._config.message_seconds):
                 yield message
-                await caller.pause(self._config.message_seconds)
             if caller.error is not None:
                 await abort(context, caller.error)
         finally:
@@ -164,8 +162,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
                 self._take(command, caller)
             caller.half_closed()
         except BatonError as error:
-            caller.error = error
-            caller.outbox.close()
+            caller.close(error)
         except STREAM_ENDED:
             pass  # the writer's end of the call tells the core
 
