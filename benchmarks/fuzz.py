@@ -1,10 +1,15 @@
 """Bad bytes against every public and internal port of a deployment, many messages.
 
     python benchmarks/fuzz.py --messages 100000 --json benchmarks/results/fuzz.json
+    python benchmarks/fuzz.py --strangers --messages 100000 --json benchmarks/results/fuzz-strangers.json
 
 Sends the corpus, then in turn messages that parse (hypothesis, from the protobuf and JSON schemas), bytes
 that were good once, and noise on bare connections (HTTP/1.1, HTTP/2 frames). After each part all processes
 must be the same, hold nothing, have logged no traceback, and answer a good request with the tokens of before.
+--strangers: to a deployment closed by a cluster secret and an API key, by who has neither: good messages and
+bad ones, with credentials that are missing, broken, or of another door. Each must be refused as what it is,
+and after each part the processes must have counted nothing and logged no part of what opens the doors.
+
 What is wrong is printed, and the case kept in --keep, from where it can be put into tests/fuzz_corpus. Exit
 code 1 if anything was.
 """
@@ -21,13 +26,14 @@ import json
 import secrets
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
 from checkpoints import make_model, save
-from fuzzing import Run, load, structured
+from fuzzing import Case, Keys, Run, load, strangers, structured
 from fuzzing import save as keep
 from fuzzing.mutate import mutated
 from rich.console import Console
@@ -40,11 +46,22 @@ CALLS = 1000
 """In a part, of each kind."""
 
 
+def parts(seed: int, rng: Random, stranger: bool) -> Iterator[Iterator[Case]]:
+    """What is sent between two looks at the deployment: the corpus, then fresh cases without end."""
+    yield iter(load(CORPUS / "strangers" if stranger else CORPUS))
+    for number in itertools.count():
+        if stranger:
+            yield itertools.islice(strangers(rng), 2 * CALLS)
+        else:
+            yield itertools.chain(structured(CALLS, seed + number), itertools.islice(mutated(rng), CALLS))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--messages", type=int, default=10000, help="at least")
+    parser.add_argument("--strangers", action="store_true", help="of who may not call at all")
     parser.add_argument("--seed", type=int, default=0, help="0: a random one")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing cases")
     parser.add_argument("--json", type=Path, help="write the record here")
@@ -54,21 +71,22 @@ def main() -> int:
     console.print(f"seed {seed}")
     with tempfile.TemporaryDirectory() as scratch:
         model = save(make_model("qwen3"), Path(scratch) / "model")
-        with Run.deployment(Path(scratch), model) as deployment, Progress(console=console) as progress:
+        folder = Path(scratch)
+        keys = Keys(secrets.token_hex(32), secrets.token_hex(16)) if args.strangers else None
+        made = Run.closed(folder, model, keys) if keys is not None else Run.open(folder, model)
+        with made as deployment, Progress(console=console) as progress:
             shown = progress.add_task("messages", total=args.messages)
-            run = Run(deployment)
-            run.send(load(CORPUS), rng, lambda count: progress.advance(shown, count))
-            for part in itertools.count():
+            run = Run(deployment, keys)
+            for cases in parts(seed, rng, args.strangers):
+                run.send(cases, rng, lambda count: progress.advance(shown, count))
                 if run.report.messages >= args.messages or run.report.wrong:
                     break
-                cases = itertools.chain(structured(CALLS, seed + part), itertools.islice(mutated(rng), CALLS))
-                run.send(cases, rng, lambda count: progress.advance(shown, count))
     report = run.report
     if report.failing:
         args.keep.mkdir(parents=True, exist_ok=True)
     for number, case in enumerate(report.failing):
         console.print(f"kept: {keep(case, args.keep, f'failing-{number}')}")
-    found = {"machine": machine(), "seed": seed, **report.summary()}
+    found = {"machine": machine(), "seed": seed, "strangers": args.strangers, **report.summary()}
     console.print_json(json.dumps(found))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

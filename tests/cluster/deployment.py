@@ -17,6 +17,7 @@ from types import TracebackType
 from process import Process
 
 from baton.client import Client
+from baton.rpc.cluster import HEADER
 from baton.v1 import node_pb2
 
 IDLE_SECONDS = 2.0
@@ -30,6 +31,7 @@ class Deployment:
         self.model = str(model)
         self.processes: list[Process] = []
         self._clients: list[Client] = []
+        self._api_key = ""
         self.tokenizer = self._add("tokenizer", ["--model", self.model, "--threads", "1"])
         self._late: list[tuple[Process, Sequence[Process], Sequence[Process]]] = []
 
@@ -68,6 +70,20 @@ class Deployment:
         prefills = [self.add_worker("prefill", *worker, *prefill_flags) for _ in range(prefill)]
         decodes = [self.add_worker("decode", *worker, *decode_flags) for _ in range(decode)]
         self.add_gateway(decodes, prefills, *gateway_flags)
+        return self
+
+    def close_to_strangers(self, secret: str, api_key: str) -> Deployment:
+        """Before the start: a secret between the processes, a key for the gateway's clients."""
+        for name, content in (("secret", secret), ("keys", api_key)):
+            path = self.folder / name
+            path.touch(0o600)
+            path.write_text(content + "\n")
+        self._api_key = api_key
+        for process in self.processes:
+            process.flags += ["--cluster-secret-file", str(self.folder / "secret")]
+            process.metadata = ((HEADER, secret),)
+        for gateway, _, _ in self._late:
+            gateway.flags += ["--api-keys", str(self.folder / "keys")]
         return self
 
     # --- life -------------------------------------------------------------------------------------------
@@ -148,7 +164,7 @@ class Deployment:
 
     def client(self, gateway: Process | None = None) -> Client:
         """Closed when the deployment stops."""
-        client = Client((gateway or self.gateway).outside)
+        client = Client((gateway or self.gateway).outside, api_key=self._api_key)
         self._clients.append(client)
         return client
 

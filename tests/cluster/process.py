@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 from forking import Forked, forks
 
+from baton.rpc.metadata_channel import Metadata
 from baton.v1 import node_pb2, node_pb2_grpc
 
 READY_SECONDS = 90.0
@@ -44,6 +45,8 @@ class Process:
         self.environment: dict[str, str] = {}
         self.wrapper: list[str] = []
         """A command that runs its arguments, under the same process id; of a process that is not forked."""
+        self.metadata: Metadata = ()
+        """Of what a test asks it by itself."""
         self._popen: subprocess.Popen[bytes] | Forked | None = None
         self._channel: grpc.Channel | None = None
 
@@ -110,10 +113,10 @@ class Process:
         return line.decode()
 
     def load(self) -> node_pb2.Load:
-        return self._stub().GetLoad(node_pb2.GetLoadRequest(), timeout=5)
+        return self._stub().GetLoad(node_pb2.GetLoadRequest(), timeout=5, metadata=self.metadata)
 
     def info(self) -> node_pb2.NodeInfo:
-        return self._stub().GetInfo(node_pb2.GetInfoRequest(), timeout=5)
+        return self._stub().GetInfo(node_pb2.GetInfoRequest(), timeout=5, metadata=self.metadata)
 
     def _stub(self) -> node_pb2_grpc.NodeStub:
         return node_pb2_grpc.NodeStub(self._channel)

@@ -1,11 +1,13 @@
-"""Bad bytes to every port: nothing crashes, hangs or leaks, and a good request is answered as before.
+"""Bad bytes to every port: nothing crashes, hangs or leaks, and a good request is answered as before. And
+strangers at every door of a closed deployment: they get nothing, and change nothing.
 
-The corpus in tests/fuzz_corpus is sent whole; then fresh messages. A case that fails is written to the test's
-folder; put it into the corpus. benchmarks/fuzz.py does this for longer.
+The corpus in tests/fuzz_corpus is sent whole, that of strangers in every way; then fresh messages. A case
+that fails is written to the test's folder; put it into the corpus. benchmarks/fuzz.py does this for longer.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import secrets
@@ -13,27 +15,47 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+import grpc
 import pytest
-from fuzzing import Run, load, save, structured
+from fuzzing import Case, Keys, Run, load, save, strangers, structured
+from fuzzing.cases import DRAIN, FOR_STRANGERS, HEALTH, METHODS
+from fuzzing.credentials import WAYS, broken
 from fuzzing.mutate import mutated
+from fuzzing.seeds import SEEDS
+from fuzzing.strangers import OPERATOR, PATHS
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-CORPUS = Path(__file__).parent.parent / "fuzz_corpus"
+from baton.rpc.cluster import HEADER
+
+TESTS = Path(__file__).parent.parent
+CORPUS = TESTS / "fuzz_corpus"
+PROTO = TESTS.parent / "proto"
 CALLS = 130
 """Of each kind; about four messages each."""
+STRANGERS = 150
 
 
 @pytest.fixture(scope="module")
 def fuzzed(qwen3, tmp_path_factory, deployments) -> Iterator[Run]:
-    with Run.deployment(tmp_path_factory.mktemp("fuzz"), qwen3[0]) as deployment:
+    with Run.open(tmp_path_factory.mktemp("fuzz"), qwen3[0]) as deployment:
         deployments.append(deployment)
         yield Run(deployment)
+
+
+@pytest.fixture(scope="module")
+def closed(qwen3, tmp_path_factory, deployments) -> Iterator[Run]:
+    keys = Keys(secrets.token_hex(32), secrets.token_hex(16))
+    with Run.closed(tmp_path_factory.mktemp("closed"), qwen3[0], keys) as deployment:
+        deployments.append(deployment)
+        yield Run(deployment, keys)
 
 
 def clean(run: Run, folder: Path) -> None:
     for number, case in enumerate(run.report.failing):
         print("kept:", save(case, folder, f"failing-{number}"))
     wrong, run.report.wrong, run.report.failing = run.report.wrong, [], []
-    assert not wrong
+    assert not wrong, "\n".join(wrong)
 
 
 def test_corpus(fuzzed: Run, tmp_path: Path):
@@ -52,3 +74,68 @@ def test_fresh_messages(fuzzed: Run, tmp_path: Path):
     fuzzed.send(itertools.islice(mutated(rng), CALLS), rng)
     clean(fuzzed, tmp_path)
     assert fuzzed.report.messages - before > 500
+
+
+def test_strangers(closed: Run, tmp_path: Path):
+    seed = int(os.environ.get("BATON_FUZZ_SEED", "0")) or secrets.randbits(32)
+    print(f"BATON_FUZZ_SEED={seed}")
+    closed.send(every_door(), Random(1))
+    closed.send(itertools.islice(strangers(Random(seed)), STRANGERS), Random(seed))
+    clean(closed, tmp_path)
+    assert set(closed.report.by_way) == set(WAYS)
+
+
+def every_door() -> Iterator[Case]:
+    """Each door in some of the ways, and each way at the door of each kind."""
+    ways = itertools.cycle(WAYS)
+    for method in FOR_STRANGERS:
+        for target in method.targets:
+            for seed in SEEDS[method.path]:
+                yield Case(target, (seed.SerializeToString(),), next(ways))
+    for path in PATHS:
+        yield from (Case(f"{verb} {path}", (b"{}",), next(ways)) for verb in ("GET", "POST"))
+    load_of = "Node/GetLoad gateway"
+    for way in WAYS:
+        for target in ("Inference/ListModels", "Prefill/Run", load_of, f"GET {OPERATOR}", "GET /v1/models"):
+            yield Case(target, (b"",), way)
+
+
+def test_every_method_of_the_contract_is_fuzzed():
+    known = {method.path: method for method in METHODS}
+    found = set()
+    for file in sorted((PROTO / "baton" / "v1").glob("*.proto")):
+        module = importlib.import_module(f"baton.v1.{file.stem}_pb2")
+        for service in module.DESCRIPTOR.services_by_name.values():
+            for described in service.methods:
+                path = f"{service.name}/{described.name}"
+                found.add(path)
+                if method := known.get(path):
+                    assert method.request is GetMessageClass(described.input_type), path
+                    assert method.stream is described.client_streaming, path
+    assert found == {*known, DRAIN.path}
+
+
+def test_every_service_of_every_process_is_fuzzed(fuzzed: Run):
+    known = {
+        (role, method.wire[1:].partition("/")[0])
+        for method in (*FOR_STRANGERS, *HEALTH)
+        for role in method.roles
+    }
+    listing = reflection_pb2.ServerReflectionRequest(list_services="")
+    served = set()
+    for process in fuzzed.deployment.processes:
+        with grpc.insecure_channel(process.address) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            (answer,) = stub.ServerReflectionInfo(iter([listing]), timeout=10)
+        served |= {(process.role, service.name) for service in answer.list_services_response.service}
+    assert known == served
+
+
+def test_what_strangers_show_opens_nothing_by_chance():
+    """In no way is it what opens the door, once and alone; and the judge of strangers knows what does."""
+    keys = Keys(secrets.token_hex(32), secrets.token_hex(16))
+    for right in (keys.of(True), keys.of(False), keys.of(True, http=True)):
+        for way in WAYS:
+            assert broken(way, right) != ((right.name, right.full),), way
+    assert keys.of(True).full == keys.secret and keys.of(True).name == HEADER
+    assert keys.of(False).full == f"Bearer {keys.api_key}"

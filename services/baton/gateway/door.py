@@ -15,6 +15,7 @@ from baton.gateway.api_keys import ApiKeys
 from baton.gateway.callers import Caller, Limits
 from baton.rpc.channel import Options
 from baton.rpc.cluster import HEADER, Cluster, same
+from baton.rpc.door import bearer
 from baton.rpc.errors import BatonError, failed_precondition, unauthenticated
 from baton.rpc.private_file import read_private, read_public
 from baton.v1 import node_pb2
@@ -38,10 +39,10 @@ class PublicDoor:
         """Who sends this `authorization`. Raises BatonError (UNAUTHENTICATED) for nobody's key."""
         if self.keys is None:
             return self._anyone
-        kind, _, key = authorization.partition(" ")
-        if kind.lower() != "bearer" or not key.strip():
+        key = bearer(authorization)
+        if not key:
             raise unauthenticated("no API key: send `authorization: Bearer KEY`", "MISSING_API_KEY")
-        caller = self.keys.find(key.strip())
+        caller = self.keys.find(key)
         if caller is None:
             raise unauthenticated("this API key is not known here", "INVALID_API_KEY")
         return caller

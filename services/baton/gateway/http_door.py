@@ -9,6 +9,7 @@ from baton.gateway import openai_errors
 from baton.gateway.callers import Caller
 from baton.gateway.door import PublicDoor
 from baton.gateway.openai_errors import ApiError
+from baton.rpc.door import bearer
 from baton.rpc.errors import BatonError
 
 OPEN = ("/health",)
@@ -46,10 +47,10 @@ class HttpDoor:
 
     def _admit(self, path: str, headers: Headers) -> Caller | None:
         """Raises BatonError."""
-        authorization = headers.get("authorization", "")
+        authorization = ",".join(headers.getlist("authorization"))  # see rpc.door.as_mapping
         if path in OPERATOR:
             if self._door.keys is not None:
-                self._door.check_operator(authorization.partition(" ")[2].strip())
+                self._door.check_operator(bearer(authorization))
             return None
         if path in OPEN:
             return None

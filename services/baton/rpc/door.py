@@ -80,8 +80,21 @@ class DoorKeeper(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def as_mapping(metadata: Any) -> dict[str, str]:
-    """Metadata's texts by name; of a name that comes twice, the last."""
-    return {name: value for name, value in metadata or () if isinstance(value, str)}
+    """Metadata's texts by name; those of one name joined by commas, as HTTP has it (RFC 9110, section 5.3).
+
+    So a right credential beside a wrong one opens nothing, and does not depend on who looks for which.
+    """
+    found: dict[str, list[str]] = {}
+    for name, value in metadata or ():
+        if isinstance(value, str):
+            found.setdefault(name, []).append(value)
+    return {name: ",".join(values) for name, values in found.items()}
+
+
+def bearer(authorization: str) -> str:
+    """The token of `Bearer TOKEN` (RFC 6750, section 2.1); empty: there is none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def check_address(host: str, door: Door, insecure: bool) -> None:

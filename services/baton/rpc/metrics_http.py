@@ -16,6 +16,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from baton.rpc.cluster import ClusterTls, same
+from baton.rpc.door import bearer
 
 Health = Callable[[], tuple[bool, list[str]]]
 """Whether the process serves, and what is wrong with it. Called on the HTTP server's threads."""
@@ -101,8 +102,7 @@ def _app(metrics: Wsgi, health: Health, tell: bool) -> Wsgi:
 
 def _guarded(app: Wsgi, secret: str) -> Wsgi:
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        kind, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
-        if kind.lower() == "bearer" and same(given.strip(), secret):
+        if same(bearer(environ.get("HTTP_AUTHORIZATION", "")), secret):
             return app(environ, start_response)
         start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
         return [b"send the cluster secret: Authorization: Bearer SECRET\n"]

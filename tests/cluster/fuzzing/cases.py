@@ -2,47 +2,81 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
-from baton.v1 import decode_pb2, inference_pb2, node_pb2, prefill_pb2, tokenizer_pb2
+from baton.v1 import cache_pb2, decode_pb2, inference_pb2, node_pb2, prefill_pb2, tokenizer_pb2
 
 HELLO = b"<hello>"
 """Stands for the stream's valid first message, which depends on the deployment."""
 
 
+EVERYWHERE = ("gateway", "tokenizer", "prefill", "decode")
+
+
 @dataclass(frozen=True)
 class Method:
-    """A gRPC method. `role`: the process that serves it."""
+    """A gRPC method. `roles`: the processes that serve it. `path`: of Baton's own without the package."""
 
-    role: str
+    roles: tuple[str, ...]
     path: str
     request: type[Message]
     stream: bool = False
     hello: bool = False
     """Its stream begins with a hello."""
     ends_at_malformed: bool = True
+    endless: bool = False
+    """Its answers end when the caller leaves, and not before."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Its names in cases: the path, and where several processes serve it the role as well."""
+        return (self.path,) if len(self.roles) == 1 else tuple(f"{self.path} {role}" for role in self.roles)
+
+    @property
+    def wire(self) -> str:
+        return f"/{self.path}" if "." in self.path else f"/baton.v1.{self.path}"
 
 
-METHODS = {
-    method.path: method
-    for method in (
-        Method("gateway", "Inference/Generate", inference_pb2.GenerateRequest, True, ends_at_malformed=False),
-        Method("gateway", "Inference/ListModels", inference_pb2.ListModelsRequest),
-        Method("tokenizer", "Tokenizer/Encode", tokenizer_pb2.EncodeRequest),
-        Method("tokenizer", "Tokenizer/Decode", tokenizer_pb2.DecodeRequest),
-        Method("tokenizer", "Tokenizer/Detokenize", tokenizer_pb2.DetokenizeRequest, True),
-        Method("decode", "Decode/Generate", decode_pb2.GenerateCommand, True, hello=True),
-        Method("prefill", "Prefill/Run", prefill_pb2.PrefillRequest, True, hello=True),
-        Method("prefill", "PageSource/Fetch", prefill_pb2.FetchRequest, True),
-        Method("gateway", "Node/GetInfo", node_pb2.GetInfoRequest),
-        Method("decode", "Node/GetLoad", node_pb2.GetLoadRequest),
-    )
+METHODS = (
+    Method(("gateway",), "Inference/Generate", inference_pb2.GenerateRequest, True, ends_at_malformed=False),
+    Method(("gateway",), "Inference/ListModels", inference_pb2.ListModelsRequest),
+    Method(("tokenizer",), "Tokenizer/Encode", tokenizer_pb2.EncodeRequest),
+    Method(("tokenizer",), "Tokenizer/Decode", tokenizer_pb2.DecodeRequest),
+    Method(("tokenizer",), "Tokenizer/Detokenize", tokenizer_pb2.DetokenizeRequest, True),
+    Method(("decode",), "Decode/Generate", decode_pb2.GenerateCommand, True, hello=True),
+    Method(("prefill",), "Prefill/Run", prefill_pb2.PrefillRequest, True, hello=True),
+    Method(("prefill",), "PageSource/Fetch", prefill_pb2.FetchRequest, True),
+    Method(("prefill", "decode"), "Cache/Watch", cache_pb2.WatchRequest, endless=True),
+    Method(EVERYWHERE, "Node/GetInfo", node_pb2.GetInfoRequest),
+    Method(EVERYWHERE, "Node/GetLoad", node_pb2.GetLoadRequest),
+)
+REFLECTION = Method(
+    EVERYWHERE,
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    reflection_pb2.ServerReflectionRequest,
+    True,
+)
+HEALTH = (
+    Method(EVERYWHERE, "grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest),
+    Method(EVERYWHERE, "grpc.health.v1.Health/Watch", health_pb2.HealthCheckRequest, endless=True),
+)
+"""Open to everybody."""
+DRAIN = Method(EVERYWHERE, "Node/Drain", node_pb2.DrainRequest)
+"""Sent by strangers alone: for a friend it does what its name says, and there is no way back."""
+FOR_FRIENDS = (*METHODS, REFLECTION, *HEALTH)
+FOR_STRANGERS = (*METHODS, REFLECTION, DRAIN)
+TARGETS = {
+    target: (method, role)
+    for method in (*FOR_FRIENDS, DRAIN)
+    for target, role in zip(method.targets, method.roles, strict=True)
 }
-"""All but Node/Drain: whatever it is asked, it does what its name says, and there is no way back."""
 
 HTTP = ("/v1/completions", "/v1/chat/completions")
 RAW = ("http", "gateway", "tokenizer", "decode", "prefill")
@@ -51,18 +85,19 @@ RAW = ("http", "gateway", "tokenizer", "decode", "prefill")
 
 @dataclass(frozen=True)
 class Case:
-    """target: a method's path, an HTTP path, or "raw NAME". messages: in order; one for HTTP and unary
-    calls."""
+    """target: one of TARGETS, an HTTP path, "raw NAME", or for strangers an HTTP verb and path. messages: in
+    order; one for HTTP and unary calls. way: of strangers, the name of what they show (see `credentials`)."""
 
     target: str
     messages: tuple[bytes, ...]
+    way: str = ""
 
     def played(self) -> Case:
         """Without what comes after the message that ends the stream, so that what is counted has been read;
         and without what would make a decode node connect to strangers."""
-        method = METHODS.get(self.target)
-        if method is None:
+        if self.way or self.target not in TARGETS:
             return self
+        method, _ = TARGETS[self.target]
         kept: list[bytes] = []
         for data in self.messages:
             parsed = parse(method, data) if data != HELLO else None
@@ -89,28 +124,31 @@ def _harmless(addresses: Iterable[str]) -> bool:
 
 
 def save(case: Case, folder: Path, name: str) -> Path:
-    path = folder / f"{case.target.strip('/').replace('/', '.').replace(' ', '.')}-{name}.txt"
-    lines = [case.target, *("hello" if data == HELLO else f"= {data.hex()}" for data in case.messages)]
-    path.write_text("\n".join(lines) + "\n")
+    path = folder / f"{re.sub('[^A-Za-z0-9]+', '.', case.target).strip('.')}-{name}.txt"
+    shown = [f"as {case.way}"] if case.way else []
+    messages = ("hello" if data == HELLO else f"= {data.hex()}" for data in case.messages)
+    path.write_text("\n".join([case.target, *shown, *messages]) + "\n")
     return path
 
 
 def load(folder: Path) -> list[Case]:
-    """All cases of a folder. A file: the target; then a line a message, `= ` and hexadecimal, `hello`, or `"`
-    and plain text. Lines that begin with # are comments."""
+    """All cases of a folder. A file: the target; of a stranger `as WAY`; then a line a message, `= ` and
+    hexadecimal, `hello`, or `"` and plain text. Lines that begin with # are comments."""
     return [_read(path) for path in sorted(folder.glob("*.txt"))]
 
 
 def _read(path: Path) -> Case:
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
-    messages = []
+    messages, way = [], ""
     for line in lines[1:]:
         if line == "hello":
             messages.append(HELLO)
+        elif line.startswith("as "):
+            way = line[3:]
         elif line.startswith("= "):
             messages.append(bytes.fromhex(line[2:]))
         elif line.startswith('"'):
             messages.append(line[1:].encode())
         else:
-            raise ValueError(f"{path}: {line[:40]!r} is neither hello, hexadecimal nor text")
-    return Case(lines[0], tuple(messages))
+            raise ValueError(f"{path}: {line[:40]!r} is neither hello, hexadecimal, text, nor as what")
+    return Case(lines[0], tuple(messages), way)

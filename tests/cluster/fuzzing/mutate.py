@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 
-from fuzzing.cases import HELLO, HTTP, METHODS, RAW, Case
+from fuzzing.cases import FOR_FRIENDS, HELLO, HTTP, RAW, Case, Method
+from fuzzing.h2 import PREFACE, frame
 from fuzzing.seeds import BODIES, SEEDS
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 EDGES = (b"\x00", b"\xff" * 9 + b"\x01", b"\x80" * 10, b"\x7f", b"\xff\xff\xff\xff\x0f", b"\xed\xa0\x80")
 
 
@@ -19,11 +18,11 @@ def mutated(rng: Random) -> Iterator[Case]:
     while True:
         kind = rng.random()
         if kind < 0.75:
-            yield _call(rng)
+            yield call(rng, FOR_FRIENDS)
         elif kind < 0.9:
             yield _body(rng)
         else:
-            yield _connection(rng)
+            yield connection(rng)
 
 
 def break_bytes(data: bytes, rng: Random) -> bytes:
@@ -50,13 +49,16 @@ def break_bytes(data: bytes, rng: Random) -> bytes:
     return bytes(broken)
 
 
-def _call(rng: Random) -> Case:
-    method = rng.choice(list(METHODS.values()))
+def call(rng: Random, methods: Sequence[Method], broken: float = 0.6, way: str = "") -> Case:
+    """broken: how much of what is sent."""
+    method = rng.choice(methods)
     seeds = [seed.SerializeToString() for seed in SEEDS[method.path]]
     count = rng.randint(1, 12) if method.stream else 1
     sent = [rng.choice(seeds) for _ in range(count)]
-    sent = [break_bytes(data, rng) if rng.random() < 0.6 else data for data in sent]
-    return Case(method.path, ((HELLO, *sent) if method.hello and rng.random() < 0.9 else tuple(sent)))
+    sent = [break_bytes(data, rng) if rng.random() < broken else data for data in sent]
+    if method.hello and rng.random() < 0.9:
+        sent.insert(0, HELLO)
+    return Case(rng.choice(method.targets), tuple(sent), way)
 
 
 def _body(rng: Random) -> Case:
@@ -64,12 +66,7 @@ def _body(rng: Random) -> Case:
     return Case(path, (break_bytes(json.dumps(rng.choice(BODIES[path])).encode(), rng),))
 
 
-def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """An HTTP/2 frame (RFC 9113, section 4.1)."""
-    return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
-
-
-def _connection(rng: Random) -> Case:
+def connection(rng: Random) -> Case:
     """Anything on a bare connection: HTTP/1.1 that is wrong, HTTP/2 frames that are, or noise."""
     where = rng.choice(RAW)
     if rng.random() < 0.2:

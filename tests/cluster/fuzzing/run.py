@@ -16,7 +16,9 @@ import psutil
 from deployment import Deployment
 
 from fuzzing.cases import Case
-from fuzzing.send import Sender, Wrong
+from fuzzing.credentials import Keys
+from fuzzing.send import Ports, Sender, Wrong
+from fuzzing.strangers import Stranger
 
 FLAGS = ("--context-length", "64", "--request-seconds", "5", "--max-rows", "16")
 """Of workers: whatever parses as a request ends soon."""
@@ -34,6 +36,7 @@ class Report:
     messages: int = 0
     calls: int = 0
     by_target: Counter[str] = field(default_factory=Counter)
+    by_way: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     failing: list[Case] = field(default_factory=list)
     seconds: float = 0.0
@@ -45,6 +48,7 @@ class Report:
             "messages": self.messages,
             "calls": self.calls,
             "messages_by_target": dict(sorted(self.by_target.items())),
+            "messages_by_credentials": dict(sorted(self.by_way.items())),
             "seconds": round(self.seconds, 1),
             "anonymous_mib": {name: [round(v, 1) for v in each] for name, each in self.mib.items()},
             "wrong": self.wrong,
@@ -53,39 +57,49 @@ class Report:
 
 class Run:
     """Cases against one deployment, which must come out of it as it went in: the same processes, that hold
-    nothing, log no traceback, and answer a good request with the same tokens as before."""
+    nothing, log no traceback, and answer a good request with the same tokens as before. Strangers leave no
+    trace at all: what the processes have counted stays as it was."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, keys: Keys | None = None) -> None:
+        """keys: cases are sent by strangers, who have not got them; they open the deployment."""
         self.report = Report()
-        self._deployment = deployment
+        self.deployment = deployment
+        self._keys = keys
         self._runner = asyncio.Runner()  # gRPC's poller belongs to one event loop
         self._good = self._answer()
+        self._layout = deployment.prefill.info().layout
         self._lives = self._incarnations()
         for process in deployment.processes:
             resource.prlimit(process.pid, resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
         self._weigh()
 
-    @staticmethod
-    def deployment(folder: Path, model: Path | str) -> Deployment:
+    @classmethod
+    def open(cls, folder: Path, model: Path | str) -> Deployment:
         return Deployment.split(folder, model, worker=FLAGS, gateway_flags=GATEWAY)
+
+    @classmethod
+    def closed(cls, folder: Path, model: Path | str, keys: Keys) -> Deployment:
+        return cls.open(folder, model).close_to_strangers(keys.secret, keys.api_key)
 
     def send(
         self, cases: Iterable[Case], rng: Random, sent: Callable[[int], None] = lambda messages: None
     ) -> None:
         """Sends them all; then checks. What is wrong is in the report."""
         started = time.monotonic()
+        counted = self._counted()
         self._runner.run(self._send(iter(cases), rng, sent))
         self.report.seconds += time.monotonic() - started
-        self.check()
+        self.check(counted)
         self._weigh()
 
     async def _send(self, cases: Iterator[Case], rng: Random, sent: Callable[[int], None]) -> None:
-        nodes = self._deployment.processes
-        sender = Sender(
-            {node.role: node.address for node in nodes},
-            self._deployment.gateway.http,
-            self._deployment.prefill.info().layout,
+        ports = Ports(
+            grpc={process.role: process.address for process in self.deployment.processes},
+            http=self.deployment.gateway.http,
+            incarnations={process.role: process.incarnation for process in self.deployment.processes},
+            layout=self._layout,
         )
+        sender = Stranger(ports, self._keys) if self._keys is not None else Sender(ports)
 
         async def follow() -> None:
             for case in cases:
@@ -98,32 +112,39 @@ class Run:
         finally:
             await sender.close()
 
-    async def _one(self, sender: Sender, case: Case, leave: bool) -> int:
+    async def _one(self, sender: Sender | Stranger, case: Case, leave: bool) -> int:
         try:
-            count = await sender.send(case, leave=leave)
+            await sender.send(case, leave=leave)
         except (Wrong, OSError) as error:
             self._found(f"{case.target}: {error}", case)
-            count = len(case.messages)
+        count = len(case.messages)
         self.report.calls += 1
         self.report.messages += count
         self.report.by_target[case.target] += count
+        if case.way:
+            self.report.by_way[case.way] += count
         return count
 
-    def check(self) -> None:
-        """What must hold when nothing is sent any more."""
+    def check(self, counted: dict[str, dict[str, Any]]) -> None:
+        """What must hold when nothing is sent any more. counted: by the processes, before."""
         try:
             if self._incarnations() != self._lives:
                 self._found("a process was started again")
-            self._deployment.assert_idle(IDLE_SECONDS)
+            self.deployment.assert_idle(IDLE_SECONDS)
+            if self._keys is not None and (now := self._counted()) != counted:
+                self._found(f"strangers have had an effect: {_differences(counted, now)}")
             if self._answer() != self._good:
                 self._found("a good request gives other tokens than before")
         except Exception as error:
             self._found(f"{type(error).__name__}: {error}")
-        for process in self._deployment.processes:
+        for process in self.deployment.processes:
+            log = process.log.read_text(errors="replace")
             if not process.alive:
                 self._found(f"{process.name} is gone: {process.tail()}")
-            elif "Traceback" in process.log.read_text(errors="replace"):
+            elif "Traceback" in log:
                 self._found(f"{process.name} logged a traceback: {process.log}")
+            if self._keys is not None and any(part in log for part in self._keys.parts):
+                self._found(f"{process.name} logged what opens a door, or part of it: {process.log}")
 
     def _found(self, what: str, case: Case | None = None) -> None:
         if len(self.report.wrong) < KEPT and what not in self.report.wrong:
@@ -132,14 +153,32 @@ class Run:
                 self.report.failing.append(case)
 
     def _answer(self) -> list[int]:
-        client = self._deployment.client()
+        client = self.deployment.client()
         return client.generate(token_ids=PROMPT, max_tokens=8, temperature=0, ignore_eos=True).token_ids
 
     def _incarnations(self) -> dict[str, int]:
-        return {process.name: process.info().incarnation for process in self._deployment.processes}
+        return {process.name: process.info().incarnation for process in self.deployment.processes}
+
+    def _counted(self) -> dict[str, dict[str, Any]]:
+        """By process: its load, but for the time since its last step."""
+        found = {}
+        for process in self.deployment.processes:
+            load = process.load()
+            load.ClearField("step_age_ms")
+            found[process.name] = {field.name: str(value) for field, value in load.ListFields()}
+        return found
 
     def _weigh(self) -> None:
-        for process in self._deployment.processes:
+        for process in self.deployment.processes:
             if process.alive:
                 memory = psutil.Process(process.pid).memory_info()
                 self.report.mib.setdefault(process.name, []).append((memory.rss - memory.shared) / 2**20)
+
+
+def _differences(before: dict[str, dict[str, Any]], now: dict[str, dict[str, Any]]) -> str:
+    return "; ".join(
+        f"{name}'s {what} was {before[name].get(what, 0)}, is {now[name].get(what, 0)}"
+        for name in now
+        for what in sorted(before[name].keys() | now[name].keys())
+        if before[name].get(what) != now[name].get(what)
+    )

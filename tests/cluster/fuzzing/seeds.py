@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
-from baton.v1 import common_pb2, decode_pb2, inference_pb2, node_pb2, prefill_pb2, tokenizer_pb2
+from baton.v1 import cache_pb2, common_pb2, decode_pb2, inference_pb2, node_pb2, prefill_pb2, tokenizer_pb2
 
 SAMPLING = common_pb2.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 RICH = common_pb2.SamplingParams(
@@ -16,6 +18,8 @@ RICH = common_pb2.SamplingParams(
 PROMPT = list(range(5, 60))
 TALK = tokenizer_pb2.ChatPrompt(messages=[tokenizer_pb2.ChatMessage(role="user", content="hello")])
 NAME = common_pb2.Attempt(gateway=1, request=2)
+OWN = 7
+"""An incarnation that stands for the one of the process that is asked."""
 
 
 def _generate(**fields: Any) -> Message:
@@ -73,10 +77,22 @@ SEEDS: dict[str, list[Message]] = {
         _prefill(heartbeat=prefill_pb2.Heartbeat()),
     ],
     "PageSource/Fetch": [prefill_pb2.FetchRequest(id=1, page_ids=[0, 1])],
+    "Cache/Watch": [
+        cache_pb2.WatchRequest(),
+        cache_pb2.WatchRequest(incarnation=OWN, sequence=3),
+        cache_pb2.WatchRequest(sequence=2**64 - 1),
+    ],
     "Node/GetInfo": [node_pb2.GetInfoRequest()],
     "Node/GetLoad": [node_pb2.GetLoadRequest()],
+    "Node/Drain": [node_pb2.DrainRequest(timeout_ms=1)],
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.Node"),
+    ],
+    "grpc.health.v1.Health/Check": [health_pb2.HealthCheckRequest(service="baton.v1.Node")],
+    "grpc.health.v1.Health/Watch": [health_pb2.HealthCheckRequest()],
 }
-"""Method -> messages."""
+"""Path of a method -> messages."""
 
 _COMMON = {"model": "model", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 BODIES: dict[str, list[dict[str, Any]]] = {

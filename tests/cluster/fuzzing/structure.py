@@ -14,7 +14,7 @@ from hypothesis import seed as seeded
 from hypothesis import strategies as st
 
 from baton.gateway.openai_types import ChatRequest, CompletionRequest
-from fuzzing.cases import HELLO, HTTP, METHODS, NOWHERE, Case, Method
+from fuzzing.cases import FOR_FRIENDS, HELLO, HTTP, NOWHERE, Case, Method
 from fuzzing.seeds import BODIES, SEEDS
 
 DEPTH = 4
@@ -95,7 +95,7 @@ def _calls(draw: Callable[..., Any], method: Method) -> Case:
     sent = draw(st.lists(one, min_size=1, max_size=MOST_MESSAGES if method.stream else 1))
     if method.hello and draw(st.integers(0, 9)):
         sent.insert(0, HELLO)
-    return Case(method.path, tuple(sent))
+    return Case(draw(st.sampled_from(method.targets)), tuple(sent))
 
 
 def _json() -> st.SearchStrategy[Any]:
@@ -117,7 +117,7 @@ def _bodies(draw: Callable[..., Any], path: str) -> Case:
 
 
 def strategy() -> st.SearchStrategy[Case]:
-    calls = [_calls(method) for method in METHODS.values()]
+    calls = [_calls(method) for method in FOR_FRIENDS]
     return st.one_of([*calls, *(_bodies(path) for path in HTTP)])
 
 
