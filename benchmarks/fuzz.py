@@ -36,6 +36,7 @@ from checkpoints import make_model, save
 from fuzzing import Case, Keys, Run, load, strangers, structured
 from fuzzing import save as keep
 from fuzzing.mutate import mutated
+from fuzzing.strangers import every_door
 from rich.console import Console
 from rich.progress import Progress
 
@@ -47,8 +48,8 @@ CALLS = 1000
 
 
 def parts(seed: int, rng: Random, stranger: bool) -> Iterator[Iterator[Case]]:
-    """What is sent between two looks at the deployment: the corpus, then fresh cases without end."""
-    yield iter(load(CORPUS / "strangers" if stranger else CORPUS))
+    """What is sent between two looks at the deployment: first what is known, then fresh cases without end."""
+    yield itertools.chain(load(CORPUS / "strangers"), every_door()) if stranger else iter(load(CORPUS))
     for number in itertools.count():
         if stranger:
             yield itertools.islice(strangers(rng), 2 * CALLS)

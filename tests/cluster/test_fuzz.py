@@ -17,12 +17,11 @@ from random import Random
 
 import grpc
 import pytest
-from fuzzing import Case, Keys, Run, load, save, strangers, structured
+from fuzzing import Keys, Run, load, save, strangers, structured
 from fuzzing.cases import DRAIN, FOR_STRANGERS, HEALTH, METHODS
 from fuzzing.credentials import WAYS, broken
 from fuzzing.mutate import mutated
-from fuzzing.seeds import SEEDS
-from fuzzing.strangers import OPERATOR, PATHS
+from fuzzing.strangers import every_door
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -79,25 +78,10 @@ def test_fresh_messages(fuzzed: Run, tmp_path: Path):
 def test_strangers(closed: Run, tmp_path: Path):
     seed = int(os.environ.get("BATON_FUZZ_SEED", "0")) or secrets.randbits(32)
     print(f"BATON_FUZZ_SEED={seed}")
-    closed.send(every_door(), Random(1))
+    closed.send([*load(CORPUS / "strangers"), *every_door()], Random(1))
     closed.send(itertools.islice(strangers(Random(seed)), STRANGERS), Random(seed))
     clean(closed, tmp_path)
     assert set(closed.report.by_way) == set(WAYS)
-
-
-def every_door() -> Iterator[Case]:
-    """Each door in some of the ways, and each way at the door of each kind."""
-    ways = itertools.cycle(WAYS)
-    for method in FOR_STRANGERS:
-        for target in method.targets:
-            for seed in SEEDS[method.path]:
-                yield Case(target, (seed.SerializeToString(),), next(ways))
-    for path in PATHS:
-        yield from (Case(f"{verb} {path}", (b"{}",), next(ways)) for verb in ("GET", "POST"))
-    load_of = "Node/GetLoad gateway"
-    for way in WAYS:
-        for target in ("Inference/ListModels", "Prefill/Run", load_of, f"GET {OPERATOR}", "GET /v1/models"):
-            yield Case(target, (b"",), way)
 
 
 def test_every_method_of_the_contract_is_fuzzed():

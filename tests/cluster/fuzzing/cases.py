@@ -92,6 +92,11 @@ class Case:
     messages: tuple[bytes, ...]
     way: str = ""
 
+    @property
+    def place(self) -> str:
+        """The target without an HTTP verb."""
+        return self.target.rpartition(" ")[2] if "/" in self.target.rpartition(" ")[2] else self.target
+
     def played(self) -> Case:
         """Without what comes after the message that ends the stream, so that what is counted has been read;
         and without what would make a decode node connect to strangers."""

@@ -120,7 +120,7 @@ class Run:
         count = len(case.messages)
         self.report.calls += 1
         self.report.messages += count
-        self.report.by_target[case.target] += count
+        self.report.by_target[case.place] += count
         if case.way:
             self.report.by_way[case.way] += count
         return count

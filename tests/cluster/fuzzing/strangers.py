@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator
 from random import Random
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -15,7 +17,7 @@ from fuzzing.cases import FOR_STRANGERS, TARGETS, Case
 from fuzzing.credentials import WAYS, Keys, broken
 from fuzzing.h2 import Answer, request
 from fuzzing.mutate import break_bytes, call, connection
-from fuzzing.seeds import BODIES
+from fuzzing.seeds import BODIES, SEEDS
 from fuzzing.send import CALL_SECONDS, RAW_SECONDS, Ports, Wrong
 from fuzzing.talk import READ, WRITTEN_TOO_LATE, Ended, Headers, exchange
 from fuzzing.talk import call as call_grpc
@@ -51,6 +53,26 @@ def strangers(rng: Random) -> Iterator[Case]:
         else:
             noise = connection(rng)
             yield Case(noise.target, noise.messages, "nothing")
+
+
+def every_door() -> Iterator[Case]:
+    """Each door in some of the ways, and each way at the door of each kind."""
+    ways = itertools.cycle(WAYS)
+    for method in FOR_STRANGERS:
+        for target in method.targets:
+            for seed in SEEDS[method.path]:
+                yield Case(target, (seed.SerializeToString(),), next(ways))
+    for path in PATHS:
+        yield from (Case(f"{verb} {path}", (b"{}",), next(ways)) for verb in ("GET", "POST"))
+    for way in WAYS:
+        for target in (
+            "Inference/ListModels",
+            "Prefill/Run",
+            "Node/GetLoad gateway",
+            f"GET {OPERATOR}",
+            "GET /v1/models",
+        ):
+            yield Case(target, (b"",), way)
 
 
 class Stranger:
@@ -118,7 +140,7 @@ class Stranger:
     async def _http(self, case: Case, leave: bool) -> None:
         verb, _, path = case.target.partition(" ")
         (body,) = case.messages
-        headers = broken(case.way, self._keys.of("metrics" in path, http=True))
+        headers = broken(case.way, self._keys.of(_is_operators(path), http=True))
         lines = [
             f"{verb} {path} HTTP/1.1".encode(),
             b"Host: x",
@@ -156,6 +178,10 @@ async def _ask_once(channel: grpc.aio.Channel, wire: str, message: bytes, header
     except grpc.aio.AioRpcError:
         pass  # the code tells
     return Ended(await call.code(), await call.details() or "", answers)
+
+
+def _is_operators(path: str) -> bool:
+    return unquote(path.partition("?")[0]) == OPERATOR
 
 
 def _speakable(name: str, value: str | bytes) -> bool:
