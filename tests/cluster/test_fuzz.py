@@ -7,6 +7,7 @@ that fails is written to the test's folder; put it into the corpus. benchmarks/f
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import itertools
 import os
@@ -20,6 +21,7 @@ import pytest
 from fuzzing import Keys, Run, load, save, strangers, structured
 from fuzzing.cases import DRAIN, FOR_STRANGERS, HEALTH, METHODS
 from fuzzing.credentials import WAYS, broken
+from fuzzing.h2 import call_bare, request
 from fuzzing.mutate import mutated
 from fuzzing.strangers import every_door
 from google.protobuf.message_factory import GetMessageClass
@@ -82,6 +84,17 @@ def test_strangers(closed: Run, tmp_path: Path):
     closed.send(itertools.islice(strangers(Random(seed)), STRANGERS), Random(seed))
     clean(closed, tmp_path)
     assert set(closed.report.by_way) == set(WAYS)
+
+
+def test_friends_come_in_on_bare_connections_too(closed: Run):
+    """Else that nothing is delivered to strangers there would tell nothing of doors."""
+    keys = closed.keys
+    assert keys is not None
+    for process in closed.deployment.processes:
+        right = keys.of(True)
+        sent = request("/baton.v1.Node/GetInfo", [b""], ((right.name, right.full),))
+        delivered = asyncio.run(call_bare(process.address, sent))
+        assert process.role.encode() in delivered
 
 
 def test_every_method_of_the_contract_is_fuzzed():

@@ -149,6 +149,14 @@ async def test_strangers_reach_no_internal_service(guarded, given):
     assert guarded.node.seen == []
 
 
+async def test_two_secrets_at_once_are_none(guarded):
+    async with open_channel(guarded.node.address) as channel:
+        for pair in ((SECRET, SECRET), (SECRET, "x"), ("x", SECRET), ("", SECRET), (SECRET, "")):
+            metadata = tuple((HEADER, each) for each in pair)
+            error = await refusal(calls(channel)["GetInfo"], metadata)
+            assert error.reason == "CLUSTER_SECRET", pair
+
+
 async def test_who_knows_the_secret_reaches_all_of_them(guarded):
     cluster = Cluster(SECRET)
     async with cluster.dial(guarded.node.address) as channel:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.config import GatewayConfig, NodeConfig
+from baton.rpc import health
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import failed_precondition, from_rpc_error, invalid
 from baton.rpc.node import run_node
@@ -138,6 +139,29 @@ async def test_health_follows_the_nodes_life(running):
             while watched[-1] != NOT_SERVING or SERVING not in watched:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         second.cancel()
+
+
+async def test_strangers_hold_no_more_than_so_many_watches(running, monkeypatch):
+    monkeypatch.setattr(health, "MAX_WATCHERS", 2)
+    async with open_channel(await running.started()) as channel:
+
+        def watch():
+            return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
+
+        first, second = watch(), watch()
+        assert (await first.read()).status == (await second.read()).status == SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await watch().read()
+        assert from_rpc_error(refused.value).reason == "TOO_MANY_WATCHERS"
+        assert await check(channel) == SERVING
+        first.cancel()
+        async with asyncio.timeout(5):  # the place is free again as soon as the node has noticed
+            while True:
+                try:
+                    await watch().read()
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.01)
 
 
 async def test_reflection_names_every_service_and_describes_it(running):

@@ -85,6 +85,24 @@ async def test_who_has_no_key_gets_nothing(tmp_path):
         await rig.idle()
 
 
+async def test_two_keys_at_once_are_none(tmp_path):
+    """Else which of them counts would be up to who looks, at the door or behind it."""
+    pairs = [(ALICE, BOB), (BOB, ALICE), (ALICE, ALICE), (ALICE, ""), ("", ALICE)]
+    async with (
+        ScriptedDecode(saying([40])) as decode,
+        gateway(decode, api_keys=key_file(tmp_path)) as rig,
+    ):
+        for pair in pairs:
+            metadata = tuple(("authorization", f"Bearer {key}".strip()) for key in pair)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await rig.stub.ListModels(inference_pb2.ListModelsRequest(), metadata=metadata)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, pair
+            async with httpx.AsyncClient(trust_env=False) as http:
+                answer = await http.get(f"{rig.http}/v1/models", headers=list(metadata))
+                assert answer.status_code == 401, pair
+        assert await ask(rig.node.address, ALICE)
+
+
 async def test_what_stays_open_tells_nothing(tmp_path):
     files = {"api_keys": key_file(tmp_path), "cluster_secret_file": private(tmp_path / "secret", SECRET)}
     async with ScriptedDecode(saying([40])) as decode, gateway(decode, **files) as rig:
@@ -108,6 +126,8 @@ async def test_what_stays_open_tells_nothing(tmp_path):
             for key in (None, ALICE, SECRET[:-1] + "x"):
                 headers = {"Authorization": f"Bearer {key}"} if key else {}
                 assert (await http.get("/metrics", headers=headers)).status_code == 401
+            basic = {"Authorization": f"Basic {SECRET}"}
+            assert (await http.get("/metrics", headers=basic)).status_code == 401
             metrics = await http.get("/metrics", headers={"Authorization": f"Bearer {SECRET}"})
             assert "baton_requests" in metrics.text
 

@@ -12,6 +12,10 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.rpc.errors import abort, exhausted
+
+MAX_WATCHERS = 1024
+"""Of everybody who can connect: nothing else stays open to strangers for as long as they like."""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -25,6 +29,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self._services: frozenset[str] = frozenset({""})
         self._serving = False
+        self._watchers = 0
         self._changed = asyncio.Event()
 
     def add_to(self, server: grpc.aio.Server, services: Sequence[str]) -> None:
@@ -50,14 +55,21 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        if self._watchers >= MAX_WATCHERS:
+            text = f"{self._watchers} watch this process already: use Check"
+            await abort(context, exhausted(text, "TOO_MANY_WATCHERS", 1000))
+        self._watchers += 1
         told = None
-        while True:
-            changed = self._changed
-            status = self._status(request.service)
-            if status != told:
-                told = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            await changed.wait()
+        try:
+            while True:
+                changed = self._changed
+                status = self._status(request.service)
+                if status != told:
+                    told = status
+                    yield health_pb2.HealthCheckResponse(status=status)
+                await changed.wait()
+        finally:
+            self._watchers -= 1
 
     def _status(self, service: str) -> int:
         if service not in self._services:

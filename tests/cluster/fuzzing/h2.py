@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Iterable, Iterator
 
-from fuzzing.talk import Headers
+from fuzzing.talk import READ, Headers
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, GOAWAY, CONTINUATION = 0, 1, 3, 4, 7, 9
@@ -30,6 +31,22 @@ def request(wire: str, messages: Iterable[bytes], headers: Headers) -> bytes:
         frames.append(frame(CONTINUATION, END_HEADERS if piece is others[-1] else 0, 1, piece))
     frames += [frame(DATA, 0, 1, struct.pack(">BI", 0, len(data)) + data) for data in messages]
     return b"".join([PREFACE, frame(SETTINGS, 0, 0, b""), *frames, frame(DATA, END_STREAM, 1, b"")])
+
+
+async def call_bare(address: str, sent: bytes, *, leave: bool = False) -> bytes:
+    """Makes the call on a connection of its own; returns what has been delivered once it has ended, or once
+    anything has."""
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        received, answer = b"", Answer(b"")
+        writer.write(sent)
+        while not (leave or answer.ended or answer.delivered) and (data := await reader.read(READ)):
+            received += data
+            answer = Answer(received)
+        return answer.delivered
+    finally:
+        writer.close()
 
 
 class Answer:

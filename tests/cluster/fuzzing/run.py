@@ -64,7 +64,7 @@ class Run:
         """keys: cases are sent by strangers, who have not got them; they open the deployment."""
         self.report = Report()
         self.deployment = deployment
-        self._keys = keys
+        self.keys = keys
         self._runner = asyncio.Runner()  # gRPC's poller belongs to one event loop
         self._good = self._answer()
         self._layout = deployment.prefill.info().layout
@@ -99,7 +99,7 @@ class Run:
             incarnations={process.role: process.incarnation for process in self.deployment.processes},
             layout=self._layout,
         )
-        sender = Stranger(ports, self._keys) if self._keys is not None else Sender(ports)
+        sender = Stranger(ports, self.keys) if self.keys is not None else Sender(ports)
 
         async def follow() -> None:
             for case in cases:
@@ -131,7 +131,7 @@ class Run:
             if self._incarnations() != self._lives:
                 self._found("a process was started again")
             self.deployment.assert_idle(IDLE_SECONDS)
-            if self._keys is not None and (now := self._counted()) != counted:
+            if self.keys is not None and (now := self._counted()) != counted:
                 self._found(f"strangers have had an effect: {_differences(counted, now)}")
             if self._answer() != self._good:
                 self._found("a good request gives other tokens than before")
@@ -143,7 +143,7 @@ class Run:
                 self._found(f"{process.name} is gone: {process.tail()}")
             elif "Traceback" in log:
                 self._found(f"{process.name} logged a traceback: {process.log}")
-            if self._keys is not None and any(part in log for part in self._keys.parts):
+            if self.keys is not None and any(part in log for part in self.keys.parts):
                 self._found(f"{process.name} logged what opens a door, or part of it: {process.log}")
 
     def _found(self, what: str, case: Case | None = None) -> None:

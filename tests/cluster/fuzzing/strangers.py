@@ -15,11 +15,11 @@ import grpc.aio
 from baton.rpc.channel import open_channel
 from fuzzing.cases import FOR_STRANGERS, TARGETS, Case
 from fuzzing.credentials import WAYS, Keys, broken
-from fuzzing.h2 import Answer, request
+from fuzzing.h2 import Answer, call_bare, request
 from fuzzing.mutate import break_bytes, call, connection
 from fuzzing.seeds import BODIES, SEEDS
 from fuzzing.send import CALL_SECONDS, RAW_SECONDS, Ports, Wrong
-from fuzzing.talk import READ, WRITTEN_TOO_LATE, Ended, Headers, exchange
+from fuzzing.talk import WRITTEN_TOO_LATE, Ended, Headers, exchange
 from fuzzing.talk import call as call_grpc
 
 BROKEN = 0.3
@@ -122,20 +122,12 @@ class Stranger:
             raise Wrong(f"as {case.way}: the call ended with {ended.code.name}: {ended.details}")
 
     async def _frames(self, address: str, case: Case, sent: bytes, leave: bool) -> None:
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
         try:
-            received, answer = b"", Answer(b"")
-            writer.write(sent)
-            while not (leave or answer.ended or answer.delivered) and (data := await reader.read(READ)):
-                received += data
-                answer = Answer(received)
-            if answer.delivered:
-                raise Wrong(f"as {case.way}: delivered {answer.delivered[:100]!r}")
+            delivered = await call_bare(address, sent, leave=leave)
         except ConnectionError:
-            pass  # a refusal too
-        finally:
-            writer.close()
+            return  # a refusal too
+        if delivered:
+            raise Wrong(f"as {case.way}: delivered {delivered[:100]!r}")
 
     async def _http(self, case: Case, leave: bool) -> None:
         verb, _, path = case.target.partition(" ")
