@@ -62,7 +62,8 @@ def clean(run: Run, folder: Path) -> None:
 def test_corpus(fuzzed: Run, tmp_path: Path):
     cases = load(CORPUS)
     assert len(cases) > 20
-    fuzzed.send(cases, Random(1))
+    for leaving in (0.0, 1.0):
+        fuzzed.send(cases, Random(1), leaving=leaving)
     clean(fuzzed, tmp_path)
 
 
@@ -80,7 +81,7 @@ def test_fresh_messages(fuzzed: Run, tmp_path: Path):
 def test_strangers(closed: Run, tmp_path: Path):
     seed = int(os.environ.get("BATON_FUZZ_SEED", "0")) or secrets.randbits(32)
     print(f"BATON_FUZZ_SEED={seed}")
-    closed.send([*load(CORPUS / "strangers"), *every_door()], Random(1))
+    closed.send([*load(CORPUS / "strangers"), *every_door()], Random(1), leaving=0.0)
     closed.send(itertools.islice(strangers(Random(seed)), STRANGERS), Random(seed))
     clean(closed, tmp_path)
     assert set(closed.report.by_way) == set(WAYS)

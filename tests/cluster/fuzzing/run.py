@@ -82,17 +82,25 @@ class Run:
         return cls.open(folder, model).close_to_strangers(keys.secret, keys.api_key)
 
     def send(
-        self, cases: Iterable[Case], rng: Random, sent: Callable[[int], None] = lambda messages: None
+        self,
+        cases: Iterable[Case],
+        rng: Random,
+        sent: Callable[[int], None] = lambda messages: None,
+        *,
+        leaving: float = 0.2,
     ) -> None:
-        """Sends them all; then checks. What is wrong is in the report."""
+        """Sends them all; then checks. What is wrong is in the report. leaving: the part of the clients that
+        do not wait for answers."""
         started = time.monotonic()
         counted = self._counted()
-        self._runner.run(self._send(iter(cases), rng, sent))
+        self._runner.run(self._send(iter(cases), lambda: rng.random() < leaving, sent))
         self.report.seconds += time.monotonic() - started
         self.check(counted)
         self._weigh()
 
-    async def _send(self, cases: Iterator[Case], rng: Random, sent: Callable[[int], None]) -> None:
+    async def _send(
+        self, cases: Iterator[Case], leaves: Callable[[], bool], sent: Callable[[int], None]
+    ) -> None:
         ports = Ports(
             grpc={process.role: process.address for process in self.deployment.processes},
             http=self.deployment.gateway.http,
@@ -105,7 +113,7 @@ class Run:
             for case in cases:
                 played = case.played()
                 if played.messages:
-                    sent(await self._one(sender, played, rng.random() < 0.2))
+                    sent(await self._one(sender, played, leaves()))
 
         try:
             await asyncio.gather(*(follow() for _ in range(AT_A_TIME)))
