@@ -30,7 +30,7 @@ FORGET_SECONDS = 60.0
 """A prefill node is left so long after the last request that could name it has ended; one of the process's
 own configuration never."""
 
-_log = get_logger("baton.decode")
+_log = get_logger()
 
 LinkType = Link[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 

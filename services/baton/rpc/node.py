@@ -35,7 +35,7 @@ STOP_SECONDS = 10.0
 HEALTH_SECONDS = 0.5
 """Health follows what is wrong with the node within so long."""
 
-_log = logs.get_logger("baton.node")
+_log = logs.get_logger()
 
 
 class Node(Protocol):
