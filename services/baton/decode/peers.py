@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton.config import DecodeConfig
-from baton.decode.core import Peer
+from baton.decode.entry import Peer
 from baton.decode.messages import cancel_request, events_from, request_for
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
 from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull
