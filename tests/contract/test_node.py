@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.config import GatewayConfig, NodeConfig
 from baton.rpc import health
 from baton.rpc.channel import open_channel
+from baton.rpc.condition import INTERVAL_SECONDS
 from baton.rpc.errors import failed_precondition, from_rpc_error, invalid
 from baton.rpc.node import run_node
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
@@ -164,6 +165,31 @@ async def test_strangers_hold_no_more_than_so_many_watches(running, monkeypatch)
                     await asyncio.sleep(0.01)
 
 
+async def test_a_node_that_cannot_say_how_it_is_serves_no_more(running):
+    async with open_channel(await running.started()) as channel:
+        well = running.node.load
+
+        def ill():
+            raise KeyError("a counter")
+
+        async def turned(status):
+            async with asyncio.timeout(10):
+                while await check(channel) != status:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+
+        info = await node_pb2_grpc.NodeStub(channel).GetInfo(node_pb2.GetInfoRequest(), timeout=5)
+        url = f"http://{info.http_address}/health"
+        running.node.load = ill
+        await asyncio.sleep(1.5 * INTERVAL_SECONDS)
+        assert await check(channel) == SERVING, "once or twice may be chance"
+        await turned(NOT_SERVING)
+        with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+            await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)
+        assert b"the load is not known: KeyError" in refused.value.read()
+        running.node.load = well
+        await turned(SERVING)
+
+
 async def test_reflection_names_every_service_and_describes_it(running):
     async with open_channel(await running.started()) as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
@@ -258,6 +284,12 @@ async def test_drain_waits_for_running_requests_and_not_for_ever():
     assert it.node.stopped == 1
 
 
+def told(capsys):
+    """What is on stderr beside the log."""
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("timestamp="))
+
+
 async def test_a_port_that_is_taken(capsys):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -266,9 +298,9 @@ async def test_a_port_that_is_taken(capsys):
         node = EchoNode()
         assert await run_node(node, NodeConfig(port=port), stop=asyncio.Event()) == 2
         line = f"cannot bind 127.0.0.1:{port}: the port is in use; choose another with"
-        assert capsys.readouterr().err == f"baton tokenizer: {line} --port\n"
+        assert told(capsys) == f"baton tokenizer: {line} --port\n"
         assert await run_node(node, NodeConfig(http_port=port), stop=asyncio.Event()) == 2
-        assert capsys.readouterr().err == f"baton tokenizer: {line} --http-port\n"
+        assert told(capsys) == f"baton tokenizer: {line} --http-port\n"
     assert node.stopped == 0  # it was never started
 
 
@@ -277,7 +309,7 @@ async def test_a_port_that_is_taken(capsys):
 )
 async def test_a_host_that_is_not_here(capsys, host, words):
     assert await run_node(EchoNode(), NodeConfig(host=host), stop=asyncio.Event()) == 2
-    err = capsys.readouterr().err
+    err = told(capsys)
     assert words in err
     assert err.count("\n") == 1
 
@@ -289,7 +321,7 @@ async def test_a_node_that_cannot_start(capsys):
 
     node = Broken()
     assert await run_node(node, NodeConfig(), stop=asyncio.Event()) == 2
-    assert capsys.readouterr().err == "baton tokenizer: the model is broken; fetch it again\n"
+    assert told(capsys) == "baton tokenizer: the model is broken; fetch it again\n"
     assert node.stopped == 1
 
 

@@ -14,7 +14,8 @@ from hash_runner import HashRunner, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
+from baton.decode.core import DecodeCore
+from baton.decode.entry import DecodePolicy, Key, Peer
 from baton.decode.outputs import Done, Failed, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams

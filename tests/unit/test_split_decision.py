@@ -7,6 +7,7 @@ import pytest
 
 from baton.engine.cost import StepCost
 from baton.gateway.cache_view import PromptPages
+from baton.gateway.excess import HALF_LIFE, Excess
 from baton.gateway.expected import local, local_limit, split
 from baton.gateway.figures import NodeFigures
 from baton.gateway.metrics import GatewayMetrics
@@ -146,8 +147,9 @@ def test_what_a_node_says_tells_of_others():
 
 class Rig:
     def __init__(self, mode="auto"):
+        self.now = 100.0
         self.metrics = GatewayMetrics()
-        self.split = Split(mode, self.metrics)
+        self.split = Split(mode, self.metrics, lambda: self.now)
 
     def value(self, name, **labels):
         return self.metrics.registry.get_sample_value(name, labels)
@@ -201,6 +203,38 @@ def test_what_came_of_it_is_compared_with_what_was_expected():
     stats.handoff_retries = 1
     rig.split.ended(decision, stats, 1.0, 1.0)
     assert rig.value(f"{name}_count", way="split", until="end") == 1
+
+
+def test_a_way_that_takes_longer_than_reckoned_is_taken_less_until_that_has_faded():
+    rig = Rig()
+    before = rig.split.decide(BUSY, PREFILL, 4000)
+    thought, stats = before.ways["split"], decode_pb2.RequestStats(prefill_address="p", output_tokens=2)
+    for _ in range(50):
+        rig.split.ended(before, stats, thought.first + 0.01, 1.0)
+    after = rig.split.decide(BUSY, PREFILL, 4000)
+    assert after.limit > 1.1 * before.limit and after.ways == before.ways
+    for _ in range(50):
+        rig.split.ended(
+            before, decode_pb2.RequestStats(output_tokens=2), before.ways["local"].first + 0.01, 1.0
+        )
+    assert rig.split.decide(BUSY, PREFILL, 4000).limit == before.limit, "both do"
+    rig.now += 3600
+    assert rig.split.decide(BUSY, PREFILL, 4000).limit == before.limit
+
+
+def test_excess_is_a_mean_that_fades():
+    excess = Excess()
+    assert excess.seconds(5.0) == 0.0
+    for _ in range(200):
+        excess.add(7.0, 3.0, 2.0)
+    assert excess.seconds(7.0) == pytest.approx(1.0, rel=1e-3)
+    assert excess.seconds(7.0 + HALF_LIFE) == pytest.approx(0.5, rel=1e-3)
+    for _ in range(200):
+        excess.add(7.0, 1.5, 2.0)
+    assert excess.seconds(7.0) == pytest.approx(-0.5, rel=1e-3), "it may also take less"
+    for _ in range(200):
+        excess.add(7.0, 60.0, 2.0)
+    assert excess.seconds(7.0) == pytest.approx(2.0, rel=1e-3), "one that was stalled is no measure"
 
 
 # --- of a router that has been told ---------------------------------------------------------------------

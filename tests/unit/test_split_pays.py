@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from two_nodes import Job, World
+from two_nodes import HOP, Job, World
 
 from baton.engine.cost import StepCost
 from baton.handoff.pull_cost import PullCost
@@ -21,13 +21,13 @@ CHAT = ((16, 256), (32, 128))
 REQUESTS = 400
 
 
-def latencies(mode: str, rate: float, kinds) -> tuple[np.ndarray, float]:
+def latencies(mode: str, rate: float, kinds, hop: float = HOP) -> tuple[np.ndarray, float]:
     draw, at, jobs = Random(1), 0.0, []
     for _ in range(REQUESTS):
         at += draw.expovariate(rate)
         prompt, output = draw.choice(kinds)
         jobs.append(Job(at, draw.randint(*prompt), draw.randint(*output)))
-    world = World(mode, COST, PULL)
+    world = World(mode, COST, PULL, hop)
     return np.array(world.run(jobs)), world.handed_off / REQUESTS
 
 
@@ -50,6 +50,15 @@ def test_auto_is_as_good_as_the_better_of_the_two(rate, kinds, least_gain):
     assert auto.mean() <= (1.05 - least_gain) * mean, (auto.mean() / mean, handed_off)
     late = min(np.percentile(each, 99) for each in others)
     assert np.percentile(auto, 99) <= 1.1 * late, (np.percentile(auto, 99) / late, handed_off)
+
+
+@pytest.mark.parametrize("rate", [36, 100])
+def test_what_the_reckoning_leaves_out_is_learned(rate):
+    """Messages take as long as a step does, which nobody told the gateway."""
+    auto = latencies("auto", rate, [SHORT], 5e-3)[0]
+    others = [latencies(mode, rate, [SHORT], 5e-3)[0] for mode in ("always", "never")]
+    assert auto.mean() <= 1.02 * min(each.mean() for each in others)
+    assert np.percentile(auto, 99) <= 1.1 * min(np.percentile(each, 99) for each in others)
 
 
 def test_neither_pure_policy_is_the_better_one_everywhere():

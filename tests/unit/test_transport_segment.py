@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from baton.transport import segment as segment_module
@@ -217,4 +218,11 @@ def test_no_resource_tracker_is_involved(directory: Path) -> None:
     child.join()
     assert child.exitcode == 0
     assert segment.path.exists()
+    segment.close()
+
+
+def test_the_owner_has_its_full_size_from_the_start(directory: Path) -> None:
+    before = psutil.Process().memory_info().rss
+    segment = Segment.create(64, 2**20, 2, directory)
+    assert psutil.Process().memory_info().rss - before > 60 * 2**20
     segment.close()

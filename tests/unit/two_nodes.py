@@ -17,7 +17,7 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.router import Router, Way
 from baton.gateway.split import Split
 from baton.handoff.pull_cost import PullCost
-from baton.v1 import cache_pb2, node_pb2
+from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
 BUDGET = 2048
 HOP = 3e-4
@@ -32,6 +32,8 @@ class Job:
     left: int = 0
     """Prompt tokens to compute."""
     made: int = 0
+    first: float = 0.0
+    """When its first token came."""
     way: Way | None = None
     local: bool = False
 
@@ -89,6 +91,7 @@ class World:
     mode: str
     cost: StepCost
     pull: PullCost
+    hop: float = HOP
     now: float = 0.0
     taken: list[float] = field(default_factory=list)
     handed_off: int = 0
@@ -97,7 +100,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.decode, self.prefill = Node(self, self.joined), Node(self, self.sampled)
-        self.split = Split(self.mode, GatewayMetrics())
+        self.split = Split(self.mode, GatewayMetrics(), lambda: self.now)
         self.router = Router("cache", lambda: self.now)
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
@@ -143,11 +146,11 @@ class World:
         if job.local:
             self.decode.prompts.append(job)
         else:
-            self.after(HOP, lambda: self.prefill.call(lambda: self.prefill.prompts.append(job)))
+            self.after(self.hop, lambda: self.prefill.call(lambda: self.prefill.prompts.append(job)))
 
     def sampled(self, job: Job) -> None:
         """By the prefill node."""
-        self.after(HOP, lambda: self.decode.call(lambda: self.heard(job)))
+        self.after(self.hop, lambda: self.decode.call(lambda: self.heard(job)))
 
     def heard(self, job: Job) -> None:
         self.token(job)
@@ -165,8 +168,12 @@ class World:
         assert job.way is not None
         job.made += 1
         if job.made == 1:
+            job.first = self.now
             job.way.computed()
         if job.made == job.output:
+            address = "" if job.local else "p"
+            stats = decode_pb2.RequestStats(prefill_address=address, output_tokens=job.made)
+            job.way.reckon(self.split, stats, job.first)
             job.way.ended()
             self.taken.append(self.now - job.at)
             if job in self.decode.rows:

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from baton.decode.entry import DecodeCounters, DecodePolicy, Entry, Key, Peer
 from baton.decode.outputs import Done, Failed, Output, Prompt, Stats, Tokens
 from baton.decode.overload import Overload
 from baton.engine.batch import Step
@@ -36,73 +37,7 @@ CONNECT_SECONDS = 2.0
 """How long a prompt waits for a prefill node whose connection is being made."""
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A request's name at this node: the caller's stream and the number the caller gave."""
-
-    caller: Hashable
-    request: int
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A request from its start to its terminal event."""
-
-    key: Key
-    gateway: int
-    attempt: int
-    request: Request
-    candidates: tuple[str, ...]
-    local_tokens: int
-    """At most so many tokens left to compute: prefilled here rather than handed off."""
-    tried: int = 0
-    """Candidates given up so far."""
-    address: str = ""
-    """Where the prompt is computed; empty: here."""
-    fallback: bool = False
-    """Its prompt is computed here because no prefill node could be had."""
-    retries: int = 0
-    """Hand-offs that failed."""
-    pulled_pages: int = 0
-    output_tokens: int = 0
-    last_failure: str = ""
-    admitted: float | None = None
-    """When its last admission was."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """A prefill node as the shell last saw it."""
-
-    up: bool
-    since: float
-    transport: str = ""
-
-
 Flush = Callable[[int, list[tuple[Hashable, Output]], list[DecodeEffect]], None]
-
-
-@dataclass(slots=True)
-class DecodeCounters:
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    """For want of time."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePolicy:
-    local_prefill_tokens: int | None
-    """At most so many tokens left to compute: prefilled here rather than handed off. None: as callers say."""
-    fallback_tokens: int
-    """Tokens of prompts that may be prefilled here at a time because no prefill node could be had."""
-    silence_seconds: float
-    pull_seconds: float
-    """A pull that takes longer is given up."""
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton.config import DecodeConfig
-from baton.decode.core import Peer
+from baton.decode.entry import Peer
 from baton.decode.messages import cancel_request, events_from, request_for
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
 from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull
@@ -30,7 +30,7 @@ FORGET_SECONDS = 60.0
 """A prefill node is left so long after the last request that could name it has ended; one of the process's
 own configuration never."""
 
-_log = get_logger("baton.decode")
+_log = get_logger()
 
 LinkType = Link[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 

@@ -11,7 +11,8 @@ import grpc.aio
 
 from baton.config import DecodeConfig
 from baton.decode.callers import Caller, add_output
-from baton.decode.core import DecodeCore, DecodePolicy, Key
+from baton.decode.core import DecodeCore
+from baton.decode.entry import DecodePolicy, Key
 from baton.decode.outputs import Output
 from baton.decode.peers import PrefillPeers
 from baton.engine.request import Request

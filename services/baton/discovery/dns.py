@@ -17,7 +17,7 @@ ANSWER_SECONDS = 5.0
 HOLD_SECONDS = 10.0
 """A node that the name's answers leave out is taken as gone only after so long."""
 
-_log = get_logger("baton.discovery")
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ HOLD_SECONDS = 30.0
 Heard = Callable[[list[str], Collection[str]], None]
 """Gets the addresses of all nodes, and of those that said that they leave."""
 
-_log = get_logger("baton.discovery")
+_log = get_logger()
 
 
 def open_etcd(endpoint: str) -> grpc.aio.Channel:

@@ -13,7 +13,7 @@ from baton.rpc.tasks import Tasks
 LOOK_SECONDS = 3.0
 """How often it is looked whether a node that etcd leaves out has been held long enough."""
 
-_log = get_logger("baton.discovery")
+_log = get_logger()
 
 
 class Finder:

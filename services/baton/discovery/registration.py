@@ -21,7 +21,7 @@ from baton.rpc.tasks import Tasks
 LEASE_SECONDS = 10
 """The entry of a process that died without a word goes after so long."""
 
-_log = get_logger("baton.discovery")
+_log = get_logger()
 
 
 class Registration:

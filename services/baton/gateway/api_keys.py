@@ -28,7 +28,7 @@ LOOK_SECONDS = 1.0
 """Least time between two looks at whether the file has changed."""
 HASHED = "sha256:"
 
-_log = get_logger("baton.gateway")
+_log = get_logger()
 
 
 class ApiKeys:

@@ -20,7 +20,7 @@ LAST_BACKOFF_SECONDS = 2.0
 UNKNOWN_SECONDS = 30.0
 """A node that does not know the service is asked again after so long: it may have been replaced."""
 
-_log = get_logger("baton.gateway")
+_log = get_logger()
 
 
 class CacheWatch:

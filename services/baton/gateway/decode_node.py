@@ -17,7 +17,7 @@ from baton.rpc.logs import get_logger
 from baton.rpc.soon import Soon
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
-_log = get_logger("baton.gateway")
+_log = get_logger()
 
 
 class TokenSink(Protocol):

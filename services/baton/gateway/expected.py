@@ -74,10 +74,11 @@ def split(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> Expected:
     return Expected(computed + heard, gap, step=_next(cost, decode), others=0.0)
 
 
-def local_limit(prompt: int, decode: NodeFigures, prefill: NodeFigures) -> int:
+def local_limit(prompt: int, decode: NodeFigures, prefill: NodeFigures, more: float = 0.0) -> int:
     """About the most tokens that the decode node should compute of this prompt itself, 0 to `prompt`, however
-    many turn out to be cached there. Raises ValueError where a step cost is not known."""
-    most = split(prompt, decode, prefill).cost
+    many turn out to be cached there. more: seconds that first tokens of split requests are known to be later
+    than reckoned here, less those of local ones. Raises ValueError where a step cost is not known."""
+    most = split(prompt, decode, prefill).cost + more
 
     def worth(tokens: int) -> bool:
         return local(prompt, replace(decode, cached=prompt - tokens)).cost <= most

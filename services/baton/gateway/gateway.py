@@ -29,7 +29,7 @@ from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2, node_pb2
 
-_log = get_logger("baton.gateway")
+_log = get_logger()
 
 
 class Gateway:

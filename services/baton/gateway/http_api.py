@@ -34,7 +34,7 @@ ECHO_SECONDS = 10.0
 BODY_SECONDS = 30.0
 """A body must have arrived by then."""
 
-_log = get_logger("baton.gateway")
+_log = get_logger()
 _Body = TypeVar("_Body", bound=BaseModel)
 
 

@@ -28,7 +28,7 @@ WRITE_SECONDS = 2.0
 MAX_SESSIONS = 256
 """Per stream."""
 
-_log = get_logger("baton.gateway")
+_log = get_logger()
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):

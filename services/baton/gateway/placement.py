@@ -15,7 +15,7 @@ from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.v1 import decode_pb2
 
-_log = get_logger("baton.gateway")
+_log = get_logger()
 
 
 class Placement:

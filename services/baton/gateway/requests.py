@@ -25,7 +25,7 @@ from baton.v1 import common_pb2, decode_pb2, inference_pb2
 if TYPE_CHECKING:
     from baton.gateway.gateway import Gateway
 
-_log = get_logger("baton.gateway")
+_log = get_logger()
 
 
 class Request:

@@ -24,7 +24,7 @@ START_SECONDS = 60.0
 """How long the start waits for a tokenizer and a decode node. Then the gateway serves, and refuses with
 UNAVAILABLE what it cannot serve yet."""
 
-_log = get_logger("baton.gateway")
+_log = get_logger()
 
 
 async def serve(

@@ -5,9 +5,12 @@ Nothing but time depends on it: a decode node computes a prompt that no prefill 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.gateway import expected
+from baton.gateway.excess import Excess
 from baton.gateway.figures import NodeFigures
 from baton.gateway.metrics import GatewayMetrics
 from baton.rpc.errors import invalid
@@ -25,16 +28,21 @@ class Decision:
     local: bool
     """What that is taken to come to: the decode node computes the prompt."""
     ways: dict[str, expected.Expected]
-    """What was expected of "split" and "local"; empty where nothing was."""
+    """What was reckoned for "split" and "local", without what experience adds; empty where nothing was."""
 
 
 class Split:
-    def __init__(self, mode: str, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, mode: str, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """mode: one of MODES. Raises BatonError for another one."""
         if mode not in MODES:
             raise invalid("split", f"--split {mode!r} is not known; use {', '.join(MODES)}")
         self.mode = mode
         self._metrics = metrics
+        self._clock = clock
+        self._excess = {"split": Excess(), "local": Excess()}
+        """Of first tokens."""
 
     def decide(
         self, decode: NodeFigures, prefill: NodeFigures | None, tokens: int, hand_off: bool | None = None
@@ -52,7 +60,9 @@ class Split:
                 "local": expected.local(tokens, decode),
             }
             if limit is None:
-                limit = expected.local_limit(tokens, decode, prefill)
+                now = self._clock()
+                more = self._excess["split"].seconds(now) - self._excess["local"].seconds(now)
+                limit = expected.local_limit(tokens, decode, prefill, more)
         # Where nothing is known the decode node hands off all but very short prompts.
         local = limit is not None and tokens - decode.cached <= limit
         self._metrics.decisions.labels("local" if local else "split").inc()
@@ -64,6 +74,7 @@ class Split:
         thought = decision.ways.get(way)
         if thought is None or stats.retractions or stats.handoff_retries:
             return
+        self._excess[way].add(self._clock(), first, thought.first)
         pairs = {"first_token": (first, thought.first), "end": (end, thought.end(stats.output_tokens))}
         for until, (seconds, reckoned) in pairs.items():
             self._metrics.expected.labels(way, until).observe(seconds / max(reckoned, 1e-9))

@@ -40,7 +40,7 @@ class Gateway:
         self._world = world
         self._actor = Actor("gateway")
         self._router = Router(routing, lambda: world.now)
-        self._split = Split(split, GatewayMetrics())
+        self._split = Split(split, GatewayMetrics(), lambda: world.now)
         self._prefill = list(prefill)
         self._decode = list(decode)
         self._nodes: dict[str, SimNode] = {**prefill, **decode}

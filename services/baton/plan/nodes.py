@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
+from baton.decode.core import DecodeCore
+from baton.decode.entry import DecodePolicy, Key, Peer
 from baton.decode.outputs import MESSAGE_SECONDS, Output, Tokens
 from baton.engine.batch import Step
 from baton.engine.pace import Pace

@@ -47,7 +47,7 @@ from baton.worker.convert import (
 )
 from baton.worker.node import WorkerNode, status_of
 
-_log = get_logger("baton.prefill")
+_log = get_logger()
 
 
 class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.rpc.errors import abort, exhausted
 
 MAX_WATCHERS = 1024
-"""Of everybody who can connect: nothing else stays open to strangers for as long as they like."""
+"""Whoever can connect may watch, for as long as they like: strangers can hold nothing else."""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN

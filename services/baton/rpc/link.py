@@ -24,7 +24,7 @@ LAST_BACKOFF_SECONDS = 2.0
 MAX_QUEUED_BYTES = 256 * 2**20
 """Commands that have not left yet; a peer that leaves more unread is given up."""
 
-_log = get_logger("baton.link")
+_log = get_logger()
 
 
 class Link(Generic[Req, Resp]):

@@ -20,6 +20,7 @@ from baton.rpc.address import is_loopback
 from baton.rpc.bind import bind_grpc, bind_metrics, bind_shared
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.cluster import Cluster
+from baton.rpc.condition import Condition, serves
 from baton.rpc.door import ClusterDoor, Door, DoorKeeper
 from baton.rpc.errors import BatonError
 from baton.rpc.garbage import settle
@@ -32,10 +33,8 @@ from baton.v1 import node_pb2, node_pb2_grpc
 
 STOP_SECONDS = 10.0
 """A node's stop() may take so long."""
-HEALTH_SECONDS = 0.5
-"""Health follows what is wrong with the node within so long."""
 
-_log = logs.get_logger("baton.node")
+_log = logs.get_logger()
 
 
 class Node(Protocol):
@@ -163,7 +162,7 @@ class _Shell:
         self._health = HealthServicer()
         self._draining = False
         self._started = False
-        self._watching: asyncio.Task[None] | None = None
+        self._condition = Condition(self._health, self.load)
         self._close_metrics = lambda: None
         self._http_address = ""
         self.address = ""
@@ -215,8 +214,7 @@ class _Shell:
         """From now on the node serves: opens the gate, reports SERVING, prints the ready line."""
         settle()
         self._gate.open()
-        self._health.set_all(self._serves(self.load()))
-        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="health")
+        self._condition.start()
         info = self.info()
         http = info.http_address or "none"
         _log.info("ready", address=info.address, http=http, pid=info.pid)
@@ -224,27 +222,6 @@ class _Shell:
             f"ready role={info.role} address={info.address} http={http} pid={info.pid}",
             flush=True,
         )
-
-    def _serves(self, load: node_pb2.Load) -> bool:
-        return not load.draining and not any(problem.stops_serving for problem in load.problems)
-
-    async def _watch(self) -> None:
-        """Keeps health true, and logs what goes wrong and what is well again."""
-        known: dict[str, node_pb2.Problem] = {}
-        while True:
-            await asyncio.sleep(HEALTH_SECONDS)
-            try:
-                load = self.load()
-            except Exception:
-                _log.exception("load not known; health stays as it was")
-                continue
-            found = {problem.reason: problem for problem in load.problems}
-            for reason in found.keys() - known.keys():
-                _log.warning("problem", reason=reason, message=found[reason].message)
-            for reason in known.keys() - found.keys():
-                _log.info("problem over", reason=reason)
-            known = found
-            self._health.set_all(self._serves(load))
 
     async def drain(self, seconds: float, hurry: asyncio.Event | None = None) -> int:
         """Reports NOT_SERVING and waits for running requests; `hurry` ends the wait. Returns what remains."""
@@ -260,8 +237,7 @@ class _Shell:
 
     async def close(self, hurry: asyncio.Event) -> None:
         """Stops the node, if its start was tried, and the servers."""
-        if self._watching is not None:
-            self._watching.cancel()
+        self._condition.stop()
         try:
             if self._started:
                 async with asyncio.timeout(STOP_SECONDS):
@@ -314,7 +290,9 @@ class _Shell:
                 load = load_now()
             except TimeoutError:
                 return False, ["the event loop does not answer"]
-            return self._health.serving and self._serves(load), [problem.message for problem in load.problems]
+            except Exception as error:
+                return False, [f"the load is not known: {type(error).__name__}"]
+            return self._health.serving and serves(load), [problem.message for problem in load.problems]
 
         return call
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.rpc.logs import get_logger
 
-_log = get_logger("baton.tasks")
+_log = get_logger()
 
 
 class Tasks:

@@ -83,7 +83,9 @@ class Segment:
         self.path = path
         self.header = header
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, header.size)
+        # Populated: no page is faulted in while a request waits, and the process has its full size at once.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(descriptor, header.size, flags=flags)
         self._map[: _HEADER.size] = header.pack()
         whole = memoryview(self._map)
         generations_end = header.generations_offset + 8 * header.num_pages

@@ -36,7 +36,7 @@ from baton.worker.memory import check_weights, free_and_total, num_pages
 from baton.worker.published import Published, make_pool
 from baton.worker.runners import make_runner
 
-_log = get_logger("baton.engine")
+_log = get_logger()
 
 LAYOUT_VERSION = 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

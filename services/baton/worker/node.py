@@ -33,7 +33,7 @@ from baton.worker.engine import Engine, build_engine
 from baton.worker.load import add_pace, snapshot
 from baton.worker.steps import measure_steps
 
-_log = get_logger("baton.worker")
+_log = get_logger()
 
 DRAIN_POLL_SECONDS = 0.02
 SNAPSHOT_SECONDS = 0.02

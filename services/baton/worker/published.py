@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from baton.transport.cuda_pages import CudaPages
     from baton.transport.nixl import NixlOwner
 
-_log = get_logger("baton.engine")
+_log = get_logger()
 
 
 @dataclass(slots=True)

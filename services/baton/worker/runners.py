@@ -14,7 +14,7 @@ from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
 from baton.rpc.logs import get_logger
 
-_log = get_logger("baton.engine")
+_log = get_logger()
 
 
 def make_runner(

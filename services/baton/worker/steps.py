@@ -12,7 +12,7 @@ from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
 from baton.worker.engine import Engine
 
-_log = get_logger("baton.engine")
+_log = get_logger()
 
 
 def measure_steps(engine: Engine) -> StepCost:

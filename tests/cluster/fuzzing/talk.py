@@ -60,16 +60,18 @@ async def call(
     return Ended(await call.code(), await call.details() or "", answers)
 
 
-async def exchange(address: str, pieces: Sequence[bytes], *, leave: bool = False) -> bytes:
+async def exchange(
+    address: str, pieces: Sequence[bytes], *, leave: bool = False, answer: bytearray | None = None
+) -> bytes:
     """Sends the pieces on a connection of its own; returns what comes until the other side closes it, its
-    first READ bytes."""
+    first READ bytes. They are put into `answer` as they come, for who does not wait for the end."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
+    answer = bytearray() if answer is None else answer
     try:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-        answer = bytearray()
         while not leave and (data := await reader.read(READ)):
             answer += data[: READ - len(answer)]
         return bytes(answer)

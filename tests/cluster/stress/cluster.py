@@ -16,7 +16,7 @@ GRACE_SECONDS = 1.5
 REQUEST_SECONDS = 60
 """Deadline of a request that names none, such as each over HTTP."""
 GATEWAY = ("--request-seconds", str(REQUEST_SECONDS), "--silence-seconds", "3")
-WORKER = ("--kv-tokens", "32768", "--token-budget", "256", "--max-rows", "64", "--drain-seconds", "3")
+WORKER = ("--token-budget", "256", "--max-rows", "64", "--drain-seconds", "3")
 
 
 class Cluster(Deployment):
@@ -24,14 +24,23 @@ class Cluster(Deployment):
     socket that is bound and does not listen keeps a port from being handed out; with SO_REUSEADDR on both
     sides the process can still bind it.)"""
 
-    def __init__(self, folder: Path, model: Path | str, *, nodes: int = 2, tokenizers: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path | str,
+        *,
+        nodes: int = 2,
+        tokenizers: int = 2,
+        kv_tokens: int = 32768,
+    ) -> None:
         super().__init__(folder, model)
         self.tokenizer.flags += ["--drain-seconds", "3"]
         for _ in range(tokenizers - 1):
             self._add("tokenizer", list(self.tokenizer.flags))
         grace = ("--lease-grace-seconds", str(GRACE_SECONDS))
-        prefill = [self.add_worker("prefill", *WORKER, *grace) for _ in range(nodes)]
-        decode = [self.add_worker("decode", *WORKER, "--handoff-seconds", "6") for _ in range(nodes)]
+        worker = (*WORKER, "--kv-tokens", str(kv_tokens))
+        prefill = [self.add_worker("prefill", *worker, *grace) for _ in range(nodes)]
+        decode = [self.add_worker("decode", *worker, "--handoff-seconds", "6") for _ in range(nodes)]
         self.add_gateway(decode, prefill, *GATEWAY)
         self._reserved = [self._reserve(process) for process in self.processes]
         self.incarnations: dict[int, str] = {}
