@@ -6,9 +6,9 @@ As benchmarks/chaos.py, but for a time: first --calibrate seconds of a closed lo
 then requests as a Poisson process at --load times the rate that was reached, with a fault every ten seconds.
 Of each kind one process is killed and drained, the other one at most stalled: its resident memory, and the
 gateway's, may end at most 5 % above that after a sixth of the time (five minutes of thirty). Throughput of
-the last third must be within 15 % of that of the first; no token may be wrong. At such a load a process that is
-gone or stalled leaves more work than the others can do: requests may be refused for that (WOULD_MISS_DEADLINE),
-one of a thousand at most. Exit code 1 otherwise.
+the last third must be within 15 % of that of the first; no token may be wrong. At such a load a process that
+is gone or stalled leaves more work than the others can do: requests may be refused for that
+(WOULD_MISS_DEADLINE), one of a thousand at most. Exit code 1 otherwise.
 """
 
 from __future__ import annotations
