@@ -13,6 +13,7 @@ from baton.gateway.cache_view import PromptPages
 from baton.gateway.cache_watch import CacheWatch
 from baton.gateway.callers import Caller
 from baton.gateway.decode_node import DecodeNode
+from baton.gateway.endings import Endings
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.nodes import Nodes
 from baton.gateway.probe import Prober
@@ -45,6 +46,7 @@ class Gateway:
         self.router = Router(config.routing)
         self.nodes = Nodes(self.tokenizer, self._make_decode, self._make_watch)
         self._search = Search(config, self.nodes)
+        self.endings = Endings()
         self.split = Split(config.split, self.metrics)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self, config.probe_every, self._probed)

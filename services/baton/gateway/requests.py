@@ -12,6 +12,7 @@ from baton.gateway import admission
 from baton.gateway.attempts import Attempts
 from baton.gateway.callers import Caller
 from baton.gateway.choice_stream import ChoiceStream
+from baton.gateway.endings import Ending
 from baton.gateway.messages import Asked, decode_start, finished, new_log
 from baton.gateway.placement import Placement
 from baton.gateway.prompt import Prompt, encode_prompt
@@ -277,16 +278,14 @@ class Request:
         if self._session is not None:
             self._session.end()
         self._gateway.forget(self, outcome)
-        ending = {"reason": error.reason} if error is not None else {}
-        _log.info(
-            outcome,
-            request=self.name,
-            prompt_tokens=len(self.log.prompt_ids),
-            output_tokens=self.log.output_tokens,
-            resumed=self._attempts.resumed,
-            seconds=round(self._timing.elapsed, 3),
-            **ending,
+        ending = Ending(
+            self.name,
+            len(self.log.prompt_ids),
+            self.log.output_tokens,
+            self._attempts.resumed,
+            self._timing.elapsed,
         )
+        self._gateway.endings.tell(outcome, ending, error.reason if error is not None else "")
         self._on_change()
 
     def _commit_session(self, prefill_address: str) -> None:

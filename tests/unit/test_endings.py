@@ -1,0 +1,46 @@
+"""Log lines of requests' ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from structlog.testing import capture_logs
+
+from baton.gateway.endings import Ending, Endings
+
+
+def ending(name, seconds=0.5):
+    return Ending(name, prompt_tokens=10, output_tokens=3, resumed=1, seconds=seconds)
+
+
+@pytest.fixture
+def lines():
+    with capture_logs() as found:
+        yield found
+
+
+async def test_each_that_finishes_or_fails_has_a_line_at_once(lines):
+    endings = Endings()
+    endings.tell("finished", ending("a"), "")
+    endings.tell("failed", ending("b"), "BAD_PEER")
+    common = {"prompt_tokens": 10, "output_tokens": 3, "resumed": 1, "seconds": 0.5, "log_level": "info"}
+    assert lines == [
+        {"event": "finished", "request": "a", **common},
+        {"event": "failed", "request": "b", "reason": "BAD_PEER", **common},
+    ]
+
+
+async def test_those_cancelled_in_one_turn_share_one(lines):
+    endings = Endings()
+    for number in range(3):
+        endings.tell("cancelled", ending(f"c{number}", seconds=number), "CANCELLED")
+    assert not lines
+    await asyncio.sleep(0)
+    endings.tell("cancelled", ending("later"), "CANCELLED")
+    await asyncio.sleep(0)
+    assert [(line["event"], line["request"], line.get("requests")) for line in lines] == [
+        ("cancelled", "c0 c1 c2", 3),
+        ("cancelled", "later", None),
+    ]
+    assert (lines[0]["prompt_tokens"], lines[0]["output_tokens"], lines[0]["seconds"]) == (30, 9, 2)
