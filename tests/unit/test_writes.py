@@ -4,31 +4,36 @@ import asyncio
 
 import pytest
 
-from baton.gateway.writes import limited_writes
+from baton.gateway.writes import limited
 
 SECONDS = 0.2
 
 
 async def test_many_writes_and_long_pauses_between_them_are_no_matter():
-    async with limited_writes(SECONDS) as writing:
-        for _ in range(3):
-            with writing:
-                await asyncio.sleep(SECONDS / 4)
+    written = []
+
+    async def take(message):
+        await asyncio.sleep(SECONDS / 4)
+        written.append(message)
+
+    async with limited(take, SECONDS) as write:
+        for number in range(3):
+            await write(number)
             await asyncio.sleep(2 * SECONDS)
+    assert written == [0, 1, 2]
 
 
 async def test_one_write_that_takes_too_long_ends_it():
     loop = asyncio.get_running_loop()
     started = loop.time()
     with pytest.raises(TimeoutError):
-        async with limited_writes(SECONDS) as writing:
-            with writing:
-                await asyncio.sleep(60)
+        async with limited(lambda message: asyncio.sleep(60), SECONDS) as write:
+            await write("x")
     assert SECONDS <= loop.time() - started < 10
 
 
 async def test_a_timeout_of_somebody_else_is_not_taken_for_its_own():
-    async with limited_writes(SECONDS):
+    async with limited(lambda message: asyncio.sleep(0), SECONDS):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await asyncio.sleep(60)

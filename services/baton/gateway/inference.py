@@ -15,7 +15,7 @@ from baton.gateway.door import PublicDoor
 from baton.gateway.gateway import Gateway
 from baton.gateway.requests import Request
 from baton.gateway.session import Session
-from baton.gateway.writes import limited_writes
+from baton.gateway.writes import Write, limited
 from baton.rpc.door import as_mapping
 from baton.rpc.errors import BatonError, abort, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
@@ -51,10 +51,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         reading = asyncio.create_task(stream.read(requests))
         seconds = self._gateway.config.slow_reader_seconds + WRITE_SECONDS
         try:
-            async with limited_writes(seconds) as writing:
-                async for response in stream.responses():
-                    with writing:
-                        await context.write(response)
+            async with limited(context.write, seconds) as write:
+                await stream.write_all(write)
             await reading
         except TimeoutError:
             # Its requests have failed by now, or have ended; their output is let go.
@@ -110,12 +108,12 @@ class _ClientStream:
             self._half_closed = True
             self._wake.set()
 
-    async def responses(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Everything for the client, until it has closed its side and all its requests have ended."""
+    async def write_all(self, write: Write) -> None:
+        """All there is for the client, until it has closed its side and all its requests have ended."""
         while True:
             self._wake.clear()
             while self._rejected:
-                yield self._rejected.pop(0)
+                await write(self._rejected.pop(0))
             while self._changed:
                 # In turns: a request that always has something new does not starve the others.
                 id = next(iter(self._changed))
@@ -127,7 +125,7 @@ class _ClientStream:
                 elif events and request.log.more:
                     self._changed[id] = None
                 for event in events:
-                    yield event
+                    await write(event)
             self._room.set()
             if self._half_closed and not self._open and not self._rejected:
                 return

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
+
+Write = Callable[[Any], Awaitable[None]]
 
 
-class Writing:
-    """`with writing:` around each write. A timer for each of them would cost as much as the write: one timer
-    looks at them now and then."""
+class _LimitedWrite:
+    """A timer for each write would cost as much as the write: one timer looks at them now and then."""
 
-    def __init__(self, limit: asyncio.Timeout, seconds: float) -> None:
+    def __init__(self, write: Write, limit: asyncio.Timeout, seconds: float) -> None:
+        self._write = write
         self._limit = limit
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._since: float | None = None
         self._timer = self._loop.call_later(seconds / 4, self._look)
 
-    def __enter__(self) -> None:
+    async def __call__(self, message: Any) -> None:
         self._since = self._loop.time()
-
-    def __exit__(self, *_: object) -> None:
+        await self._write(message)
         self._since = None
 
     def _look(self) -> None:
@@ -36,10 +38,11 @@ class Writing:
 
 
 @asynccontextmanager
-async def limited_writes(seconds: float) -> AsyncIterator[Writing]:
-    """Raises TimeoutError when one write has taken `seconds`, or a quarter more."""
+async def limited(write: Write, seconds: float) -> AsyncIterator[Write]:
+    """`write`, but the block raises TimeoutError when one call of it has taken `seconds`, or a quarter more.
+    After a call that has failed the block is to be left."""
     async with asyncio.timeout(None) as limit:
-        writing = Writing(limit, seconds)
+        writing = _LimitedWrite(write, limit, seconds)
         try:
             yield writing
         finally:
