@@ -63,7 +63,7 @@ def test_nodes_join_drain_and_leave_while_requests_run(tmp_path):
                 assert [each.result(timeout=60) for each in running] == expected
                 until(lambda: peers("decode") == {second["decode"].address}, "the first has left")
                 # A killed process has said nothing: it goes with its lease. The survivors compute meanwhile.
-                used = client.generate(f"5 {LONG}", max_tokens=4)
+                used = client.generate(f"5 {LONG}", max_tokens=4, hand_off=True)
                 assert used.stats is not None and used.stats.prefill_address == second["prefill"].address
         finally:
             codes = {process.name: process.stop() for process in reversed(processes) if process.starts}

@@ -82,7 +82,7 @@ schema = schemathesis.openapi.from_dict(document())
 
 @pytest.fixture(scope="module")
 def deployment(qwen3, tmp_path_factory, deployments) -> Iterator[Deployment]:
-    with Run.deployment(tmp_path_factory.mktemp("openapi"), qwen3[0]) as deployment:
+    with Run.open(tmp_path_factory.mktemp("openapi"), qwen3[0]) as deployment:
         deployments.append(deployment)
         yield deployment
         assert not any("Traceback" in process.log.read_text() for process in deployment.processes)
