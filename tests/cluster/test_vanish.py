@@ -28,8 +28,11 @@ GATEWAY_CPU_SECONDS = 0.6
 0.22 to 0.28 s with ten times more to do than there were cores."""
 SLACK_SECONDS = 0.05
 """What a busy machine may add to a TTFT of some milliseconds."""
-TRIES = 4
-"""The machine may be busy with something else in one of them: the best counts."""
+TIMES = int(os.environ.get("BATON_VANISH_TIMES", "0"))
+"""So many are measured, where it is given."""
+TRIES = TIMES or 4
+"""The machine may be busy with something else in one of them: the best counts, and the first that is fine
+ends it."""
 CLIENT = f"""
 import asyncio, sys
 from baton.client import AsyncClient
@@ -90,7 +93,7 @@ def test_five_hundred_clients_vanish(cluster: Deployment):
         freed.append(wait(lambda: not any(held_by(node.load()) for node in nodes), "freed", 20))
         used.append(cpu_seconds(gateway) - before)
         afterwards.append(ttft(client, f"after {attempt}"))
-        if fine(freed, used, afterwards, idle):
+        if not TIMES and fine(freed, used, afterwards, idle):
             break
     said = f"freed after {freed}, gateway's CPU time {used}, TTFT {afterwards}, idle {idle}"
     print(said)

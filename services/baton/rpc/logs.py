@@ -29,7 +29,7 @@ class _Stderr:
         except (OSError, ValueError):
             return
 
-    debug = info = warning = error = msg
+    debug = info = warning = error = critical = msg
 
 
 def configure(role: str, level: str = "info", json: bool = False, name: str = "") -> None:
@@ -96,6 +96,6 @@ def is_configured() -> bool:
 
 
 def get_logger() -> structlog.typing.FilteringBoundLogger:
-    """May be made before `configure`, and is not to be used before it."""
+    """May be made before `configure`; what is said before that goes where structlog itself sends it."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger()
     return logger
