@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import socket
 import ssl
@@ -311,13 +312,12 @@ def flood(address: str) -> bytes:
     received = b""
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00")
-        try:
+        with contextlib.suppress(ConnectionError):  # closed in the middle: what came before is still there
             for _ in range(200):
                 connection.sendall(ping)
+        with contextlib.suppress(ConnectionError):
             while piece := connection.recv(65536):
                 received += piece
-        except ConnectionError:
-            pass
     return received
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,11 +31,12 @@ BUDGET_SECONDS = 2.0
 class TunedRunner:
     """Runs another runner's steps with the number of threads that suits their size."""
 
-    def __init__(self, runner: Runner[Any]) -> None:
-        """Measures at once, with writes to page 0: nothing may be in the pool yet."""
+    def __init__(self, runner: Runner[Any], clock: Callable[[], float] = time.perf_counter) -> None:
+        """Measures at once, with writes to page 0: nothing may be in the pool yet. `clock` says seconds."""
         self.max_slots = runner.max_slots
         self.vocab_size = runner.vocab_size
         self._runner = runner
+        self._clock = clock
         self.threads = torch.get_num_threads()
         self.small_steps = {tokens: self._measure(min(rows, self.max_slots)) for tokens, rows in SIZES}
         """Most tokens of a step, ascending -> threads."""
@@ -58,12 +60,12 @@ class TunedRunner:
         most = min(self.threads, max(1, (os.cpu_count() or 1) - 1))
         candidates = [1 << power for power in range(most.bit_length()) if 1 << power < most]
         best, count = float("inf"), 1
-        deadline = time.monotonic() + BUDGET_SECONDS
+        deadline = self._clock() + BUDGET_SECONDS
         for threads in [*candidates, most]:
             seconds = self._seconds(threads, rows)
             if seconds < best * GAIN:
                 best, count = seconds, threads
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 break
         return count
 
@@ -75,7 +77,7 @@ class TunedRunner:
         batch = tuple(PlanRow(slot, tokens=None, start=0, pages=(0,), sample=(slot,)) for slot in range(rows))
         times = []
         for number in range(WARM_UP + TIMED):
-            started = time.perf_counter()
+            started = self._clock()
             self._runner.read(self._runner.launch(StepPlan(number, batch, inits)))
-            times.append(time.perf_counter() - started)
+            times.append(self._clock() - started)
         return statistics.median(times[WARM_UP:])
