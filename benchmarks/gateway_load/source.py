@@ -55,21 +55,23 @@ class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
 
     async def _read(self, commands: Any, caller: Caller) -> None:
         running = self._running[caller]
-        async for command in commands:
-            kind = command.WhichOneof("kind")
-            if kind == "start":
-                caller.begin(command.start.request, command.start.attempt)
-                running[command.start.request] = command.start.sampling.max_tokens
-                event = decode_pb2.DecodeEvent(request=command.start.request, prompt=decode_pb2.PromptDone())
-                caller.send(decode_pb2.StepEvents(events=[event]))
-            elif kind == "heartbeat":
-                caller.send(decode_pb2.StepEvents())
-            elif kind == "cancels":
-                for cancel in command.cancels.attempts:
-                    if running.pop(cancel.request, None) is not None:
-                        failed = to_status(cancelled("cancelled"))
-                        event = decode_pb2.DecodeEvent(request=cancel.request, failed=failed)
-                        caller.send(decode_pb2.StepEvents(events=[event]))
+        async for message in commands:
+            for command in message.several.commands or (message,):
+                self._obey(command, caller, running)
+
+    def _obey(self, command: decode_pb2.GenerateCommand, caller: Caller, running: dict[int, int]) -> None:
+        kind = command.WhichOneof("kind")
+        if kind == "start":
+            caller.begin(command.start.request, command.start.attempt)
+            running[command.start.request] = command.start.sampling.max_tokens
+            event = decode_pb2.DecodeEvent(request=command.start.request, prompt=decode_pb2.PromptDone())
+            caller.send(decode_pb2.StepEvents(events=[event]))
+        elif kind == "heartbeat":
+            caller.send(decode_pb2.StepEvents())
+        elif kind == "cancel" and running.pop(command.cancel.request, None) is not None:
+            event = decode_pb2.DecodeEvent(request=command.cancel.request)
+            event.failed.CopyFrom(to_status(cancelled("cancelled")))
+            caller.send(decode_pb2.StepEvents(events=[event]))
 
     async def step_forever(self) -> None:
         loop = asyncio.get_running_loop()

@@ -29,6 +29,10 @@ NO_HELLO = [
 ]
 
 
+def several(*commands: Command) -> Command:
+    return Command(several=decode_pb2.DecodeCommands(commands=commands))
+
+
 @pytest.mark.parametrize("first", NO_HELLO, ids=["start", "cancel", "incarnation 0", "nothing"])
 def test_decode_wants_a_hello(decode, first):
     stream = Decode(decode, hello=False)
@@ -40,6 +44,8 @@ def test_decode_wants_a_hello(decode, first):
     ("message", "reason", "field"),
     [
         (Command(hello=decode_pb2.DecodeHello(incarnation=7)), "INVALID_FIELD", "kind"),
+        (several(Command(hello=decode_pb2.DecodeHello(incarnation=7))), "INVALID_FIELD", "kind"),
+        (several(several(Command(heartbeat=decode_pb2.DecodeHeartbeat()))), "INVALID_FIELD", "kind"),
         (b"", "INVALID_FIELD", "kind"),
         (b"\xff", "MALFORMED_MESSAGE", "message"),
         (b"\x12\x07\x1a\x01\x05\x52\x02\xff\xfe", "INVALID_UTF8", "start.namespace"),
@@ -108,14 +114,14 @@ def test_decode_cancel_of_what_does_not_run(decode):
     assert kinds.count("failed") == 1, "the running attempt is not the one that was cancelled"
 
 
-def test_decode_cancels_of_some_that_run(decode):
+def test_decode_several_cancels_of_some_that_run(decode):
     """One message, of an attempt that runs, one that does not and a request never heard of."""
     stream = Decode(decode)
     for request in (6, 7):
         stream.start(request, sampling=Sampling(max_tokens=900, ignore_eos=True))
     named = [(6, 0), (7, 2), (8, 0)]
-    attempts = [decode_pb2.DecodeCancel(request=request, attempt=attempt) for request, attempt in named]
-    stream.send(Command(cancels=decode_pb2.DecodeCancels(attempts=attempts)))
+    cancels = [decode_pb2.DecodeCancel(request=request, attempt=attempt) for request, attempt in named]
+    stream.send(several(*(Command(cancel=cancel) for cancel in cancels)))
     reasons, before = {}, 0
     while len(reasons) < 3:
         message = stream.next(20.0)

@@ -14,6 +14,10 @@ from baton.rpc.errors import from_status
 from baton.v1 import common_pb2, prefill_pb2
 
 
+def several(*requests: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillRequest:
+    return prefill_pb2.PrefillRequest(several=prefill_pb2.PrefillRequests(requests=requests))
+
+
 @pytest.fixture
 def prefill(demo: Deployment) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(demo.prefill.address) as channel:
@@ -40,6 +44,8 @@ def test_prefill_wants_a_hello(prefill, first):
 def test_prefill_two_hellos_and_malformed_messages(prefill, hello):
     for message, reason, field in (
         (prefill_pb2.PrefillRequest(hello=hello), "INVALID_FIELD", "kind"),
+        (several(prefill_pb2.PrefillRequest(hello=hello)), "INVALID_FIELD", "kind"),
+        (several(several(prefill_pb2.PrefillRequest(heartbeat={}))), "INVALID_FIELD", "kind"),
         (b"", "INVALID_FIELD", "kind"),
         (b"\xff", "MALFORMED_MESSAGE", "message"),
     ):
@@ -90,7 +96,7 @@ def test_prefill_names_never_heard_of(prefill, hello):
     stream = Prefill(prefill, hello)
     for fields in (
         {"cancel": prefill_pb2.PrefillCancel(attempt=attempt())},
-        {"cancels": prefill_pb2.PrefillCancels(attempts=[attempt()])},
+        {"several": prefill_pb2.PrefillRequests(requests=[{"cancel": {"attempt": attempt()}}])},
         {"release": prefill_pb2.LeaseRelease(attempt=attempt())},
         {"release": prefill_pb2.LeaseRelease()},
     ):

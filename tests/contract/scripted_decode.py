@@ -65,8 +65,8 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         self.script = script
         self.starts: list[decode_pb2.DecodeStart] = []
         self.cancels: list[int] = []
-        self.cancelled_at_once: list[int] = []
-        """Of each message with cancels, how many."""
+        self.cancelling_messages = 0
+        """Messages that cancelled something."""
         self.pauses: list[tuple[int, bool]] = []
         self.paused_attempts: list[int] = []
         self.address = ""
@@ -119,26 +119,30 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         async def send(message: decode_pb2.StepEvents) -> None:
             box.put(message)
 
-        async for command in requests:
-            kind = command.WhichOneof("kind")
-            if kind == "hello":
-                welcome = decode_pb2.DecodeWelcome(incarnation=self._incarnation)
-                await send(decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)]))
-            elif kind == "start":
-                self.starts.append(command.start)
-                running = Running(command.start, send)
-                task = asyncio.create_task(self._run(running))
-                self.running[command.start.request] = task
-            elif kind == "heartbeat":
-                if not self.mute:
-                    await send(decode_pb2.StepEvents())
-            elif kind == "pause":
-                self.pauses.append((command.pause.request, command.pause.paused))
-                self.paused_attempts.append(command.pause.attempt)
-            else:
-                self.cancelled_at_once.append(len(command.cancels.attempts))
-                for cancel in command.cancels.attempts:
-                    await self._cancel(cancel, send)
+        async for message in requests:
+            commands = message.several.commands or (message,)
+            self.cancelling_messages += any(command.HasField("cancel") for command in commands)
+            for command in commands:
+                await self._obey(command, send)
+
+    async def _obey(self, command, send) -> None:
+        kind = command.WhichOneof("kind")
+        if kind == "hello":
+            welcome = decode_pb2.DecodeWelcome(incarnation=self._incarnation)
+            await send(decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)]))
+        elif kind == "start":
+            self.starts.append(command.start)
+            running = Running(command.start, send)
+            task = asyncio.create_task(self._run(running))
+            self.running[command.start.request] = task
+        elif kind == "heartbeat":
+            if not self.mute:
+                await send(decode_pb2.StepEvents())
+        elif kind == "pause":
+            self.pauses.append((command.pause.request, command.pause.paused))
+            self.paused_attempts.append(command.pause.attempt)
+        else:
+            await self._cancel(command.cancel, send)
 
     async def _cancel(self, cancel, send) -> None:
         self.cancels.append(cancel.request)

@@ -17,9 +17,10 @@ def request(*ids):
     return Request(items=[tokenizer_pb2.DetokenizeItem(id=i) for i in ids])
 
 
-def merge(first, second):
-    first.MergeFrom(second)
-    return first
+def join(requests):
+    for later in requests[1:]:
+        requests[0].MergeFrom(later)
+    return requests[0]
 
 
 class Echo(tokenizer_pb2_grpc.TokenizerServicer):
@@ -75,7 +76,7 @@ class Seen:
             self.on_message,
             self.up.append,
             self.down.append,
-            merge,
+            join,
             **options,
         )
 
@@ -119,7 +120,7 @@ async def test_first_message_is_the_welcome_and_later_ones_are_not(seen):
     assert seen.down == []
 
 
-async def test_unsent_requests_merge(peer, seen):
+async def test_unsent_requests_are_joined(peer, seen):
     for number in range(2000, 3000):
         assert seen.link.send(request(number))
     await seen.until(lambda: len(seen.messages) == 1000)

@@ -83,3 +83,14 @@ async def test_a_queue_counts_the_bytes_that_have_left():
         with pytest.raises(OutboxFull):
             box.put(b"123")
         assert await anext(box) == b"1234" and await anext(box) == b"5678"
+
+
+async def test_what_is_behind_an_item_is_taken_up_to_a_number_of_bytes():
+    box = Outbox[bytes](None, size_of=len, max_bytes=10)
+    for item in (b"12", b"345", b"67", b"890"):
+        box.put(item)
+    assert await anext(box) == b"12"
+    assert box.take(6) == [b"345", b"67"]
+    assert box.put(b"1234567"), "what was taken is counted no more"
+    assert box.take(2) == []
+    assert box.take(100) == [b"890", b"1234567"] and box.take(100) == []

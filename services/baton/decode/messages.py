@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from baton.engine.sampling import SamplingParams
 from baton.handoff.messages import (
+    CancelPrefill,
     ChunkAnnounced,
     FirstSampled,
     LeaseFinished,
@@ -14,7 +15,6 @@ from baton.handoff.messages import (
     ReleaseLease,
     StartPrefill,
 )
-from baton.handoff.names import AttemptName
 from baton.rpc.errors import from_status
 from baton.rpc.validate import check_token_ids
 from baton.v1 import common_pb2, prefill_pb2
@@ -22,17 +22,18 @@ from baton.worker.convert import logprobs_from, name_from, name_to, prompt_logpr
 
 
 def request_for(effect: object) -> prefill_pb2.PrefillRequest:
-    """StartPrefill, ReleaseLease or Beat as a message."""
+    """StartPrefill, CancelPrefill, ReleaseLease or Beat as a message."""
     if isinstance(effect, StartPrefill):
         return prefill_pb2.PrefillRequest(start=_start(effect))
+    if isinstance(effect, CancelPrefill):
+        return prefill_pb2.PrefillRequest(cancel=prefill_pb2.PrefillCancel(attempt=name_to(effect.name)))
     if isinstance(effect, ReleaseLease):
         return prefill_pb2.PrefillRequest(release=prefill_pb2.LeaseRelease(attempt=name_to(effect.name)))
     return prefill_pb2.PrefillRequest(heartbeat=prefill_pb2.Heartbeat())
 
 
-def cancel_request(names: Iterable[AttemptName]) -> prefill_pb2.PrefillRequest:
-    cancels = prefill_pb2.PrefillCancels(attempts=[name_to(name) for name in names])
-    return prefill_pb2.PrefillRequest(cancels=cancels)
+def several(requests: list[prefill_pb2.PrefillRequest]) -> prefill_pb2.PrefillRequest:
+    return prefill_pb2.PrefillRequest(several=prefill_pb2.PrefillRequests(requests=requests))
 
 
 def _start(effect: StartPrefill) -> prefill_pb2.PrefillStart:

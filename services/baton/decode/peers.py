@@ -11,10 +11,9 @@ import grpc
 
 from baton.config import DecodeConfig
 from baton.decode.entry import Peer
-from baton.decode.messages import cancel_request, events_from, request_for
+from baton.decode.messages import events_from, request_for, several
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
 from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull
-from baton.handoff.names import AttemptName
 from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.link import Link
@@ -112,21 +111,14 @@ class PrefillPeers:
     def perform(self, effects: Sequence[DecodeEffect]) -> None:
         """Does what the core has decided. A message to a lost peer is dropped: the core hears of the loss.
 
-        Cancels go last, all of a peer in one message: nothing is said of an attempt behind its cancel.
+        Cancels go last: nothing is said of an attempt behind its cancel.
         """
-        cancelled: dict[str, list[AttemptName]] = {}
-        for effect in effects:
+        for effect in sorted(effects, key=lambda effect: isinstance(effect, CancelPrefill)):
             peer = self._peers.get(effect.address)
             if isinstance(effect, StartPull):
                 self._node.tasks.spawn(self._pull(peer, effect), "pull")
-            elif isinstance(effect, CancelPrefill):
-                cancelled.setdefault(effect.address, []).append(effect.name)
             elif peer is not None:
                 peer.send(effect)
-        for address, names in cancelled.items():
-            peer = self._peers.get(address)
-            if peer is not None:
-                peer.link.send(cancel_request(names))
 
     async def _pull(self, peer: _Peer | None, effect: StartPull) -> None:
         """Reports the end of the copy whatever happens: the destination pages are pinned until then."""
@@ -180,6 +172,7 @@ class _Peer:
             on_message=self._received,
             on_up=self._welcomed,
             on_down=self._lost,
+            join=several,
             dial=node.cluster.dial,
         )
         self.link.start()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -167,31 +167,28 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         except STREAM_ENDED:
             pass  # the writer's end of the call tells the core
 
-    def _take(self, command: decode_pb2.GenerateCommand, caller: Caller) -> None:
+    def _take(self, message: decode_pb2.GenerateCommand, caller: Caller) -> None:
+        for command in message.several.commands if message.HasField("several") else (message,):
+            self._obey(command, caller)
+
+    def _obey(self, command: decode_pb2.GenerateCommand, caller: Caller) -> None:
         kind = command.WhichOneof("kind")
         if kind == "start":
             self._start(command.start, caller)
         elif kind == "cancel":
-            self._cancel([command.cancel], caller)
-        elif kind == "cancels":
-            self._cancel(command.cancels.attempts, caller)
+            self._cancel(command.cancel, caller)
         elif kind == "heartbeat":
             self._heartbeat(caller)
         elif kind == "pause":
             self._pause(command.pause, caller)
         else:
-            kinds = "start, cancel, cancels, heartbeat or pause"
+            kinds = "start, cancel, heartbeat, pause, or several of these"
             raise invalid("kind", f"each message on Decode.Generate after `hello` sets {kinds}")
 
-    def _cancel(self, cancels: Iterable[decode_pb2.DecodeCancel], caller: Caller) -> None:
-        running = [each for each in cancels if caller.runs(each.request, each.attempt)]
-
-        def cancel(core: DecodeCore, now: float) -> None:
-            for each in running:
-                core.cancel(Key(caller, each.request), now)
-
-        if running:
-            self.steps.call(cancel)
+    def _cancel(self, cancel: decode_pb2.DecodeCancel, caller: Caller) -> None:
+        key = Key(caller, cancel.request)
+        if caller.runs(cancel.request, cancel.attempt):
+            self.steps.call(lambda core, now: core.cancel(key, now))
 
     def _heartbeat(self, caller: Caller) -> None:
         """The step thread must be alive: it answers itself, unless it is in a step that may take so long."""

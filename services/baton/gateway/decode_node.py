@@ -14,7 +14,6 @@ from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, from_status, unavailable
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
-from baton.rpc.soon import Soon
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 _log = get_logger()
@@ -60,8 +59,6 @@ class DecodeNode:
         self._dial = dial
         self._sinks: dict[int, TokenSink] = {}
         self._cancelled: dict[int, int] = {}  # request: attempt; the node still owes their terminal event
-        self._cancels = decode_pb2.GenerateCommand()
-        self._send_cancels_soon = Soon(self._send_cancels)
         self._pulse = Pulse(silence)
         self._ticking: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -73,6 +70,7 @@ class DecodeNode:
             on_message=self._on_message,
             on_up=self._on_up,
             on_down=self._on_down,
+            join=_join,
             dial=dial,
         )
 
@@ -143,15 +141,9 @@ class DecodeNode:
         self._link.send(decode_pb2.GenerateCommand(pause=pause))
 
     def _send_cancel(self, request: int, attempt: int) -> None:
-        """With all others of this turn of the event loop: a client that goes away cancels many at once."""
         self._cancelled[request] = attempt
-        self._cancels.cancels.attempts.add(request=request, attempt=attempt)
-        self._send_cancels_soon()
-
-    def _send_cancels(self) -> None:
-        cancels, self._cancels = self._cancels, decode_pb2.GenerateCommand()
-        if cancels.cancels.attempts:
-            self._link.send(cancels)
+        cancel = decode_pb2.DecodeCancel(request=request, attempt=attempt)
+        self._link.send(decode_pb2.GenerateCommand(cancel=cancel))
 
     # What the node says.
 
@@ -249,3 +241,7 @@ class DecodeNode:
             self._asking.cancel()
         self._cancelled.clear()
         self.lose(unavailable(f"decode node {self.address} was lost: {error.message}", "DECODE_LOST", 1000))
+
+
+def _join(commands: list[decode_pb2.GenerateCommand]) -> decode_pb2.GenerateCommand:
+    return decode_pb2.GenerateCommand(several=decode_pb2.DecodeCommands(commands=commands))

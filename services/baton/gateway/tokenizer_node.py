@@ -65,7 +65,7 @@ class TokenizerNode:
             on_message=self._on_message,
             on_up=self._on_up,
             on_down=self._on_down,
-            merge=_merge,
+            join=_join,
             dial=dial,
         )
         self._asking: asyncio.Task[None] | None = None
@@ -168,8 +168,8 @@ class TokenizerNode:
             raise self._gone() from None
 
 
-def _merge(
-    unsent: tokenizer_pb2.DetokenizeRequest, new: tokenizer_pb2.DetokenizeRequest
-) -> tokenizer_pb2.DetokenizeRequest:
-    unsent.items.extend(new.items)
-    return unsent
+def _join(requests: list[tokenizer_pb2.DetokenizeRequest]) -> tokenizer_pb2.DetokenizeRequest:
+    first, *others = requests
+    for request in others:
+        first.items.extend(request.items)
+    return first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -36,7 +36,7 @@ from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
 from baton.rpc.outbox import Outbox, OutboxFull, byte_size
 from baton.rpc.streams import STREAM_ENDED, first_message
-from baton.v1 import common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.convert import (
     check_start,
     logprobs_to,
@@ -151,30 +151,24 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         core.close_when_idle(caller, close)
 
     def _take(self, message: prefill_pb2.PrefillRequest, caller: _Caller) -> None:
-        kind = message.WhichOneof("kind")
+        for request in message.several.requests if message.HasField("several") else (message,):
+            self._obey(request, caller)
+
+    def _obey(self, request: prefill_pb2.PrefillRequest, caller: _Caller) -> None:
+        kind = request.WhichOneof("kind")
         if kind == "start":
-            self._start(message.start, caller)
+            self._start(request.start, caller)
         elif kind == "cancel":
-            self._cancel([message.cancel.attempt], caller)
-        elif kind == "cancels":
-            self._cancel(message.cancels.attempts, caller)
+            cancelled = name_from(request.cancel.attempt)
+            self.steps.call(lambda core, now: core.side.cancel(caller, cancelled, now))
         elif kind == "release":
-            released = name_from(message.release.attempt)
+            released = name_from(request.release.attempt)
             self.steps.call(lambda core, now: core.side.release(caller, released, now))
         elif kind == "heartbeat":
             self.steps.call(lambda core, now: core.side.heartbeat(caller, now))
         else:
-            kinds = "start, cancel, cancels, release or heartbeat"
+            kinds = "start, cancel, release, heartbeat, or several of these"
             raise invalid("kind", f"each message on Prefill.Run after `hello` sets {kinds}")
-
-    def _cancel(self, attempts: Iterable[common_pb2.Attempt], caller: _Caller) -> None:
-        names = [name_from(attempt) for attempt in attempts]
-
-        def cancel(core: PrefillCore, now: float) -> None:
-            for name in names:
-                core.side.cancel(caller, name, now)
-
-        self.steps.call(cancel)
 
     def _start(self, start: prefill_pb2.PrefillStart, caller: _Caller) -> None:
         name = name_from(start.attempt)

@@ -23,6 +23,8 @@ FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 2.0
 MAX_QUEUED_BYTES = 256 * 2**20
 """Commands that have not left yet; a peer that leaves more unread is given up."""
+JOINED_BYTES = 2**20
+"""Unsent requests of so many bytes are joined to one that leaves."""
 
 _log = get_logger()
 
@@ -36,7 +38,8 @@ class Link(Generic[Req, Resp]):
     on_message: gets every later message.
     on_down: told once for every session that ended and for every attempt to connect that failed (so it may
         come without on_up before it); what was sent in that session and is not answered is lost.
-    merge: merges unsent requests, as in Outbox; None queues them.
+    join: makes one message of several requests that are unsent, in order; it may change the first of them.
+        None: each is a message of its own.
     dial: opens the connection of each session.
 
     Callbacks run on the event loop and must not block; one that raises is logged and takes the link down. The
@@ -51,7 +54,7 @@ class Link(Generic[Req, Resp]):
         on_message: Callable[[Resp], None],
         on_up: Callable[[Resp], None],
         on_down: Callable[[BatonError], None],
-        merge: Callable[[Req, Req], Req] | None = None,
+        join: Callable[[list[Req]], Req] | None = None,
         *,
         dial: Dial = open_channel,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
@@ -65,7 +68,7 @@ class Link(Generic[Req, Resp]):
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
-        self._merge = merge
+        self._join = join
         self._dial = dial
         self._max_message_bytes = max_message_bytes
         self._connect_seconds = connect_seconds
@@ -136,7 +139,7 @@ class Link(Generic[Req, Resp]):
         """Connects and serves one stream to its end. Returns whether it was up, and why it ended."""
         self._failure = None
         was_up = False
-        outbox = self._outbox = Outbox[Req](self._merge, size_of=_size, max_bytes=MAX_QUEUED_BYTES)
+        outbox = self._outbox = Outbox[Req](None, size_of=_size, max_bytes=MAX_QUEUED_BYTES)
         channel = self._dial(self.address, self._max_message_bytes)
         writer: asyncio.Task[None] | None = None
         try:
@@ -194,6 +197,8 @@ class Link(Generic[Req, Resp]):
     async def _write(self, call: Any, outbox: Outbox[Req]) -> None:
         try:
             async for request in outbox:
+                if self._join is not None and (more := outbox.take(JOINED_BYTES)):
+                    request = self._join([request, *more])
                 await call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reader sees how the call ended

@@ -85,6 +85,16 @@ class Outbox(Generic[T]):
                 raise StopAsyncIteration
             self._wake.clear()
             await self._wake.wait()
+        return self._next()
+
+    def take(self, max_bytes: int) -> list[T]:
+        """The items behind the one just read that are in the box now, as many as have so many bytes."""
+        taken: list[T] = []
+        while self._items and (max_bytes := max_bytes - self._size_of(self._items[0])) >= 0:
+            taken.append(self._next())
+        return taken
+
+    def _next(self) -> T:
         item = self._items.popleft()
         self._bytes = max(0, self._bytes - self._size_of(item)) if self._items else 0
         return item
