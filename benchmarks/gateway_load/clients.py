@@ -4,7 +4,8 @@
 
 Each has a stream of its own; the connections are shared. Says "begin" and "end" around what it counts, and
 the counts as one line of JSON: messages with tokens, and tokens. Every token is one character of text, so
-that texts tell how many there were; an answer that is not complete ends the program.
+that texts tell how many there were; an answer that is not complete ends the program. No client library is
+used: what it costs is not the gateway's.
 """
 
 from __future__ import annotations
@@ -14,44 +15,50 @@ import asyncio
 import json
 from collections import Counter
 
-from baton.rpc.channel import open_channel
 from baton.rpc.node import run_process
-from baton.v1 import inference_pb2, inference_pb2_grpc
+from baton.v1 import inference_pb2
+from gateway_load.wire import Connection
 
 CONNECTIONS = 8
+LOOK_SECONDS = 0.005
+"""How often a client of gRPC looks what has come."""
 PROMPT = tuple(range(5, 21))
 
 
-async def ask_grpc(stub: inference_pb2_grpc.InferenceStub, max_tokens: int, counts: Counter[str]) -> None:
+async def ask_grpc(address: str, streams: int, max_tokens: int, counts: Counter[str]) -> None:
+    """`streams` clients over one connection, by hand too."""
     start = inference_pb2.GenerateStart(id="r", tokens=inference_pb2.TokenPrompt(token_ids=PROMPT))
     start.sampling.max_tokens = max_tokens
     start.sampling.ignore_eos = True
-    request = inference_pb2.GenerateRequest(start=start)
-    call = stub.Generate()
+    request = inference_pb2.GenerateRequest(start=start).SerializeToString()
+    connection = Connection(address, "/baton.v1.Inference/Generate")
+    got = {connection.open(): 0 for _ in range(streams)}
+    for stream in got:
+        connection.send(stream, request)
     while True:
-        await call.write(request)
-        got = 0
-        while True:
-            event = await call.read()
+        await asyncio.sleep(LOOK_SECONDS)
+        for stream, message in connection.receive():
+            event = inference_pb2.GenerateResponse.FromString(message)
             kind = event.WhichOneof("kind")
             if kind == "delta":
                 size = len(event.delta.token_ids)
                 if len(event.delta.text) != size:
                     raise RuntimeError(f"{size} tokens with the text {event.delta.text!r}")
-                got += size
+                got[stream] += size
                 counts["messages"] += 1
                 counts["tokens"] += size
             elif kind == "finished":
-                break
+                if got[stream] != max_tokens:
+                    raise RuntimeError(f"an answer of {got[stream]} tokens, not {max_tokens}")
+                counts["answers"] += 1
+                got[stream] = 0
+                connection.send(stream, request)
             elif kind != "accepted":
                 raise RuntimeError(f"the gateway answered {event}")
-        if got != max_tokens:
-            raise RuntimeError(f"an answer of {got} tokens, not {max_tokens}")
-        counts["answers"] += 1
 
 
 async def ask_http(address: str, max_tokens: int, counts: Counter[str]) -> None:
-    """Server-sent events, read by hand: what an HTTP library costs is not the gateway's."""
+    """Server-sent events, read by hand."""
     host, _, port = address.rpartition(":")
     body = {"model": "source", "prompt": PROMPT, "max_tokens": max_tokens, "stream": True}
     content = json.dumps(body).encode()
@@ -89,8 +96,8 @@ async def main() -> int:
     args = parser.parse_args()
     counts: Counter[str] = Counter()
     if args.api == "grpc":
-        stubs = [inference_pb2_grpc.InferenceStub(open_channel(args.address)) for _ in range(CONNECTIONS)]
-        asking = [ask_grpc(stubs[i % CONNECTIONS], args.max_tokens, counts) for i in range(args.streams)]
+        shares = [len(range(i, args.streams, CONNECTIONS)) for i in range(CONNECTIONS)]
+        asking = [ask_grpc(args.address, share, args.max_tokens, counts) for share in shares if share]
     else:
         asking = [ask_http(args.address, args.max_tokens, counts) for _ in range(args.streams)]
 
