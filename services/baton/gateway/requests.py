@@ -107,7 +107,7 @@ class Request:
     def take(self) -> list[inference_pb2.GenerateResponse]:
         """For the client's writer: see TokenLog.take."""
         events = self.log.take()
-        if self.log.terminal is None:
+        if self._reader.paused:
             self._reader.look(self.log.unread)
         return events
 

@@ -88,14 +88,13 @@ class ChoiceLog:
 
     def take(self, id: str, include_token_ids: bool) -> inference_pb2.GenerateResponse | None:
         """What is new since the last call, merged, as a delta of request `id`; None if nothing is."""
-        end = len(self.token_ids)
+        start, end = self._taken_tokens, len(self.token_ids)
         if self._logprobs:
-            end = min(end, self._taken_tokens + LOGPROBS_PER_DELTA)
-        new = slice(self._taken_tokens, end)
+            end = min(end, start + LOGPROBS_PER_DELTA)
+        self._taken_tokens = end
         last = self.finished and end == len(self.token_ids) and not self._end_taken
-        visible = (include_token_ids and new.start < new.stop) or bool(self._logprobs[new])
+        visible = start < end and (include_token_ids or self._logprobs)
         if not (visible or self._taken_pieces < len(self._pieces) or last):
-            self._taken_tokens = end
             return None
         response = inference_pb2.GenerateResponse(id=id)
         delta = response.delta  # filled in place: a message given to another one is copied
@@ -103,15 +102,14 @@ class ChoiceLog:
             delta.choice = self.index
         delta.text = "".join(self._pieces[self._taken_pieces :])
         if include_token_ids:
-            delta.token_ids.extend(self.token_ids[new])
+            delta.token_ids.extend(self.token_ids[start:end])
         if self._logprobs:
-            delta.logprobs.extend(self._logprobs[new])
+            delta.logprobs.extend(self._logprobs[start:end])
         if last:
             self._end_taken = True
             delta.finish_reason = self.finish_reason
             delta.stop_matched = self.stop_matched
         self._taken_pieces = len(self._pieces)
-        self._taken_tokens = end
         return response
 
 
@@ -161,12 +159,18 @@ class TokenLog:
     @property
     def unread(self) -> int:
         """Output tokens that have not been taken."""
-        return sum([choice.unread for choice in self.choices])
+        unread = 0
+        for choice in self.choices:
+            unread += choice.unread
+        return unread
 
     @property
     def complete(self) -> bool:
         """All choices have finished."""
-        return all(choice.finish_reason for choice in self.choices)
+        for choice in self.choices:  # a generator would cost three times as much, once a token
+            if not choice.finish_reason:
+                return False
+        return True
 
     @property
     def more(self) -> bool:
@@ -219,8 +223,11 @@ class TokenLog:
     def _take_deltas(self) -> list[inference_pb2.GenerateResponse]:
         if self._prompt_logprobs_due and self._prompt_logprobs is None:
             return []
-        taken = [choice.take(self.id, self._include_token_ids) for choice in self.choices]
-        deltas = [each for each in taken if each is not None]
+        deltas = []
+        for choice in self.choices:
+            delta = choice.take(self.id, self._include_token_ids)
+            if delta is not None:
+                deltas.append(delta)
         if self._prompt_logprobs is not None and deltas:
             deltas[0].delta.prompt_logprobs.extend(self._prompt_logprobs)
             self._prompt_logprobs, self._prompt_logprobs_due = None, False
