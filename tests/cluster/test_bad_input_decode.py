@@ -46,6 +46,11 @@ def test_decode_wants_a_hello(decode, first):
         (Command(hello=decode_pb2.DecodeHello(incarnation=7)), "INVALID_FIELD", "kind"),
         (several(Command(hello=decode_pb2.DecodeHello(incarnation=7))), "INVALID_FIELD", "kind"),
         (several(several(Command(heartbeat=decode_pb2.DecodeHeartbeat()))), "INVALID_FIELD", "kind"),
+        (
+            several(*[Command(cancel=decode_pb2.DecodeCancel(request=1))] * 131_073),
+            "INVALID_FIELD",
+            "several",
+        ),
         (b"", "INVALID_FIELD", "kind"),
         (b"\xff", "MALFORMED_MESSAGE", "message"),
         (b"\x12\x07\x1a\x01\x05\x52\x02\xff\xfe", "INVALID_UTF8", "start.namespace"),

@@ -21,7 +21,7 @@ from baton.rpc.door import ClusterDoor
 from baton.rpc.errors import BatonError, abort, invalid, unavailable
 from baton.rpc.node import run_node
 from baton.rpc.streams import STREAM_ENDED, first_message
-from baton.rpc.validate import check_token_ids
+from baton.rpc.validate import check_several, check_token_ids
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
 from baton.worker.convert import check_start, delivered_from, sampling_from
 from baton.worker.node import WorkerNode
@@ -168,7 +168,11 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             pass  # the writer's end of the call tells the core
 
     def _take(self, message: decode_pb2.GenerateCommand, caller: Caller) -> None:
-        for command in message.several.commands if message.HasField("several") else (message,):
+        if not message.HasField("several"):
+            self._obey(message, caller)
+            return
+        check_several(len(message.several.commands))
+        for command in message.several.commands:
             self._obey(command, caller)
 
     def _obey(self, command: decode_pb2.GenerateCommand, caller: Caller) -> None:

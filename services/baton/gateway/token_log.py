@@ -167,7 +167,7 @@ class TokenLog:
     @property
     def complete(self) -> bool:
         """All choices have finished."""
-        for choice in self.choices:  # a generator would cost three times as much, once a token
+        for choice in self.choices:  # noqa: SIM110 - asked at each token, and three times as fast
             if not choice.finish_reason:
                 return False
         return True

@@ -36,6 +36,7 @@ from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
 from baton.rpc.outbox import Outbox, OutboxFull, byte_size
 from baton.rpc.streams import STREAM_ENDED, first_message
+from baton.rpc.validate import check_several
 from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.convert import (
     check_start,
@@ -151,7 +152,11 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         core.close_when_idle(caller, close)
 
     def _take(self, message: prefill_pb2.PrefillRequest, caller: _Caller) -> None:
-        for request in message.several.requests if message.HasField("several") else (message,):
+        if not message.HasField("several"):
+            self._obey(message, caller)
+            return
+        check_several(len(message.several.requests))
+        for request in message.several.requests:
             self._obey(request, caller)
 
     def _obey(self, request: prefill_pb2.PrefillRequest, caller: _Caller) -> None:

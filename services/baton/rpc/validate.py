@@ -17,9 +17,17 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
+MAX_COMMANDS = 2**17
+"""In one message: twice what a stream may have unsent."""
 MAX_OUTPUT_TOKENS = 2**24
 """Beyond any model's context: whoever asks for more has made a mistake."""
 MAX_TOP_K = 2**31 - 1
+
+
+def check_several(count: int) -> None:
+    """Raises BatonError when one message carries more commands than a caller can have had to say."""
+    if count > MAX_COMMANDS:
+        raise invalid("several", f"{count} commands in one message; at most {MAX_COMMANDS}")
 
 
 def check_sampling(
