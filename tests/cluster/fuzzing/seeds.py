@@ -65,14 +65,14 @@ SEEDS: dict[str, list[Message]] = {
         ),
         decode_pb2.GenerateCommand(cancel=decode_pb2.DecodeCancel(request=1)),
         decode_pb2.GenerateCommand(
-            cancels=decode_pb2.DecodeCancels(attempts=[decode_pb2.DecodeCancel(request=1)] * 2)
+            several={"commands": [{"cancel": {"request": 1}}, {"heartbeat": {}}, {"pause": {"request": 1}}]}
         ),
     ],
     "Prefill/Run": [
         _prefill(start=_RUN),
         _prefill(start=_FIRST_ONLY),
         _prefill(cancel=prefill_pb2.PrefillCancel(attempt=NAME)),
-        _prefill(cancels=prefill_pb2.PrefillCancels(attempts=[NAME, NAME])),
+        _prefill(several={"requests": [{"start": _FIRST_ONLY}, {"cancel": {"attempt": NAME}}]}),
         _prefill(release=prefill_pb2.LeaseRelease(attempt=NAME)),
         _prefill(heartbeat=prefill_pb2.Heartbeat()),
     ],
