@@ -6,8 +6,8 @@ A tokenizer, gateways, a decode node that only gives out tokens (`gateway_load/s
 clients in a closed loop run on this machine; all text is detokenized. Each run tells tokens/s as the clients
 counted them, and the CPU time of each process for 1,000 tokens. The aims: 10,000 tokens/s through one gateway
 at one token a message, and 50,000 with tokens that accumulate. All processes share this machine's cores:
-where these are few, tokens/s say as much about them as about the gateway, whose own CPU time says what it
-could do with a core to itself. The exit code is 1 when an aim is missed by the clock.
+where these are few, all but the gateways keep off the first, and tokens/s still say as much about the others
+as about the gateway, whose own CPU time says what it could do with a core to itself. The exit code is 1 when an aim is missed by the clock.
 """
 
 from __future__ import annotations
