@@ -7,7 +7,8 @@ clients in a closed loop run on this machine; all text is detokenized. Each run 
 counted them, and the CPU time of each process for 1,000 tokens. The aims: 10,000 tokens/s through one gateway
 at one token a message, and 50,000 with tokens that accumulate. All processes share this machine's cores:
 where these are few, all but the gateways keep off the first, and tokens/s still say as much about the others
-as about the gateway, whose own CPU time says what it could do with a core to itself. The exit code is 1 when an aim is missed by the clock.
+as about the gateway, whose own CPU time says what it could do with a core to itself. The exit code is 1 when
+an aim is missed by the clock.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from baton.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 HERE = Path(__file__).parent
 ENOUGH_CORES = 6
+"""From here on each process finds one."""
 ONE_BY_ONE = 1.02
 """Tokens a message, up to which they count as one a message."""
 
