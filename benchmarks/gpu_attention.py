@@ -14,10 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from baton.attention.fa3 import Fa3Attention
-from baton.attention.paged import PagedAttention, PagedRows
+from baton.attention.flashinfer_paged import FlashInferAttention
+from baton.attention.paged import HostRows, PagedAttention, PagedRows
 from baton.attention.triton_paged import TritonAttention
 from baton.bench.bandwidth import copy_bandwidth
 from baton.bench.machine import versions
@@ -25,7 +27,8 @@ from baton.kvcache.pool import KvLayout, KvPool
 
 LAYERS, KV_HEADS, DIM, PAGE = 28, 8, 128, 64
 CUDA = torch.device("cuda")
-BACKENDS: tuple[type[PagedAttention], ...] = (Fa3Attention, TritonAttention)
+BACKENDS: tuple[type[PagedAttention], ...] = (Fa3Attention, TritonAttention, FlashInferAttention)
+"""Those that are installed are measured."""
 
 
 def microseconds(work: Callable[[], None], calls: int) -> float:
@@ -60,8 +63,11 @@ def measure(pool: KvPool, heads: int, rows: int, keys: int, count: int) -> dict[
     q = torch.randn(rows * count, heads + 2 * KV_HEADS, DIM, device=CUDA, dtype=torch.bfloat16)[:, :heads]
     out = torch.empty(rows * count, heads, DIM, device=CUDA, dtype=torch.bfloat16)
     found = {}
+    host = HostRows(np.full(rows, count), np.full(rows, keys))
     for kind in BACKENDS:
-        backend, paged = kind(pool, heads), PagedRows(table, lengths, starts, count)
+        if kind.available(CUDA) is not None:
+            continue
+        backend, paged = kind(pool, heads), PagedRows(table, lengths, starts, count, host)
         backend.plan(paged)
 
         def work(backend: PagedAttention = backend, paged: PagedRows = paged) -> None:

@@ -13,6 +13,8 @@ from baton.layers.linear import Linear
 
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
 SHAPE = {"head_dim": 128}
+WIDE = {**SHAPE, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 1}
+"""The library divides sums that are so long among programs, by the number of rows."""
 TILES = ((64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3))
 
 
@@ -87,8 +89,13 @@ def assert_same(outputs, logits, want_outputs, want_logits):
         assert torch.equal(logits[key], want_logits[key]), key
 
 
-@pytest.mark.parametrize("shape", [SHAPE, {**SHAPE, "num_key_value_heads": 4}])
-@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("shape", "page_size"),
+    [
+        *((shape, size) for shape in (SHAPE, {**SHAPE, "num_key_value_heads": 4}) for size in (16, 64, 128)),
+        (WIDE, 64),
+    ],
+)
 def test_alone_in_a_batch_from_a_cache_and_by_other_chunks(tmp_path, shape, page_size):
     path = save_checkpoint(tmp_path, **shape)
     prompts = prompts_of(*LENGTHS)

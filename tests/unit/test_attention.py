@@ -75,9 +75,9 @@ def test_resolve():
     backend, reason = resolve("auto", CPU)
     assert backend.available(CPU) is None and backend.name in reason
     assert resolve("torch", CPU)[0].name == "torch"
-    with pytest.raises(NoBackend, match="known are auto, fa3, fa3-fixed, mixed, torch, triton"):
+    with pytest.raises(NoBackend, match="known are auto, fa3, fa3-fixed, flashinfer, mixed, torch, triton"):
         resolve("magic", CPU)
-    for name in ("fa3", "fa3-fixed", "mixed", "triton"):
+    for name in ("fa3", "fa3-fixed", "flashinfer", "mixed", "triton"):
         with pytest.raises(NoBackend, match=f"'{name}' does not work on cpu: .*needs an NVIDIA GPU"):
             resolve(name, CPU)
 

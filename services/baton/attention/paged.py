@@ -8,11 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.attention.base import AttentionRow
 from baton.engine.upload import Upload
 from baton.kvcache.pool import KvPool
+
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """What the host knows of a step's rows."""
+
+    counts: npt.NDArray[Any]
+    """int [rows]: tokens."""
+    lengths: npt.NDArray[Any]
+    """int [rows]: keys of each row's last token."""
 
 
 @dataclass(slots=True)
@@ -27,6 +38,8 @@ class PagedRows:
     """int32 [rows + 1]: where each row's tokens start; None: one token a row."""
     longest: int = 1
     """Tokens of the longest row."""
+    host: HostRows | None = None
+    """None where a CUDA graph is to be replayed for rows not known yet."""
     plan: Any = None
     """Of `PagedAttention.plan`."""
 
@@ -41,10 +54,12 @@ def gpu_problem(device: torch.device) -> str | None:
 class PagedAttention(ABC):
     """An attention backend (`base.AttentionBackend`) that is a kernel over page tables, bound to one pool.
 
-    `plan` and `attend` enqueue work and never wait, so that a CUDA graph can hold them.
+    `plan` and `attend` enqueue work and never wait for it.
     """
 
     name: str
+    graphs = True
+    """Whether a CUDA graph can hold `plan` and `attend`; if not, `plan` needs what the host knows."""
 
     @staticmethod
     @abstractmethod
@@ -90,7 +105,9 @@ class PagedAttention(ABC):
         upload.add(np.concatenate(entries))
         table_there, lengths_there, starts, self._entries = upload.send(self._pool.device)
         longest = int(counts.max())
-        self._rows = PagedRows(table_there, lengths_there, None if longest == 1 else starts, longest)
+        self._rows = PagedRows(
+            table_there, lengths_there, None if longest == 1 else starts, longest, HostRows(counts, lengths)
+        )
         self.plan(self._rows)
 
     def forward(

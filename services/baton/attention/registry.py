@@ -7,6 +7,7 @@ import torch
 from baton.attention.base import AttentionBackend
 from baton.attention.fa3 import Fa3Attention
 from baton.attention.fa3_fixed import FixedFa3Attention
+from baton.attention.flashinfer_paged import FlashInferAttention
 from baton.attention.mixed import MixedAttention
 from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
@@ -14,6 +15,7 @@ from baton.attention.triton_paged import TritonAttention
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "fa3": Fa3Attention,
     "fa3-fixed": FixedFa3Attention,
+    "flashinfer": FlashInferAttention,
     "mixed": MixedAttention,
     "torch": TorchAttention,
     "triton": TritonAttention,

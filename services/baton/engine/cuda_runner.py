@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from baton.attention.mixed import MixedAttention
-from baton.attention.paged import PagedAttention, PagedRows
+from baton.attention.paged import HostRows, PagedAttention, PagedRows
 from baton.engine.chunk_graphs import ChunkGraphs, ChunkInputs
 from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.graphs import DecodeGraphs, Inputs, Progress, batch_sizes
@@ -86,13 +86,13 @@ class CudaRunner:
         self._last_token = torch.zeros(max_slots + 1, dtype=torch.int32, device=self._device)
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
-        if graphs:
+        if graphs and self._singles.graphs:
             with torch.inference_mode():
                 logits = torch.empty(max_slots, self.vocab_size, dtype=model.dtype, device=self._device)
                 self.graphs = DecodeGraphs(
                     batch_sizes(max_slots), max_slots, logits, self._decode, self._sample_plain, progress
                 )
-                if not batch_invariant:
+                if self._chunks.graphs and not batch_invariant:
                     # Theirs attend to rows of one token as to chunks.
                     self.chunk_graphs = ChunkGraphs(
                         max_slots, context_length, logits, self._small, self.graphs.pool, progress
@@ -253,10 +253,12 @@ class CudaRunner:
         table = self._tables.table[:, :width].index_select(0, row_slots)
         singles = chunks = None
         if single:
-            singles = PagedRows(table[:single], lengths[:single])
+            host = HostRows(step.counts[:single], step.lengths[:single])
+            singles = PagedRows(table[:single], lengths[:single], host=host)
             self._singles.plan(singles)
         if single < len(step.rows):
-            chunks = PagedRows(table[single:], lengths[single:], starts, int(step.counts.max()))
+            host = HostRows(step.counts[single:], step.lengths[single:])
+            chunks = PagedRows(table[single:], lengths[single:], starts, int(step.counts.max()), host)
             self._chunks.plan(chunks)
 
         def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,0 +1,119 @@
+"""FlashInfer's paged attention (Ye et al., arXiv:2501.01005), over the paged pool as it lies."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
+from baton.engine.upload import to_device
+from baton.kvcache.pool import KvPool
+
+_HEAD_DIMS = (64, 128, 256)
+_DTYPES = (torch.bfloat16, torch.float16)
+_LEAST_CAPABILITY = (8, 0)
+_WORKSPACE_BYTES = 128 * 2**20
+"""For the parts of rows whose keys are divided: what FlashInfer's documentation recommends."""
+_PLANS = 2
+"""Steps that may be under way at a time, the one that is being launched included."""
+
+
+@dataclass(slots=True)
+class _Planner:
+    wrapper: Any
+    uploaded: torch.cuda.Event
+    """Its last plan has left the pinned memory that the next one is written to."""
+
+
+class FlashInferAttention(PagedAttention):
+    """Plans on the host, before each step: no CUDA graph can hold that, so its steps are launched kernel by
+    kernel. The kernels are compiled at first use."""
+
+    name = "flashinfer"
+    graphs = False
+
+    @staticmethod
+    def available(
+        device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
+    ) -> str | None:
+        if (problem := gpu_problem(device)) is not None:
+            return problem
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _LEAST_CAPABILITY:
+            return f"needs compute capability 8.0 or more, this GPU has {capability[0]}.{capability[1]}"
+        if dtype is not None and dtype not in _DTYPES:
+            return f"computes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+        if head_dim is not None and head_dim not in _HEAD_DIMS:
+            return f"has no kernel for heads of {head_dim}, only of {', '.join(map(str, _HEAD_DIMS))}"
+        if importlib.util.find_spec("flashinfer") is None:
+            return "flashinfer is not installed; pip install 'baton-serve[flashinfer]'"
+        try:
+            import flashinfer  # noqa: F401
+        except (ImportError, OSError) as error:
+            return f"flashinfer cannot be loaded: {str(error).splitlines()[0]}"
+        if importlib.util.find_spec("flashinfer_jit_cache") is None and shutil.which("nvcc") is None:
+            return "flashinfer compiles its kernels and finds no nvcc in PATH; install CUDA's compiler"
+        return None
+
+    def __init__(self, pool: KvPool, num_heads: int) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        super().__init__(pool, num_heads)
+        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        planners = [
+            _Planner(
+                BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"),
+                torch.cuda.Event(),  # type: ignore[no-untyped-call]
+            )
+            for _ in range(_PLANS)
+        ]
+        self._planners = itertools.cycle(planners)
+
+    def plan(self, rows: PagedRows) -> None:
+        host = rows.host
+        assert host is not None
+        size, width = self._layout.page_size, rows.table.shape[1]
+        pages = -(-host.lengths // size)
+        indptr = _indptr(pages)
+        # Where each row's pages lie in its table: a row's first entry, and so many behind it.
+        first = np.repeat(np.arange(len(pages)) * width - indptr[:-1], pages)
+        entries = to_device(first + np.arange(indptr[-1]), self._pool.device)
+        planner = next(self._planners)
+        # The step that it was for last has ended, as a rule: this waits for the copy of its plan alone.
+        planner.uploaded.synchronize()
+        planner.wrapper.plan(
+            _pinned(_indptr(host.counts)),
+            _pinned(indptr),
+            rows.table.reshape(-1).index_select(0, entries),
+            _pinned(host.lengths - (pages - 1) * size),
+            self._num_heads,
+            self._layout.num_kv_heads,
+            self._layout.head_dim,
+            size,
+            causal=True,
+            q_data_type=self._layout.dtype,
+            kv_data_type=self._layout.dtype,
+            max_token_per_sequence=int(host.counts.max()),
+        )
+        planner.uploaded.record()
+        rows.plan = planner.wrapper
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
+        rows.plan.run(q, self._layers[layer], out=out, enable_pdl=False)
+
+
+def _indptr(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """[rows + 1]: where each row's entries start."""
+    return np.concatenate(([0], np.cumsum(counts)))
+
+
+def _pinned(values: npt.NDArray[Any]) -> torch.Tensor:
+    """int32, as FlashInfer takes in what it plans by."""
+    return torch.from_numpy(values.astype(np.int32)).pin_memory()
