@@ -13,8 +13,6 @@ from baton.layers.linear import Linear
 
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
 SHAPE = {"head_dim": 128}
-WIDE = {**SHAPE, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 1}
-"""The library divides sums that are so long among programs, by the number of rows."""
 TILES = ((64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3))
 
 
@@ -89,13 +87,8 @@ def assert_same(outputs, logits, want_outputs, want_logits):
         assert torch.equal(logits[key], want_logits[key]), key
 
 
-@pytest.mark.parametrize(
-    ("shape", "page_size"),
-    [
-        *((shape, size) for shape in (SHAPE, {**SHAPE, "num_key_value_heads": 4}) for size in (16, 64, 128)),
-        (WIDE, 64),
-    ],
-)
+@pytest.mark.parametrize("shape", [SHAPE, {**SHAPE, "num_key_value_heads": 4}])
+@pytest.mark.parametrize("page_size", [16, 64, 128])
 def test_alone_in_a_batch_from_a_cache_and_by_other_chunks(tmp_path, shape, page_size):
     path = save_checkpoint(tmp_path, **shape)
     prompts = prompts_of(*LENGTHS)
@@ -150,6 +143,22 @@ def test_without_the_mode_logits_do_differ(tmp_path):
         found.append({key: row for key, row in recorded.logits.items() if key[0] == 0})
     keys = found[0].keys() & found[1].keys()
     assert keys and any(not torch.equal(found[0][key], found[1][key]) for key in keys)
+
+
+def test_no_product_is_the_librarys(tmp_path, monkeypatch):
+    """The number of rows has a say in theirs, though not at sizes as small as here."""
+
+    def refuse(*_):
+        raise AssertionError("a product by the library")
+
+    path = save_checkpoint(tmp_path, **SHAPE)
+    monkeypatch.setattr(Linear, "__call__", refuse)
+    monkeypatch.setattr(Linear, "into", refuse)
+    params = dataclasses.replace(GREEDY, max_tokens=8)
+    outputs, _ = run(path, [(prompt, params) for prompt in prompts_of(*LENGTHS)])
+    assert all(len(output) == 8 for output in outputs)
+    with pytest.raises(AssertionError, match="by the library"):
+        make(path, "graphs", torch.bfloat16)
 
 
 def test_heads_of_another_size_are_refused():
