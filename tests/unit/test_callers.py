@@ -55,7 +55,9 @@ async def started(caller, *requests, gather):
         caller.begin(request, 1)
         caller.send(tokens(0, request=request))
     await asyncio.sleep(0.01)
-    assert sum(len(given) for _, given in written.messages) == len(requests)
+    caller.send(tokens(0, request=requests[0]))
+    await asyncio.sleep(0.01)
+    assert sum(len(given) for _, given in written.messages) == len(requests) + 1
     written.messages.clear()
     written.at.clear()
     return written
@@ -103,6 +105,23 @@ async def test_a_first_token_does_not_wait_even_after_its_event():
     assert written.messages == [([2], {}), ([], {2: [8]})]
     await asyncio.sleep(0.3)
     assert written.messages[2:] == [([], {1: [5], 2: [9]})]
+    await written.end(caller)
+
+
+async def test_what_does_not_wait_does_not_make_the_next_step_wait():
+    caller = Caller(1)
+    written = await started(caller, 1, gather=0.3)
+    await asyncio.sleep(0.35)
+    caller.begin(2, 1)
+    caller.send(tokens(8, request=2))
+    await asyncio.sleep(0.02)
+    caller.send(tokens(5, request=1))
+    await asyncio.sleep(0.02)
+    assert written.messages == [([], {2: [8]}), ([], {1: [5]})]
+    caller.send(decode_pb2.StepEvents(step=9, events=[finished(2)]))
+    caller.send(tokens(6, request=1))
+    await asyncio.sleep(0.02)
+    assert written.messages[2:] == [([2], {})], "these had been everybody's: from then on tokens gather"
     await written.end(caller)
 
 

@@ -73,18 +73,19 @@ class Caller:
 
         After a message with everybody's tokens, tokens gather in the outbox, which merges them, for so many
         seconds. What does not wait are events and first tokens; they take along what else is unsent of their
-        own requests, whose order thus stays, and leave the others' tokens to gather on.
+        own requests, whose order thus stays, and leave the others' tokens to gather on. A message that holds
+        nothing else does not make the next step's tokens wait.
         """
         due = time.monotonic()
         async for message in self.outbox:
             urgent, self._urgent = self._urgent, set()
             now = time.monotonic()
-            if not urgent or now >= due or self.outbox.closed:
-                due = now + gather
-            else:
+            if now < due and urgent and not self.outbox.closed:
                 rest = split(message, urgent)
                 if rest.tokens:
                     self.outbox.put(rest)
+            elif any(delta.request not in urgent for delta in message.tokens):
+                due = now + gather
             yield message
             await self._wait(due)
 
