@@ -120,7 +120,8 @@ async def soak(
 
 
 def judge(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Memory at a sixth and at the end; tokens per second of the first third and of the last."""
+    """Memory at a sixth and at the end, and each minute; tokens per second of the first third and of the
+    last."""
     sixth, third = len(samples) // 6, len(samples) // 3
     memory = {}
     for name, last in samples[-1]["memory"].items():
@@ -134,7 +135,19 @@ def judge(samples: list[dict[str, Any]]) -> dict[str, Any]:
         return float((last["tokens"] - first["tokens"]) / (last["at"] - first["at"]))
 
     throughput = [rate(samples[0], samples[third]), rate(samples[-third - 1], samples[-1])]
-    return {"memory": memory, "tokens_per_second": [round(each, 1) for each in throughput]}
+    minutes = [
+        {
+            "at": round(sample["at"]),
+            "running": sample["running"],
+            "rss_mib": {name: round(of["rss"], 1) for name, of in sample["memory"].items()},
+        }
+        for sample in samples[:: round(60 / SAMPLE_SECONDS)]
+    ]
+    return {
+        "memory": memory,
+        "tokens_per_second": [round(each, 1) for each in throughput],
+        "each_minute": minutes,
+    }
 
 
 def problems(found: dict[str, Any]) -> list[str]:
