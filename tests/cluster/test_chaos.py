@@ -16,6 +16,7 @@ from polling import until
 from process import Process
 from reference import Reference
 from stress import Cluster, Load, Task, make_tasks, record, run
+from stress.clients import Outcome
 from stress.run import IDLE_SECONDS
 
 pytestmark = pytest.mark.alone
@@ -66,16 +67,21 @@ async def test_no_survivor_of_a_kind(prepared, role, action):
     cluster, victims = prepared.cluster, prepared.cluster.of(role)
     served_on = role == "prefill"
     deadline = 60.0 if served_on else DEADLINE
-    load = Load(cluster.gateway.address, "", prepared.tasks, Random(1), deadline=deadline)
-    streams = [asyncio.create_task(load.one()) for _ in range(64)]
+    outcomes: list[Outcome] = []
+    load = Load(
+        cluster.gateway.address, "", prepared.tasks, Random(1), deadline=deadline, ended=outcomes.append
+    )
+    # One stream follows another: prompts alone are computed in less time than it takes to look.
+    stop = asyncio.Event()
+    streams = asyncio.create_task(load.closed_loop(64, stop))
     try:
-        await until(
-            lambda: any(under_way(process, role) for process in cluster.processes), "streams under way"
-        )
+        await until(lambda: under_way(cluster, role), "streams under way")
         for victim in victims:
             victim.signal(signal.SIGKILL if action == "kill" else signal.SIGSTOP)
-        outcomes = await asyncio.gather(*streams)
+        stop.set()
+        await streams
     finally:
+        stop.set()
         await revive(cluster, victims, action)
     assert not load.tally.broken
     if served_on:
@@ -89,12 +95,11 @@ async def test_no_survivor_of_a_kind(prepared, role, action):
     await asyncio.gather(load.close(), again.close())
 
 
-def under_way(process: Process, role: str) -> bool:
-    """Of a prefill node that prompts are there; else that tokens are being made."""
-    load = process.load()
+def under_way(cluster: Cluster, role: str) -> bool:
+    """Of prefill nodes that prompts are there; else that tokens are being made."""
     if role == "prefill":
-        return process.role == "prefill" and load.requests > 0
-    return process.role == "decode" and load.running > 0
+        return any(process.load().requests for process in cluster.of("prefill"))
+    return any(process.load().running for process in cluster.of("decode"))
 
 
 async def revive(cluster: Cluster, victims: list[Process], action: str) -> None:

@@ -12,6 +12,7 @@ from rig import CUDA, generate, make, prompts_of, save_checkpoint
 from test_paged_attention import OTHERS, USUAL, random_rows
 from test_runner import LENGTHS, SAMPLED, assert_greedy, greedy
 
+from baton.attention.base import AttentionRow
 from baton.attention.flashinfer_paged import FlashInferAttention
 from baton.attention.torch_sdpa import TorchAttention
 from baton.kvcache.pool import KvLayout, KvPool
@@ -62,6 +63,19 @@ def test_equals_the_torch_backend(shape, page_size, singles, chunks):
     want = attended(TorchAttention(pools[1], heads), rows, torch.float32, 2)
     assert ((got.float() - want).norm() / want.norm()).item() < 5e-3
     assert (got.float() - want).abs().max().item() < 3e-2
+
+
+@pytest.mark.parametrize("heads", [(64, 8), (16, 2)])
+@torch.inference_mode()
+def test_rows_that_are_divided_among_as_many_tiles_as_can_be(heads):
+    """Whose parts take all of the workspace, or nearly."""
+    for count in (120, 248, 500):
+        pool = KvPool(KvLayout(2, heads[1], 128, 128, BF16), 80, CUDA)
+        pool.pages.normal_()
+        backend = FlashInferAttention(pool, heads[0])
+        for start in (2048, 5000, 8064):
+            rows = [AttentionRow(start, count, tuple(range(80)))]
+            assert torch.isfinite(attended(backend, rows, BF16, 4)).all()
 
 
 @torch.inference_mode()

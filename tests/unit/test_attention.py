@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.attention.base import AttentionRow
+from baton.attention.flashinfer_paged import workspace_bytes
 from baton.attention.kernel_pairs import mismatch
 from baton.attention.registry import BACKENDS, NoBackend, resolve
 from baton.kvcache.pool import KvLayout, KvPool
@@ -80,6 +81,13 @@ def test_resolve():
     for name in ("fa3", "fa3-fixed", "flashinfer", "mixed", "triton"):
         with pytest.raises(NoBackend, match=f"'{name}' does not work on cpu: .*needs an NVIDIA GPU"):
             resolve(name, CPU)
+
+
+def test_flashinfers_workspace_holds_the_largest_plan():
+    """8 query heads per KV head on 132 multiprocessors: 32 tiles of 33 take 135.3 MB."""
+    for heads, kv_heads in ((64, 8), (16, 2)):
+        assert 135_300_000 < workspace_bytes(heads, kv_heads, 128, 132) < 145_000_000
+    assert workspace_bytes(16, 8, 64, 132) < 20_000_000
 
 
 def test_versions_that_do_not_go_together_are_named():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,8 @@ from baton.kvcache.pool import KvPool
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)
 _LEAST_CAPABILITY = (8, 0)
-_WORKSPACE_BYTES = 128 * 2**20
-"""For the parts of rows whose keys are divided: what FlashInfer's documentation recommends."""
+_TILE, _BLOCKS = 128, 2
+"""FlashInfer's: rows of a tile of queries at most, blocks of a multiprocessor."""
 _PLANS = 2
 """Steps that may be under way at a time, the one that is being launched included."""
 
@@ -58,15 +60,15 @@ class FlashInferAttention(PagedAttention):
             import flashinfer  # noqa: F401
         except (ImportError, OSError) as error:
             return f"flashinfer cannot be loaded: {str(error).splitlines()[0]}"
-        if importlib.util.find_spec("flashinfer_jit_cache") is None and shutil.which("nvcc") is None:
-            return "flashinfer compiles its kernels and finds no nvcc in PATH; install CUDA's compiler"
-        return None
+        return None if importlib.util.find_spec("flashinfer_jit_cache") is not None else _no_compiler()
 
     def __init__(self, pool: KvPool, num_heads: int) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         super().__init__(pool, num_heads)
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
+        processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
+        size = workspace_bytes(num_heads, pool.layout.num_kv_heads, pool.layout.head_dim, processors)
+        workspace = torch.empty(size, dtype=torch.uint8, device=pool.device)
         planners = [
             _Planner(
                 BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2"),
@@ -107,6 +109,26 @@ class FlashInferAttention(PagedAttention):
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
         rows.plan.run(q, self._layers[layer], out=out, enable_pdl=False)
+
+
+def workspace_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> int:
+    """What a plan takes at most for the parts of rows whose keys are divided: results and their scales in
+    float32, for as many tiles as run at a time (`PrefillPlan` in its scheduler.cuh)."""
+    tiles = -(-_BLOCKS * processors // kv_heads)
+    alignment = 1024
+    return heads * tiles * _TILE * (head_dim + 1) * 4 + alignment
+
+
+def _no_compiler() -> str | None:
+    """Why its kernels cannot be compiled; None: they can."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    if shutil.which("nvcc") is None and not Path(home, "bin", "nvcc").exists():
+        return (
+            "flashinfer compiles its kernels and finds no nvcc, in PATH or CUDA_HOME; install CUDA's compiler"
+        )
+    if shutil.which("ninja") is None:
+        return "its kernels are compiled, and no ninja is in PATH: activate its environment, or install it"
+    return None
 
 
 def _indptr(counts: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -90,11 +90,12 @@ class Caller:
             await self._wait(due)
 
     async def _wait(self, due: float) -> None:
-        if self._urgent or self.outbox.closed:
+        seconds = due - time.monotonic()
+        if self._urgent or self.outbox.closed or seconds <= 0:
             return
         self._news.clear()
         try:
-            async with asyncio.timeout(due - time.monotonic()):
+            async with asyncio.timeout(seconds):
                 await self._news.wait()
         except TimeoutError:
             return

@@ -295,7 +295,8 @@ class SimDecode(SimNode):
         self.after(self._link_free - self.clock(), ended)
 
     def _put(self, outputs: list[Output]) -> None:
-        """As decode.callers: tokens gather for a while; all else goes out at once, with what has gathered."""
+        """Nearly as decode.callers: tokens gather for a while; all else goes out at once, here with all that
+        has gathered, there with the tokens of its own request."""
         self._unsent += outputs
         urgent = any(not isinstance(output, Tokens) for output in outputs)
         if urgent or self.clock() >= self._quiet_until:

@@ -51,9 +51,10 @@ def make_runner(
             last = time.monotonic()
             _log.info("capturing CUDA graphs", done=done, total=total)
 
-    for name, backend in (("decode steps", decode), ("small steps with chunks", prefill)):
+    for name, backend in (("any steps", decode), ("small steps with chunks", prefill)):
         if not backend.graphs:
             _log.warning(f"no CUDA graphs of {name}", reason=f"{backend.name} plans on the host")
+            break
     runner = CudaRunner(
         model,
         pool,
