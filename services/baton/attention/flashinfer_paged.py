@@ -115,17 +115,15 @@ def workspace_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -
     """What a plan takes at most for the parts of rows whose keys are divided: results and their scales in
     float32, for as many tiles as run at a time (`PrefillPlan` in its scheduler.cuh)."""
     tiles = -(-_BLOCKS * processors // kv_heads)
-    alignment = 1024
-    return heads * tiles * _TILE * (head_dim + 1) * 4 + alignment
+    aligned = 1024  # for where each of the two begins
+    return heads * tiles * _TILE * (head_dim + 1) * 4 + aligned
 
 
 def _no_compiler() -> str | None:
     """Why its kernels cannot be compiled; None: they can."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     if shutil.which("nvcc") is None and not Path(home, "bin", "nvcc").exists():
-        return (
-            "flashinfer compiles its kernels and finds no nvcc, in PATH or CUDA_HOME; install CUDA's compiler"
-        )
+        return "its kernels are compiled, and no nvcc is in PATH or CUDA_HOME: install CUDA's compiler"
     if shutil.which("ninja") is None:
         return "its kernels are compiled, and no ninja is in PATH: activate its environment, or install it"
     return None
