@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from baton.gateway.attempts import Attempts, Wait
 from baton.gateway.decode_node import DecodeNode, TokenSink
@@ -18,13 +19,22 @@ from baton.v1 import decode_pb2
 _log = get_logger()
 
 
-class Placement:
-    """Runs on the event loop; `attempts` decides, this sends.
+class Placed(TokenSink, Protocol):
+    """A request that is given to decode nodes."""
 
-    sink: the request, as decode nodes know it. make_start: what the next attempt is told, with the prefill
-    nodes in the order to try and the most tokens for the decode node to compute itself. on_placed: a node has
-    been given the request. on_error: none can be.
-    """
+    def decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
+        """What the next attempt is told, with the prefill nodes in the order to try and the most tokens for
+        the decode node to compute itself."""
+
+    def on_placed(self) -> None:
+        """A node has been given the request."""
+
+    def on_unplaced(self, error: BatonError) -> None:
+        """No node can be."""
+
+
+class Placement:
+    """Runs on the event loop; `attempts` decides, this sends."""
 
     def __init__(
         self,
@@ -33,11 +43,7 @@ class Placement:
         name: str,
         number: int,
         attempts: Attempts,
-        sink: TokenSink,
-        *,
-        make_start: Callable[[Sequence[str], int | None], decode_pb2.DecodeStart],
-        on_placed: Callable[[], None],
-        on_error: Callable[[BatonError], None],
+        request: Placed,
     ) -> None:
         self._nodes = nodes
         self._split = split
@@ -47,10 +53,8 @@ class Placement:
         self._name = name
         self._number = number
         self._attempts = attempts
-        self._sink = sink
-        self._make_start = make_start
-        self._on_placed = on_placed
-        self._on_error = on_error
+        self._request: Placed | None = request
+        """Until it ends: an ended one goes with the last reference to it, not when garbage is collected."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, way: Way, fingerprint: str, hand_off: bool | None) -> None:
@@ -60,8 +64,10 @@ class Placement:
 
     def place(self) -> None:
         """Now, or as soon as a node takes the request."""
-        way = self._way
+        way, request = self._way, self._request
         assert way is not None, "not begun"
+        if request is None:
+            return
         try:
             while True:
                 candidates = self._nodes.candidates(self._number, self._fingerprint)
@@ -71,14 +77,14 @@ class Placement:
                     return
                 prefill = way.order_prefill(self._nodes.prefill)
                 limit = way.decide(self._split, place, prefill, self._hand_off)
-                if self._nodes.decode[place].send(self._make_start(prefill, limit), self._sink):
+                if self._nodes.decode[place].send(request.decode_start(prefill, limit), request):
                     break
         except BatonError as error:
-            self._on_error(error)
+            request.on_unplaced(error.with_traceback(None))  # its frames hold the request
             return
         self._attempts.begin(place)
         way.sent(place, prefill)
-        self._on_placed()
+        request.on_placed()
 
     def computed(self) -> None:
         """The prompt of the attempt has been."""
@@ -113,8 +119,10 @@ class Placement:
 
     def let_go(self) -> None:
         """The request has ended: no node is given it any more, and one that runs it is told."""
+        self._request = None
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         node = self._node
         if node is not None:
             node.cancel(self._number)

@@ -26,7 +26,7 @@ class SlowReader:
         self._limit = limit
         self._seconds = seconds
         self._pause = pause
-        self._fail = fail
+        self._fail: Callable[[BatonError], None] | None = fail
         self._timer: asyncio.TimerHandle | None = None
 
     def look(self, unread: int) -> None:
@@ -45,6 +45,12 @@ class SlowReader:
             self._timer.cancel()
             self._timer = None
 
+    def end(self) -> None:
+        """The request has ended: nobody is told of anything any more."""
+        self.close()
+        self._fail = None
+
     def _expire(self) -> None:
         text = f"the client has not read for {self._seconds:g} s, with more than {self._limit} tokens waiting"
-        self._fail(exhausted(text, "SLOW_READER"))
+        if self._fail is not None:
+            self._fail(exhausted(text, "SLOW_READER"))

@@ -65,9 +65,6 @@ class Request:
             self.number,
             self._attempts,
             self,
-            make_start=self._decode_start,
-            on_placed=self._on_placed,
-            on_error=self._not_placed,
         )
         self._accepted = self._prompt_done = False
         self._streams: list[ChoiceStream] = []
@@ -163,7 +160,7 @@ class Request:
 
     # At decode nodes.
 
-    def _on_placed(self) -> None:
+    def on_placed(self) -> None:
         if self._reader.paused:
             self._placement.pause(True)
         if not self._accepted:
@@ -173,10 +170,10 @@ class Request:
             self.log.accept(accepted)
             self._on_change()
 
-    def _not_placed(self, error: BatonError) -> None:
+    def on_unplaced(self, error: BatonError) -> None:
         self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
 
-    def _decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
+    def decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
         return decode_start(
             self.number,
             self._asked,
@@ -229,7 +226,8 @@ class Request:
         try:
             over = self._placement.ended(error, lost)
         except BatonError as last:
-            self.fail(last)
+            # The frames of its traceback hold the request, and one of them the error.
+            self.fail(last.with_traceback(None))
             return
         if self._attempts.resumed > resumed:
             self._gateway.metrics.resumes.inc()
@@ -264,12 +262,15 @@ class Request:
         self.fail(deadline_exceeded(f"the request did not finish within {self._timing.limit:g} s"))
 
     def _settle(self, outcome: str, error: BatonError | None) -> None:
-        """Lets go of everything, at every node. Called once, with the terminal event."""
+        """Lets go of everything, at every node, and of all that leads back here: with its last reference the
+        request goes, and its prompt. Called once, with the terminal event."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         if self._preparing is not None and self._preparing is not asyncio.current_task():
             self._preparing.cancel()
-        self._reader.close()
+        self._preparing = None
+        self._reader.end()
         self._start = None
         self._placement.let_go()
         for stream in self._streams:
@@ -286,7 +287,8 @@ class Request:
             self._timing.elapsed,
         )
         self._gateway.endings.tell(outcome, ending, error.reason if error is not None else "")
-        self._on_change()
+        on_change, self._on_change = self._on_change, _nobody
+        on_change()
 
     def _commit_session(self, prefill_address: str) -> None:
         session, prompt = self._session, self._prompt
@@ -295,3 +297,7 @@ class Request:
         session.decode_address = self._attempts.address
         session.prefill_address = prefill_address
         session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)
+
+
+def _nobody() -> None:
+    """Who hears of changes once there are no more."""
