@@ -18,6 +18,9 @@ _HELLO = 0  # the id of a token stream that is opened and closed at once: its an
 
 _Answer = TypeVar("_Answer")
 
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+"""Of a call. CANCELLED is of a tokenizer that stops: a call cancelled on this side raises CancelledError."""
+
 
 class TextSink(Protocol):
     """Who owns a token stream."""
@@ -157,15 +160,21 @@ class TokenizerNode:
             return await call
         except grpc.aio.AioRpcError as failed:
             error = from_rpc_error(failed)
-            if error.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            if error.code in _GONE:
                 raise self._gone(error) from failed
             raise error from failed
         except asyncio.CancelledError:
             # Either this task is cancelled, or the call was, by close().
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if _cancelling():
                 raise
             raise self._gone() from None
+
+
+def _cancelling() -> bool:
+    """Whether the current task is. In a frame of its own: a task that is cancelled keeps the traceback, and
+    would thus keep itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _join(requests: list[tokenizer_pb2.DetokenizeRequest]) -> tokenizer_pb2.DetokenizeRequest:
