@@ -27,33 +27,41 @@ TOKENS = 4
 
 
 class Wedge:
-    """A runner whose steps take `seconds` more, and wait as long as it is shut."""
+    """A runner whose steps take `seconds` more, and wait as long as it is shut: their launch, or (`device`)
+    their end."""
 
-    def __init__(self, runner, seconds: float = 0.0) -> None:
+    def __init__(self, runner, seconds: float = 0.0, device: bool = False) -> None:
         self._runner = runner
         self._seconds = seconds
+        self._device = device
         self.open = threading.Event()
         self.open.set()
 
     def launch(self, plan):
         time.sleep(self._seconds)
-        self.open.wait(20.0)
+        if not self._device:
+            self.open.wait(20.0)
         return self._runner.launch(plan)
 
+    def done(self, flight):
+        return self._runner.done(flight) and (not self._device or self.open.is_set())
+
     def read(self, flight):
+        if self._device:
+            self.open.wait(20.0)
         return self._runner.read(flight)
 
 
 @asynccontextmanager
-async def running(role: str, stuck_seconds: float, step_seconds: float = 0.0):
-    """A worker and its wedge."""
+async def running(role: str, stuck_seconds: float, step_seconds: float = 0.0, device: bool = False):
+    """A worker and its wedge; with overlap where it is the device that hangs."""
     made = {"http_port": 0, "kv_tokens": 2048, "threads": 1, "transports": ("grpc",)}
-    made["stuck_seconds"] = stuck_seconds
+    made |= {"stuck_seconds": stuck_seconds, "overlap": device}
     node = DecodeNode(DecodeConfig(**made)) if role == "decode" else PrefillNode(PrefillConfig(**made))
     ready, stop = asyncio.Event(), asyncio.Event()
     task = asyncio.create_task(run_node(node, node.config, ready=ready, stop=stop))
     await asyncio.wait_for(ready.wait(), 60)
-    wedge = node.steps._turns._runner = Wedge(node.engine.runner, step_seconds)
+    wedge = node.steps._turns._runner = Wedge(node.engine.runner, step_seconds, device)
     try:
         yield node, wedge
     finally:
@@ -62,9 +70,12 @@ async def running(role: str, stuck_seconds: float, step_seconds: float = 0.0):
         assert await asyncio.wait_for(task, 20) == 0
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
-async def test_a_stuck_step_thread_is_seen_and_forgiven(role):
-    async with running(role, STUCK) as (node, wedge), open_channel(node._address) as channel:
+@pytest.mark.parametrize(("role", "device"), [("decode", False), ("decode", True), ("prefill", False)])
+async def test_a_stuck_step_thread_is_seen_and_forgiven(role, device):
+    async with (
+        running(role, STUCK, device=device) as (node, wedge),
+        open_channel(node._address) as channel,
+    ):
         about = node_pb2_grpc.NodeStub(channel)
         if role == "decode":
             await _decode_streams_end(channel, node, wedge)

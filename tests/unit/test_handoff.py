@@ -242,6 +242,28 @@ def test_prompt_is_handed_off(visible, length, n):
     assert sum(len(r.tokens) for p in world.runner.steps for r in p.rows if r.tokens) == 0
 
 
+def test_a_hand_off_does_not_wait_for_the_step_under_way():
+    """Prompt, first token and pull, all without a plan on the decode node."""
+    world = World(random.Random(1))
+    request, node = world.start(1, range(33)), world.nodes["p0"]
+
+    def between():
+        world.core.admit(world.now)
+        world.core.flush(0)
+
+    between()
+    assert [type(effect) for effect in node.inbox] == [StartPrefill]
+    world.deliver(node)
+    while not world.tokens[(1, 0)]:
+        node.step(world.now)
+        while node.outbox:
+            world.receive(node)
+        between()
+    assert len(world.pulls) >= 1 and not world.runner.steps
+    world.run()
+    world.check(request)
+
+
 @pytest.mark.parametrize(
     ("own", "said", "length", "here"),
     [

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
+import pytest
+
 from baton.engine.loop import StepLoop
+from baton.engine.plan import StepPlan, StepResult
+from baton.engine.turns import CALLS_SECONDS
 
 
 def test_the_age_of_a_turn_that_begins_meanwhile_is_not_negative():
@@ -16,3 +23,158 @@ def test_the_age_of_a_turn_that_begins_meanwhile_is_not_negative():
 
     loop._clock = begins_a_turn
     assert loop.turn_age >= 0.0
+
+
+class Device:
+    """A runner whose steps end when they are told to."""
+
+    max_slots = vocab_size = 1
+
+    def __init__(self):
+        self.end = threading.Event()
+        self.launched = threading.Semaphore(0)
+
+    def launch(self, plan):
+        self.launched.release()
+        return plan
+
+    def done(self, flight):
+        return self.end.is_set()
+
+    def read(self, flight):
+        assert self.end.wait(10.0)
+        return StepResult(flight.number)
+
+
+class Step:
+    def __init__(self, number):
+        self.plan = StepPlan(number, ())
+
+
+class Core:
+    """Always has a step to do."""
+
+    def __init__(self):
+        self.committed = 0
+        self.flushed = []
+        self.planned = 0
+
+    def tick(self, now):
+        pass
+
+    def admit(self, now):
+        pass
+
+    def plan(self, now):
+        self.planned += 1
+        return Step(self.planned)
+
+    def commit(self, step, result, now):
+        self.committed += 1
+
+    def fail_step(self, step, message):
+        raise AssertionError(message)
+
+    def flush(self, step):
+        self.flushed.append(step)
+
+
+def running(overlap):
+    core, device = Core(), Device()
+    loop = StepLoop(core, device, name="steps", overlap=overlap, crashed=lambda error: None)
+    loop.start()
+    for _ in range(1 + overlap):
+        assert device.launched.acquire(timeout=10.0)
+    return core, device, loop
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_call_is_made_while_a_step_is_under_way_if_another_waits_behind_it(overlap):
+    core, device, loop = running(overlap)
+    try:
+        for _ in range(3):
+            called = threading.Event()
+            loop.call(lambda core, now, called=called: called.set())
+            assert called.wait(10.0 if overlap else 0.1) == overlap
+            assert core.committed == 0
+    finally:
+        device.end.set()
+        assert loop.stop()
+    assert core.flushed.count(0) >= core.planned
+
+
+def test_a_device_that_hangs_gives_no_sign_of_life():
+    _, device, loop = running(overlap=True)
+    try:
+        time.sleep(CALLS_SECONDS + 0.2)
+        called = threading.Event()
+        loop.call(lambda core, now: called.set())
+        assert not called.wait(0.3)
+        assert loop.turn_age > CALLS_SECONDS
+    finally:
+        device.end.set()
+        assert loop.stop()
+
+
+def test_a_step_that_has_ended_is_read_at_once():
+    core, device, loop = running(overlap=True)
+    device.end.set()
+    deadline = time.monotonic() + 10.0
+    while core.committed < 50 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert loop.stop() and core.committed >= 50
+
+
+def test_a_loop_that_waits_for_its_device_stops_when_that_has_ended():
+    _, device, loop = running(overlap=True)
+    assert not loop.stop(0.1)
+    device.end.set()
+    assert loop.stop()
+
+
+class Handing(Core):
+    """What a step yields, another thread takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.yielded = threading.Event()
+        self.taken = False
+        self.before_plan = []
+
+    def plan(self, now):
+        self.before_plan.append(self.taken)
+        return super().plan(now)
+
+    def flush(self, step):
+        if step:
+            self.taken = False
+            self.yielded.set()
+
+
+class Steady(Device):
+    """Steps of 10 ms, one after the other."""
+
+    free = 0.0
+
+    def launch(self, plan):
+        self.free = max(self.free, time.monotonic()) + 0.01
+        return self.free, plan
+
+    def done(self, flight):
+        return time.monotonic() >= flight[0]
+
+    def read(self, flight):
+        return StepResult(flight[1].number)
+
+
+def test_what_a_step_yields_goes_out_before_the_next_is_planned():
+    core = Handing()
+    loop = StepLoop(core, Steady(), name="steps", overlap=True, crashed=lambda error: None)
+    loop.start()
+    for _ in range(40):
+        assert core.yielded.wait(10.0)
+        core.yielded.clear()
+        core.taken = True
+    assert loop.stop()
+    found = core.before_plan[5:35]
+    assert sum(found) > 0.8 * len(found)

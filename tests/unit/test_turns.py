@@ -7,7 +7,7 @@ from hash_runner import HashRunner, reference
 
 from baton.engine.request import FailedEvent, Request, TokenEvent
 from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.engine.turns import Turns
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pages import PageState
@@ -26,6 +26,11 @@ class Runner(HashRunner):
             raise MemoryError("no memory left")
         return super().launch(plan)
 
+    def done(self, flight):
+        if self.fail_read:
+            raise RuntimeError("no answer")
+        return super().done(flight)
+
     def read(self, flight):
         result = super().read(flight)
         if self.fail_read:
@@ -43,9 +48,14 @@ class Core:
         self.scheduler = Scheduler(KvCache(self.allocator, PrefixTree(SIZE)), config)
         self.events = []
         self.calls = []
+        self.admissions = 0
 
     def tick(self, now):
         self.calls.append(now)
+
+    def admit(self, now):
+        self.admissions += 1
+        self.scheduler.admit_elsewhere()
 
     def plan(self, now):
         return self.scheduler.plan()
@@ -120,3 +130,80 @@ def test_a_launch_that_fails_frees_nothing_that_the_step_in_flight_uses():
     assert any(isinstance(event, FailedEvent) for event in core.events)
     run(turns)
     core.scheduler.cache.check(idle=True)
+
+
+def test_calls_between_launch_and_read_are_made_and_told():
+    """At every turn another request; and all tokens as if nobody had come."""
+    core, _, turns = make(overlap=True)
+    for number in range(30):
+        due = turns.begin()
+        if due is None:
+            continue
+        if number < 12:
+            prompt, params = tuple(range(number, number + 9)), SamplingParams(max_tokens=3, seed=number)
+            request = Request(number, prompt, params)
+            turns.inbox.append(lambda core, now, request=request: core.scheduler.submit(request))
+            before = core.admissions
+            turns.between()
+            assert not turns.inbox and core.admissions == before + 1
+        turns.finish(due)
+    run(turns)
+    tokens = {}
+    for event in core.events:
+        if isinstance(event, TokenEvent):
+            tokens.setdefault(event.sequence.request.key, []).append(event.token)
+    assert len(tokens) > 8
+    for key, found in tokens.items():
+        prompt, seed, count = (range(10), 1, 6) if key == "a" else (range(key, key + 9), key, 3)
+        assert found == reference(list(prompt), seed, count), key
+    core.scheduler.cache.check(idle=True)
+
+
+def test_a_prompt_that_comes_between_finds_what_the_step_under_way_computes():
+    _, _, turns = make(overlap=True)
+    turns.begin()
+    assert turns.ahead
+    due = turns.begin()
+    again = Request("b", tuple(range(10)), SamplingParams(max_tokens=2, seed=1))
+    turns.inbox.append(lambda core, now: core.scheduler.submit(again))
+    turns.between()
+    turns.finish(due)
+    run(turns)
+    assert again.cached_tokens == 8
+    assert not turns.ahead
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "lpm"])
+def test_what_is_computed_elsewhere_is_admitted_between_if_it_comes_first(policy):
+    where = {"a": Route.REMOTE, "b": Route.LOCAL, "c": Route.REMOTE}
+    config = SchedulerConfig(context_length=128, token_budget=32, max_rows=4, policy=policy)
+    cache = KvCache(PageAllocator(32), PrefixTree(SIZE))
+    scheduler = Scheduler(cache, config, route=lambda sequence, uncached: where[sequence.request.key])
+    for key in where:
+        scheduler.submit(Request(key, tuple(range(10)), SamplingParams(max_tokens=2)))
+    scheduler.admit_elsewhere()
+    admitted = [sequence.request.key for sequence in scheduler.handoffs]
+    assert admitted == (["a"] if policy == "fcfs" else [])
+    scheduler.plan()
+    assert sorted(sequence.request.key for sequence in scheduler.handoffs) == ["a", "c"]
+
+
+def test_what_fails_between_is_told_before_the_step_has_ended():
+    core, _, turns = make(overlap=True)
+    turns.begin()
+    due = turns.begin()
+    turns.inbox.append(lambda core, now: core.scheduler.fail(core.scheduler.requests["a"], "WHY", "why"))
+    turns.between()
+    assert [event.reason for event in core.events if isinstance(event, FailedEvent)] == ["WHY"]
+    turns.finish(due)
+    run(turns)
+    core.scheduler.cache.check(idle=True)
+
+
+def test_a_step_that_cannot_be_looked_at_is_read():
+    _, runner, turns = make(overlap=True)
+    turns.begin()
+    due = turns.begin()
+    assert turns.ended(due)
+    runner.fail_read = True
+    assert turns.ended(due)

@@ -164,15 +164,23 @@ class DecodeCore:
             entry = self._entry(sequence)
             self._fail(entry, "RESOURCE_EXHAUSTED", "WOULD_MISS_DEADLINE", text, retry=late)
 
+    def admit(self, now: float) -> None:
+        self._now = now
+        self.scheduler.admit_elsewhere()
+        self._begin_handoffs(now)
+
     def plan(self, now: float) -> Step | None:
         self._now = now
         step = self.scheduler.plan()
         self.overload.planned(step, now)
+        self._begin_handoffs(now)
+        return step
+
+    def _begin_handoffs(self, now: float) -> None:
         for leader in list(self.scheduler.handoffs):
             if leader not in self.handoffs:
                 self.handoffs.begin(leader, self._routes[leader], now)
         self._routes.clear()
-        return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         self._now = now

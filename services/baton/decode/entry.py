@@ -39,7 +39,7 @@ class Entry:
     output_tokens: int = 0
     last_failure: str = ""
     admitted: float | None = None
-    """When its last admission was."""
+    """When its admission was last decided on."""
 
 
 @dataclass(frozen=True, slots=True)

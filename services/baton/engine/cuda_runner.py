@@ -120,6 +120,9 @@ class CudaRunner:
         flight.done.record()
         return flight
 
+    def done(self, flight: CudaFlight) -> bool:
+        return bool(flight.done.query())  # type: ignore[no-untyped-call]
+
     def read(self, flight: CudaFlight) -> StepResult:
         """Waits for the step and yields its tokens."""
         flight.done.synchronize()

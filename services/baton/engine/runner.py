@@ -12,8 +12,8 @@ F = TypeVar("F")
 class Runner(Protocol[F]):
     """Executes plans in the order of their launch. Used by one thread.
 
-    `launch` enqueues and returns; `read` waits for the step and yields its tokens. A caller may launch
-    step N+1 before it reads step N; on a CPU `launch` does all the work.
+    `launch` enqueues and returns; `read` waits for the step and yields its tokens, `done` says whether it
+    would wait. A caller may launch step N+1 before it reads step N; on a CPU `launch` does all the work.
     """
 
     max_slots: int
@@ -22,5 +22,7 @@ class Runner(Protocol[F]):
     def launch(self, plan: StepPlan) -> F:
         """F is the runner's own record of a launched step."""
         ...
+
+    def done(self, flight: F) -> bool: ...
 
     def read(self, flight: F) -> StepResult: ...

@@ -154,16 +154,28 @@ class Scheduler:
 
     # --- admission --------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def admit_elsewhere(self) -> None:
+        """Admits what is computed elsewhere, first come first served; `plan` does the rest.
+
+        What is computed here waits for it, and all that came later with it: of a prompt more may be cached
+        by then. Under another policy all do, to be put in order among those that have come by then.
+        """
+        if self.config.policy == "fcfs":
+            self._admit(elsewhere=True)
+
+    def _admit(self, elsewhere: bool = False) -> None:
+        if not self.slots.free:
+            return
         for sequence in self.waiting.in_order():
             if not self._may_admit(sequence.request):
                 continue
-            if sequence.phase is Phase.WAITING and not self._try_admit(sequence):
+            if sequence.phase is Phase.WAITING and not self._try_admit(sequence, elsewhere):
                 # Nobody overtakes for want of room: small requests must not starve a large one.
                 break
 
-    def _try_admit(self, leader: Sequence) -> bool:
-        """False: there is no room for it now. True: admitted, or not to be admitted for another reason."""
+    def _try_admit(self, leader: Sequence, elsewhere: bool) -> bool:
+        """False: there is no room for it now, or it is computed here and `elsewhere` is wanted. True:
+        admitted, or not to be admitted for another reason."""
         request, config, size = leader.request, self.config, self.cache.page_size
         followers = [] if request.forked else request.sequences[1:]
         if self.slots.free < 1 + len(followers):
@@ -175,6 +187,8 @@ class Scheduler:
         route = self._route(leader, uncached)
         if route is Route.DEFER or leader.phase is not Phase.WAITING:
             return True
+        if elsewhere and route is Route.LOCAL:
+            return False
         margin = 0 if config.prompt_only else min(config.output_margin, request.params.max_tokens)
         need = self.pages(known + margin) + len(followers) * (
             0 if config.prompt_only else 1 + self.pages(margin)
@@ -323,5 +337,5 @@ class Scheduler:
         for holding in step.pinned:
             self.cache.unpin(holding)
         for request in {id(r.sequence.request): r.sequence.request for r in step.records}.values():
-            if request.key in self.requests:
+            if self.requests.get(request.key) is request:
                 self.fail(request, "STEP_FAILED", message)

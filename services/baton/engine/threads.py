@@ -48,6 +48,9 @@ class TunedRunner:
         torch.set_num_threads(next(fitting, self.threads))
         return self._runner.launch(plan)
 
+    def done(self, flight: Any) -> bool:
+        return self._runner.done(flight)
+
     def read(self, flight: Any) -> StepResult:
         return self._runner.read(flight)
 

@@ -56,6 +56,9 @@ class TimedRunner:
         self._free = begins + (self._cost.seconds(StepLoad.of(plan.rows)) if plan.rows else 0.0)
         return TimedFlight(plan, self._free)
 
+    def done(self, flight: TimedFlight) -> bool:
+        return self._clock() >= flight.ends
+
     def read(self, flight: TimedFlight) -> StepResult:
         # Drawing tokens takes part of the step's time rather than time of its own.
         result = StepResult(flight.plan.number, tuple(self._result(row) for row in flight.plan.rows))

@@ -17,6 +17,9 @@ class Core(Protocol):
     def tick(self, now: float) -> None:
         """Looks at deadlines and heartbeats."""
 
+    def admit(self, now: float) -> None:
+        """Admits what need not wait for the next step's plan; a step is under way."""
+
     def plan(self, now: float) -> Step | None: ...
 
     def commit(self, step: Step, result: StepResult, now: float) -> None: ...
@@ -29,6 +32,10 @@ class Core(Protocol):
 
 C = TypeVar("C", bound=Core)
 
+CALLS_SECONDS = 0.5
+"""Calls are made for so long while a step is awaited. A device that takes longer may hang: peers that ask its
+node for a sign of life get none then."""
+
 Launched = tuple[Step, Any]
 """A step and the runner's record of it."""
 
@@ -36,17 +43,18 @@ Launched = tuple[Step, Any]
 class Turns(Generic[C]):
     """A turn is `begin`, then, where that returns something, `finish` of it.
 
-    With `overlap`, step N+1 is planned and launched before step N's tokens are read.
+    With `overlap`, step N+1 is planned and launched before step N's tokens are read: whoever waits for a step
+    need not read it at once, and may call `between` meanwhile.
     """
 
     def __init__(self, core: C, runner: Runner[Any], overlap: bool, clock: Callable[[], float]) -> None:
         self.core = core
         self.inbox: deque[Callable[[C, float], None]] = deque()
-        """Calls into the core, made at the beginning of the next turn, in order."""
+        """Calls into the core, made at the beginning of the next turn or by `between`, in order."""
         self.idle = False
         """The last turn found nothing to do: without a new call, the next may wait."""
+        self.overlap = overlap
         self._runner = runner
-        self._overlap = overlap
         self._clock = clock
         self._pending: Launched | None = None
         self._unlaunched: tuple[Step, str] | None = None
@@ -55,21 +63,38 @@ class Turns(Generic[C]):
 
     def begin(self) -> Launched | None:
         """Calls, deadlines, the next step's launch. Returns the step to be read before the next turn."""
-        core, now = self.core, self._clock()
-        while self.inbox:
-            self.inbox.popleft()(core, now)
+        core, now = self.core, self._take_calls()
         core.tick(now)
         step = core.plan(now)
         core.flush(0)
         launched = self._launch(step) if step is not None else None
         due = launched
-        if self._overlap:
+        if self.overlap:
             due, self._pending = self._pending, launched
         if due is None:
             self._fail_unlaunched()
         # What is about to be read may free what the next step lacked.
         self.idle = step is None and due is None
         return due
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step is launched behind the one that is to be read next: the device has work."""
+        return self._pending is not None
+
+    def ended(self, launched: Launched) -> bool:
+        """Whether `finish` would not wait."""
+        try:
+            return self._runner.done(launched[1])
+        except Exception:
+            return True  # reading it will say what is wrong
+
+    def between(self) -> None:
+        """Makes the calls, and tells at once what follows from them: a prompt that another node is to
+        compute, or its first token, would else wait here for up to a step."""
+        now = self._take_calls()
+        self.core.admit(now)
+        self.core.flush(0)
 
     def finish(self, launched: Launched) -> None:
         """Reads a step's results, which waits for the device, and commits them."""
@@ -82,6 +107,12 @@ class Turns(Generic[C]):
             self.core.commit(step, result, self._clock())
         self._fail_unlaunched()
         self.core.flush(step.plan.number)
+
+    def _take_calls(self) -> float:
+        now = self._clock()
+        while self.inbox:
+            self.inbox.popleft()(self.core, now)
+        return now
 
     def _launch(self, step: Step) -> Launched | None:
         try:

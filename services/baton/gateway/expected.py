@@ -4,8 +4,10 @@ Only what differs between the two ways is reckoned: rows to wait for and steps a
 same either way. All times are in seconds. D is the decode node with its R rows, P the prefill node.
 
 Split. The prompt waits at P for the prompts there, and is computed; the rest of a step of D passes, half of
-one on average, before D's step thread has heard of the first token. Then pages move: those of the last step's
-tokens, for all earlier ones have moved meanwhile. Half a step later on average the request is in the batch.
+one on average, before D's step thread has heard of the first token. (With overlap it hears at once; what is
+reckoned too much is learned from the requests that end: `more` below.) Then pages move: those of the last
+step's tokens, for all earlier ones have moved meanwhile. Half a step later on average the request is in the
+batch.
 
 Local. The prompt waits at D for the prompts there, and is computed in steps that hold D's rows too, and take
 their time as well. And it costs others: each of the R rows gets its next token later by all the time that the

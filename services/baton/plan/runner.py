@@ -44,6 +44,9 @@ class VirtualRunner:
         self._counting = False
         self.busy -= max(0.0, self._free - self._clock())
 
+    def done(self, flight: VirtualFlight) -> bool:
+        return self._clock() >= flight.ends
+
     def read(self, flight: VirtualFlight) -> StepResult:
         return StepResult(flight.plan.number, tuple(self._result(row) for row in flight.plan.rows))
 

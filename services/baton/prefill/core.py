@@ -27,7 +27,7 @@ Flush = Callable[[int, list[tuple[Hashable, PrefillOutput | Alive]]], None]
 
 @dataclass(slots=True, eq=False)
 class PrefillCore:
-    """A core for engine.loop.StepLoop. `flush_to` takes outputs to the shell; `observe` ends each turn."""
+    """A core for engine.loop.StepLoop. `flush_to` takes outputs to the shell; `observe` follows each time."""
 
     side: PrefillSide
     flush_to: Flush
@@ -52,6 +52,9 @@ class PrefillCore:
 
     def tick(self, now: float) -> None:
         self.side.tick(now)
+
+    def admit(self, now: float) -> None:
+        """Nothing: of a prompt that waits until a step has room, more may be cached by then."""
 
     def plan(self, now: float) -> Step | None:
         step = self.side.plan(now)

@@ -7,7 +7,7 @@ from typing import Any, Generic
 
 from baton.engine.batch import Step
 from baton.engine.loop import TICK_SECONDS
-from baton.engine.turns import C, Launched, Turns
+from baton.engine.turns import CALLS_SECONDS, C, Launched, Turns
 from baton.sim.world import Actor, World
 
 
@@ -38,15 +38,19 @@ class StepDriver(Generic[C]):
         self._pause = pause
         self._turned = turned
         self._busy = True
+        self._since: float | None = None
+        """When it began to wait for a step's results, taking calls."""
         self._serial = 0
         self._schedule(0.0)
 
     def call(self, function: Callable[[C, float], None]) -> None:
-        """As StepLoop.call: in the step thread, at the beginning of its next turn."""
+        """As StepLoop.call: in the step thread, at the beginning of its next turn or while it waits."""
         self.turns.inbox.append(function)
         if not self._busy:
             self._busy = True
             self._schedule(self._hop)
+        elif self._since is not None:
+            self._world.at(self._hop, self._actor, self._between)
 
     def _schedule(self, delay: float) -> None:
         self._serial += 1
@@ -65,6 +69,7 @@ class StepDriver(Generic[C]):
         if called or due is not None:
             self._turned(None)
         if due is not None:
+            self._since = self._world.now if self.turns.overlap else None
             delay = max(0.0, self._done_at(due[1]) - self._world.now) + self._hop
             self._world.at(delay, self._actor, lambda: self._finish(due))
         elif self.turns.idle and not self.turns.inbox:
@@ -73,7 +78,14 @@ class StepDriver(Generic[C]):
         else:
             self._schedule(self._pause(None))
 
+    def _between(self) -> None:
+        waits = self._since is not None and self._world.now - self._since < CALLS_SECONDS
+        if waits and self.turns.inbox:
+            self.turns.between()
+            self._turned(None)
+
     def _finish(self, due: Launched) -> None:
+        self._since = None
         self.turns.finish(due)
         self._turned(due[0])
         self._schedule(self._pause(due[0]))

@@ -117,6 +117,9 @@ class SimRunner:
         self._submit(flight)
         return flight
 
+    def done(self, flight: Flight) -> bool:
+        return flight.result is not None or bool(flight.error)
+
     def read(self, flight: Flight) -> StepResult:
         if flight.error:
             raise StepError(flight.error)

@@ -221,8 +221,8 @@ class WorkerNode(Generic[C]):
         return info
 
     def observe(self) -> None:
-        """Takes a snapshot for `load`. Called in the step thread, at the end of each turn; while there is
-        work, one is good for a while, since taking it costs as much as planning a step."""
+        """Takes a snapshot for `load`. Called in the step thread, whenever it has told what it decided; while
+        there is work, one is good for a while, since taking it costs as much as planning a step."""
         core, now = self.core_or_none, time.monotonic()
         if core is None or (core.requests and now - self.observed < SNAPSHOT_SECONDS):
             return
