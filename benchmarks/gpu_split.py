@@ -40,6 +40,7 @@ def plan_of(layout: str, model: str, args: argparse.Namespace, folder: Path) -> 
     return DeploymentPlan(
         prefill=int(split),
         decode=1 if split else args.replicas,
+        gateways=args.gateways,
         flags=flags,
         restart=False,
         log_folder=folder,
@@ -57,7 +58,7 @@ def measurements(args: argparse.Namespace) -> dict[str, list[str]]:
     for seed, (prompt, rate) in enumerate(args.loads, start=200):
         found[f"load-{prompt}-{rate:g}"] = [
             *("serve", "--rate", f"{rate:g}", "--seconds", str(args.seconds), "--prompt-tokens", str(prompt)),
-            *("--output-tokens", str(args.output), "--seed", str(seed), "--clients", "2"),
+            *("--output-tokens", str(args.output), "--seed", str(seed), "--clients", str(args.clients)),
             *("--ttft-target-ms", "200", "--itl-target-ms", "15"),
         ]
     if args.offline:
@@ -103,6 +104,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of aggregated nodes")
     parser.add_argument("--replicas", type=int, default=2, help="aggregated nodes")
+    parser.add_argument("--gateways", type=int, default=1, help="gateways that share a port")
+    parser.add_argument("--clients", type=int, default=2, help="processes that offer a load")
     parser.add_argument("--split", default="always", help="where prompts of `split` are computed")
     parser.add_argument("--message-seconds", default="", help="of decode nodes; default: theirs")
     parser.add_argument("--budget", type=int, default=2048, help="token budget of a prefill node")
