@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 from engine import FIRST_TOKEN_SECONDS, run
 from openai import OpenAI
 
-from baton.client import Client
+from baton.client import Client, Completion
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.alone]
 
@@ -99,15 +100,24 @@ def test_health_checks_pass(deployed):
 def test_streams_outlive_a_killed_decode_container(deployed):
     compose = deployed.compose
     prompts = [f"{number} {LONG}" for number in range(4)]
-    options = {"max_tokens": 400, "ignore_eos": True}
+    options = {"max_tokens": 800, "ignore_eos": True}
     expected = [answer(deployed, prompt=prompt, **options) for prompt in prompts]
     victim = compose.containers("decode")[0]
+    under_way = threading.Barrier(len(prompts) + 1, timeout=60)
+
+    def ask(prompt: str) -> Completion:
+        with Client(deployed.grpc) as client, client.stream(prompt, temperature=0, **options) as stream:
+            next(iter(stream))
+            under_way.wait()
+            return stream.completion()
+
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = [pool.submit(answer, deployed, prompt=prompt, **options) for prompt in prompts]
-        time.sleep(1.0)
-        assert not any(each.done() for each in answers), "too fast to be killed"
+        answers = [pool.submit(ask, prompt) for prompt in prompts]
+        under_way.wait()
         run(["docker", "kill", victim])
-        assert [each.result(timeout=120) for each in answers] == expected
+        completions = [each.result(timeout=120) for each in answers]
+    assert [each.text for each in completions] == expected
+    assert any(each.stats.resumed for each in completions), "all had ended before the container was killed"
     until(lambda: sum(peer["connected"] for peer in decode_peers(deployed)) == 1, "the loss is seen")
 
 
