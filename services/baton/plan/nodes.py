@@ -10,7 +10,7 @@ from typing import Any
 from baton.config import DecodeConfig, PrefillConfig
 from baton.decode.core import DecodeCore
 from baton.decode.entry import DecodePolicy, Key, Peer
-from baton.decode.outputs import MESSAGE_SECONDS, Output, Tokens
+from baton.decode.outputs import MESSAGE_SECONDS, Output
 from baton.engine.batch import Step
 from baton.engine.pace import Pace
 from baton.engine.request import Request
@@ -30,6 +30,7 @@ from baton.handoff.prefill_side import PrefillSide
 from baton.handoff.pull_cost import PullMeter
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.tree_log import TreeEvents, TreeLog
+from baton.plan.messages import Messages
 from baton.plan.profile import Profile
 from baton.plan.runner import VirtualRunner
 from baton.prefill.core import PrefillCore, full_step
@@ -226,10 +227,7 @@ class SimDecode(SimNode):
             return self.make_scheduler(config.max_waiting, config.policy, hooks)
 
         self._prefill = prefill
-        self._deliver = deliver
-        self._unsent: list[Output] = []
-        self._quiet_until = 0.0
-        self._sending = False
+        self._messages = Messages(world, self.actor, MESSAGE_SECONDS, deliver)
         self._link_free = 0.0
         self.core: DecodeCore = DecodeCore(make_scheduler, policy, self._flush, lambda: None)
         self.core.meter.pace = Pace(setup.profile.step)
@@ -267,7 +265,7 @@ class SimDecode(SimNode):
 
     def _flush(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
         if outputs:
-            self._put([output for _, output in outputs])
+            self._messages.put([output for _, output in outputs])
         for effect in effects:
             node = self._prefill[effect.address]
             if isinstance(effect, StartPull):
@@ -293,27 +291,3 @@ class SimDecode(SimNode):
             self.driver.call(lambda core, now: core.handoffs.pull_ended(effect.pull, None, pages, now))
 
         self.after(self._link_free - self.clock(), ended)
-
-    def _put(self, outputs: list[Output]) -> None:
-        """Nearly as decode.callers: tokens gather for a while; all else goes out at once, here with all that
-        has gathered, there with the tokens of its own request."""
-        self._unsent += outputs
-        urgent = any(not isinstance(output, Tokens) for output in outputs)
-        if urgent or self.clock() >= self._quiet_until:
-            self._send()
-        elif not self._sending:
-            self._sending = True
-            self.after(self._quiet_until - self.clock(), self._wake)
-
-    def _wake(self) -> None:
-        self._sending = False
-        if self._unsent and self.clock() >= self._quiet_until:
-            self._send()
-        elif self._unsent:
-            self._sending = True
-            self.after(self._quiet_until - self.clock(), self._wake)
-
-    def _send(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        self._quiet_until = self.clock() + MESSAGE_SECONDS
-        self._deliver(unsent)
