@@ -7,12 +7,12 @@ from collections import deque
 from baton.rpc.garbage import settle
 
 LOADED = 200_000
-CALLS = 10_000
+CALLS = 20_000
 RUNNING = 20
 """At a time: a call outlives the youngest generation; what its finalizer brings back goes to the oldest."""
 LEFT = 3_500
-"""At most so many wait for the collector: a full collection comes after 11 * 11 * 700 allocations, and a call
-here makes some 40. Not counted as growth, nearly all of them would."""
+"""At most so many wait for the collector: a full collection comes after 4 * 4 * 10,000 allocations, and a
+call here makes some 40. Not counted as growth, nearly all would."""
 
 
 class Call:
@@ -30,6 +30,7 @@ class Call:
 async def test_calls_that_end_early_do_not_pile_up():
     loaded = [[] for _ in range(LOADED)]
     running, most = deque(maxlen=RUNNING), 0
+    thresholds = gc.get_threshold()
     settle()
     try:
         for number in range(CALLS):
@@ -41,5 +42,23 @@ async def test_calls_that_end_early_do_not_pile_up():
                 most = max(most, sum(isinstance(each, Call) for each in gc.get_objects()))
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
     assert most < LEFT
     assert len(loaded) == LOADED
+
+
+async def test_a_step_s_messages_are_no_reason_to_collect():
+    """What a burst of them allocates is let go within moments, and looking through it takes as long as many
+    messages do."""
+    thresholds, collections = gc.get_threshold(), []
+    settle()
+    gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+    try:
+        for _ in range(1_000):
+            burst = [[number] for number in range(4_000)]
+            del burst
+        assert not collections
+    finally:
+        gc.callbacks.pop()
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)

@@ -6,8 +6,10 @@ written changes the output. Order is kept within a stream and random between str
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import defaultdict, deque
+from dataclasses import replace
 
 import pytest
 from hash_runner import HashRunner, reference
@@ -262,6 +264,58 @@ def test_a_hand_off_does_not_wait_for_the_step_under_way():
     assert len(world.pulls) >= 1 and not world.runner.steps
     world.run()
     world.check(request)
+
+
+ENDS = {
+    "finished": None,
+    "failed there": None,  # computed here then
+    "refused there": None,
+    "cancelled": "CANCELLED",
+    "refused": "PROMPT_TOO_LONG",
+    "failed": "STEP_FAILED",
+    "expired": "DEADLINE_EXCEEDED",
+}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("end", [*ENDS, "caller gone"])
+def test_an_ended_request_is_not_left_to_the_garbage_collector(end, n, monkeypatch):
+    """It holds its prompt; and what is left to it are pauses in which no step is launched."""
+
+    def alive():
+        return {id(each) for each in gc.get_objects() if isinstance(each, Request)}
+
+    world = World(random.Random(1))
+    sides = [node.side for node in world.nodes.values()]
+    if end.startswith("failed"):
+        failing = DecodeCore if end == "failed" else PrefillSide
+        monkeypatch.setattr(
+            failing, "commit", lambda core, step, *_: core.fail_step(step, "as the test says")
+        )
+    if end == "refused there":
+        for side in sides:
+            side.scheduler.config = replace(side.scheduler.config, max_waiting=0)
+    gc.collect()
+    before = alive()
+    gc.disable()
+    try:
+        for number in range(5):
+            prompt = range(100 * number, 100 * number + (400 if end == "refused" else 33))
+            deadline = world.now + 0.3 if end == "expired" else 1e9
+            world.start(number, prompt, max_tokens=20, n=n, deadline=deadline)
+            while not (world.tokens[(number, 0)] or number in world.terminal):
+                world.turn()
+            if end == "cancelled":
+                world.core.cancel(Key("gateway", number), world.now)
+            elif end == "caller gone":
+                world.core.caller_gone("gateway", world.now)
+        world.run()
+        reasons = [getattr(terminal, "reason", None) for terminal in world.terminal.values()]
+        assert reasons == ([] if end == "caller gone" else [ENDS[end]] * 5)
+        assert sum(side.counters.failed for side in sides) >= (5 if "there" in end else 0)
+        assert alive() <= before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

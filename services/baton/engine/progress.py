@@ -160,5 +160,5 @@ def settle(scheduler: Scheduler, sequences: list[Sequence]) -> None:
         if sequence.finish is not None:
             scheduler.end(sequence)
     request = sequences[0].request
-    if request.ended and scheduler.requests.pop(request.key, None) is not None:
+    if request.ended and scheduler.forget(request):
         scheduler.events.append(FinishedEvent(request))

@@ -123,6 +123,7 @@ class Request:
     order: int = 0
     """Arrival number, given by the scheduler."""
     sequences: list[Sequence] = field(default_factory=list)
+    """Empty once it has ended: see Scheduler.forget."""
     forked: bool = False
     """Every choice has its own first token."""
     reported: bool = False

@@ -135,7 +135,16 @@ class Scheduler:
             if sequence.phase is Phase.HANDOFF and sequence in self.handoffs:
                 self.abandon(sequence)
             self.end(sequence)
-        self.requests.pop(request.key, None)
+        self.forget(request)
+
+    def forget(self, request: Request) -> bool:
+        """All its sequences have ended. Unties it from them, so that it goes with the last reference to it,
+        prompt and all, rather than with a garbage collection. Returns whether it had been submitted."""
+        request.sequences.clear()
+        submitted = self.requests.get(request.key) is request
+        if submitted:
+            del self.requests[request.key]
+        return submitted
 
     def fail(self, request: Request, reason: str, message: str) -> None:
         self.close(request)

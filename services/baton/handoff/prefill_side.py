@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 
 from baton.engine.batch import Step
 from baton.engine.plan import Logprobs, StepResult
-from baton.engine.request import ChunkEvent, FailedEvent, Phase, PromptEvent, Refused, Request, TokenEvent
+from baton.engine.request import (
+    ChunkEvent,
+    FailedEvent,
+    Phase,
+    PromptEvent,
+    Refused,
+    Request,
+    Sequence,
+    TokenEvent,
+)
 from baton.engine.scheduler import Scheduler
 from baton.handoff.messages import (
     Alive,
@@ -111,6 +120,7 @@ class PrefillSide:
             code = "INVALID_ARGUMENT" if refusal.field else "RESOURCE_EXHAUSTED"
             self.counters.failed += 1
             self._ended.add(name)
+            self.scheduler.close(request)
             self.outputs.append((holder, PrefillFailed(name, code, refusal.reason, refusal.message)))
             return
         self._attempts[name] = attempt
@@ -202,7 +212,7 @@ class PrefillSide:
                 self.counters.failed += 1
                 self._fail(attempt, "INTERNAL", event.reason, event.message)
             elif isinstance(event, ChunkEvent):
-                self._announce(attempt, now)
+                self._announce(attempt, event.sequence, now)
             elif isinstance(event, TokenEvent):
                 self._first_token(attempt, event, now)
             elif isinstance(event, PromptEvent):
@@ -211,8 +221,7 @@ class PrefillSide:
     def _attempt_of(self, request: Request) -> Attempt | None:
         return self._attempts.get(request.key) if isinstance(request.key, AttemptName) else None
 
-    def _announce(self, attempt: Attempt, now: float) -> None:
-        leader = attempt.request.sequences[0]
+    def _announce(self, attempt: Attempt, leader: Sequence, now: float) -> None:
         if not attempt.keep_pages or leader.holding is None:
             return
         cache = self.scheduler.cache
