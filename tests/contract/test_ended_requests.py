@@ -12,10 +12,12 @@ from scripted_decode import ScriptedDecode, endless, saying
 from baton.gateway.inference import _ClientStream
 from baton.gateway.requests import Request
 from baton.rpc.errors import BatonError
+from baton.tokenizer import service
+from baton.v1 import tokenizer_pb2
 
 
 def alive() -> list[object]:
-    return [each for each in gc.get_objects() if isinstance(each, Request | _ClientStream)]
+    return [each for each in gc.get_objects() if type(each) in (Request, _ClientStream)]
 
 
 def failing(code: grpc.StatusCode, reason: str):
@@ -32,13 +34,22 @@ SCRIPTS = {
 }
 
 
+ENCODING = ("not encoded", "tokenizer full", "tokenizer gone")
+
+
 @pytest.mark.parametrize(
-    "ends", ["finished", "cancelled", "cancelled at once", "refused", "expired", *SCRIPTS]
+    "ends", ["finished", "cancelled", "cancelled at once", "refused", "expired", *ENCODING, *SCRIPTS]
 )
-async def test_an_ended_request_is_not_left_to_the_garbage_collector(ends):
+async def test_an_ended_request_is_not_left_to_the_garbage_collector(ends, monkeypatch):
+    if ends == "tokenizer full":
+        monkeypatch.setattr(service, "MAX_WORK", 0)
     async with ScriptedDecode(SCRIPTS.get(ends, endless)) as node, gateway(node) as rig:
         if ends == "finished":
             node.script = saying(await rig.encode("all of it"))
+        elif ends == "tokenizer gone":
+            monkeypatch.setattr(rig.node.gateway.tokenizer, "_wait_seconds", 0.0)
+            for tokenizer in rig.node.gateway.tokenizer.nodes.values():
+                await tokenizer.close()
         gc.collect()
         gc.disable()
         try:
@@ -46,6 +57,9 @@ async def test_an_ended_request_is_not_left_to_the_garbage_collector(ends):
                 name, stream = str(number), Stream(rig)
                 if ends == "refused":
                     await stream.start(name, text="x", sampling={"temperature": -1.0})
+                elif ends == "not encoded":
+                    robot = tokenizer_pb2.ChatMessage(role="robot", content="x")
+                    await stream.start(name, chat=tokenizer_pb2.ChatPrompt(messages=[robot]))
                 elif ends == "expired":
                     await stream.start(name, text="x", timeout_ms=50)
                 else:

@@ -8,11 +8,11 @@ from baton.rpc.garbage import settle
 
 LOADED = 200_000
 CALLS = 20_000
-RUNNING = 20
+RUNNING = 100
 """At a time: a call outlives the youngest generation; what its finalizer brings back goes to the oldest."""
-LEFT = 3_500
-"""At most so many wait for the collector: a full collection comes after 4 * 4 * 10,000 allocations, and a
-call here makes some 40. Not counted as growth, nearly all would."""
+LEFT = 4_500
+"""At most so many wait for the collector: a full collection comes after 6 * 6 * 3,000 allocations, and a call
+here makes some 40. Not counted as growth, far more would."""
 
 
 class Call:
@@ -55,7 +55,7 @@ async def test_a_step_s_messages_are_no_reason_to_collect():
     gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
     try:
         for _ in range(1_000):
-            burst = [[number] for number in range(4_000)]
+            burst = [[number] for number in range(2_000)]
             del burst
         assert not collections
     finally:

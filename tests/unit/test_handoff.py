@@ -23,6 +23,7 @@ from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.handoff.messages import Alive, Beat, CancelPrefill, ReleaseLease, StartPrefill, StartPull
+from baton.handoff.names import AttemptName
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 
@@ -316,6 +317,18 @@ def test_an_ended_request_is_not_left_to_the_garbage_collector(end, n, monkeypat
         assert alive() <= before
     finally:
         gc.enable()
+
+
+def test_nor_is_an_attempt_whose_name_is_in_use():
+    side = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
+    request = Request(key=name, prompt=tuple(range(9)), params=SamplingParams())
+    side.start("a", name, request, True, 0.0)
+    again = Request(key=name, prompt=tuple(range(9)), params=SamplingParams())
+    side.start("b", name, again, True, 0.0)
+    assert [output.reason for _, output in side.outputs] == ["DUPLICATE_ATTEMPT"]
+    assert not again.sequences, "they point back at it"
+    assert request.sequences and side.scheduler.requests == {name: request}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,14 @@ from baton.gateway.prompt import Prompt, encode_prompt
 from baton.gateway.reader import SlowReader
 from baton.gateway.session import Session
 from baton.gateway.timing import Timing
-from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, internal, to_status
+from baton.rpc.errors import (
+    BatonError,
+    cancelled,
+    deadline_exceeded,
+    internal,
+    to_status,
+    without_frames,
+)
 from baton.rpc.logs import get_logger
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
@@ -114,6 +121,7 @@ class Request:
 
     def fail(self, error: BatonError) -> None:
         """Ends the request with the error, unless it has ended."""
+        without_frames(error)
         if self.log.fail(to_status(error)):
             outcome = "cancelled" if error.code is grpc.StatusCode.CANCELLED else "failed"
             self._settle(outcome, error)
@@ -226,8 +234,7 @@ class Request:
         try:
             over = self._placement.ended(error, lost)
         except BatonError as last:
-            # The frames of its traceback hold the request, and one of them the error.
-            self.fail(last.with_traceback(None))
+            self.fail(last)
             return
         if self._attempts.resumed > resumed:
             self._gateway.metrics.resumes.inc()

@@ -110,6 +110,7 @@ class PrefillSide:
         self._heard[holder] = now
         if name in self._attempts:
             self.counters.failed += 1
+            self.scheduler.close(request)
             text = f"attempt {name} was started by another caller and is still running"
             self.outputs.append((holder, PrefillFailed(name, "INVALID_ARGUMENT", "DUPLICATE_ATTEMPT", text)))
             return

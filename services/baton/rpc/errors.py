@@ -138,6 +138,16 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
     return from_status(status)
 
 
+def without_frames(error: BatonError) -> BatonError:
+    """The error, without the tracebacks of it and of what led to it. Their frames hold the error if they have
+    a name for it, and the request that it is about: it would stay until a garbage collection."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
+    return error
+
+
 async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoReturn:
     """Ends the call with the error, its Status in the trailing metadata."""
     status = rpc_status.to_status(to_status(error))
