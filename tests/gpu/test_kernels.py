@@ -78,3 +78,25 @@ def test_gated(rows, columns, k):
         assert rows > 64, "so few rows have few tiles"
         return
     assert ((out.float() - want).norm() / want.norm()).item() < 4e-3
+
+
+@pytest.mark.parametrize("rows", [1, 7, 256, 2048])
+@pytest.mark.parametrize("columns", [96, 1024, 4096])
+def test_norms(rows, columns, monkeypatch):
+    """sgl_kernel's own, also where FlashInfer is installed and cannot compile."""
+    import sgl_kernel.elementwise as wrappers
+
+    from baton.layers.kernels.norm import fused_add_rmsnorm, rmsnorm
+
+    monkeypatch.setattr(wrappers, "_has_flashinfer", True)
+    monkeypatch.setattr(wrappers, "_flashinfer_norm", None, raising=False)
+    torch.manual_seed(rows)
+    x, residual = (torch.randn(rows, columns, device=CUDA).bfloat16() for _ in range(2))
+    scale = torch.rand(columns, device=CUDA).bfloat16()
+    want = F.rms_norm(x.float(), (columns,), scale.float(), 1e-6)
+    assert ((rmsnorm(x, scale, 1e-6).float() - want).norm() / want.norm()).item() < 4e-3
+    total = x.float() + residual.float()
+    want = F.rms_norm(total, (columns,), scale.float(), 1e-6)
+    fused_add_rmsnorm(x, residual, scale, 1e-6)
+    assert ((residual.float() - total).norm() / total.norm()).item() < 4e-3
+    assert ((x.float() - want).norm() / want.norm()).item() < 4e-3

@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from sgl_kernel import fused_add_rmsnorm, rmsnorm, silu_and_mul
+from sgl_kernel import silu_and_mul
 
 from baton.kvcache.pool import KvPool
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_parts
 from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.matmul import matmul
+from baton.layers.kernels.norm import fused_add_rmsnorm, rmsnorm
 from baton.layers.kernels.qkv import write_qkv
 from baton.layers.linear import Linear
 from baton.models.decoder import Model
@@ -73,7 +74,7 @@ class FusedDecoder:
         if decode and self._few and tokens.shape[0] <= MOST_ROWS:
             return self._forward_few(residual, positions, slots, attend, wanted)
         norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
-        x: torch.Tensor = rmsnorm(residual, weights.layers[0].input_norm, eps)
+        x = rmsnorm(residual, weights.layers[0].input_norm, eps)
         for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
             qkv = self.project(w.qkv, x)
             self._write(index, qkv, positions, slots)
@@ -118,7 +119,7 @@ class FusedDecoder:
         config, weights = self.model.config, self.model.weights
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
-        x: torch.Tensor = rmsnorm(residual, weights.layers[0].input_norm, eps)
+        x = rmsnorm(residual, weights.layers[0].input_norm, eps)
         attended = residual.new_empty(residual.shape[0], heads, dim)
         for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
             qkv = w.qkv(x)
@@ -165,4 +166,4 @@ class FusedDecoder:
             gemv(inner, w.down, residual, add=True)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
-        return rmsnorm(residual, weights.norm, eps)  # type: ignore[no-any-return]
+        return rmsnorm(residual, weights.norm, eps)

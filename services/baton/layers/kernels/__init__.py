@@ -1,1 +1,2 @@
-"""Kernels in Triton. Import the modules only where a GPU is in use: elsewhere Triton may be missing."""
+"""Kernels, most of them in Triton. Import the modules only where a GPU is in use: elsewhere what they need
+may be missing."""
