@@ -265,6 +265,19 @@ def test_the_kernel_for_greedy_and_temperature(vocab, dtype):
     assert torch.equal(result[:, 1].cpu().view(torch.float32), want.peaks)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-30, 1.0])
+def test_logits_near_the_least_that_there_is(temperature):
+    from baton.layers.kernels.sampling import sample
+
+    logits = torch.full((3, 3001), -3.3e38, device=CUDA)
+    logits[:, 3000] = -3.1e38
+    result = torch.zeros(3, 2, dtype=torch.int32, device=CUDA)
+    zeros = torch.zeros(3, device=CUDA)
+    last = torch.zeros(1, dtype=torch.int32, device=CUDA)
+    sample(logits, zeros + temperature, zeros.long(), zeros.int(), last, result)
+    assert result[:, 0].tolist() == [3000] * 3
+
+
 def test_the_kernel_tells_of_logits_that_are_not_numbers():
     from baton.layers.kernels.sampling import sample
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.engine.plan import SlotInit
-from baton.engine.random import GUMBEL_RANGE, gumbel, row_keys
+from baton.engine.random import FIRST_GROUP, gumbel, row_keys
 from baton.engine.sampler import Sampler
 from baton.engine.sampler_ops import draw, thresholds
 from baton.engine.sampling import SamplingParams
@@ -33,8 +33,8 @@ def reference_noise(seed, position, token):
     return -math.log(-math.log1p(-min((bits + 0.5) * 2.0**-53, 1 - 2.0**-24)))
 
 
-def reference_scores(logits, params, seed, position, prompt, output):
-    """What is maximized, float64 [vocab]; -inf where forbidden."""
+def reference_logits(logits, params, prompt, output):
+    """Of what is chosen from, float64 [vocab]; -inf where forbidden."""
     x = logits.astype(np.float64).copy()
     counts = Counter(output)
     for token in set(prompt) | set(output):
@@ -64,9 +64,28 @@ def reference_scores(logits, params, seed, position, prompt, output):
             total += p[token]
     if params.min_p:
         x[x < x.max() + math.log(params.min_p)] = -math.inf
-    noise = np.array([reference_noise(seed, position, t) for t in np.flatnonzero(np.isfinite(x)).tolist()])
-    x[np.isfinite(x)] += noise
     return x
+
+
+GROUP = 256
+
+
+def is_chosen(token, x, params, seed, position):
+    """Whether the reference takes it as well, but for what float32 cannot tell apart."""
+
+    def wins(scores, index):
+        return scores[index] >= max(scores.values()) - 2e-5
+
+    if params.greedy:
+        return x[token] >= x.max() - 2e-5
+    possible = np.flatnonzero(np.isfinite(x)).tolist()
+    masses = Counter()
+    for t in possible:
+        masses[t // GROUP] += math.exp(x[t] - x.max())
+    groups = {g: math.log(m) + reference_noise(seed, position, FIRST_GROUP + g) for g, m in masses.items()}
+    group = token // GROUP
+    inside = {t: x[t] + reference_noise(seed, position, t) for t in possible if t // GROUP == group}
+    return token in inside and wins(groups, group) and wins(inside, token)
 
 
 def random_params(rng):
@@ -111,11 +130,9 @@ def test_equals_the_reference_for_any_mix_of_parameters(case):
         assert torch.equal(before, logits)
         tokens = samples.tokens.tolist()
         for row, (slot, position) in enumerate(zip(chosen, positions, strict=True)):
-            scores = reference_scores(
-                logits[row].numpy(), params[slot], params[slot].seed, position, prompts[slot], outputs[slot]
-            )
-            # Equal, but for what float32 cannot tell apart.
-            assert scores[tokens[row]] >= scores.max() - 2e-5, params[slot]
+            own = params[slot]
+            x = reference_logits(logits[row].numpy(), own, prompts[slot], outputs[slot])
+            assert is_chosen(tokens[row], x, own, own.seed, position), own
             outputs[slot].append(tokens[row])
         wanted = [row for row, slot in enumerate(chosen) if params[slot].logprobs is not None]
         assert samples.logprob_rows == wanted
@@ -150,28 +167,43 @@ def chi_square(counts, probabilities, draws):
 
 
 @pytest.mark.parametrize("vary", ["position", "seed"])
-@pytest.mark.parametrize("sparse", [True, False])
-def test_draws_follow_the_softmax(vary, sparse):
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0])
+@pytest.mark.parametrize("spread", [1, 150])
+def test_draws_follow_the_softmax(vary, spread):
+    """`spread`: ids from one to the next, so that several share a group, and so that hardly any two do."""
+    weights = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0])
+    logits = torch.full((8 * spread,), -torch.inf)
+    logits[::spread] = weights
     draws = 40_000
     numbers, fixed = np.arange(draws, dtype=np.uint64), np.full(draws, 12345, np.uint64)
     keys = row_keys(fixed, numbers) if vary == "position" else row_keys(numbers, fixed)
-    floor = torch.full((draws,), -torch.inf)
-    tokens = draw(logits.expand(draws, -1), floor, torch.from_numpy(keys), sparse)
-    counts = torch.bincount(tokens, minlength=8).tolist()
+    floor = torch.full((draws,), -20.0) if spread > 1 else None
+    tokens = draw((logits - 2).expand(draws, -1), floor, torch.from_numpy(keys))
+    counts = torch.bincount(tokens, minlength=8 * spread)
+    assert counts.sum() == counts[::spread].sum()
     # 7 degrees of freedom: 29.9 is passed once in 10,000.
-    assert chi_square(counts, logits.softmax(0).tolist(), draws) < 29.9
+    assert chi_square(counts[::spread].tolist(), weights.softmax(0).tolist(), draws) < 29.9
+
+
+def test_rounding_seldom_changes_a_draw():
+    """A resumed request, or one in another batch, sees its logits rounded otherwise."""
+    torch.manual_seed(0)
+    draws, keys = 4000, row_keys(np.arange(4000, dtype=np.uint64), np.zeros(4000, np.uint64))
+    logits = torch.randn(draws, 8192) * 3
+    logits -= logits.amax(-1, keepdim=True)
+    first, second = (
+        draw(logits + noise * torch.randn_like(logits), None, torch.from_numpy(keys)) for noise in (0, 0.03)
+    )
+    assert 0 < (first != second).float().mean().item() < 0.05
 
 
 def test_consecutive_positions_and_seeds_are_independent():
     """Pairs of draws at neighbouring positions, and at neighbouring seeds, fill a 4 x 4 table evenly."""
     draws = 20_000
     logits = torch.zeros(draws, 4)
-    floor = torch.full((draws,), -torch.inf)
 
     def tokens(seeds, positions):
         keys = torch.from_numpy(row_keys(np.uint64(1) * seeds, np.uint64(1) * positions))
-        return draw(logits, floor, keys, True)
+        return draw(logits, None, keys)
 
     numbers, zero = np.arange(draws, dtype=np.uint64), np.zeros(draws, np.uint64)
     one = np.ones(draws, np.uint64)
@@ -185,17 +217,15 @@ def test_consecutive_positions_and_seeds_are_independent():
         assert chi_square(table, [1 / 16] * 16, draws) < 44.3
 
 
-def test_noise_stays_in_its_range_and_equals_the_reference():
+def test_noise_equals_the_reference():
     keys = torch.from_numpy(row_keys(np.arange(50, dtype=np.uint64), np.full(50, 9, np.uint64)))
     noise = gumbel(keys[:, None], torch.arange(20_000))
-    assert (noise.max() - noise.min()).item() < GUMBEL_RANGE
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.01)
     for seed, token in ((0, 0), (7, 19_999), (49, 5)):
         assert noise[seed, token].item() == pytest.approx(reference_noise(seed, 9, token), abs=1e-5)
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_top_p_and_top_k_cut_where_they_should_and_keep_ties(sparse):
+def test_top_p_and_top_k_cut_where_they_should_and_keep_ties():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.05, 0.05]]).log()
     for top_k, top_p, kept in (
         (0, 0.39, 1),

@@ -1,4 +1,4 @@
-"""Counter-based randomness for sampling: a pure function of (seed, position, token id).
+"""Counter-based randomness for sampling: a pure function of (seed, position, id of a token or group).
 
 The generator is SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA
 2014) with Stafford's mix 13. A row's state is the seed mixed with the position; token t takes the stream's
@@ -15,8 +15,8 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
-GUMBEL_RANGE = 41.0
-"""No two values of `gumbel` differ by more: they lie in (-2.9, 37.5)."""
+FIRST_GROUP = 2**32
+"""A row's stream gives noise to token ids first, and from here on to groups of them."""
 
 
 def _signed(value: int) -> int:
@@ -29,9 +29,9 @@ def row_keys(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -
     return _mix_numpy(mixed + (positions + np.uint64(1)) * np.uint64(_GAMMA)).view(np.int64)
 
 
-def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32, for int64 row keys and token ids of broadcastable shapes."""
-    z = keys + (tokens + 1) * _signed(_GAMMA)
+def gumbel(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise, float32 in (-2.9, 37.5), for int64 row keys and ids of broadcastable shapes."""
+    z = keys + (ids + 1) * _signed(_GAMMA)
     z = (z ^ _shift(z, 30)) * _signed(_MIX1)
     z = (z ^ _shift(z, 27)) * _signed(_MIX2)
     z = z ^ _shift(z, 31)

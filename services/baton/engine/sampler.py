@@ -158,21 +158,20 @@ class Sampler:
         logits = logits - logits.amax(-1, keepdim=True)
         logits = logits / self._to_device(states.temperature[slots])[:, None]
         top_k, top_p, min_p = states.top_k[slots], states.top_p[slots], states.min_p[slots]
-        floor = torch.full((slots.size,), -torch.inf, device=self._device)
         restricted = ((top_k > 0) | (top_p < 1)).nonzero()[0]
-        if restricted.size:
+        # Relative to the most likely token, whose logit is 0 here.
+        floor = self._to_device(min_p).log() if restricted.size or min_p.any() else None
+        if floor is not None and restricted.size:
             rows = self._to_device(restricted)
             k, p = top_k[restricted], top_p[restricted]
             on_host = self._device.type == "cpu"
             bounded = bool((k > 0).all()) and (on_host or not (p < 1).any())
-            floor[rows] = thresholds(
+            kept = thresholds(
                 logits[rows], self._to_device(k), self._to_device(p), int(k.max()) if bounded else 0
             )
-        if min_p.any():
-            # Relative to the most likely token, whose logit is 0 here.
-            floor = torch.maximum(floor, self._to_device(min_p).log())
+            floor[rows] = torch.maximum(floor[rows], kept)
         keys = self._to_device(row_keys(states.seed[slots], positions.astype(np.uint64)))
-        return draw(logits, floor, keys, sparse=self._device.type == "cpu")
+        return draw(logits, floor, keys)
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return to_device(array, self._device)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from baton.engine.random import GUMBEL_RANGE, gumbel
+from baton.engine.random import FIRST_GROUP, gumbel
 
 _CANDIDATES = 1024
+_GROUP = 256
 
 
 def penalize(
@@ -76,21 +77,27 @@ def _thresholds(
     return result.masked_fill(unrestricted, -torch.inf), covered
 
 
-def draw(logits: torch.Tensor, floor: torch.Tensor, keys: torch.Tensor, sparse: bool) -> torch.Tensor:
-    """Samples one token id, int64 [rows], from the softmax of the logits that are >= floor [rows].
+def draw(logits: torch.Tensor, floor: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
+    """Samples one token id, int64 [rows], from the softmax of the logits, or of those >= floor [rows].
 
-    The Gumbel-max trick: argmax of logits plus Gumbel noise, of int64 `keys` [rows] and the token id.
-    `sparse` computes noise for the tokens at or above the floor only: the same result, for less on a CPU.
+    The largest logit of a row is about 0, so that what `exp` rounds to 0 could not be drawn either. The
+    Gumbel-max trick (Maddison, Tarlow and Minka, arXiv:1411.0030), twice: the largest log mass plus noise
+    chooses one of the groups of 256 ids, the largest logit plus noise the token in it. Noise is of int64
+    `keys` [rows] and group or id. That is far less noise than one for each token; and unlike with a search in
+    the cumulative sum, logits that differ by rounding seldom yield another token.
     """
     rows, vocab = logits.shape
-    if not sparse:
-        noise = gumbel(keys[:, None], torch.arange(vocab, device=logits.device))
-        return (logits + noise).masked_fill_(logits < floor[:, None], -torch.inf).argmax(-1)
-    # What lies further below the maximum than noise can reach is never drawn.
-    floor = torch.maximum(floor, logits.amax(-1) - GUMBEL_RANGE)
-    row, token = (logits >= floor[:, None]).nonzero().unbind(1)
-    scores = logits[row, token] + gumbel(keys[row], token)
-    best = scores.new_full((rows,), -torch.inf).scatter_reduce_(0, row, scores, "amax")
-    chosen = token.masked_fill(scores < best[row], vocab)
-    result = torch.full((rows,), vocab, device=logits.device).scatter_reduce_(0, row, chosen, "amin")
-    return result.masked_fill_(result == vocab, 0)
+    groups = -(-vocab // _GROUP)
+    weights = logits.new_zeros(rows, groups * _GROUP)
+    torch.exp(logits, out=weights[:, :vocab])
+    if floor is not None:
+        # Not by exp of -inf, which is slow.
+        weights[:, :vocab].mul_(logits >= floor[:, None])
+    masses = weights.view(rows, groups, _GROUP).sum(-1)
+    numbers = FIRST_GROUP + torch.arange(groups, device=logits.device)
+    group = (masses.log() + gumbel(keys[:, None], numbers)).argmax(-1, keepdim=True)
+    tokens = group * _GROUP + torch.arange(_GROUP, device=logits.device)
+    inside = logits.gather(1, tokens.clamp(max=vocab - 1))
+    possible = tokens < vocab if floor is None else (tokens < vocab) & (inside >= floor[:, None])
+    scores = (inside + gumbel(keys[:, None], tokens)).masked_fill_(~possible, -torch.inf)
+    return tokens.gather(1, scores.argmax(-1, keepdim=True)).squeeze(1)

@@ -1,7 +1,8 @@
 """Triton: sampling of a whole batch, from logits to the slots' last tokens.
 
-The same function of (logits, temperature, generator state) as `engine.sampler_ops.draw`, without a tensor of
-noise: each pass reads the logits once. Needs a GPU: import it where one is in use.
+The same function of (logits, temperature, generator state) as `engine.sampler_ops.draw`; the logits are read
+once, and noise is computed for groups of tokens and for the tokens of one group. Needs a GPU: import it where
+one is in use.
 """
 
 from __future__ import annotations
@@ -15,101 +16,136 @@ from triton.language.extra import libdevice
 
 from baton.layers.kernels.limits import restrict
 
-_BLOCK = 4096
+_GROUP = 256
+"""Tokens, as in baton.engine.sampler_ops."""
+_GROUPS = 16
+"""Of a program."""
 
-# SplitMix64's constants as int64, see baton.engine.random.
+# As in baton.engine.random; SplitMix64's constants as int64.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 _MIX1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 _MIX2 = tl.constexpr(0x94D049BB133111EB - 2**64)
+_FIRST_GROUP = tl.constexpr(2**32)
 
 
 @triton.jit
-def _peaks(logits, peaks, vocab, stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit of a block; NaN if one is NaN."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * stride + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
-    bad = tl.max((x != x).to(tl.int32), 0)
-    tl.store(peaks + row * BLOCKS + block, tl.where(bad > 0, float("nan"), tl.max(x, 0)))
+def _gumbel(key, index):
+    z = key + (index + 1) * _GAMMA
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX1
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX2
+    z = z ^ ((z >> 31) & ((1 << 33) - 1))
+    uniform = (((z >> 11) & ((1 << 53) - 1)).to(tl.float32) + 0.5) * (2.0**-53)
+    return -libdevice.log(-libdevice.log1p(-tl.minimum(uniform, 1 - 2.0**-24)))
 
 
 @triton.jit
-def _scores(
-    logits,
-    peaks,
-    temperatures,
-    keys,
-    changed,
-    places,
-    limits,
-    scores,
-    choices,
-    vocab,
-    stride,
-    BLOCKS: tl.constexpr,
-    BLOCKS_UP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPECIAL: tl.constexpr,
-):
-    """The best score of a block, and whose it is: the logit, or for a temperature the logit over it plus
-    Gumbel noise. SPECIAL: of `changed` logits where a row has a place there, and only within its limit."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
+def _load(logits, changed, places, row, columns, vocab, stride, SPECIAL: tl.constexpr):
+    """float32; SPECIAL: of `changed` logits where the row has a place there. -inf behind the row's end."""
     inside = columns < vocab
-    x = tl.full((BLOCK,), -float("inf"), tl.float32)
     place = tl.full((), -1, tl.int64)
+    x = tl.full(columns.shape, -float("inf"), tl.float32)
     if SPECIAL:
         place = tl.load(places + row).to(tl.int64)
         if place >= 0:
             x = tl.load(changed + place * vocab + columns, mask=inside, other=-float("inf"))
     if place < 0:
         x = tl.load(logits + row * stride + columns, mask=inside, other=-float("inf")).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _weigh(
+    logits,
+    changed,
+    places,
+    temperatures,
+    tops,
+    limits,
+    peaks,
+    masses,
+    vocab,
+    stride,
+    groups,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPECIAL: tl.constexpr,
+):
+    """Of each group of tokens the largest logit, NaN if one is NaN; and for a temperature its mass, as a
+    multiple of that logit's own weight. SPECIAL: of what lies within the row's limit below its `tops`."""
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = _load(logits, changed, places, row, columns, vocab, stride, SPECIAL)
+    bad = tl.max((x != x).to(tl.int32), 1)
+    peak = tl.max(x, 1)
+    tl.store(peaks + row * groups + group, tl.where(bad > 0, float("nan"), peak), mask=group < groups)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
-        others = tl.arange(0, BLOCKS_UP)
-        peak = tl.max(tl.load(peaks + row * BLOCKS + others, mask=others < BLOCKS, other=-float("inf")), 0)
-        z = tl.load(keys + row) + (columns + 1).to(tl.int64) * _GAMMA
-        z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX1
-        z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX2
-        z = z ^ ((z >> 31) & ((1 << 33) - 1))
-        uniform = (((z >> 11) & ((1 << 53) - 1)).to(tl.float32) + 0.5) * (2.0**-53)
-        uniform = tl.minimum(uniform, 1 - 2.0**-24)
-        noise = -libdevice.log(-libdevice.log1p(-uniform))
-        distance = (peak - x) / temperature
+        # Of a group in which nothing is possible there is no difference to take.
+        below = x - tl.where(peak == -float("inf"), 0.0, peak)[:, None]
+        weight = tl.exp(below * tl.minimum(1 / temperature, 3e38))
         if SPECIAL:
-            inside = inside & (distance <= tl.load(limits + row))
-        x = tl.where(inside, noise - distance, -float("inf"))
-    best = tl.max(x, 0)
-    tl.store(scores + row * BLOCKS + block, best)
-    tl.store(choices + row * BLOCKS + block, tl.min(tl.where(x == best, columns, vocab), 0))
+            weight = tl.where((tl.load(tops + row) - x) / temperature <= tl.load(limits + row), weight, 0.0)
+        tl.store(masses + row * groups + group, tl.sum(weight, 1), mask=group < groups)
 
 
 @triton.jit
 def _choose(
+    logits,
+    changed,
+    places,
+    temperatures,
+    keys,
+    raw,
+    limits,
     peaks,
-    scores,
-    choices,
+    masses,
     slots,
     counted,
     counts,
     last_token,
     result,
     vocab,
-    BLOCKS: tl.constexpr,
-    BLOCKS_UP: tl.constexpr,
+    stride,
+    groups,
+    GROUP: tl.constexpr,
+    GROUPS_UP: tl.constexpr,
+    SPECIAL: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """The best of all blocks; COUNTED: added to the row's counts if it keeps some."""
+    """A row's group, by its mass, and the token in it; greedy: the first of the largest. COUNTED: added to
+    the row's counts if it keeps some."""
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, BLOCKS_UP)
-    inside = blocks < BLOCKS
-    peak = tl.load(peaks + row * BLOCKS + blocks, mask=inside, other=-float("inf"))
-    bad = tl.max((peak != peak).to(tl.int32), 0)
-    largest = tl.where(bad > 0, float("nan"), tl.max(peak, 0))
-    score = tl.load(scores + row * BLOCKS + blocks, mask=inside, other=-float("inf"))
-    choice = tl.load(choices + row * BLOCKS + blocks, mask=inside, other=vocab)
-    token = tl.min(tl.where(score == tl.max(score, 0), choice, vocab), 0)
+    temperature = tl.load(temperatures + row)
+    key = tl.load(keys + row)
+    every = tl.arange(0, GROUPS_UP)
+    inside = every < groups
+    peak = tl.load(peaks + row * groups + every, mask=inside, other=-float("inf"))
+    top = tl.max(peak, 0)
+    score = peak
+    if temperature > 0:
+        mass = tl.load(masses + row * groups + every, mask=inside, other=0.0)
+        score = (
+            libdevice.log(mass) - (top - peak) / temperature + _gumbel(key, every.to(tl.int64) + _FIRST_GROUP)
+        )
+        score = tl.where(inside & (mass > 0), score, -float("inf"))
+    group = tl.min(tl.where(score == tl.max(score, 0), every, groups), 0)
+    group = tl.where(group < groups, group, 0)
+    columns = group * GROUP + tl.arange(0, GROUP)
+    x = _load(logits, changed, places, row, columns, vocab, stride, SPECIAL)
+    if temperature > 0:
+        distance = (top - x) / temperature
+        possible = columns < vocab
+        if SPECIAL:
+            possible = possible & (distance <= tl.load(limits + row))
+        x = tl.where(possible, _gumbel(key, columns.to(tl.int64)) - distance, -float("inf"))
+    token = tl.min(tl.where(x == tl.max(x, 0), columns, vocab), 0)
     token = tl.where(token < vocab, token, 0)
+    if SPECIAL:
+        largest = tl.load(raw + row)
+    else:
+        bad = tl.max((peak != peak).to(tl.int32), 0)
+        largest = tl.where(bad > 0, float("nan"), top)
     tl.store(last_token + tl.load(slots + row), token)
     tl.store(result + 2 * row, token)
     tl.store(result + 2 * row + 1, largest.to(tl.int32, bitcast=True))
@@ -145,15 +181,6 @@ class Special:
     """float32 [slots, vocab]"""
 
 
-def _largest(logits: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, blocks]"""
-    rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, _BLOCK)
-    peaks = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
-    _peaks[(rows, blocks)](logits, peaks, vocab, logits.stride(0), BLOCKS=blocks, BLOCK=_BLOCK, num_warps=8)
-    return peaks
-
-
 def sample(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
@@ -171,56 +198,65 @@ def sample(
     on whether `special` is given for others' sake.
     """
     rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, _BLOCK)
-    up = triton.next_power_of_2(blocks)
-    raw = peaks = _largest(logits)
+    groups = triton.cdiv(vocab, _GROUP)
+    # Each in memory of its own: Triton compiles anew for a pointer that is aligned otherwise.
+    peaks, masses = (torch.empty(rows, groups, device=logits.device) for _ in range(2))
+    raw = tops = temperatures
+    changed, places, limits, counts = logits, slots, temperatures, None
     if special is not None:
-        if len(special.changed):
-            peaks = raw.index_copy(0, special.changed_rows, _largest(special.changed))
+        changed, places, limits, counts = special.changed, special.places, special.limits, special.counts
+        raw = tops = logits.amax(-1).float()
+        if len(changed):
+            tops = raw.index_copy(0, special.changed_rows, changed.amax(-1))
         if special.restricted:
             restrict(
                 logits,
-                special.changed,
-                special.places,
-                peaks,
+                changed,
+                places,
+                tops[:, None],
                 temperatures,
                 special.top_k,
                 special.top_p,
-                special.limits,
+                limits,
             )
-    scores = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
-    choices = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    _scores[(rows, blocks)](
+    _weigh[(rows, triton.cdiv(groups, _GROUPS))](
         logits,
-        peaks,
+        changed,
+        places,
         temperatures,
-        keys,
-        logits if special is None else special.changed,
-        slots if special is None else special.places,
-        peaks if special is None else special.limits,
-        scores,
-        choices,
+        tops,
+        limits,
+        peaks,
+        masses,
         vocab,
         logits.stride(0),
-        BLOCKS=blocks,
-        BLOCKS_UP=up,
-        BLOCK=_BLOCK,
+        groups,
+        GROUP=_GROUP,
+        GROUPS=_GROUPS,
         SPECIAL=special is not None,
         num_warps=8,
     )
-    counts = None if special is None else special.counts
     _choose[(rows,)](
+        logits,
+        changed,
+        places,
+        temperatures,
+        keys,
         raw,
-        scores,
-        choices,
+        limits,
+        peaks,
+        masses,
         slots,
         slots if special is None else special.counted,
         last_token if counts is None else counts,
         last_token,
         result,
         vocab,
-        BLOCKS=blocks,
-        BLOCKS_UP=up,
+        logits.stride(0),
+        groups,
+        GROUP=_GROUP,
+        GROUPS_UP=triton.next_power_of_2(groups),
+        SPECIAL=special is not None,
         COUNTED=counts is not None,
-        num_warps=1,
+        num_warps=4,
     )
