@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,11 @@ def sizes(work: Workload, jobs: list[Job]) -> dict[str, Any]:
     }
 
 
+def uncached(work: Workload) -> Workload:
+    """The same requests, of whose prompts no deployment has seen a part."""
+    return replace(work, namespace=secrets.token_hex(8))
+
+
 def announce(found: dict[str, Any], context: int, console: Console) -> None:
     cut = f"; {found['cut']} cut to fit the context of {context:,}" if found["cut"] else ""
     console.print(
@@ -95,7 +101,7 @@ async def _deployed(
         announce(workload, asked.context, console)
         runs = []
         for index in range(measurement.repeats):
-            run = await run_with_progress(asked, work, f"run {index + 1}", console)
+            run = await run_with_progress(asked, uncached(work), f"run {index + 1}", console)
             figures = summarize(run.records) | {"client_busy": run.busy}
             runs.append(figures)
             for text in warnings(figures, work):
@@ -167,7 +173,7 @@ def run_engine(
     help="Of sampling.",
 )
 @count("--seed", 0, "Of lengths and prompts.", least=0)
-@count("--repeats", 1, "Runs; the median one is reported. Later ones find prompts in a deployment's caches.")
+@count("--repeats", 1, "Runs; the median one is reported. None finds another's prompts in a cache.")
 @deployment_options(timeout=600.0)
 @report_options
 @config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
