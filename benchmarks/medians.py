@@ -32,6 +32,8 @@ def of_one(run: dict[str, Any]) -> Iterator[tuple[str, float]]:
         return
     yield "TTFT p50", run["ttft_ms"]["p50"]
     if workload["rate"] is None:
+        yield "first pause p50", run["first_pause_ms"]["p50"]
+        yield "TPOT p50", run["tpot_ms"]["p50"]
         return
     yield "TTFT p99", run["ttft_ms"]["p99"]
     yield "ITL p50", run["itl_ms"]["p50"]
