@@ -18,7 +18,7 @@ from baton.cli.local_secret import LocalSecret
 from baton.cli.placement import Place, place, value_of, visible_gpus, wants_gpu
 from baton.cli.ports import SharedPort, free_ports
 from baton.cli.progress import follow_logs, start_progress
-from baton.cli.supervisor import Supervisor
+from baton.cli.supervisor import SERVE, Supervisor
 from baton.config import NodeConfig
 from baton.rpc.address import split_address
 from baton.rpc.channel import Dial, open_channel
@@ -40,6 +40,8 @@ class DeploymentPlan:
     http_port: int | None = 0
     flags: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Role -> more flags of `baton serve ROLE`."""
+    program: tuple[str, ...] = SERVE
+    """What runs a process, given its role and flags."""
     log_folder: Path | None = None
     """None: a temporary folder, removed at the end."""
     restart: bool = True
@@ -78,6 +80,7 @@ class Deployment:
         self.supervisor = Supervisor(
             self.children,
             self._arguments,
+            program=plan.program,
             restart=plan.restart,
             start_seconds=plan.start_seconds,
             drain_seconds=plan.drain_seconds,

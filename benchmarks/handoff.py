@@ -1,0 +1,151 @@
+"""How long a hand-off takes, and where: from the last prompt chunk to the first decode step with the request.
+
+    python benchmarks/handoff.py --json handoff.json
+
+One prefill and one decode node, random weights in the shape of Qwen3-8B, requests one at a time through the
+gateway. The nodes are those of `baton serve` with time stamps in them (benchmarks/stamps.py). Prints for each
+prompt length medians of milliseconds since the prefill node read the last chunk's results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from stamps import TURNS
+from timed import Ask, ask
+
+from baton.bench.machine import machine, versions
+from baton.bench.shapes import SHAPES, write_shape
+from baton.cli.child import ChildError
+from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.client import AsyncClient
+from baton.rpc.errors import BatonError
+
+OUTPUT_TOKENS = 4
+WARMUP = 2
+"""Requests of each length before those that count."""
+PAUSE_SECONDS = 0.1
+"""Between two requests: the steps and stamps of one have ended."""
+
+Stamp = tuple[float, str]
+"""Seconds, and what happened."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """Milliseconds since the prefill node read the last chunk's results, by `stamps.TURNS`."""
+
+    after: dict[str, float]
+
+    @staticmethod
+    def of(stamps: Iterable[Stamp]) -> HandOff:
+        """Of the stamps of one request. Raises ValueError where it was not handed off."""
+        times: dict[str, float] = {}
+        for at, what in sorted(stamps):
+            if what not in ("launching", "launched") or what not in times:
+                times[what] = at  # pulls: the last; decode steps: the first
+        missing = [what for what in TURNS if what not in times]
+        if missing:
+            raise ValueError(f"a request was not handed off: no stamp says {', '.join(missing)}")
+        return HandOff({what: 1e3 * (times[what] - times["read"]) for what in TURNS})
+
+
+def take_stamps(folder: Path) -> list[Stamp]:
+    """Those since the last call; no process is writing any."""
+    lines: list[str] = []
+    for file in folder.iterdir():
+        lines += file.read_text().splitlines()
+        os.truncate(file, 0)
+    return [(float(at), what) for what, at in map(str.split, lines)]
+
+
+def plan_of(args: argparse.Namespace, model: str, stamps: str) -> DeploymentPlan:
+    os.environ["HANDOFF_STAMPS"] = stamps
+    worker = ("--model", model, "--device", args.device, "--load-format", "dummy")
+    if args.kv_tokens:
+        worker += ("--kv-tokens", str(args.kv_tokens))
+    return DeploymentPlan(
+        http_port=None,
+        restart=False,
+        program=(sys.executable, str(Path(__file__).with_name("stamps.py")), "serve"),
+        flags={
+            "tokenizer": ("--model", model),
+            "prefill": (*worker, "--token-budget", str(args.budget)),
+            "decode": worker,
+        },
+    )
+
+
+async def measure(args: argparse.Namespace, console: Console) -> dict[int, list[HandOff]]:
+    """Raises ValueError where a request was not handed off, BatonError, ChildError."""
+    found: dict[int, list[HandOff]] = {}
+    with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as stamps:
+        write_shape(args.shape, Path(model))
+        async with (
+            Deployment(plan_of(args, model, stamps), console) as deployment,
+            AsyncClient(deployment.address) as client,
+        ):
+            for length in args.prompts:
+                each = found[length] = []
+                for number in range(WARMUP + args.requests):
+                    what = Ask(length, OUTPUT_TOKENS, seed=f"{length} {number}")
+                    await ask(client, what, time.monotonic(), hand_off=True)
+                    await asyncio.sleep(PAUSE_SECONDS)
+                    each.append(HandOff.of(take_stamps(Path(stamps))))
+                del each[:WARMUP]
+    return found
+
+
+def table_of(found: dict[int, list[HandOff]]) -> Table:
+    table = Table(title="milliseconds since the last chunk's results were read, medians")
+    for heading in ("prompt", *TURNS[1:], "launched, least to most"):
+        table.add_column(heading, justify="right")
+    for length, each in found.items():
+        medians = [statistics.median(one.after[what] for one in each) for what in TURNS[1:]]
+        launched = [one.after["launched"] for one in each]
+        extremes = f"{min(launched):.2f} to {max(launched):.2f}"
+        table.add_row(f"{length:,}", *(f"{value:.2f}" for value in medians), extremes)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="8b", help="of the model")
+    parser.add_argument("--device", default="cuda", help="of both workers: cuda (a GPU each), or cpu")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 1024, 2048], help="tokens")
+    parser.add_argument("--requests", type=int, default=12, help="of each length")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a prefill node's step")
+    parser.add_argument("--kv-tokens", type=int, default=0, help="of a worker's pool; 0: the default")
+    parser.add_argument("--json", type=Path, help="file for all times")
+    parser.add_argument("--commit", default="", help="noted in the file")
+    args = parser.parse_args()
+    console = Console()
+    try:
+        found = asyncio.run(measure(args, console))
+    except (BatonError, ChildError, ValueError) as error:
+        parser.exit(1, f"error: {error}\n")
+    console.print(table_of(found))
+    if args.json:
+        asked = {"shape": args.shape, "device": args.device, "budget": args.budget}
+        times = {str(length): [one.after for one in each] for length, each in found.items()}
+        report = {"machine": machine(), "versions": versions(args.commit), **asked, "milliseconds": times}
+        args.json.write_text(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

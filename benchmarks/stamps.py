@@ -1,0 +1,83 @@
+"""Runs `baton serve` with time stamps at a hand-off's turns, for benchmarks/handoff.py.
+
+    python benchmarks/stamps.py serve prefill ...
+
+Appends a line `WHAT SECONDS` (monotonic clock, which the processes of a machine share) to the file PID in the
+folder that HANDOFF_STAMPS names. Requests are told apart by nothing: one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from baton.cli.main import main
+from baton.decode import peers
+from baton.engine.batch import Step
+from baton.engine.turns import Turns
+from baton.handoff.messages import FirstSampled
+from baton.handoff.prefill_side import PrefillSide
+from baton.prefill import server
+
+TURNS = ("read", "told", "heard", "pull", "pulled", "launching", "launched")
+"""In a prefill node: the results of a prompt's last chunk have been read; its first token and pages are in a
+message. In a decode node: that message is here; the last pull begins; has ended; the first decode step with
+the request is planned; is launched."""
+
+_commit = PrefillSide.commit
+_event = server._event
+_events_from = peers.events_from
+_pull = peers.PrefillPeers._pull
+_launch = Turns._launch
+
+
+def stamped(file: int) -> None:
+    """Puts the stamps in."""
+
+    def stamp(what: str, now: float | None = None) -> None:
+        os.write(file, f"{what} {time.monotonic() if now is None else now!r}\n".encode())
+
+    def commit(self: PrefillSide, step: Step, result: Any, now: float) -> None:
+        _commit(self, step, result, now)
+        if any(isinstance(output, FirstSampled) for _, output in self.outputs):
+            stamp("read", now)
+
+    def event(output: Any) -> Any:
+        made = _event(output)
+        if isinstance(output, FirstSampled):
+            stamp("told")
+        return made
+
+    def events_from(response: Any, vocab_size: int) -> Iterator[Any]:
+        for message in _events_from(response, vocab_size):
+            if isinstance(message, FirstSampled):
+                stamp("heard")
+            yield message
+
+    async def pull(self: Any, peer: Any, effect: Any) -> None:
+        stamp("pull")
+        await _pull(self, peer, effect)
+        stamp("pulled")
+
+    def launch(self: Turns[Any], step: Step) -> Any:
+        decodes = any(row.tokens is None for row in step.plan.rows)
+        if decodes:
+            stamp("launching")
+        launched = _launch(self, step)
+        if decodes:
+            stamp("launched")
+        return launched
+
+    PrefillSide.commit = commit  # type: ignore[method-assign]
+    server._event = event
+    peers.events_from = events_from  # type: ignore[attr-defined]
+    peers.PrefillPeers._pull = pull  # type: ignore[method-assign]
+    Turns._launch = launch  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    folder = os.environ["HANDOFF_STAMPS"]
+    stamped(os.open(f"{folder}/{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    main()

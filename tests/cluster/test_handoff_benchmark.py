@@ -1,0 +1,35 @@
+"""benchmarks/handoff.py puts time stamps into real nodes: that they are still where it looks for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from process import ENVIRONMENT
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "handoff.py"
+
+
+def test_all_turns_of_a_hand_off_are_stamped_in_their_order(tmp_path):
+    file = tmp_path / "times.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, str(SCRIPT), "--shape", "tiny", "--device", "cpu", "--kv-tokens", "4096"),
+            *("--prompts", "100", "700", "--requests", "2", "--budget", "512", "--json", str(file)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **ENVIRONMENT},
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())["milliseconds"]
+    assert found.keys() == {"100", "700"}
+    for times in [*found["100"], *found["700"]]:
+        assert times["read"] == 0.0
+        assert times["told"] < times["heard"] < times["pull"] < times["pulled"] < times["launching"]
+        assert times["launching"] < times["launched"] < 60_000
