@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -43,23 +42,20 @@ Stamp = tuple[float, str]
 """Seconds, and what happened."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandOff:
-    """Milliseconds since the prefill node read the last chunk's results, by `stamps.TURNS`."""
+Times = dict[str, float]
+"""Of `stamps.TURNS`: milliseconds since the prefill node read the last chunk's results."""
 
-    after: dict[str, float]
 
-    @staticmethod
-    def of(stamps: Iterable[Stamp]) -> HandOff:
-        """Of the stamps of one request. Raises ValueError where it was not handed off."""
-        times: dict[str, float] = {}
-        for at, what in sorted(stamps):
-            if what not in ("launching", "launched") or what not in times:
-                times[what] = at  # pulls: the last; decode steps: the first
-        missing = [what for what in TURNS if what not in times]
-        if missing:
-            raise ValueError(f"a request was not handed off: no stamp says {', '.join(missing)}")
-        return HandOff({what: 1e3 * (times[what] - times["read"]) for what in TURNS})
+def times_of(stamps: Iterable[Stamp]) -> Times:
+    """Of one request. Raises ValueError where it was not handed off."""
+    at: dict[str, float] = {}
+    for seconds, what in sorted(stamps):
+        if what not in ("launching", "launched") or what not in at:
+            at[what] = seconds  # pulls: the last; decode steps: the first
+    missing = [what for what in TURNS if what not in at]
+    if missing:
+        raise ValueError(f"a request was not handed off: no stamp says {', '.join(missing)}")
+    return {what: 1e3 * (at[what] - at["read"]) for what in TURNS}
 
 
 def take_stamps(folder: Path) -> list[Stamp]:
@@ -88,9 +84,9 @@ def plan_of(args: argparse.Namespace, model: str, stamps: str) -> DeploymentPlan
     )
 
 
-async def measure(args: argparse.Namespace, console: Console) -> dict[int, list[HandOff]]:
+async def measure(args: argparse.Namespace, console: Console) -> dict[int, list[Times]]:
     """Raises ValueError where a request was not handed off, BatonError, ChildError."""
-    found: dict[int, list[HandOff]] = {}
+    found: dict[int, list[Times]] = {}
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as stamps:
         write_shape(args.shape, Path(model))
         async with (
@@ -103,18 +99,18 @@ async def measure(args: argparse.Namespace, console: Console) -> dict[int, list[
                     what = Ask(length, OUTPUT_TOKENS, seed=f"{length} {number}")
                     await ask(client, what, time.monotonic(), hand_off=True)
                     await asyncio.sleep(PAUSE_SECONDS)
-                    each.append(HandOff.of(take_stamps(Path(stamps))))
+                    each.append(times_of(take_stamps(Path(stamps))))
                 del each[:WARMUP]
     return found
 
 
-def table_of(found: dict[int, list[HandOff]]) -> Table:
+def table_of(found: dict[int, list[Times]]) -> Table:
     table = Table(title="milliseconds since the last chunk's results were read, medians")
     for heading in ("prompt", *TURNS[1:], "launched, least to most"):
         table.add_column(heading, justify="right")
     for length, each in found.items():
-        medians = [statistics.median(one.after[what] for one in each) for what in TURNS[1:]]
-        launched = [one.after["launched"] for one in each]
+        medians = [statistics.median(one[what] for one in each) for what in TURNS[1:]]
+        launched = [one["launched"] for one in each]
         extremes = f"{min(launched):.2f} to {max(launched):.2f}"
         table.add_row(f"{length:,}", *(f"{value:.2f}" for value in medians), extremes)
     return table
@@ -141,8 +137,7 @@ def main() -> int:
     console.print(table_of(found))
     if args.json:
         asked = {"shape": args.shape, "device": args.device, "budget": args.budget}
-        times = {str(length): [one.after for one in each] for length, each in found.items()}
-        report = {"machine": machine(), "versions": versions(args.commit), **asked, "milliseconds": times}
+        report = {"machine": machine(), "versions": versions(args.commit), **asked, "milliseconds": found}
         args.json.write_text(json.dumps(report, indent=1))
     return 0
 

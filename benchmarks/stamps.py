@@ -19,6 +19,7 @@ from baton.engine.batch import Step
 from baton.engine.turns import Turns
 from baton.handoff.messages import FirstSampled
 from baton.handoff.prefill_side import PrefillSide
+from baton.handoff.pull_cost import PullMeter
 from baton.prefill import server
 
 TURNS = ("read", "told", "heard", "pull", "pulled", "launching", "launched")
@@ -30,6 +31,7 @@ _commit = PrefillSide.commit
 _event = server._event
 _events_from = peers.events_from
 _pull = peers.PrefillPeers._pull
+_add = PullMeter.add
 _launch = Turns._launch
 
 
@@ -59,7 +61,10 @@ def stamped(file: int) -> None:
     async def pull(self: Any, peer: Any, effect: Any) -> None:
         stamp("pull")
         await _pull(self, peer, effect)
-        stamp("pulled")
+
+    def add(self: PullMeter, tokens: int, seconds: float) -> None:
+        stamp("pulled")  # the step thread has not heard of it yet
+        _add(self, tokens, seconds)
 
     def launch(self: Turns[Any], step: Step) -> Any:
         decodes = any(row.tokens is None for row in step.plan.rows)
@@ -74,6 +79,7 @@ def stamped(file: int) -> None:
     server._event = event
     peers.events_from = events_from  # type: ignore[attr-defined]
     peers.PrefillPeers._pull = pull  # type: ignore[method-assign]
+    PullMeter.add = add  # type: ignore[method-assign]
     Turns._launch = launch  # type: ignore[method-assign]
 
 
