@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from baton.engine.loop import StepLoop
+from baton.engine.loop import REST_SECONDS, StepLoop
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.turns import CALLS_SECONDS
 
@@ -138,26 +139,26 @@ class Handing(Core):
     def __init__(self):
         super().__init__()
         self.yielded = threading.Event()
-        self.taken = False
+        self.taken = threading.Event()
         self.before_plan = []
 
     def plan(self, now):
-        self.before_plan.append(self.taken)
+        self.before_plan.append(self.taken.is_set())
         return super().plan(now)
 
     def flush(self, step):
         if step:
-            self.taken = False
+            self.taken.clear()
             self.yielded.set()
 
 
 class Steady(Device):
-    """Steps of 10 ms, one after the other."""
+    """Steps of 30 ms, one after the other."""
 
     free = 0.0
 
     def launch(self, plan):
-        self.free = max(self.free, time.monotonic()) + 0.01
+        self.free = max(self.free, time.monotonic()) + 0.03
         return self.free, plan
 
     def done(self, flight):
@@ -167,14 +168,22 @@ class Steady(Device):
         return StepResult(flight[1].number)
 
 
-def test_what_a_step_yields_goes_out_before_the_next_is_planned():
-    core = Handing()
+def test_what_a_step_yields_goes_out_before_the_next_is_planned(monkeypatch):
+    """The loop rests in between; here as long as a busy machine may need for it."""
+    core, rests = Handing(), []
+
+    def rest(seconds):
+        rests.append(seconds)
+        core.taken.wait(1.0)
+
+    monkeypatch.setattr("baton.engine.loop.time", SimpleNamespace(monotonic=time.monotonic, sleep=rest))
     loop = StepLoop(core, Steady(), name="steps", overlap=True, crashed=lambda error: None)
     loop.start()
     for _ in range(40):
         assert core.yielded.wait(10.0)
         core.yielded.clear()
-        core.taken = True
+        core.taken.set()
     assert loop.stop()
     found = core.before_plan[5:35]
     assert sum(found) > 0.8 * len(found)
+    assert 0 < min(rests) <= max(rests) <= REST_SECONDS
