@@ -15,23 +15,22 @@ from typing import Any
 
 from baton.cli.main import main
 from baton.decode import peers
+from baton.decode.pulling import Pulling
 from baton.engine.batch import Step
 from baton.engine.turns import Turns
 from baton.handoff.messages import FirstSampled
 from baton.handoff.prefill_side import PrefillSide
-from baton.handoff.pull_cost import PullMeter
 from baton.prefill import server
 
 TURNS = ("read", "told", "heard", "pull", "pulled", "launching", "launched")
-"""In a prefill node: the results of a prompt's last chunk have been read; its first token and pages are in a
-message. In a decode node: that message is here; the last pull begins; has ended; the first decode step with
-the request is planned; is launched."""
+"""In a prefill node: the results of a prompt's last chunk have been read; its first token is in a message. In
+a decode node: that message is here; the last pull begins to copy; has ended; the first decode step with the
+request is planned; is launched."""
 
 _commit = PrefillSide.commit
 _event = server._event
 _events_from = peers.events_from
-_pull = peers.PrefillPeers._pull
-_add = PullMeter.add
+_copied = Pulling._copied
 _launch = Turns._launch
 
 
@@ -58,13 +57,11 @@ def stamped(file: int) -> None:
                 stamp("heard")
             yield message
 
-    async def pull(self: Any, peer: Any, effect: Any) -> None:
-        stamp("pull")
-        await _pull(self, peer, effect)
-
-    def add(self: PullMeter, tokens: int, seconds: float) -> None:
-        stamp("pulled")  # the step thread has not heard of it yet
-        _add(self, tokens, seconds)
+    def copied(self: Pulling, receiver: Any, seconds: float) -> None:
+        now = time.monotonic()  # the step thread has not heard of it yet
+        stamp("pull", now - seconds)
+        stamp("pulled", now)
+        _copied(self, receiver, seconds)
 
     def launch(self: Turns[Any], step: Step) -> Any:
         decodes = any(row.tokens is None for row in step.plan.rows)
@@ -78,8 +75,7 @@ def stamped(file: int) -> None:
     PrefillSide.commit = commit  # type: ignore[method-assign]
     server._event = event
     peers.events_from = events_from  # type: ignore[attr-defined]
-    peers.PrefillPeers._pull = pull  # type: ignore[method-assign]
-    PullMeter.add = add  # type: ignore[method-assign]
+    Pulling._copied = copied  # type: ignore[method-assign]
     Turns._launch = launch  # type: ignore[method-assign]
 
 

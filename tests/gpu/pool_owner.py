@@ -3,6 +3,7 @@
 The pool begins in the middle of a larger tensor. Prints the endpoint in hexadecimal, or "error ..."; then
 obeys lines on stdin, and ends with stdin:
     refill SEED      other contents in all pages, and generations one higher
+    step NUMBER SEED launches a step that fills all pages, late; it has retired when the next line is obeyed
     busy, idle       matrix products in a loop, or none
 """
 
@@ -19,6 +20,8 @@ from baton.transport.cuda_ipc import cuda_ipc_endpoint
 from baton.transport.cuda_pages import CudaPages
 
 LEAD = 1536
+STEP_CYCLES = 200_000_000
+"""About 0.1 s."""
 
 
 def page_content(page: int, page_bytes: int, seed: int = 0) -> torch.Tensor:
@@ -73,6 +76,15 @@ def main() -> None:
         command, *rest = line.split()
         if command == "refill":
             fill(int(rest[0]))
+        elif command == "step":
+            number, seed = map(int, rest)
+            torch.cuda._sleep(STEP_CYCLES)
+            for page in range(pages):
+                pool.pool[page].copy_(page_content(page, page_bytes, seed))
+            print("done", flush=True)
+            torch.cuda.synchronize()
+            segment.retire(number)
+            continue
         elif command == "busy":
             load = Load()
             load.start()

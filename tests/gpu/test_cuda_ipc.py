@@ -96,6 +96,27 @@ async def test_pulls_at_once_and_the_event_loop_goes_on(directory):
         await receiver.close()
 
 
+@pytest.mark.parametrize("gpu", gpus())
+async def test_a_pull_waits_for_the_owners_step(directory, gpu):
+    """What the step writes is there, though it was announced before and asked for before."""
+    with owning(directory, PAGES, MB, gpu=gpu) as owner:
+        pool = local_pool(PAGES, MB)
+        receiver = await CudaIpcReceiver.open(owner.endpoint, pool)
+        assert receiver.sees_steps
+        pairs = random_pairs(PAGES // 2, random.Random(6))
+        for step in range(1, 6):
+            waiting = asyncio.create_task(receiver.pull(pairs, step))
+            await asyncio.sleep(0.01)
+            await asyncio.to_thread(owner.ask, f"step {step} {step}")
+            await asyncio.wait_for(waiting, 20)
+            check(pool, pairs, seed=step)
+        waiting = asyncio.create_task(receiver.pull(pairs, 99))
+        await asyncio.sleep(0.01)
+        await asyncio.wait_for(receiver.close(), 5)
+        with pytest.raises(TransportError, match="closed before"):
+            await waiting
+
+
 async def test_recycled_pages_and_their_generations(directory):
     with owning(directory, PAGES, MB) as owner:
         pool = local_pool(PAGES, MB)

@@ -11,8 +11,6 @@ from baton.sim.bugs import BUGS
 from baton.sim.run import run_seed
 from baton.sim.soak import run_many
 
-FROM = {"late-generation": 8400}
-"""Where to begin, for a bug that takes minutes of seeds: the ones before were tried, and do not find it."""
 TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
 
 
@@ -20,7 +18,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):
     bug = BUGS[name]
-    outcomes = run_many(range(FROM.get(name, 0), bug.within), bug=name)
+    outcomes = run_many(range(bug.within), bug=name)
     failure = next((outcome for outcome in outcomes if outcome.failure), None)
     outcomes.close()
     assert failure is not None, f"{name} was not found within {bug.within} seeds"

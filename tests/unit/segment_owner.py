@@ -1,6 +1,7 @@
 """A process that owns a segment: `python segment_owner.py DIRECTORY PAGES PAGE_BYTES INCARNATION`.
 
-Prints the endpoint in hexadecimal; then obeys lines on stdin: "bump PAGE", "close", and ends with stdin.
+Prints the endpoint in hexadecimal; then obeys lines on stdin: "bump PAGE", "retire STEP", "close", and ends
+with stdin.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def main() -> None:
         command, *rest = line.split()
         if command == "bump":
             segment.generations[int(rest[0])] += 1
+        elif command == "retire":
+            segment.retire(int(rest[0]))
         else:
             segment.close()
         print("done", flush=True)

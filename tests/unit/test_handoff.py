@@ -49,12 +49,18 @@ class PrefillNode:
         self.address = address
         self.inbox, self.outbox = deque(), deque()
         self.up = False
+        self.planned, self.retired = None, 0
 
     def step(self, now):
+        """Plans a step, or computes the one planned: anything may happen in between."""
         self.side.tick(now)
-        step = self.side.plan(now)
-        if step:
-            self.side.commit(step, self.runner.read(self.runner.launch(step.plan)), now)
+        if self.planned is None:
+            self.planned = self.side.plan(now)
+        else:
+            step, self.planned = self.planned, None
+            result = self.runner.read(self.runner.launch(step.plan))
+            self.retired = step.plan.number
+            self.side.commit(step, result, now)
         self.flush()
 
     def flush(self):
@@ -63,12 +69,22 @@ class PrefillNode:
 
 
 class World:
-    """`visible`: the decode side sees the owner's generations (shm); else the release's answer must tell."""
+    """`visible`: the decode side sees the owner's generations (shm); else the release's answer must tell.
+    `ahead`: it sees which steps have retired, too, and is told of pages before theirs has."""
 
     def __init__(
-        self, rng, prefill_pages=(40, 40), decode_pages=40, visible=True, grace=1e9, silence=1e9, local=3
+        self,
+        rng,
+        prefill_pages=(40, 40),
+        decode_pages=40,
+        visible=True,
+        grace=1e9,
+        silence=1e9,
+        local=3,
+        ahead=True,
     ):
         self.rng, self.visible, self.now = rng, visible, 0.0
+        self.ahead = visible and ahead
         self.nodes = {f"p{i}": PrefillNode(f"p{i}", pages, grace) for i, pages in enumerate(prefill_pages)}
         policy = DecodePolicy(
             local_prefill_tokens=local, fallback_tokens=1000, silence_seconds=silence, pull_seconds=PULL
@@ -80,6 +96,8 @@ class World:
         self.core = DecodeCore(scheduler, policy, self.flushed, lambda: None)
         self.runner = HashRunner(decode_pages, SIZE, 8)
         self.pulls = []
+        self.pressed = []
+        """Whether what is flushed presses, each time that it is a release alone."""
         self.tokens = defaultdict(list)
         self.finished, self.terminal, self.prompts = set(), {}, defaultdict(int)
         for address in self.nodes:
@@ -98,6 +116,9 @@ class World:
         node.outbox.clear()
         node.side.disconnect("d", self.now)
         node.side.outputs.clear()
+        for entry in [entry for entry in self.pulls if self.waits(entry) and entry[0].address == address]:
+            self.pulls.remove(entry)
+            self.core.handoffs.pull_ended(entry[0].pull, "the receiver is closed", None, self.now)
         self.core.peer_changed(address, Peer(False, self.now), "lost", self.now)
 
     def start(
@@ -149,7 +170,7 @@ class World:
                 params=effect.params,
                 n=effect.n,
             )
-            side.start("d", effect.name, request, True, self.now)
+            side.start("d", effect.name, request, True, self.now, self.ahead)
         elif isinstance(effect, CancelPrefill):
             side.cancel("d", effect.name, self.now)
         elif isinstance(effect, ReleaseLease):
@@ -163,6 +184,10 @@ class World:
         self.core.handoffs.hear(node.address, self.now)
         if not isinstance(message, Alive):
             self.core.handoffs.receive(node.address, message, self.now)
+
+    def waits(self, entry):
+        """For its step."""
+        return entry[1] is None and entry[0].step > self.nodes[entry[0].address].retired
 
     def pull(self, entry):
         """First call copies the bytes, second reads the generations: anything may happen in between."""
@@ -181,6 +206,8 @@ class World:
     def decode_step(self):
         self.core.tick(self.now)
         step = self.core.plan(self.now)
+        if [type(effect) for effect in self.core.handoffs.effects] == [ReleaseLease]:
+            self.pressed.append(self.core.pressing)
         self.core.flush(0)
         if step:
             self.core.commit(step, self.runner.read(self.runner.launch(step.plan)), self.now)
@@ -196,7 +223,7 @@ class World:
                 choices.append(lambda node=node: self.deliver(node))
             if node.outbox:
                 choices.append(lambda node=node: self.receive(node))
-        choices.extend(lambda entry=entry: self.pull(entry) for entry in self.pulls)
+        choices.extend(lambda entry=entry: self.pull(entry) for entry in self.pulls if not self.waits(entry))
         self.rng.choice(choices)()
 
     @property
@@ -231,11 +258,11 @@ class World:
             assert isinstance(self.terminal[number], Done), self.terminal[number]
 
 
-@pytest.mark.parametrize("visible", [True, False])
+@pytest.mark.parametrize(("visible", "ahead"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("length", [5, 8, 33])
 @pytest.mark.parametrize("n", [1, 3])
-def test_prompt_is_handed_off(visible, length, n):
-    world = World(random.Random(1), visible=visible)
+def test_prompt_is_handed_off(visible, ahead, length, n):
+    world = World(random.Random(1), visible=visible, ahead=ahead)
     request = world.start(1, range(length), n=n)
     world.run()
     world.check(request)
@@ -385,7 +412,7 @@ def test_a_request_that_its_first_token_finishes_is_never_pulled(seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_stop_token_that_comes_first_begins_no_pull(seed):
     """Its prompt is a single chunk here: what earlier chunks announced may have been pulled by then."""
-    world = World(random.Random(seed))
+    world = World(random.Random(seed), ahead=False)
     prompt = list(range(12))
     first = reference(prompt, 1, 1)
     world.start(1, prompt, stop=frozenset(first))
@@ -481,12 +508,72 @@ def test_pages_overwritten_during_the_pull_are_dropped():
     node.side._fail(node.side._attempts[name], "ABORTED", "LEASE_EXPIRED", "test")
     side_request = Request(key=name, prompt=tuple(range(500, 538)), params=SamplingParams(max_tokens=1))
     node.side.scheduler.submit(side_request)
-    for _ in range(5):
+    for _ in range(10):
         node.step(world.now)
     world.pull(entry)
     world.pull(entry)
     assert world.core.handoffs.counters.stale == 1
     node.side.scheduler.close(side_request)
+    world.run()
+    world.check(request)
+
+
+def test_pages_are_announced_before_their_step_has_retired_and_pulled_after():
+    world = World(random.Random(1))
+    request, node = world.start(1, range(33)), world.nodes["p0"]
+    world.decode_step()
+    world.deliver(node)
+    node.step(world.now)
+    assert node.planned and not node.retired
+    world.receive(node)
+    world.decode_step()
+    ((effect, _),) = world.pulls
+    assert effect.step == node.planned.plan.number and world.waits(world.pulls[0])
+    assert len(effect.pairs) == 4  # of a step of 16 tokens
+    world.now += 100 * PULL
+    world.decode_step()
+    assert not world.core.handoffs.overdue and world.core.handoffs.active == 1  # waiting is no fault
+    world.run()
+    world.check(request)
+    assert world.terminal[1].stats.handoff_retries == 0
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_release_that_nobody_waits_for_does_not_press(visible):
+    world = World(random.Random(1), visible=visible)
+    world.start(1, range(33))
+    world.run()
+    assert world.pressed == [not visible]
+
+
+def test_cached_pages_are_announced_at_once():
+    world = World(random.Random(1))
+    first = world.start(1, range(20), candidates=("p0",))
+    world.run()
+    # Another decode node, that has nothing of it.
+    node, name = world.nodes["p0"], AttemptName(1, 1, 0, 0)
+    node.side.connect("e", world.now)
+    again = Request(key=name, prompt=(*range(20), 7), params=SamplingParams(max_tokens=1))
+    node.side.start("e", name, again, True, world.now, ahead=True)
+    node.step(world.now)
+    cached, rest = node.outbox
+    assert (cached.first_page, len(cached.pages), cached.step, cached.last) == (0, 5, 0, False)
+    assert (rest.first_page, len(rest.pages), rest.last) == (5, 1, True)
+    assert rest.step == node.planned.plan.number > node.retired
+    world.check(first)
+
+
+def test_a_pull_that_was_not_begun_is_not_when_its_node_is_lost():
+    """The numbers of a new life's steps start again: it would wait for one that is long to come."""
+    world = World(random.Random(1))
+    request, node = world.start(1, range(33)), world.nodes["p0"]
+    world.decode_step()
+    world.deliver(node)
+    node.step(world.now)
+    world.receive(node)
+    world.disconnect("p0")  # in the same turn: nothing has been flushed since
+    world.decode_step()
+    assert not world.pulls and world.core.handoffs.pulls == 0
     world.run()
     world.check(request)
 
@@ -512,14 +599,15 @@ def test_deadline_ends_a_request_wherever_it_is():
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32), visible=st.booleans())
-def test_any_order_of_events_and_faults(seed, visible):
+@given(seed=st.integers(0, 2**32), visible=st.booleans(), ahead=st.booleans())
+def test_any_order_of_events_and_faults(seed, visible, ahead):
     rng = random.Random(seed)
     world = World(
         rng,
         prefill_pages=(rng.randrange(12, 30), rng.randrange(12, 30)),
         decode_pages=rng.randrange(14, 40),
         visible=visible,
+        ahead=ahead,
         grace=rng.choice([0.5, 1e9]),
         silence=rng.choice([0.5, 1e9]),
     )
@@ -557,12 +645,16 @@ def test_any_order_of_events_and_faults(seed, visible):
         world.check(request, partial=isinstance(ended, Failed))
 
 
-def test_a_pull_that_never_ends_fails_its_try_and_its_pages_come_back_when_it_does():
-    world = World(random.Random(5))
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_pull_that_never_ends_fails_its_try_and_its_pages_come_back_when_it_does(ahead):
+    """Where it may have waited for its step, its time counts from the first token on."""
+    world = World(random.Random(5), ahead=ahead)
     request = world.start(1, range(30))
     while not world.pulls:
         world.turn()
     stuck = world.pulls.pop()
+    while ahead and not world.tokens[(1, 0)]:
+        world.turn()
     assert world.core.scheduler.cache.counts().quarantined == 0
     world.now += PULL
     world.decode_step()

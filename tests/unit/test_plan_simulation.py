@@ -57,8 +57,11 @@ def test_one_request_takes_the_time_that_can_be_reckoned():
     assert record.ttft == pytest.approx(first, abs=1e-9)
     copied = pull.seconds(7 * ENGINE.page_bytes)
     steps = [decode_step(1, 101 + i) for i in range(4)]
-    # The pull begins when the first token is told, and ends in a turn that begins at once.
-    assert record.e2e == pytest.approx(first + copied + sum(steps) + 3 * (host.turn + host.row), abs=1e-9)
+    # The pull begins with the end of the prompt's step, while the first token is told, and ends in a turn
+    # that begins at once.
+    assert record.e2e == pytest.approx(
+        first + copied - host.hop + sum(steps) + 3 * (host.turn + host.row), abs=1e-9
+    )
     assert (record.output_tokens, record.prompt_tokens, record.pulled_pages) == (5, 100, 7)
 
 
@@ -68,7 +71,10 @@ def test_without_shared_generations_the_answer_to_the_release_is_waited_for():
         simulate(Layout(1, 1), setup(host=host, pull=replace(pull, seen=each)), traffic((1.0, 100, 5)))
         for each in (True, False)
     )
-    assert unseen.records[0].e2e - seen.records[0].e2e == pytest.approx(2 * host.hop, abs=1e-9)
+    # What the receiver sees it need not be told either: it begins with the step's end, and is done before the
+    # first token is there.
+    later = pull.latency + 2 * host.hop
+    assert unseen.records[0].e2e - seen.records[0].e2e == pytest.approx(later, abs=1e-9)
 
 
 def test_aggregated_prompts_are_computed_where_they_are_decoded():

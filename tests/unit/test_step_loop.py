@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.engine.loop import REST_SECONDS, StepLoop
+from baton.engine.loop import REST_SECONDS, WARM_SECONDS, StepLoop
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.turns import CALLS_SECONDS
 
@@ -54,6 +54,8 @@ class Step:
 
 class Core:
     """Always has a step to do."""
+
+    pressing = True
 
     def __init__(self):
         self.committed = 0
@@ -187,3 +189,27 @@ def test_what_a_step_yields_goes_out_before_the_next_is_planned(monkeypatch):
     found = core.before_plan[5:35]
     assert sum(found) > 0.8 * len(found)
     assert 0 < min(rests) <= max(rests) <= REST_SECONDS
+
+
+def test_the_way_to_a_launch_is_kept_warm_while_a_step_is_expected():
+    core, turns, warmed = SimpleNamespace(expecting=False), [], []
+    core.tick = core.admit = core.flush = lambda _: None
+    core.plan = lambda now: turns.append(now)
+    crashed = []
+    loop = StepLoop(
+        core, Device(), name="steps", crashed=crashed.append, warm=lambda: warmed.append(len(turns))
+    )
+    loop.start()
+    time.sleep(0.1)
+    assert len(turns) == 1 and not warmed
+    core.expecting = True
+    loop.call(lambda core, now: None)
+    time.sleep(0.2)
+    core.expecting = False
+    time.sleep(0.1)
+    most = len(turns)
+    assert 10 < len(warmed) <= 0.3 / WARM_SECONDS
+    assert warmed == sorted(set(warmed)), "more than once between two turns"
+    time.sleep(0.1)
+    assert len(turns) == most, "it turns on, though nothing is expected"
+    assert loop.stop() and not crashed

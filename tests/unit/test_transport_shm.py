@@ -108,6 +108,75 @@ async def test_generations_are_read_live(owner: Owner) -> None:
     await receiver.close()
 
 
+async def test_a_pull_waits_for_the_owners_step(owner: Owner) -> None:
+    local = pool()
+    receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(local), 5000))
+    assert receiver.sees_steps
+    told: list[float] = []
+    later = asyncio.create_task(receiver.pull([(1, 1)], 9, told.append))
+    await asyncio.sleep(0.02)
+    sooner = asyncio.create_task(receiver.pull([(2, 2)], step=8))
+    await receiver.pull([(0, 0)])  # overtakes what waits
+    assert local[:5000] == page_content(0, 5000) and not later.done()
+    owner.ask("retire 7")
+    await asyncio.sleep(0.05)
+    assert not sooner.done() and local[5000:15_000] == b"\xee" * 10_000
+    owner.ask("retire 8")
+    await asyncio.wait_for(sooner, 10)
+    assert local[10_000:15_000] == page_content(2, 5000)
+    await asyncio.sleep(0.05)
+    assert not later.done() and not told and local[5000:10_000] == b"\xee" * 5000
+    owner.ask("retire 10")
+    await asyncio.wait_for(later, 10)
+    assert len(told) == 1 and 0 <= told[0] < 0.05, "the wait counts as copying"
+    assert local[5000:10_000] == page_content(1, 5000)
+    await receiver.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+async def test_a_waiting_pull_ends_without_its_step(owner: Owner, how: str) -> None:
+    """Its owner may be dead."""
+    local = pool()
+    receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(local), 5000))
+    pulls = [asyncio.create_task(receiver.pull([(page, page)], step=1)) for page in range(3)]
+    await asyncio.sleep(0.02)
+    owner.kill()
+    if how == "cancelled":
+        for pull in pulls:
+            pull.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(pull, 5)
+        await receiver.pull([(4, 4)])  # the thread is free again
+        assert local[20_000:25_000] == page_content(4, 5000)
+    await asyncio.wait_for(receiver.close(), 5)
+    if how == "closed":
+        for pull in pulls:
+            with pytest.raises(TransportError, match="closed before"):
+                await pull
+    assert local[:15_000] == b"\xee" * 15_000
+
+
+async def test_what_a_caller_raises_fails_its_pull(owner: Owner) -> None:
+    def wrong(seconds: float) -> None:
+        raise TransportError("not like this")
+
+    receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(pool()), 5000))
+    with pytest.raises(TransportError, match="not like this"):
+        await receiver.pull([(0, 0)], copied=wrong)
+    await receiver.pull([(0, 0)])
+    await receiver.close()
+
+
+async def test_an_owner_that_does_not_tell_its_steps(owner: Owner) -> None:
+    """One of an earlier version."""
+    owner.endpoint.ClearField("retired_offset")
+    receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(pool()), 5000))
+    assert not receiver.sees_steps
+    with pytest.raises(TransportError, match="steps cannot be seen over shm"):
+        await receiver.pull([(0, 0)], step=1)
+    await receiver.close()
+
+
 async def test_the_mapping_survives_the_owners_death(owner: Owner, directory: Path) -> None:
     local = pool()
     receiver = ShmReceiver(owner.endpoint, HostPages(memoryview(local), 5000))
@@ -232,7 +301,8 @@ def slow(endpoint: pb.ShmEndpoint, local: bytearray) -> Slow:
 async def test_a_cancelled_pull_returns_after_its_copy_ended(owner: Owner) -> None:
     local = pool()
     receiver = slow(owner.endpoint, local)
-    task = asyncio.create_task(receiver.pull([(0, 0), (1, 1)]))
+    told: list[float] = []
+    task = asyncio.create_task(receiver.pull([(0, 0), (1, 1)], copied=told.append))
     await asyncio.to_thread(receiver.entered.wait, 30)
     for _ in range(3):
         task.cancel()
@@ -242,7 +312,7 @@ async def test_a_cancelled_pull_returns_after_its_copy_ended(owner: Owner) -> No
     with pytest.raises(asyncio.CancelledError):
         await task
     assert receiver.left.is_set()
-    assert local == pool()  # and it stopped before the first batch
+    assert local == pool() and not told  # and it stopped before the first batch
     await receiver.pull([(2, 2)])
     assert local[10_000:15_000] == page_content(2, 5000)
     await receiver.close()

@@ -42,6 +42,8 @@ class Runner(HashRunner):
 class Core:
     """A scheduler as a node's core."""
 
+    pressing = True
+
     def __init__(self, pages=32):
         self.allocator = PageAllocator(pages)
         config = SchedulerConfig(context_length=pages * SIZE, token_budget=32, max_rows=4)
@@ -96,6 +98,17 @@ def test_turns_go_on_until_there_is_nothing_to_do(overlap):
     assert tokens == reference(list(range(10)), 1, 6)
     assert set(core.calls) == {7.0}
     core.scheduler.cache.check(idle=True)
+
+
+@pytest.mark.parametrize("pressing", [True, False])
+def test_what_presses_is_flushed_before_a_launch_and_the_rest_behind_it(pressing):
+    core, runner, turns = make(overlap=True)
+    core.pressing = pressing
+    order, flush, launch = [], core.flush, runner.launch
+    core.flush = lambda step: (order.append("flush"), flush(step))
+    runner.launch = lambda plan: (order.append("launch"), launch(plan))[1]
+    turns.begin()
+    assert order == (["flush", "launch"] if pressing else ["launch", "flush"])
 
 
 @pytest.mark.parametrize("overlap", [False, True])

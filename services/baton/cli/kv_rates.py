@@ -131,14 +131,16 @@ async def measure(
     repeats: int,
     done: Callable[[], None],
 ) -> Rate:
-    """The first pull is not counted. `done` is called after each."""
+    """From the call until a decode node's core would be told. The first pull is not counted. `done` is called
+    after each."""
     count = -(-tokens // page_size)
+    ends = []
     times = []
     for number in range(repeats + 1):
         pairs = pairs_for(method, count, pages.num_pages, number)
         started = time.perf_counter()
-        await receiver.pull(pairs)
-        times.append(time.perf_counter() - started)
+        await receiver.pull(pairs, copied=lambda _: ends.append(time.perf_counter()))
+        times.append(ends[-1] - started)
         done()
     times = times[1:]
     size = count * pages.page_bytes

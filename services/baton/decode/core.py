@@ -26,7 +26,7 @@ from baton.engine.request import (
 )
 from baton.engine.scheduler import Route, Scheduler
 from baton.handoff.decode_side import DecodeSide
-from baton.handoff.messages import DecodeEffect
+from baton.handoff.messages import DecodeEffect, ReleaseLease
 from baton.handoff.names import AttemptName
 
 REMEMBERED_TRIES = 16384
@@ -81,6 +81,19 @@ class DecodeCore:
     @property
     def requests(self) -> int:
         return len(self.entries)
+
+    @property
+    def expecting(self) -> bool:
+        """Pages are about to be here."""
+        return self.handoffs.pulls > 0
+
+    @property
+    def pressing(self) -> bool:
+        """All but releases that nobody waits for: to send one takes the interpreter from the launch that its
+        pages are for."""
+        effects = self.handoffs.effects
+        idle = all(isinstance(effect, ReleaseLease) and not effect.awaited for effect in effects)
+        return bool(self._outputs or self.scheduler.events or not idle)
 
     # --- what callers ask -------------------------------------------------------------------------------
 

@@ -21,10 +21,10 @@ from baton.v1 import common_pb2, prefill_pb2
 from baton.worker.convert import logprobs_from, name_from, name_to, prompt_logprobs_from
 
 
-def request_for(effect: object) -> prefill_pb2.PrefillRequest:
-    """StartPrefill, CancelPrefill, ReleaseLease or Beat as a message."""
+def request_for(effect: object, ahead: bool) -> prefill_pb2.PrefillRequest:
+    """StartPrefill, CancelPrefill, ReleaseLease or Beat as a message. `ahead`: pulls can wait for a step."""
     if isinstance(effect, StartPrefill):
-        return prefill_pb2.PrefillRequest(start=_start(effect))
+        return prefill_pb2.PrefillRequest(start=_start(effect, ahead))
     if isinstance(effect, CancelPrefill):
         return prefill_pb2.PrefillRequest(cancel=prefill_pb2.PrefillCancel(attempt=name_to(effect.name)))
     if isinstance(effect, ReleaseLease):
@@ -36,7 +36,7 @@ def several(requests: list[prefill_pb2.PrefillRequest]) -> prefill_pb2.PrefillRe
     return prefill_pb2.PrefillRequest(several=prefill_pb2.PrefillRequests(requests=requests))
 
 
-def _start(effect: StartPrefill) -> prefill_pb2.PrefillStart:
+def _start(effect: StartPrefill, ahead: bool) -> prefill_pb2.PrefillStart:
     request = effect.request
     start = prefill_pb2.PrefillStart(
         attempt=name_to(effect.name),
@@ -47,6 +47,7 @@ def _start(effect: StartPrefill) -> prefill_pb2.PrefillStart:
         cached_hint=effect.cached_hint,
         priority=request.priority,
         namespace=request.namespace,
+        announce_ahead=ahead,
     )
     if effect.remaining != float("inf"):
         start.timeout_ms = max(1, int(effect.remaining * 1000))
@@ -87,9 +88,8 @@ def events_from(response: prefill_pb2.PrefillResponse, vocab_size: int) -> Itera
         kind = event.WhichOneof("kind")
         if kind == "chunk":
             chunk = event.chunk
-            yield ChunkAnnounced(
-                name, chunk.first_page, tuple(chunk.page_ids), tuple(chunk.generations), chunk.last
-            )
+            pages, generations = tuple(chunk.page_ids), tuple(chunk.generations)
+            yield ChunkAnnounced(name, chunk.first_page, pages, generations, chunk.last, chunk.step)
         elif kind == "first":
             first = event.first
             check_token_ids([t.token_id for t in first.tokens], vocab_size, "first.tokens")

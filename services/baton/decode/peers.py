@@ -12,6 +12,7 @@ import grpc
 from baton.config import DecodeConfig
 from baton.decode.entry import Peer
 from baton.decode.messages import events_from, request_for, several
+from baton.decode.pulling import Pulling
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
 from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull
 from baton.handoff.pull_cost import PullMeter
@@ -121,29 +122,11 @@ class PrefillPeers:
                 peer.send(effect)
 
     async def _pull(self, peer: _Peer | None, effect: StartPull) -> None:
-        """Reports the end of the copy whatever happens: the destination pages are pinned until then."""
-        error: str | None = "the pull was interrupted"
-        generations: list[int] | None = None
-        receiver = peer.receiver if peer is not None else None
-        try:
-            if receiver is None:
-                error = f"{effect.address} is not connected"
-            else:
-                began = time.monotonic()
-                await receiver.pull(effect.pairs)
-                tokens = len(effect.pairs) * self._node.layout.page_size
-                self.pull_meter.add(tokens, max(time.monotonic() - began, 1e-6))
-                generations = receiver.generations([source for source, _ in effect.pairs])
-                error = None
-        except TransportError as failure:
-            error = str(failure)
-        except Exception as failure:
-            _log.exception("pull failed", address=effect.address)
-            error = f"{type(failure).__name__}: {failure}"
-        finally:
-            self._node.steps.call(
-                lambda core, now: core.handoffs.pull_ended(effect.pull, error, generations, now)
-            )
+        pulling = Pulling(effect, self._node.steps.call)
+        await pulling.run(peer.receiver if peer is not None else None)
+        if pulling.seconds is not None:
+            tokens = len(effect.pairs) * self._node.layout.page_size
+            self.pull_meter.add(tokens, max(pulling.seconds, 1e-6))
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))
@@ -193,7 +176,8 @@ class _Peer:
                 text = f"{self.address} has said nothing for {self._silence:g} s"
                 self.link.reset(unavailable(text, "SILENT"))
                 return
-        self.link.send(request_for(effect))
+        ahead = self.receiver is not None and self.receiver.sees_steps
+        self.link.send(request_for(effect, ahead))
 
     def _hello(self) -> prefill_pb2.PrefillRequest:
         hello = prefill_pb2.PrefillHello(incarnation=self._node.incarnation, layout=self._node.layout)

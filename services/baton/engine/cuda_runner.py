@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.attention.mixed import MixedAttention
@@ -26,6 +27,9 @@ from baton.engine.sampler import Samples, TokenLogprobs
 from baton.engine.upload import Upload, to_host
 from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
+
+Fresh = tuple[()] | tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
+"""Slots whose last token is not on the device yet, and these tokens; empty: none."""
 
 
 @dataclass(slots=True)
@@ -105,20 +109,29 @@ class CudaRunner:
         """Enqueues the step."""
         for source, destination in plan.copies:
             self._pool.copy_page(source, destination)
-        self._init_slots(plan)
+        fresh = self._init_slots(plan)
         flight = CudaFlight(plan.number, plan.rows, torch.cuda.Event())  # type: ignore[no-untyped-call]
         if plan.rows:
             graphs = self.graphs
             try:
                 if graphs is not None and _is_decode(plan.rows) and len(plan.rows) <= graphs.largest:
-                    self._launch_graph(graphs, plan.rows, flight)
+                    self._launch_graph(graphs, plan.rows, fresh, flight)
                 else:
+                    self._set_last(fresh)
                     self._launch_ragged(plan.rows, flight)
             except BaseException:
                 self._tables.forget()
                 raise
+        else:
+            self._set_last(fresh)
         flight.done.record()
         return flight
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Goes the way of a launch, for StepLoop: an upload, a kernel, a copy back. Changes nothing."""
+        self._set_last((np.array([self.max_slots]), np.zeros(1, np.int32)))
+        to_host(self._last_token[self.max_slots :])
 
     def done(self, flight: CudaFlight) -> bool:
         return bool(flight.done.query())  # type: ignore[no-untyped-call]
@@ -138,7 +151,7 @@ class CudaRunner:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
         return StepResult(flight.number, row_results(flight.rows, tokens, finite, logprobs, flight.prompts))
 
-    def _init_slots(self, plan: StepPlan) -> None:
+    def _init_slots(self, plan: StepPlan) -> Fresh:
         slots: list[int] = []
         tokens: list[int] = []
         for init in plan.inits:
@@ -146,21 +159,34 @@ class CudaRunner:
             if init.last_token is not None:
                 slots.append(init.slot)
                 tokens.append(init.last_token)
-        if slots:
+        return (np.array(slots, np.int64), np.array(tokens, np.int32)) if slots else ()
+
+    def _set_last(self, fresh: Fresh) -> None:
+        if fresh:
             upload = Upload()
-            upload.add(np.array(slots, np.int64))
-            upload.add(np.array(tokens, np.int32))
+            for array in fresh:
+                upload.add(array)
             self._last_token.index_copy_(0, *upload.send(self._device))
 
     # --- decode steps, by graph -------------------------------------------------------------------------
 
-    def _launch_graph(self, graphs: DecodeGraphs, rows: Sequence[PlanRow], flight: CudaFlight) -> None:
-        changes = self._tables.changes(rows)
-        if changes is not None:
+    def _launch_graph(
+        self,
+        graphs: DecodeGraphs,
+        rows: Sequence[PlanRow],
+        fresh: Fresh,
+        flight: CudaFlight,
+    ) -> None:
+        changes = self._tables.changes(rows) or ()
+        if changes or fresh:
             upload = Upload()
-            for array in changes:
+            for array in (*changes, *fresh):
                 upload.add(array)
-            self._tables.write(*upload.send(self._device))
+            there = upload.send(self._device)
+            if changes:
+                self._tables.write(*there[:2])
+            if fresh:
+                self._last_token.index_copy_(0, *there[-2:])
         slots = np.array([row.slot for row in rows])
         positions = np.array([row.start for row in rows])
         simple = self._sampler.simple(slots, positions + 1)

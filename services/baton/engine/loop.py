@@ -15,10 +15,13 @@ TICK_SECONDS = 0.5
 POLL_SECONDS = 2e-4
 """While a step is under way the loop looks so often whether it has ended."""
 REST_SECONDS = 5e-4
-"""After a step whose end the loop has waited for it rests so long while the device has another: planning
-and launching the next one keep the interpreter for milliseconds; what the step yielded goes out before."""
+"""After a step whose end the loop has waited for it rests so long: planning and launching the next one keep
+the interpreter for milliseconds; what the step yielded goes out before."""
 REST_SHARE = 0.25
 """Of the time waited, at most: where steps are short there is none to spare."""
+WARM_SECONDS = 2e-3
+"""While a step is expected the loop turns so often: after a pause of 0.1 s, or even 10 ms, all that leads to
+a launch takes a host two to five times as long, its caches being cold."""
 
 
 class StepLoop(Generic[C]):
@@ -37,7 +40,10 @@ class StepLoop(Generic[C]):
         overlap: bool = False,
         clock: Callable[[], float] = time.monotonic,
         crashed: Callable[[BaseException], None],
+        warm: Callable[[], None] | None = None,
     ) -> None:
+        """`warm` does to the device, in the step thread, what a launch does, and changes nothing; None: steps
+        are so long that it does not matter."""
         self._turns = Turns(core, runner, overlap, clock)
         self._clock = clock
         self._crashed = crashed
@@ -45,6 +51,7 @@ class StepLoop(Generic[C]):
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._last_turn = clock()
+        self._warm = warm
 
     def start(self) -> None:
         self._thread.start()
@@ -88,10 +95,23 @@ class StepLoop(Generic[C]):
             if due is not None:
                 waited = self._wait_for(due) if turns.overlap else 0.0
                 turns.finish(due)
-                if waited and turns.ahead:
-                    time.sleep(min(REST_SECONDS, REST_SHARE * waited))
+                self._rest(min(REST_SECONDS, REST_SHARE * waited))
             if turns.idle and not turns.inbox:
-                self._wake.wait(TICK_SECONDS)
+                self._idle()
+
+    def _idle(self) -> None:
+        """Until a call comes or it is time for the next turn."""
+        if self._warm is None or not self._turns.core.expecting:
+            self._wake.wait(TICK_SECONDS)
+        elif not self._wake.wait(WARM_SECONDS):
+            self._warm()
+
+    def _rest(self, seconds: float) -> None:
+        """What the step has yielded goes out. Calls end the rest where the device has nothing to do."""
+        if seconds and self._turns.ahead:
+            time.sleep(seconds)
+        elif seconds:
+            self._wake.wait(seconds)
 
     def _wait_for(self, launched: Launched) -> float:
         """Takes calls until the step has ended, or CALLS_SECONDS; returns the seconds that it took."""

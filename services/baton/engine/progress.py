@@ -66,7 +66,7 @@ def _commit_chunk(scheduler: Scheduler, record: Record, row: RowResult) -> None:
 
 
 def _lease(scheduler: Scheduler, leader: Sequence) -> None:
-    scheduler.enter(leader)
+    scheduler.enter_later(leader)
     for sequence in (leader, *leader.followers):
         if sequence.slot is not None:
             scheduler.slots.give_back(sequence.slot, sequence.last_step)
@@ -116,7 +116,10 @@ def complete_prompt(scheduler: Scheduler, leader: Sequence) -> None:
     """Prompt computed, first tokens known: forks the followers and starts decoding."""
     group = [leader, *leader.followers]
     prefix = leader.tokens[: leader.retired]
-    scheduler.enter(leader)
+    if leader.followers:
+        scheduler.enter(leader)  # they share what the tree holds
+    else:
+        scheduler.enter_later(leader)
     for follower in leader.followers:
         if follower.finish is None:
             _fork(scheduler, leader, follower, prefix)

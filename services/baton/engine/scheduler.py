@@ -98,6 +98,8 @@ class Scheduler:
         self.abandon = abandon
         self._may_admit = may_admit
         self._arrivals = 0
+        self._unentered: list[tuple[Sequence, int]] = []
+        """Sequences, and their epochs, whose prompt is final and not yet in the prefix tree."""
 
     # --- entering and leaving ---------------------------------------------------------------------------
 
@@ -173,8 +175,9 @@ class Scheduler:
             self._admit(elsewhere=True)
 
     def _admit(self, elsewhere: bool = False) -> None:
-        if not self.slots.free:
+        if not self.slots.free or not self.waiting:
             return
+        self._enter_rest()
         for sequence in self.waiting.in_order():
             if not self._may_admit(sequence.request):
                 continue
@@ -255,6 +258,7 @@ class Scheduler:
 
         Returns their number; what they cost is taken out of the reservation, which covers the whole prompt.
         """
+        self._enter_rest()
         request = sequence.request
         known = sequence.tokens[:tokens]
         sequence.holding = self.cache.hold(known, request.namespace, tokens // self.cache.page_size)
@@ -267,6 +271,17 @@ class Scheduler:
         assert sequence.holding is not None
         tokens, spare = sequence.tokens[: sequence.retired], max(0, self.reservations.headroom)
         self.cache.commit(sequence.holding, tokens, sequence.request.namespace, spare)
+
+    def enter_later(self, sequence: Sequence) -> None:
+        """As `enter`, but before the next prompt is matched or the next results are taken in: what is under
+        way now, first tokens and a launch, is not to wait for it."""
+        self._unentered.append((sequence, sequence.epoch))
+
+    def _enter_rest(self) -> None:
+        unentered, self._unentered = self._unentered, []
+        for sequence, epoch in unentered:
+            if sequence.epoch == epoch and sequence.holding is not None:
+                self.enter(sequence)
 
     def extend_or_retract(self, sequence: Sequence, pages: int) -> bool:
         """Like `extend`, at the cost of younger sequences. False: the sequence sits out this step."""
@@ -329,10 +344,14 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step, or None when there is nothing to compute."""
         self._admit()
-        return build_step(self)
+        step = build_step(self)
+        if step is None:
+            self._enter_rest()
+        return step
 
     def commit(self, step: Step, result: StepResult) -> None:
         """Takes in a step's results and gives back what it was the last to use."""
+        self._enter_rest()
         self.cache.retire(step.plan.number)
         self.slots.retire(step.plan.number)
         for holding in step.pinned:
@@ -341,6 +360,7 @@ class Scheduler:
 
     def fail_step(self, step: Step, message: str) -> None:
         """The step could not be executed: everything in it fails."""
+        self._enter_rest()
         self.cache.retire(step.plan.number)
         self.slots.retire(step.plan.number)
         for holding in step.pinned:

@@ -14,6 +14,14 @@ from baton.engine.runner import Runner
 class Core(Protocol):
     """A node's pure core, driven by the loop. No method raises for what a peer sent."""
 
+    @property
+    def expecting(self) -> bool:
+        """Whether a step may be wanted within milliseconds, though there is none yet."""
+
+    @property
+    def pressing(self) -> bool:
+        """Whether anything that `flush` would hand over should not wait for a launch."""
+
     def tick(self, now: float) -> None:
         """Looks at deadlines and heartbeats."""
 
@@ -66,8 +74,12 @@ class Turns(Generic[C]):
         core, now = self.core, self._take_calls()
         core.tick(now)
         step = core.plan(now)
-        core.flush(0)
+        first = step is None or core.pressing
+        if first:
+            core.flush(0)
         launched = self._launch(step) if step is not None else None
+        if not first:
+            core.flush(0)
         due = launched
         if self.overlap:
             due, self._pending = self._pending, launched

@@ -4,9 +4,10 @@
        \\________\\___________\\__________________\\_______________\\_____________\\
                   refused, silent, peer lost, pull failed, generation moved on: requeue, next candidate
 
-A pull that takes too long (`pulls`) fails its try. Pages count as good only if, after the copy, the owner's
-generations equal the announced ones (seen in shared memory), or the answer to the release says that the lease
-stood.
+Pages may be announced before the step that writes them has retired: their pull waits for it, in the
+transport. A pull that takes too long (`pulls`), counted from the first tokens where it may have had to wait,
+fails its try. Pages count as good only if, after the copy, the owner's generations equal the announced ones
+(seen in shared memory), or the answer to the release says that the lease stood.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from baton.engine.progress import arrive, first_tokens
 from baton.engine.request import Sequence
@@ -49,6 +51,8 @@ class Handoff:
     """The owner's page ids, as announced."""
     generations: list[int] = field(default_factory=list)
     announced_all: bool = False
+    step: int = 0
+    """The pages announced so far are final once this step of the owner's has retired."""
     here: int | None = None
     """Pages, from the front, that need no pulling any more; None until there was something to fetch."""
     pull: int | None = None
@@ -169,7 +173,13 @@ class DecodeSide:
             )
 
     def peer_down(self, address: str, reason: str) -> None:
+        """What it held is gone, and the numbers of its steps mean nothing any more: pulls that the transport
+        has not been told of do not begin."""
         self._heard.pop(address, None)
+        unbegun = [e for e in self.effects if isinstance(e, StartPull) and e.address == address]
+        for effect in unbegun:
+            self.effects.remove(effect)
+            self._pulls.end(effect.pull)
         for handoff in [h for h in self._by_leader.values() if h.address == address]:
             self._lose(handoff, "PEER_LOST", reason, tell=False)
 
@@ -183,6 +193,7 @@ class DecodeSide:
         handoff.pages.extend(chunk.pages)
         handoff.generations.extend(chunk.generations)
         handoff.announced_all = chunk.last
+        handoff.step = max(handoff.step, chunk.step)
         self._advance(handoff, now)
 
     def _first(self, handoff: Handoff, message: FirstSampled, now: float) -> None:
@@ -191,6 +202,8 @@ class DecodeSide:
             self._lose(handoff, "PROTOCOL", "first tokens came twice, or not one for each choice")
             return
         handoff.first = True
+        if handoff.pull is not None:
+            self._pulls.wait_no_more(handoff.pull, now)
         request = leader.request
         if request.cached_tokens is None:
             request.cached_tokens = min(message.cached_tokens, len(leader.tokens))
@@ -224,11 +237,11 @@ class DecodeSide:
                 targets=targets,
                 stop=stop,
                 generations=tuple(handoff.generations[here:stop]),
-                due=now + self._pulls.seconds,
+                due=now + self._pulls.seconds if handoff.first or not handoff.step else inf,
             )
             handoff.pull = self._pulls.begin(pull)
             pairs = tuple(zip(handoff.pages[here:stop], targets, strict=True))
-            self.effects.append(StartPull(handoff.address, handoff.pull, pairs))
+            self.effects.append(StartPull(handoff.address, handoff.pull, pairs, handoff.step))
         elif handoff.announced_all and handoff.first and not handoff.released:
             self._confirm(handoff)
 
@@ -270,7 +283,7 @@ class DecodeSide:
             self._lose(handoff, "PROTOCOL", "fewer pages were announced than the prompt has")
             return
         handoff.released = True
-        self.effects.append(ReleaseLease(handoff.address, handoff.name))
+        self.effects.append(ReleaseLease(handoff.address, handoff.name, awaited=not handoff.seen))
         if handoff.seen:
             self._arrive(handoff)
 

@@ -38,6 +38,8 @@ class CancelPrefill:
 class ReleaseLease:
     address: str
     name: AttemptName
+    awaited: bool = True
+    """The request goes on once it has been answered; else it does so already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +51,13 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class StartPull:
-    """Copy pages (source in the peer's pool, destination here), then read the sources' generations."""
+    """Once the peer's `step` has retired (0: it has), copy pages (source in the peer's pool, destination
+    here), then read the sources' generations."""
 
     address: str
     pull: int
     pairs: tuple[tuple[int, int], ...]
+    step: int = 0
 
 
 DecodeEffect = StartPrefill | CancelPrefill | ReleaseLease | Beat | StartPull
@@ -68,6 +72,8 @@ class ChunkAnnounced:
     pages: tuple[int, ...]
     generations: tuple[int, ...]
     last: bool
+    step: int = 0
+    """The pages are final once it has retired; 0: they are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@
                  \\         \\            \\
                   +---------+------------+--> failed (cancelled, out of time, expired, revoked)
 
-A lease covers all pages of its prompt from the first announcement to the end of the attempt. It lives while
-its holder's heartbeats arrive, plus a grace on this node's monotonic clock. When the holder's stream ends,
+Pages are announced once the step that writes them has retired; to holders that can wait for that themselves
+(`ahead`) when it is planned, with its number, and cached ones, which are final, at once. A lease
+covers all pages of its prompt from the first announcement to the end of the attempt. It lives while its
+holder's heartbeats arrive, plus a grace on this node's monotonic clock. When the holder's stream ends,
 everything of the holder's is dropped, and nobody is told.
 """
 
@@ -50,6 +52,8 @@ class Attempt:
     holder: Hashable
     request: Request
     keep_pages: bool
+    ahead: bool
+    """Pages are announced before their step has retired."""
     announced: int = 0
     """Pages announced so far."""
     leased_since: float | None = None
@@ -103,7 +107,13 @@ class PrefillSide:
             self.outputs.append((holder, Alive()))
 
     def start(
-        self, holder: Hashable, name: AttemptName, request: Request, keep_pages: bool, now: float
+        self,
+        holder: Hashable,
+        name: AttemptName,
+        request: Request,
+        keep_pages: bool,
+        now: float,
+        ahead: bool = False,
     ) -> None:
         """Raises nothing. A name in use is refused: it is another holder's, for the shell lets no holder use
         a name twice."""
@@ -114,7 +124,7 @@ class PrefillSide:
             text = f"attempt {name} was started by another caller and is still running"
             self.outputs.append((holder, PrefillFailed(name, "INVALID_ARGUMENT", "DUPLICATE_ATTEMPT", text)))
             return
-        attempt = Attempt(name, holder, request, keep_pages)
+        attempt = Attempt(name, holder, request, keep_pages, ahead)
         try:
             self.scheduler.submit(request)
         except Refused as refusal:
@@ -162,7 +172,15 @@ class PrefillSide:
         self._revoke_under_pressure(now)
 
     def plan(self, now: float) -> Step | None:
-        return self.scheduler.plan()
+        step = self.scheduler.plan()
+        for record in step.records if step is not None else ():
+            attempt = self._attempt_of(record.sequence.request)
+            if step is not None and attempt is not None and attempt.ahead:
+                leader = record.sequence
+                if leader.retired:
+                    self._announce(attempt, leader, leader.retired, False, now)
+                self._announce(attempt, leader, record.end, bool(record.targets), now, step.plan.number)
+        return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         self.scheduler.commit(step, result)
@@ -213,7 +231,9 @@ class PrefillSide:
                 self.counters.failed += 1
                 self._fail(attempt, "INTERNAL", event.reason, event.message)
             elif isinstance(event, ChunkEvent):
-                self._announce(attempt, event.sequence, now)
+                leader = event.sequence
+                if not attempt.ahead:
+                    self._announce(attempt, leader, leader.retired, leader.phase is Phase.LEASED, now)
             elif isinstance(event, TokenEvent):
                 self._first_token(attempt, event, now)
             elif isinstance(event, PromptEvent):
@@ -222,16 +242,18 @@ class PrefillSide:
     def _attempt_of(self, request: Request) -> Attempt | None:
         return self._attempts.get(request.key) if isinstance(request.key, AttemptName) else None
 
-    def _announce(self, attempt: Attempt, leader: Sequence, now: float) -> None:
+    def _announce(
+        self, attempt: Attempt, leader: Sequence, tokens: int, last: bool, now: float, step: int = 0
+    ) -> None:
+        """The pages of the first `tokens` tokens, which are final once `step` has retired."""
         if not attempt.keep_pages or leader.holding is None:
             return
         cache = self.scheduler.cache
-        last = leader.phase is Phase.LEASED
-        upto = -(-leader.retired // cache.page_size) if last else leader.retired // cache.page_size
+        upto = -(-tokens // cache.page_size) if last else tokens // cache.page_size
         if upto > attempt.announced or last:
             pages = tuple(leader.holding.pages[attempt.announced : upto])
             generations = tuple(cache.generation(page) for page in pages)
-            chunk = ChunkAnnounced(attempt.name, attempt.announced, pages, generations, last)
+            chunk = ChunkAnnounced(attempt.name, attempt.announced, pages, generations, last, step)
             attempt.announced = upto
             if attempt.leased_since is None:
                 attempt.leased_since = now

@@ -26,6 +26,7 @@ class Pull(Generic[H]):
     generations: tuple[int, ...]
     """The owner's, as announced."""
     due: float
+    """inf while it may be waiting for the owner's step."""
     overdue: bool = False
 
 
@@ -52,6 +53,11 @@ class Pulls(Generic[H]):
         self._cache.pin(pull.holding)
         self.running[self.begun] = pull
         return self.begun
+
+    def wait_no_more(self, number: int, now: float) -> None:
+        """The step that the pull may have waited for has retired."""
+        pull = self.running[number]
+        pull.due = min(pull.due, now + self.seconds)
 
     def end(self, number: int) -> Pull[H] | None:
         """No copy of this pull is running any more. None for a number not known."""

@@ -157,9 +157,24 @@ class SimPrefill(SimNode):
             lease_grace=config.lease_grace_seconds,
             max_leased_pages=int(self.pages * config.max_leased_fraction),
         )
-        self.core = PrefillCore(self.side, self._flush, lambda: None)
+        self._retired = 0
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self.core = PrefillCore(self.side, self._flush, lambda: None, self._retire)
         self.core.meter.pace = Pace(setup.profile.step)
         self.driver = self.drive(self.core)
+
+    def when_retired(self, step: int, begin: Callable[[], None]) -> None:
+        """Calls `begin` once the step has retired."""
+        if step <= self._retired:
+            begin()
+        else:
+            self._waiting.append((step, begin))
+
+    def _retire(self, step: int) -> None:
+        self._retired = step
+        waiting, self._waiting = self._waiting, []
+        for wanted, begin in waiting:
+            self.when_retired(wanted, begin)
 
     def connect(self, node: SimDecode) -> None:
         self.driver.call(lambda core, now: core.side.connect(node, now))
@@ -176,7 +191,8 @@ class SimPrefill(SimNode):
                 n=effect.n,
                 deadline=self.clock() + effect.remaining,
             )
-            self.driver.call(lambda core, now: core.side.start(node, effect.name, request, True, now))
+            ahead = self.profile.pull.seen
+            self.driver.call(lambda core, now: core.side.start(node, effect.name, request, True, now, ahead))
         elif isinstance(effect, Beat):
             self.driver.call(lambda core, now: core.side.heartbeat(node, now))
         elif isinstance(effect, ReleaseLease):
@@ -269,7 +285,7 @@ class SimDecode(SimNode):
         for effect in effects:
             node = self._prefill[effect.address]
             if isinstance(effect, StartPull):
-                self._pull(node, effect)
+                node.when_retired(effect.step, self._pull_of(node, effect))
             else:
                 node.after(self.profile.host.hop, self._tell(node, effect))
 
@@ -277,6 +293,9 @@ class SimDecode(SimNode):
         self, node: SimPrefill, effect: StartPrefill | CancelPrefill | ReleaseLease | Beat
     ) -> Callable[[], None]:
         return lambda: node.take(self, effect)
+
+    def _pull_of(self, node: SimPrefill, effect: StartPull) -> Callable[[], None]:
+        return lambda: self._pull(node, effect)
 
     def _pull(self, node: SimPrefill, effect: StartPull) -> None:
         """One after the other: they share the link."""

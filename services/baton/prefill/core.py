@@ -27,11 +27,13 @@ Flush = Callable[[int, list[tuple[Hashable, PrefillOutput | Alive]]], None]
 
 @dataclass(slots=True, eq=False)
 class PrefillCore:
-    """A core for engine.loop.StepLoop. `flush_to` takes outputs to the shell; `observe` follows each time."""
+    """A core for engine.loop.StepLoop. `flush_to` takes outputs to the shell; `observe` follows each time.
+    `retire` tells receivers that a step has retired, before anything else follows from it."""
 
     side: PrefillSide
     flush_to: Flush
     observe: Callable[[], None]
+    retire: Callable[[int], None]
     meter: Meter = field(init=False)
     _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
@@ -45,6 +47,16 @@ class PrefillCore:
     @property
     def requests(self) -> int:
         return self.side.requests
+
+    @property
+    def expecting(self) -> bool:
+        """Nobody says beforehand that a prompt will come."""
+        return False
+
+    @property
+    def pressing(self) -> bool:
+        """Pages are announced while their step is launched."""
+        return True
 
     def close_when_idle(self, holder: Hashable, close: Callable[[], None]) -> None:
         """Calls `close` once nothing of the holder's is left."""
@@ -63,10 +75,13 @@ class PrefillCore:
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
+        self.retire(step.plan.number)
         self.meter.ended(step, now)
         self.side.commit(step, result, now)
 
     def fail_step(self, step: Step, message: str) -> None:
+        # What waits for it would wait for ever. The pages are of no use to anybody: their prompts fail.
+        self.retire(step.plan.number)
         self.meter.failed(step)
         self.side.fail_step(step, message)
 

@@ -77,7 +77,9 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         side: PrefillSide = PrefillSide(
             scheduler, lease_grace=self._config.lease_grace_seconds, max_leased_pages=pages
         )
-        return PrefillCore(side, self._flush, self.observe)
+        segment = self.engine.published.segment
+        retire = segment.retire if segment is not None else lambda step: None
+        return PrefillCore(side, self._flush, self.observe, retire)
 
     def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
         self.loop.call_soon_threadsafe(self._deliver, outputs)
@@ -207,7 +209,8 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
             deadline=time.monotonic() + min(seconds, self._config.request_seconds),
         )
         keep = start.keep_pages if start.HasField("keep_pages") else True
-        self.steps.call(lambda core, now: core.side.start(caller, name, request, keep, now))
+        ahead = start.announce_ahead
+        self.steps.call(lambda core, now: core.side.start(caller, name, request, keep, now, ahead))
 
     def _welcome(self) -> prefill_pb2.PrefillEvent:
         welcome = prefill_pb2.PrefillWelcome(
@@ -268,6 +271,7 @@ def _event(output: PrefillOutput) -> prefill_pb2.PrefillEvent:
         event.chunk.page_ids.extend(output.pages)
         event.chunk.generations.extend(output.generations)
         event.chunk.last = output.last
+        event.chunk.step = output.step
     elif isinstance(output, FirstSampled):
         event.first.cached_tokens = output.cached_tokens
         event.first.prompt_logprobs.extend(prompt_logprobs_to(output.prompt_logprobs or None))

@@ -264,9 +264,9 @@ class SimDecode(Worker):
         server = host if isinstance(host, SimPrefill) and peer.pool is None else None
         fail_after, self.pull_fails_after = self.pull_fails_after, None
         if not peer.usable or (peer.pool is None and server is None):
-            pull = Pull(self, (), SimPool(1, 2), None, ended, 0)
+            pull = Pull(self, (), 0, SimPool(1, 2), None, ended, 0)
         else:
-            pull = Pull(self, effect.pairs, peer.pool, server, ended, fail_after)
+            pull = Pull(self, effect.pairs, effect.step, peer.pool, server, ended, fail_after)
         self._pulls[effect.pull] = pull
         peer.pulls.append(pull)
 
@@ -274,4 +274,6 @@ class SimDecode(Worker):
 def _short(effect: DecodeEffect) -> str:
     """Without the whole request, for the trace."""
     text = f"{type(effect).__name__} {effect.address} {getattr(effect, 'name', '')}"
-    return f"{text} {effect.pull} {effect.pairs}" if isinstance(effect, StartPull) else text
+    return (
+        f"{text} {effect.pull} {effect.pairs} after {effect.step}" if isinstance(effect, StartPull) else text
+    )

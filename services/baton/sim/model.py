@@ -52,7 +52,8 @@ def reference(
 
 
 class SimPool:
-    """Page bytes, and the generations that receivers can see. Outlives its process, as shared memory does."""
+    """Page bytes, and what receivers see of their owner: the pages' generations, the last step that has
+    retired. Outlives its process, as shared memory does."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -60,6 +61,10 @@ class SimPool:
         self.page_bytes = page_size * ENTRY_BYTES
         self.data = bytearray([_UNWRITTEN]) * (num_pages * self.page_bytes)
         self.generations = array("Q", bytes(8 * num_pages))
+        self.retired = 0
+
+    def retire(self, step: int) -> None:
+        self.retired = step
 
     def write(self, page: int, offset: int, data: bytes | bytearray) -> None:
         start = page * self.page_bytes + offset

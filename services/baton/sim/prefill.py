@@ -31,6 +31,8 @@ class PrefillSettings:
     max_leased_fraction: float
     shared: bool
     """Receivers share its memory and see its generations (shm); else it is asked for pages (grpc)."""
+    ahead: bool
+    """Those that share it want pages announced before their step has retired."""
 
 
 class _Holder:
@@ -55,7 +57,7 @@ class SimPrefill(Worker):
             lease_grace=settings.lease_grace,
             max_leased_pages=int(worker.pages * settings.max_leased_fraction),
         )
-        self.core = PrefillCore(self.side, self._flush, lambda: None)
+        self.core = PrefillCore(self.side, self._flush, lambda: None, self.pool.retire)
         self.driver = self.drive(self.core)
         self._terminal: set[AttemptName] = set()
 
@@ -118,7 +120,8 @@ class SimPrefill(Worker):
             priority=start.request.priority,
             deadline=self.clock() + start.remaining,
         )
-        self.driver.call(lambda core, now: core.side.start(holder, start.name, request, True, now))
+        ahead = self.prefill.shared and self.prefill.ahead
+        self.driver.call(lambda core, now: core.side.start(holder, start.name, request, True, now, ahead))
 
     def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
         self.world.at(HOP_SECONDS, self.loop, lambda: self._deliver(outputs))

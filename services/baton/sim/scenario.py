@@ -89,7 +89,10 @@ def make_scenario(seed: int) -> Scenario:
     # In a tight scenario pages that are given back are soon another prompt's, while slow pulls still read.
     tight = rng.random() < 0.4
     decode = tuple(_decode(rng, tight) for _ in range(rng.choice((2, 3) if tight else (1, 1, 2, 2, 3))))
-    prefill = tuple(_prefill(rng, tight) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3))))
+    ahead = random.Random(f"ahead {seed}").random() < 0.5
+    prefill = tuple(
+        _prefill(rng, tight, ahead) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3)))
+    )
     gateways = rng.choice((1, 1, 2))
     room = min(worker.pages for worker, _ in decode) * PAGE_SIZE
     requests = _requests(rng, gateways, room, tight)
@@ -134,11 +137,12 @@ def _worker(rng: random.Random, pages: int) -> WorkerSettings:
     )
 
 
-def _prefill(rng: random.Random, tight: bool) -> tuple[WorkerSettings, PrefillSettings]:
+def _prefill(rng: random.Random, tight: bool, ahead: bool) -> tuple[WorkerSettings, PrefillSettings]:
     settings = PrefillSettings(
         lease_grace=rng.choice((1.0, 1.0, 3.0)),
         max_leased_fraction=rng.choice((0.3, 0.8)),
         shared=rng.random() < (0.8 if tight else 0.5),
+        ahead=ahead,
     )
     pages = rng.randrange(8, 14) if tight else rng.choice((rng.randrange(8, 16), rng.randrange(12, 40)))
     worker = _worker(rng, pages)

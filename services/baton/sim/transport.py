@@ -1,8 +1,8 @@
 """Simulated pulls: real bytes, half a page at a time, with anything in between.
 
-Shared: a thread of the receiver copies out of the owner's memory, which outlives the owner, then the owner's
-generations are read. Asked: the process that answers at the address now reads each piece and sends it.
-Either way the end is reported when no copy is running any more.
+Shared: a thread of the receiver waits for the owner's step and copies out of the owner's memory, which
+outlives the owner, then the owner's generations are read. Asked: the process that answers at the address now
+reads each piece and sends it. Either way the end is reported when no copy is running any more.
 """
 
 from __future__ import annotations
@@ -33,21 +33,25 @@ class Pull:
         self,
         node: SimDecode,
         pairs: Sequence[tuple[int, int]],
+        step: int,
         pool: SimPool | None,
         server: SimPrefill | None,
         ended: Ended,
         fail_after: int | None,
     ) -> None:
-        """Exactly one of `pool` (shared) and `server` (asked). `fail_after`: breaks after so many pieces."""
+        """Exactly one of `pool` (shared) and `server` (asked). `step`: of the owner's, to wait for.
+        `fail_after`: breaks after so many pieces."""
         self._node = node
         self._world = node.world
         self._pairs = pairs
+        self._after = step
         self._pool = pool
         self._server = server
         self._ended = ended
         self._fail_after = fail_after
         self._pieces = [(s, t, part) for s, t in pairs for part in range(_PIECES)]
         self._next = 0
+        self._begun = False
         self._interrupted = ""
         self._waiting = False
         self._rng = self._world.rng(f"pull {node.name}")
@@ -56,14 +60,18 @@ class Pull:
         self._world.at(self._delay(), node.copies, self._begin)
 
     def close(self, reason: str) -> None:
-        """The peer is lost. A copy out of shared memory goes on; what is asked for ends early."""
-        if self._pool is None:
+        """The peer is lost. A copy out of shared memory goes on; what is asked for, or waits, ends early."""
+        if self._pool is None or not self._begun:
             self._interrupted = reason
 
     def _delay(self) -> float:
         return self._pace * self._rng.uniform(0.1, 2.0)
 
     def _begin(self) -> None:
+        if self._pool is not None and self._pool.retired < self._after and not self._interrupted:
+            self._world.at(self._delay(), self._node.copies, self._begin)
+            return
+        self._begun = True
         pages = self._pool.num_pages if self._pool is not None else 0
         if self._server is not None:
             pages = self._server.pool.num_pages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 
@@ -74,18 +74,40 @@ class PageStore(Protocol):
         ...
 
 
+def nothing() -> None:
+    """What a pull does where there is nothing to do."""
+
+
+def unheard(seconds: float) -> None:
+    """For callers of `pull` that only wait for its return."""
+
+
 class Receiver(Protocol):
     """One opened endpoint of a peer's pool; lives on an event loop."""
 
     kind: str
     """"shm", "grpc", ...; reported in statistics."""
 
-    async def pull(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies pages (source id in the peer's pool, destination id in the local pool).
+    @property
+    def sees_steps(self) -> bool:
+        """Whether it sees which of the peer's steps have retired, so that a pull can wait for one."""
+        ...
 
-        Returns when this host has seen the copy complete. Raises TransportError, also for a page id that
-        is out of range. A cancelled call returns (by CancelledError) only after no copy is running into the
-        destinations any more.
+    async def pull(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        step: int = 0,
+        copied: Callable[[float], None] = unheard,
+    ) -> None:
+        """Copies pages (source id in the peer's pool, destination id in the local pool), once the peer's host
+        has seen `step` retire; 0: now.
+
+        Returns when this host has seen the copy complete. Then `copied` is called, just once and only if the
+        pull succeeds, with the seconds since the copy began: in whatever thread, and sooner than a task can
+        be woken. What it raises, the pull raises.
+        Raises TransportError, also for a page id that is out of range, for a step where steps are not seen,
+        and for a pull that still waits when the receiver is closed. A cancelled call returns (by
+        CancelledError) only after no copy is running into the destinations any more.
         """
         ...
 
@@ -95,5 +117,5 @@ class Receiver(Protocol):
         ...
 
     async def close(self) -> None:
-        """Unmaps or disconnects; waits for running copies. Idempotent."""
+        """Unmaps or disconnects; waits for running copies, and for no step. Idempotent."""
         ...

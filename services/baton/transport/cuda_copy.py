@@ -26,6 +26,9 @@ def kernel_available() -> bool:
     return True
 
 
+REHEARSAL_BYTES = 2**20
+
+
 class PageCopier:
     """Belongs to one thread. Nothing that it has enqueued runs any more once `copy` returned or raised."""
 
@@ -40,6 +43,9 @@ class PageCopier:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._engine = cuda.Copier(self._stream)
         self._transfer: Callable[..., Any] | None = None
+        self._scratch = torch.empty(
+            min(REHEARSAL_BYTES, self._page_bytes), dtype=torch.uint8, device=pool.device
+        )
 
     def copy(self, pairs: Sequence[tuple[int, int]], way: Way, stop: threading.Event) -> None:
         """Copies pages (peer's, local); returns when the host has seen the copies complete, or, once `stop`
@@ -70,6 +76,15 @@ class PageCopier:
             if isinstance(error, RuntimeError):
                 raise TransportError(f"copying between GPUs failed: {cuda.one_line(error)}") from error
             raise
+
+    def rehearse(self) -> None:
+        """Copies a little of the peer's pool to nowhere. After a pause of 0.1 s the first copy takes 0.3 ms
+        more, of an H200 and its host: what is rehearsed meanwhile does not. Raises TransportError."""
+        try:
+            self._engine.copy(self._scratch.data_ptr(), self._peer, len(self._scratch))
+            self._stream.synchronize()
+        except RuntimeError as error:
+            raise TransportError(f"copying between GPUs failed: {cuda.one_line(error)}") from error
 
     def _settle(self) -> None:
         try:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 import torch
 
 from baton.transport import cuda
-from baton.transport.base import EndpointRefused, PageStore, Refusal, TransportError
+from baton.transport.base import EndpointRefused, PageStore, Refusal, TransportError, unheard
 from baton.transport.cuda_copy import PageCopier, kernel_available
 from baton.transport.cuda_pages import CudaPages
 from baton.transport.mapped import MappedSegment, boot_id, segment_endpoint
-from baton.transport.pages import check_pairs, until_done
+from baton.transport.pages import check_pairs, check_step
 from baton.transport.pid import pid_namespace
+from baton.transport.pull_thread import PullThread
 from baton.transport.segment import Segment
 from baton.transport.ways import Way, choose_way, runs_of
 from baton.v1 import common_pb2 as pb
@@ -67,10 +68,10 @@ def check_endpoint(endpoint: pb.CudaIpcEndpoint, local: PageStore) -> CudaPages:
 class CudaIpcReceiver:
     """One pull runs at a time, in a thread of the receiver's own; others wait their turn.
 
-    Pulls have a stream of their own, which nothing on the device orders with steps. The host does: the owner
-    announces a page after its host has seen the step that wrote it retire; a page here is pulled into only
-    once every step that used it has retired (the cache frees it no sooner); and a pull returns after this
-    host has seen it complete, before a step that reads the page is launched.
+    Pulls have a stream of their own, which nothing on the device orders with steps. The hosts do: a pull
+    begins after the owner's host has seen the step that wrote its pages retire; a page here is pulled into
+    only once every step that used it has retired (the cache frees it no sooner); and a pull returns after
+    this host has seen it complete, before a step that reads the page is launched.
     The owner's death ends nothing here: the mapping keeps its memory until `close`.
     """
 
@@ -84,11 +85,11 @@ class CudaIpcReceiver:
         self._local = local
         self._busy = busy
         self._generations = _generations(endpoint)
-        self._executor = ThreadPoolExecutor(1, "baton-cuda-ipc")
+        retired = self._generations.retired if self._generations is not None else lambda: 0
+        self._thread = PullThread("baton-cuda-ipc", retired)
         self._base: cuda.Pointer | None = None
         self._copier: PageCopier | None = None
         self._kernel = False
-        self._running: set[asyncio.Future[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -98,10 +99,8 @@ class CudaIpcReceiver:
         """`busy` tells whether decode steps run on this GPU; asked in another thread. Raises
         EndpointRefused."""
         self = cls(endpoint, check_endpoint(endpoint, local), busy)
-        mapping = asyncio.get_running_loop().run_in_executor(self._executor, self._map)
         try:
-            await until_done([mapping])
-            mapping.result()
+            await self._thread.run(lambda stop: self._map())
         except BaseException as error:
             await self.close()
             if isinstance(error, TransportError | RuntimeError):
@@ -110,17 +109,28 @@ class CudaIpcReceiver:
             raise
         return self
 
-    async def pull(self, pairs: Sequence[tuple[int, int]]) -> None:
+    @property
+    def sees_steps(self) -> bool:
+        return self._generations is not None and self._generations.sees_steps
+
+    async def pull(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        step: int = 0,
+        copied: Callable[[float], None] = unheard,
+    ) -> None:
         self._require_open()
         check_pairs(pairs, self._endpoint.num_pages, self._local.num_pages)
-        if not pairs:
-            return
-        stop = threading.Event()
-        copy = asyncio.get_running_loop().run_in_executor(self._executor, self._copy, list(pairs), stop)
-        self._running.add(copy)
-        copy.add_done_callback(self._running.discard)
-        await until_done([copy], stop.set)
-        copy.result()
+        check_step(step, self)
+        wanted = list(pairs)
+
+        def work(stop: threading.Event) -> None:
+            began = time.monotonic()
+            self._copy(wanted, stop)
+            if not stop.is_set():
+                copied(time.monotonic() - began)
+
+        await self._thread.run(work, step, self._rehearse)
 
     def generations(self, pages: Sequence[int]) -> list[int] | None:
         """Raises TransportError for a page that is out of range, and after `close`."""
@@ -134,11 +144,11 @@ class CudaIpcReceiver:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        await until_done(self._running)
+        await self._thread.settle()
         try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._unmap)
+            await self._thread.run(lambda stop: self._unmap())
         finally:
-            self._executor.shutdown()
+            self._thread.close()
             if self._generations is not None:
                 self._generations.close()
 
@@ -163,6 +173,10 @@ class CudaIpcReceiver:
     def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
         if self._copier is not None and not stop.is_set():
             self._copier.copy(pairs, self._way(pairs), stop)
+
+    def _rehearse(self) -> None:
+        if self._copier is not None and not self._busy():
+            self._copier.rehearse()
 
     def _way(self, pairs: list[tuple[int, int]]) -> Way:
         if self.way is not None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc.aio
 
 from baton.rpc.channel import Dial, open_channel
-from baton.transport.base import PageStore, TransportError
+from baton.transport.base import PageStore, TransportError, unheard
 from baton.transport.fetch import Fetch, FetchStream
-from baton.transport.pages import check_pairs
+from baton.transport.pages import check_pairs, check_step
 from baton.v1 import prefill_pb2_grpc
 
 PROGRESS_SECONDS = 10.0
@@ -23,6 +24,7 @@ class GrpcReceiver:
     """Several pulls may run at once; their requests take turns."""
 
     kind = "grpc"
+    sees_steps = False
 
     def __init__(
         self,
@@ -43,12 +45,17 @@ class GrpcReceiver:
         self._running: set[Fetch] = set()
         self._closed = False
 
-    async def pull(self, pairs: Sequence[tuple[int, int]]) -> None:
+    async def pull(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        step: int = 0,
+        copied: Callable[[float], None] = unheard,
+    ) -> None:
         check_pairs(pairs, self._num_pages, self._local.num_pages)
+        check_step(step, self)
         if self._closed:
             raise TransportError("the receiver is closed")
-        if not pairs:
-            return
+        began = time.monotonic()
         if self._stream is None or self._stream.failed:
             stub = prefill_pb2_grpc.PageSourceStub(self._channel)
             self._stream = FetchStream(stub.Fetch, self._local, self._progress_seconds)
@@ -71,6 +78,7 @@ class GrpcReceiver:
             raise
         finally:
             self._running.difference_update(asked)
+        copied(time.monotonic() - began)
 
     def generations(self, pages: Sequence[int]) -> None:
         """Not to be seen from here."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from baton.transport.base import EndpointRefused, Refusal, TransportError
 from baton.transport.pages import check_pairs
-from baton.transport.segment import DIRECTORY, Header, Segment, SegmentError
+from baton.transport.segment import DIRECTORY, RETIRED_OFFSET, Header, Segment, SegmentError
 from baton.v1 import common_pb2 as pb
 
 
@@ -44,6 +44,7 @@ def segment_endpoint(segment: Segment) -> pb.ShmEndpoint:
         pages_offset=header.pages_offset,
         page_bytes=header.page_bytes,
         num_pages=header.num_pages,
+        retired_offset=RETIRED_OFFSET,
     )
 
 
@@ -62,16 +63,22 @@ class MappedSegment:
             self._map, np.uint8, header.num_pages * header.page_bytes, header.pages_offset
         ).reshape(header.num_pages, header.page_bytes)
         self._generations = np.frombuffer(self._map, "<u8", header.num_pages, header.generations_offset)
+        self.sees_steps = endpoint.retired_offset == RETIRED_OFFSET
+        self._retired = np.frombuffer(self._map, "<u8", 1, RETIRED_OFFSET)
 
     def generations(self, pages: Sequence[int]) -> list[int]:
         """Raises TransportError for a page that is out of range."""
         check_pairs([(page, 0) for page in pages], self.num_pages, 1)
         return [int(self._generations[page]) for page in pages]
 
+    def retired(self) -> int:
+        """The number of the owner's last retired step, as the owner's host has seen."""
+        return int(self._retired[0])
+
     def close(self) -> None:
         """Idempotent. No copy from `pages` may be running."""
         if not self._map.closed:
-            del self.pages, self._generations
+            del self.pages, self._generations, self._retired
             self._map.close()
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
-from baton.transport.base import EndpointRefused, PageStore, Refusal, TransportError
+from baton.transport.base import EndpointRefused, PageStore, Refusal, TransportError, unheard
 from baton.transport.nixl_agent import Agent, Range, memory_of, scratch
-from baton.transport.pages import check_pairs, until_done
+from baton.transport.pages import check_pairs, check_step, until_done
 from baton.transport.ways import runs_of
 from baton.v1 import common_pb2 as pb
 
@@ -59,6 +59,7 @@ class NixlReceiver:
     """
 
     kind = "nixl"
+    sees_steps = False
 
     def __init__(self, endpoint: pb.NixlEndpoint, local: PageStore, stall_seconds: float) -> None:
         """Use `open`."""
@@ -99,18 +100,24 @@ class NixlReceiver:
             raise
         return self
 
-    async def pull(self, pairs: Sequence[tuple[int, int]]) -> None:
+    async def pull(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        step: int = 0,
+        copied: Callable[[float], None] = unheard,
+    ) -> None:
         if self._closing is not None:
             raise TransportError("the receiver is closed")
         check_pairs(pairs, self._endpoint.num_pages, self._local.num_pages)
-        if not pairs:
-            return
+        check_step(step, self)
+        began = time.monotonic()
         stop = threading.Event()
         copy = asyncio.get_running_loop().run_in_executor(self._executor, self._copy, list(pairs), stop)
         self._running[copy] = stop
         copy.add_done_callback(self._ended)
         await until_done([copy], stop.set)
         copy.result()
+        copied(time.monotonic() - began)
 
     def generations(self, pages: Sequence[int]) -> None:
         """Not to be seen from here."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baton.transport.base import TransportError
+from baton.transport.base import Receiver, TransportError
 
 
 class HostPages:
@@ -60,6 +60,12 @@ def check_pairs(pairs: Sequence[tuple[int, int]], peer_pages: int, local_pages: 
             raise TransportError(f"page {source} is not one of the peer's {peer_pages}")
         if not 0 <= target < local_pages:
             raise TransportError(f"page {target} is not one of the local pool's {local_pages}")
+
+
+def check_step(step: int, receiver: Receiver) -> None:
+    """Raises TransportError for a step that the receiver cannot see."""
+    if step and not receiver.sees_steps:
+        raise TransportError(f"the peer's steps cannot be seen over {receiver.kind}")
 
 
 async def until_done(

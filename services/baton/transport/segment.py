@@ -1,6 +1,7 @@
 """A pool in shared memory: a file in /dev/shm that its owner writes and others map read-only.
 
-Layout: a header of 4096 bytes; the generations, one little-endian uint64 a page; the pages, from an offset
+Layout: a header of 4096 bytes, with the number of the owner's last retired step in it, a little-endian uint64
+at RETIRED_OFFSET; the generations, one little-endian uint64 a page; the pages, from an offset
 that is a multiple of 4096. The owner holds a lock (flock) on the file for as long as it lives; a file without
 that lock is an orphan. `multiprocessing.shared_memory` is no alternative: its tracker removes segments that
 others own. The segment of a pool on a GPU has pages of 0 bytes: it holds the generations alone.
@@ -24,6 +25,7 @@ DIRECTORY = Path("/dev/shm")
 MAGIC = b"BATONKV\0"
 VERSION = 1
 ALIGNMENT = 4096
+RETIRED_OFFSET = 64
 LOCK_SECONDS = 5.0
 _HEADER = struct.Struct("<8sQQQQQQ")
 
@@ -91,6 +93,7 @@ class Segment:
         generations_end = header.generations_offset + 8 * header.num_pages
         self.generations = whole[header.generations_offset : generations_end].cast("Q")
         self.pages = whole[header.pages_offset :]
+        self._retired = whole[RETIRED_OFFSET : RETIRED_OFFSET + 8].cast("Q")
         whole.release()
         self._closed = False
 
@@ -114,6 +117,11 @@ class Segment:
             os.close(descriptor)
             raise SegmentError(_explain(error, header.size, directory)) from error
 
+    def retire(self, step: int) -> None:
+        """This step and all before it have retired, as this host has seen: receivers may copy what they
+        wrote."""
+        self._retired[0] = step
+
     def close(self) -> None:
         """Removes the file. Receivers that mapped it keep their mapping. Idempotent."""
         if self._closed:
@@ -123,6 +131,7 @@ class Segment:
         os.close(self._descriptor)
         # A tensor over the pages keeps the mapping alive; it then goes with the last of them.
         with contextlib.suppress(BufferError):
+            self._retired.release()
             self.generations.release()
             self.pages.release()
             self._map.close()

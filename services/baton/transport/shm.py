@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.transport.base import EndpointRefused, PageStore, Refusal, TransportError
+from baton.transport.base import EndpointRefused, PageStore, Refusal, TransportError, unheard
 from baton.transport.mapped import MappedSegment
-from baton.transport.pages import HostPages, check_pairs, until_done
+from baton.transport.pages import HostPages, check_pairs, check_step
+from baton.transport.pull_thread import PullThread
 from baton.v1 import common_pb2 as pb
 
 BATCH_BYTES = 2**20
@@ -38,23 +38,31 @@ class ShmReceiver:
         self._local = local.rows()
         self._peer = MappedSegment(endpoint)
         self._batch = max(1, BATCH_BYTES // local.page_bytes)
-        self._executor = ThreadPoolExecutor(1, "baton-shm")
-        self._running: set[asyncio.Future[None]] = set()
+        self._thread = PullThread("baton-shm", self._peer.retired)
         self._closed = False
 
-    async def pull(self, pairs: Sequence[tuple[int, int]]) -> None:
+    @property
+    def sees_steps(self) -> bool:
+        return self._peer.sees_steps
+
+    async def pull(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        step: int = 0,
+        copied: Callable[[float], None] = unheard,
+    ) -> None:
         self._require_open()
         check_pairs(pairs, self._peer.num_pages, len(self._local))
-        if not pairs:
-            return
-        index = np.array(pairs, dtype=np.intp)
-        stop = threading.Event()
-        loop = asyncio.get_running_loop()
-        copy = loop.run_in_executor(self._executor, self._copy, index[:, 0], index[:, 1], stop)
-        self._running.add(copy)
-        copy.add_done_callback(self._running.discard)
-        await until_done([copy], stop.set)
-        copy.result()
+        check_step(step, self)
+        index = np.array(pairs, dtype=np.intp).reshape(-1, 2)
+
+        def work(stop: threading.Event) -> None:
+            began = time.monotonic()
+            self._copy(index[:, 0], index[:, 1], stop)
+            if not stop.is_set():
+                copied(time.monotonic() - began)
+
+        await self._thread.run(work, step)
 
     def generations(self, pages: Sequence[int]) -> list[int]:
         """Raises TransportError for a page that is out of range, and after `close`."""
@@ -63,8 +71,8 @@ class ShmReceiver:
 
     async def close(self) -> None:
         self._closed = True
-        await until_done(self._running)
-        self._executor.shutdown()
+        await self._thread.settle()
+        self._thread.close()
         self._peer.close()
 
     def _copy(self, source: Indexes, target: Indexes, stop: threading.Event) -> None:

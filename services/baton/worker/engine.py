@@ -18,6 +18,7 @@ from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.admission import POLICIES
 from baton.engine.cost import read_cost
+from baton.engine.cuda_runner import CudaRunner
 from baton.engine.runner import Runner
 from baton.engine.threads import TunedRunner
 from baton.engine.timed_runner import TimedRunner
@@ -60,6 +61,8 @@ class Engine:
     device: torch.device
     attention: str
     overlap: bool
+    warm: Callable[[], None] | None
+    """For StepLoop."""
 
     @property
     def pages(self) -> PageStore:
@@ -154,6 +157,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         device=device,
         attention=f"prefill={prefill.name} decode={decode.name}",
         overlap=device.type != "cpu" if config.overlap is None else config.overlap,
+        warm=runner.warm if isinstance(runner, CudaRunner) else None,
     )
 
 

@@ -102,6 +102,7 @@ class WorkerNode(Generic[C]):
             name=f"{self.role}-steps",
             overlap=self.engine.overlap,
             crashed=self._crashed,
+            warm=self.engine.warm,
         )
         self.observe()
         self.steps.start()

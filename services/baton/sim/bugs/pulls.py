@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from baton.engine.batch import Step
 from baton.handoff.decode_side import DecodeSide, Handoff
-from baton.handoff.messages import ReleaseLease, StartPull
+from baton.handoff.messages import ChunkAnnounced, ReleaseLease
 from baton.handoff.pulls import Pull, Pulls
 from baton.kvcache import PageAllocator
+from baton.prefill.core import PrefillCore
 from baton.sim.bugs.patching import Bug, Patch
-from baton.sim.decode import SimDecode
+from baton.sim.transport import Pull as SimPull
 
 PullEnded = Callable[[DecodeSide, int, str | None, Any, float], None]
 
@@ -28,16 +31,17 @@ def _free_at_cancel(patch: Patch) -> None:
 
 
 def _generation_at_start(patch: Patch) -> None:
-    def make(pull: Callable[..., None]) -> Callable[..., None]:
-        def wrong(node: SimDecode, peer: Any, effect: StartPull) -> None:
-            known = node.core.handoffs._pulls.running.get(effect.pull)
-            if known is not None and peer.pool is not None:
-                known.generations = tuple(peer.pool.generations[source] for source, _ in effect.pairs)
-            pull(node, peer, effect)
+    def make(begin: Callable[[SimPull], None]) -> Callable[[SimPull], None]:
+        def wrong(pull: SimPull) -> None:
+            pulls = pull._node.core.handoffs._pulls.running
+            known = next((pulls.get(number) for number, p in pull._node._pulls.items() if p is pull), None)
+            if known is not None and pull._pool is not None:
+                known.generations = tuple(pull._pool.generations[source] for source, _ in pull._pairs)
+            begin(pull)
 
         return wrong
 
-    patch(SimDecode, "_pull", make)
+    patch(SimPull, "_begin", make)
 
 
 def _unconfirmed(patch: Patch) -> None:
@@ -88,6 +92,31 @@ def _free_when_overdue(patch: Patch) -> None:
     patch(Pulls, "expire", make)
 
 
+def _early(patch: Patch) -> None:
+    def make(
+        plan: Callable[[PrefillCore, float], Step | None],
+    ) -> Callable[[PrefillCore, float], Step | None]:
+        def wrong(core: PrefillCore, now: float) -> Step | None:
+            step = plan(core, now)
+            if step is not None:
+                core.retire(step.plan.number)
+            return step
+
+        return wrong
+
+    patch(PrefillCore, "plan", make)
+
+
+def _unwaited(patch: Patch) -> None:
+    def make(announced: Callable[..., None]) -> Callable[..., None]:
+        def wrong(side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
+            announced(side, handoff, replace(chunk, step=0), now)
+
+        return wrong
+
+    patch(DecodeSide, "_announced", make)
+
+
 def _stale_reference(patch: Patch) -> None:
     def make(take: Callable[[PageAllocator, int], list[int]]) -> Callable[[PageAllocator, int], list[int]]:
         def wrong(allocator: PageAllocator, count: int) -> list[int]:
@@ -103,12 +132,12 @@ def _stale_reference(patch: Patch) -> None:
 
 PULL_BUGS = (
     Bug("free-at-cancel", "a pull's destination is freed when its request is cancelled", 25, _free_at_cancel),
-    Bug(
-        "late-generation", "the expected generation is read when the copy starts", 10000, _generation_at_start
-    ),
+    Bug("late-generation", "the expected generation is read when the copy starts", 800, _generation_at_start),
     Bug("free-overdue", "a pull's destination is freed when the pull is overdue", 400, _free_when_overdue),
     Bug("unconfirmed", "nothing is confirmed after the copy", 800, _unconfirmed),
     Bug("failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, _failed_pull),
     Bug("consumed-reference", "pages are read after their release (vLLM #52234, 3)", 25, _consumed_reference),
+    Bug("early-retired", "a step counts as retired when it is planned", 100, _early),
+    Bug("unwaited", "pages announced ahead are pulled without waiting for their step", 100, _unwaited),
     Bug("stale-reference", "a page taken anew keeps its generation (vLLM #52234, 4)", 800, _stale_reference),
 )

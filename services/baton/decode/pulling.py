@@ -1,0 +1,51 @@
+"""A pull that the core has asked for, from its begin to the report of its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from baton.handoff.messages import StartPull
+from baton.rpc.logs import get_logger
+from baton.transport.base import Receiver, TransportError
+
+_log = get_logger()
+
+
+class Pulling:
+    def __init__(self, effect: StartPull, call: Callable[[Callable[[Any, float], None]], None]) -> None:
+        """`call`: StepLoop.call, of the loop whose core has asked."""
+        self.seconds: float | None = None
+        """What the copy took; None until it is complete."""
+        self._effect = effect
+        self._call = call
+        self._told = False
+
+    async def run(self, receiver: Receiver | None) -> None:
+        """Reports the end of the copy whatever happens: the destination pages are pinned until then."""
+        effect = self._effect
+        error = "the pull was interrupted"
+        try:
+            if receiver is None:
+                error = f"{effect.address} is not connected"
+            else:
+                peer = receiver
+                await peer.pull(effect.pairs, effect.step, lambda seconds: self._copied(peer, seconds))
+        except TransportError as failure:
+            error = str(failure)
+        except Exception as failure:
+            _log.exception("pull failed", address=effect.address)
+            error = f"{type(failure).__name__}: {failure}"
+        finally:
+            if not self._told:
+                self._tell(error, None)
+
+    def _copied(self, receiver: Receiver, seconds: float) -> None:
+        generations = receiver.generations([source for source, _ in self._effect.pairs])
+        self.seconds = seconds
+        self._tell(None, generations)
+
+    def _tell(self, error: str | None, generations: list[int] | None) -> None:
+        self._told = True
+        number = self._effect.pull
+        self._call(lambda core, now: core.handoffs.pull_ended(number, error, generations, now))

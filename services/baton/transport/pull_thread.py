@@ -1,0 +1,128 @@
+"""The thread in which a receiver copies, and where pulls wait for their turn and for the owner's step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from baton.transport.base import TransportError, nothing
+from baton.transport.pages import until_done
+
+LEAST_POLL_SECONDS = 5e-5
+MOST_POLL_SECONDS = 1e-3
+POLL_SHARE = 0.005
+"""Of the time that a step has been waited for, between two looks whether it has retired."""
+REHEARSAL_SECONDS = 2e-3
+
+Work = Callable[[threading.Event], None]
+"""What a pull does in the thread. It may end early once the event is set."""
+
+
+@dataclass(order=True, slots=True)
+class _Job:
+    step: int
+    serial: int
+    work: Work = field(compare=False)
+    rehearse: Callable[[], None] = field(compare=False)
+    stop: threading.Event = field(compare=False, default_factory=threading.Event)
+    ended: Future[None] = field(compare=False, default_factory=Future)
+
+    def give_up(self) -> None:
+        """It does not begin any more, or ends early."""
+        self.stop.set()
+        self.ended.cancel()
+
+
+class PullThread:
+    """One pull runs at a time. Others wait their turn: the one of the owner's earliest step comes first, and
+    none begins before its step has retired."""
+
+    def __init__(self, name: str, retired: Callable[[], int] = lambda: 0) -> None:
+        """`retired` tells the last of the owner's steps that has retired; asked in the thread."""
+        self._retired = retired
+        self._changed = threading.Condition()
+        self._queue: list[_Job] = []
+        self._closed = False
+        self._serial = 0
+        self._running: dict[asyncio.Future[None], _Job] = {}
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Work, step: int = 0, rehearse: Callable[[], None] = nothing) -> None:
+        """Returns when `work`, run in the thread once the owner's `step` has retired (0: now), has ended, and
+        raises what it raises. `rehearse` is called there now and then while it waits for that step; it raises
+        TransportError where `work` would.
+
+        A cancellation ends the wait, or the work early; either way it is passed on once the work does not run
+        any more. Raises TransportError where `settle` came before its turn.
+        """
+        with self._changed:
+            self._serial += 1
+            job = _Job(step, self._serial, work, rehearse)
+            heapq.heappush(self._queue, job)
+            self._changed.notify()
+        ended = asyncio.wrap_future(job.ended)
+        self._running[ended] = job
+        ended.add_done_callback(self._ended)
+        await until_done([ended], job.give_up)
+        if ended.cancelled():
+            raise TransportError("the receiver was closed before the pages were there")
+        ended.result()
+
+    async def settle(self) -> None:
+        """Ends what waits, and waits for what runs."""
+        running = dict(self._running)
+        for job in running.values():
+            job.ended.cancel()
+        await until_done(list(running))
+
+    def close(self) -> None:
+        """Ends the thread. Nothing may be running or waiting."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _ended(self, ended: asyncio.Future[None]) -> None:
+        del self._running[ended]
+        if not ended.cancelled():
+            ended.exception()  # seen, also where the pull was cancelled and nobody asks
+
+    # --- in the thread ----------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (job := self._take()) is not None:
+            if not job.ended.set_running_or_notify_cancel():
+                continue
+            try:
+                job.work(job.stop)
+            except BaseException as error:
+                job.ended.set_exception(error)
+            else:
+                job.ended.set_result(None)
+
+    def _take(self) -> _Job | None:
+        """The next that may run, or was given up; None once closed."""
+        since = rehearsed = time.monotonic()
+        while True:
+            with self._changed:
+                while not self._queue:
+                    if self._closed:
+                        return None
+                    self._changed.wait()
+                    since = time.monotonic()
+                first = self._queue[0]
+                if first.step <= self._retired() or first.ended.cancelled():
+                    return heapq.heappop(self._queue)
+                share = POLL_SHARE * (time.monotonic() - since)
+                self._changed.wait(min(max(share, LEAST_POLL_SECONDS), MOST_POLL_SECONDS))
+            if time.monotonic() - rehearsed >= REHEARSAL_SECONDS:
+                with contextlib.suppress(TransportError):  # the pull itself will say so
+                    first.rehearse()
+                rehearsed = time.monotonic()
