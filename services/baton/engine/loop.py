@@ -15,8 +15,8 @@ TICK_SECONDS = 0.5
 POLL_SECONDS = 2e-4
 """While a step is under way the loop looks so often whether it has ended."""
 REST_SECONDS = 5e-4
-"""After a step whose end the loop has waited for it rests so long: planning and launching the next one keep
-the interpreter for milliseconds; what the step yielded goes out before."""
+"""After a step whose end the loop has waited for it rests so long while the device has another: planning
+and launching the next one keep the interpreter for milliseconds; what the step yielded goes out before."""
 REST_SHARE = 0.25
 """Of the time waited, at most: where steps are short there is none to spare."""
 WARM_SECONDS = 2e-3
@@ -95,7 +95,8 @@ class StepLoop(Generic[C]):
             if due is not None:
                 waited = self._wait_for(due) if turns.overlap else 0.0
                 turns.finish(due)
-                self._rest(min(REST_SECONDS, REST_SHARE * waited))
+                if waited and turns.ahead:
+                    time.sleep(min(REST_SECONDS, REST_SHARE * waited))
             if turns.idle and not turns.inbox:
                 self._idle()
 
@@ -105,13 +106,6 @@ class StepLoop(Generic[C]):
             self._wake.wait(TICK_SECONDS)
         elif not self._wake.wait(WARM_SECONDS):
             self._warm()
-
-    def _rest(self, seconds: float) -> None:
-        """What the step has yielded goes out. Calls end the rest where the device has nothing to do."""
-        if seconds and self._turns.ahead:
-            time.sleep(seconds)
-        elif seconds:
-            self._wake.wait(seconds)
 
     def _wait_for(self, launched: Launched) -> float:
         """Takes calls until the step has ended, or CALLS_SECONDS; returns the seconds that it took."""

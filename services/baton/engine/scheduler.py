@@ -98,8 +98,8 @@ class Scheduler:
         self.abandon = abandon
         self._may_admit = may_admit
         self._arrivals = 0
-        self._unentered: list[tuple[Sequence, int]] = []
-        """Sequences, and their epochs, whose prompt is final and not yet in the prefix tree."""
+        self._unentered: list[Sequence] = []
+        """Their prompt is final and not yet in the prefix tree."""
 
     # --- entering and leaving ---------------------------------------------------------------------------
 
@@ -275,13 +275,12 @@ class Scheduler:
     def enter_later(self, sequence: Sequence) -> None:
         """As `enter`, but before the next prompt is matched or the next results are taken in: what is under
         way now, first tokens and a launch, is not to wait for it."""
-        self._unentered.append((sequence, sequence.epoch))
+        self._unentered.append(sequence)
 
     def _enter_rest(self) -> None:
         unentered, self._unentered = self._unentered, []
-        for sequence, epoch in unentered:
-            if sequence.epoch == epoch and sequence.holding is not None:
-                self.enter(sequence)
+        for sequence in unentered:
+            self.enter(sequence)
 
     def extend_or_retract(self, sequence: Sequence, pages: int) -> bool:
         """Like `extend`, at the cost of younger sequences. False: the sequence sits out this step."""
@@ -320,6 +319,8 @@ class Scheduler:
         if sequence.holding is not None:
             if sequence.phase is not Phase.HANDOFF and sequence.retired:
                 self.enter(sequence)
+            if sequence in self._unentered:
+                self._unentered.remove(sequence)
             self.cache.release(sequence.holding, sequence.last_step)
             sequence.holding = None
         if sequence.slot is not None:
@@ -344,10 +345,7 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step, or None when there is nothing to compute."""
         self._admit()
-        step = build_step(self)
-        if step is None:
-            self._enter_rest()
-        return step
+        return build_step(self)
 
     def commit(self, step: Step, result: StepResult) -> None:
         """Takes in a step's results and gives back what it was the last to use."""

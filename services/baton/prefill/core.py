@@ -35,6 +35,7 @@ class PrefillCore:
     observe: Callable[[], None]
     retire: Callable[[int], None]
     meter: Meter = field(init=False)
+    _presses: bool = False
     _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,8 +56,8 @@ class PrefillCore:
 
     @property
     def pressing(self) -> bool:
-        """Pages are announced while their step is launched."""
-        return True
+        """All but the announcement of pages, which has as long as their step takes."""
+        return self._presses
 
     def close_when_idle(self, holder: Hashable, close: Callable[[], None]) -> None:
         """Calls `close` once nothing of the holder's is left."""
@@ -69,6 +70,7 @@ class PrefillCore:
         """Nothing: of a prompt that waits until a step has room, more may be cached by then."""
 
     def plan(self, now: float) -> Step | None:
+        self._presses = bool(self.side.outputs)
         step = self.side.plan(now)
         if step is not None:
             self.meter.planned(step, now)

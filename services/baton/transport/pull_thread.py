@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from baton.transport.base import TransportError, nothing
 from baton.transport.pages import until_done
 
-LEAST_POLL_SECONDS = 5e-5
+LEAST_POLL_SECONDS = 1e-4
 MOST_POLL_SECONDS = 1e-3
 POLL_SHARE = 0.005
 """Of the time that a step has been waited for, between two looks whether it has retired."""
@@ -109,20 +109,28 @@ class PullThread:
 
     def _take(self) -> _Job | None:
         """The next that may run, or was given up; None once closed."""
-        since = rehearsed = time.monotonic()
         while True:
             with self._changed:
                 while not self._queue:
                     if self._closed:
                         return None
                     self._changed.wait()
-                    since = time.monotonic()
                 first = self._queue[0]
-                if first.step <= self._retired() or first.ended.cancelled():
+                if self._ready(first):
                     return heapq.heappop(self._queue)
-                share = POLL_SHARE * (time.monotonic() - since)
-                self._changed.wait(min(max(share, LEAST_POLL_SECONDS), MOST_POLL_SECONDS))
-            if time.monotonic() - rehearsed >= REHEARSAL_SECONDS:
+            self._await(first)
+
+    def _ready(self, job: _Job) -> bool:
+        return job.step <= self._retired() or job.ended.cancelled()
+
+    def _await(self, first: _Job) -> None:
+        """Until it is ready, or not the first any more. Each look is short: other threads need the
+        interpreter."""
+        since = rehearsed = time.monotonic()
+        while self._queue[0] is first and not self._ready(first):
+            now = time.monotonic()
+            if now - rehearsed >= REHEARSAL_SECONDS:
+                rehearsed = now
                 with contextlib.suppress(TransportError):  # the pull itself will say so
                     first.rehearse()
-                rehearsed = time.monotonic()
+            time.sleep(min(max(POLL_SHARE * (now - since), LEAST_POLL_SECONDS), MOST_POLL_SECONDS))
