@@ -100,15 +100,16 @@ def test_turns_go_on_until_there_is_nothing_to_do(overlap):
     core.scheduler.cache.check(idle=True)
 
 
-@pytest.mark.parametrize("pressing", [True, False])
-def test_what_presses_is_flushed_before_a_launch_and_the_rest_behind_it(pressing):
-    core, runner, turns = make(overlap=True)
+@pytest.mark.parametrize(("pressing", "overlap"), [(True, True), (False, True), (False, False)])
+def test_what_presses_is_flushed_before_a_launch_and_the_rest_behind_it(pressing, overlap):
+    """But before one that may be the whole step."""
+    core, runner, turns = make(overlap)
     core.pressing = pressing
     order, flush, launch = [], core.flush, runner.launch
     core.flush = lambda step: (order.append("flush"), flush(step))
     runner.launch = lambda plan: (order.append("launch"), launch(plan))[1]
     turns.begin()
-    assert order == (["flush", "launch"] if pressing else ["launch", "flush"])
+    assert order == (["launch", "flush"] if overlap and not pressing else ["flush", "launch"])
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -74,7 +74,8 @@ class Turns(Generic[C]):
         core, now = self.core, self._take_calls()
         core.tick(now)
         step = core.plan(now)
-        first = step is None or core.pressing
+        # Without overlap the launch may be the whole step.
+        first = step is None or core.pressing or not self.overlap
         if first:
             core.flush(0)
         launched = self._launch(step) if step is not None else None
