@@ -22,7 +22,7 @@ from baton.decode.outputs import Done, Failed, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.handoff.messages import Alive, Beat, CancelPrefill, ReleaseLease, StartPrefill, StartPull
+from baton.handoff.messages import Alive, Beat, CancelPrefill, ReleaseLease, StartPrefill, StartPull, StopPull
 from baton.handoff.names import AttemptName
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
@@ -157,6 +157,8 @@ class World:
         for effect in effects:
             if isinstance(effect, StartPull):
                 self.pulls.append([effect, None])
+            elif isinstance(effect, StopPull):
+                self.stop(effect)
             elif self.nodes[effect.address].up:
                 self.nodes[effect.address].inbox.append(effect)
 
@@ -188,6 +190,13 @@ class World:
     def waits(self, entry):
         """For its step."""
         return entry[1] is None and entry[0].step > self.nodes[entry[0].address].retired
+
+    def stop(self, stopped):
+        """A copy that runs goes on."""
+        for entry in [entry for entry in self.pulls if entry[0].pull == stopped.pull]:
+            if self.waits(entry):
+                self.pulls.remove(entry)
+                self.core.handoffs.pull_ended(stopped.pull, "interrupted", None, self.now)
 
     def pull(self, entry):
         """First call copies the bytes, second reads the generations: anything may happen in between."""
@@ -576,6 +585,68 @@ def test_a_pull_that_was_not_begun_is_not_when_its_node_is_lost():
     assert not world.pulls and world.core.handoffs.pulls == 0
     world.run()
     world.check(request)
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_pull_that_waits_does_not_outlive_its_hand_off(flushed):
+    """The step may never end. Until the pull does, its pages are pinned."""
+    world = World(random.Random(1))
+    request, node = world.start(1, range(33)), world.nodes["p0"]
+    world.decode_step()
+    world.deliver(node)
+    node.step(world.now)
+    world.receive(node)
+    if flushed:
+        world.decode_step()
+        assert len(world.pulls) == 1 and world.core.handoffs.expecting is False  # more chunks follow
+    assert world.core.handoffs.pulls == 1
+    world.core.cancel(request.key, world.now)
+    world.decode_step()
+    assert not world.pulls and world.core.handoffs.pulls == 0
+    world.core.scheduler.cache.check(idle=True)
+
+
+def test_a_pull_that_cannot_be_stopped_is_overdue():
+    world = World(random.Random(1))
+    request, node = world.start(1, range(33)), world.nodes["p0"]
+    world.decode_step()
+    world.deliver(node)
+    node.step(world.now)
+    world.receive(node)
+    world.decode_step()
+    stuck = world.pulls.pop()
+    world.core.cancel(request.key, world.now)
+    world.decode_step()
+    assert world.core.handoffs.pulls == 1 and not world.core.handoffs.overdue
+    world.now += PULL
+    world.decode_step()
+    assert world.core.handoffs.overdue == ["p0"]
+    assert world.core.scheduler.cache.counts().quarantined == len(stuck[0].pairs)
+    world.core.handoffs.pull_ended(stuck[0].pull, "interrupted", None, world.now)
+    world.core.scheduler.cache.check(idle=True)
+
+
+def test_pressure_does_not_wait_for_a_step_of_another_node():
+    """The hand-off is retracted for its pages, which its waiting pull pins."""
+    world = World(random.Random(1), decode_pages=13, prefill_pages=(40,))
+    here = [world.start(number, range(100 * number, 100 * number + 3), 26 - 3) for number in (1, 2)]
+    for _ in range(3):
+        world.decode_step()
+    there = world.start(3, range(300, 317), 2, candidates=("p0",))
+    world.decode_step()
+    node = world.nodes["p0"]
+    while node.inbox:
+        world.deliver(node)
+    node.step(world.now)  # planned, and not computed: it hangs
+    while node.outbox:
+        world.receive(node)
+    for _ in range(100):
+        world.now += 0.01
+        world.decode_step()
+    for request in here:
+        world.check(request)
+    world.run()
+    world.check(there)
 
 
 def test_a_stalled_holder_loses_its_lease_and_recovers():

@@ -90,3 +90,22 @@ async def test_generations_that_cannot_be_read():
     peer.generations = closed
     await Pulling(EFFECT, core.call).run(peer)
     assert core.ended == [(7, "the receiver is closed", None)]
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_one_that_is_stopped(begun):
+    """Before its task has begun, too: a task that is cancelled then never runs."""
+    core, waiting = Core(), asyncio.Event()
+
+    class Waiting(Peer):
+        async def pull(self, pairs, step, copied):
+            await waiting.wait()
+
+    pulling = Pulling(EFFECT, core.call)
+    task = asyncio.create_task(pulling.run(Waiting(core)))
+    if begun:
+        await asyncio.sleep(0.01)
+    pulling.stop()
+    await asyncio.wait([task], timeout=5)
+    assert task.done() and task.cancelled() is begun
+    assert core.ended == [(7, "the pull was interrupted", None)]

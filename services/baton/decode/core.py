@@ -84,8 +84,7 @@ class DecodeCore:
 
     @property
     def expecting(self) -> bool:
-        """Pages are about to be here."""
-        return self.handoffs.pulls > 0
+        return self.handoffs.expecting
 
     @property
     def pressing(self) -> bool:

@@ -14,7 +14,7 @@ from baton.decode.entry import Peer
 from baton.decode.messages import events_from, request_for, several
 from baton.decode.pulling import Pulling
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
-from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull
+from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull, StopPull
 from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.link import Link
@@ -46,6 +46,7 @@ class PrefillPeers:
         seconds = config.handoff_seconds
         self._silence = max(seconds / 2, seconds - 2 * HEARTBEAT_SECONDS)
         self._peers: dict[str, _Peer] = {}
+        self._pulls: dict[int, Pulling] = {}
         self.pull_meter = PullMeter()
 
     def check_room(self, addresses: Sequence[str]) -> None:
@@ -117,13 +118,19 @@ class PrefillPeers:
         for effect in sorted(effects, key=lambda effect: isinstance(effect, CancelPrefill)):
             peer = self._peers.get(effect.address)
             if isinstance(effect, StartPull):
-                self._node.tasks.spawn(self._pull(peer, effect), "pull")
+                pulling = self._pulls[effect.pull] = Pulling(effect, self._node.steps.call)
+                self._node.tasks.spawn(self._pull(peer, effect, pulling), "pull")
+            elif isinstance(effect, StopPull):
+                if effect.pull in self._pulls:
+                    self._pulls[effect.pull].stop()
             elif peer is not None:
                 peer.send(effect)
 
-    async def _pull(self, peer: _Peer | None, effect: StartPull) -> None:
-        pulling = Pulling(effect, self._node.steps.call)
-        await pulling.run(peer.receiver if peer is not None else None)
+    async def _pull(self, peer: _Peer | None, effect: StartPull, pulling: Pulling) -> None:
+        try:
+            await pulling.run(peer.receiver if peer is not None else None)
+        finally:
+            del self._pulls[effect.pull]
         if pulling.seconds is not None:
             tokens = len(effect.pairs) * self._node.layout.page_size
             self.pull_meter.add(tokens, max(pulling.seconds, 1e-6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -19,16 +20,24 @@ class Pulling:
         """What the copy took; None until it is complete."""
         self._effect = effect
         self._call = call
-        self._told = False
+        self._told = self._stopped = False
+        self._task: asyncio.Task[Any] | None = None
+
+    def stop(self) -> None:
+        """It ends soon, without its step if it waits for that."""
+        self._stopped = True
+        if self._task is not None:
+            self._task.cancel()
 
     async def run(self, receiver: Receiver | None) -> None:
         """Reports the end of the copy whatever happens: the destination pages are pinned until then."""
         effect = self._effect
         error = "the pull was interrupted"
+        self._task = asyncio.current_task()
         try:
             if receiver is None:
                 error = f"{effect.address} is not connected"
-            else:
+            elif not self._stopped:
                 peer = receiver
                 await peer.pull(effect.pairs, effect.step, lambda seconds: self._copied(peer, seconds))
         except TransportError as failure:

@@ -122,8 +122,6 @@ class CudaRunner:
             except BaseException:
                 self._tables.forget()
                 raise
-        else:
-            self._set_last(fresh)
         flight.done.record()
         return flight
 

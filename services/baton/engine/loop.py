@@ -105,7 +105,10 @@ class StepLoop(Generic[C]):
         if self._warm is None or not self._turns.core.expecting:
             self._wake.wait(TICK_SECONDS)
         elif not self._wake.wait(WARM_SECONDS):
-            self._warm()
+            try:
+                self._warm()
+            except Exception:
+                self._warm = None  # if the device is broken the next step says so
 
     def _wait_for(self, launched: Launched) -> float:
         """Takes calls until the step has ended, or CALLS_SECONDS; returns the seconds that it took."""

@@ -32,6 +32,7 @@ from baton.handoff.messages import (
     ReleaseLease,
     StartPrefill,
     StartPull,
+    StopPull,
 )
 from baton.handoff.names import AttemptName, RecentNames
 from baton.handoff.pulls import Pull, Pulls
@@ -110,6 +111,11 @@ class DecodeSide:
         return len(self._pulls)
 
     @property
+    def expecting(self) -> bool:
+        """Whether the last pages of a prompt are under way."""
+        return any(h.announced_all and h.pull is not None for h in self._by_leader.values())
+
+    @property
     def overdue(self) -> list[str]:
         """Nodes out of whose pools a copy is overdue."""
         return self._pulls.overdue
@@ -173,13 +179,8 @@ class DecodeSide:
             )
 
     def peer_down(self, address: str, reason: str) -> None:
-        """What it held is gone, and the numbers of its steps mean nothing any more: pulls that the transport
-        has not been told of do not begin."""
+        """What it held is gone, and the numbers of its steps mean nothing any more."""
         self._heard.pop(address, None)
-        unbegun = [e for e in self.effects if isinstance(e, StartPull) and e.address == address]
-        for effect in unbegun:
-            self.effects.remove(effect)
-            self._pulls.end(effect.pull)
         for handoff in [h for h in self._by_leader.values() if h.address == address]:
             self._lose(handoff, "PEER_LOST", reason, tell=False)
 
@@ -314,6 +315,18 @@ class DecodeSide:
         del self._by_leader[handoff.leader]
         del self._by_name[handoff.name]
         self._ended.add(handoff.name)
+        if handoff.pull is not None:
+            self._stop(handoff.pull, handoff.address)
+
+    def _stop(self, pull: int, address: str) -> None:
+        """Its step may be long to come, and a pull pins its destination."""
+        for effect in self.effects:
+            if isinstance(effect, StartPull) and effect.pull == pull:
+                self.effects.remove(effect)
+                self._pulls.end(pull)
+                return
+        self._pulls.abandon(pull)
+        self.effects.append(StopPull(address, pull))
 
     def hear(self, address: str, now: float) -> None:
         """The peer's step thread has said something, if only that it heard a heartbeat."""

@@ -60,7 +60,16 @@ class StartPull:
     step: int = 0
 
 
-DecodeEffect = StartPrefill | CancelPrefill | ReleaseLease | Beat | StartPull
+@dataclass(frozen=True, slots=True)
+class StopPull:
+    """Nobody wants what this pull fetches any more: it is to end soon, without its step if it waits for that.
+    Its end is reported as any other's."""
+
+    address: str
+    pull: int
+
+
+DecodeEffect = StartPrefill | CancelPrefill | ReleaseLease | Beat | StartPull | StopPull
 
 # --- from the prefill side to its shell, for the holder of the attempt -----------------------------------
 

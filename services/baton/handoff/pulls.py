@@ -27,6 +27,8 @@ class Pull(Generic[H]):
     """The owner's, as announced."""
     due: float
     """inf while it may be waiting for the owner's step."""
+    abandoned: bool = False
+    """Nobody waits for it: it is to end soon."""
     overdue: bool = False
 
 
@@ -59,6 +61,10 @@ class Pulls(Generic[H]):
         pull = self.running[number]
         pull.due = min(pull.due, now + self.seconds)
 
+    def abandon(self, number: int) -> None:
+        """It is being stopped. Its time counts from the next `expire`, if it did not yet."""
+        self.running[number].abandoned = True
+
     def end(self, number: int) -> Pull[H] | None:
         """No copy of this pull is running any more. None for a number not known."""
         pull = self.running.pop(number, None)
@@ -70,6 +76,9 @@ class Pulls(Generic[H]):
 
     def expire(self, now: float) -> list[Pull[H]]:
         """Those that have become overdue since the last call."""
+        for pull in self.running.values():
+            if pull.abandoned:
+                pull.due = min(pull.due, now + self.seconds)
         late = [pull for pull in self.running.values() if pull.due <= now and not pull.overdue]
         for pull in late:
             pull.overdue = True

@@ -25,6 +25,7 @@ from baton.handoff.messages import (
     ReleaseLease,
     StartPrefill,
     StartPull,
+    StopPull,
 )
 from baton.handoff.prefill_side import PrefillSide
 from baton.handoff.pull_cost import PullMeter
@@ -286,6 +287,8 @@ class SimDecode(SimNode):
             node = self._prefill[effect.address]
             if isinstance(effect, StartPull):
                 node.when_retired(effect.step, self._pull_of(node, effect))
+            elif isinstance(effect, StopPull):
+                pass  # a pull ends by itself here: steps never hang
             else:
                 node.after(self.profile.host.hop, self._tell(node, effect))
 

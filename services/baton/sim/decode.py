@@ -10,7 +10,7 @@ from baton.decode.core import DecodeCore
 from baton.decode.entry import DecodePolicy, Key, Peer
 from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
 from baton.engine.request import Request
-from baton.handoff.messages import DecodeEffect, StartPull
+from baton.handoff.messages import DecodeEffect, StartPull, StopPull
 from baton.sim.model import SimPool
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.prefill import SimPrefill
@@ -250,6 +250,9 @@ class SimDecode(Worker):
             peer = self._peers[effect.address]
             if isinstance(effect, StartPull):
                 self._pull(peer, effect)
+            elif isinstance(effect, StopPull):
+                if effect.pull in self._pulls:
+                    self._pulls[effect.pull].close("the pull was interrupted")
             else:
                 peer.link.send(effect)
 

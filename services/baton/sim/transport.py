@@ -60,7 +60,8 @@ class Pull:
         self._world.at(self._delay(), node.copies, self._begin)
 
     def close(self, reason: str) -> None:
-        """The peer is lost. A copy out of shared memory goes on; what is asked for, or waits, ends early."""
+        """The peer is lost, or nobody wants the pages. A copy out of shared memory goes on; what is asked for
+        or waits ends early."""
         if self._pool is None or not self._begun:
             self._interrupted = reason
 

@@ -43,9 +43,9 @@ class PageCopier:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._engine = cuda.Copier(self._stream)
         self._transfer: Callable[..., Any] | None = None
-        self._scratch = torch.empty(
-            min(REHEARSAL_BYTES, self._page_bytes), dtype=torch.uint8, device=pool.device
-        )
+        with torch.cuda.stream(self._stream):  # what this stream writes, no other may be using still
+            size = min(REHEARSAL_BYTES, self._page_bytes)
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def copy(self, pairs: Sequence[tuple[int, int]], way: Way, stop: threading.Event) -> None:
         """Copies pages (peer's, local); returns when the host has seen the copies complete, or, once `stop`

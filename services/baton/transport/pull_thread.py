@@ -19,6 +19,9 @@ MOST_POLL_SECONDS = 1e-3
 POLL_SHARE = 0.005
 """Of the time that a step has been waited for, between two looks whether it has retired."""
 REHEARSAL_SECONDS = 2e-3
+"""Between two, while a pull waits."""
+REHEARSALS_SECONDS = 1.0
+"""A step that takes longer is not one whose milliseconds count."""
 
 Work = Callable[[threading.Event], None]
 """What a pull does in the thread. It may end early once the event is set."""
@@ -56,8 +59,8 @@ class PullThread:
 
     async def run(self, work: Work, step: int = 0, rehearse: Callable[[], None] = nothing) -> None:
         """Returns when `work`, run in the thread once the owner's `step` has retired (0: now), has ended, and
-        raises what it raises. `rehearse` is called there now and then while it waits for that step; it raises
-        TransportError where `work` would.
+        raises what it raises. `rehearse` is called there now and then while it waits for that step; what it
+        raises is not heard.
 
         A cancellation ends the wait, or the work early; either way it is passed on once the work does not run
         any more. Raises TransportError where `settle` came before its turn.
@@ -106,6 +109,7 @@ class PullThread:
                 job.ended.set_exception(error)
             else:
                 job.ended.set_result(None)
+            del job  # not to keep what its work refers to until the next one
 
     def _take(self) -> _Job | None:
         """The next that may run, or was given up; None once closed."""
@@ -129,8 +133,8 @@ class PullThread:
         since = rehearsed = time.monotonic()
         while self._queue[0] is first and not self._ready(first):
             now = time.monotonic()
-            if now - rehearsed >= REHEARSAL_SECONDS:
+            if now - rehearsed >= REHEARSAL_SECONDS and now - since < REHEARSALS_SECONDS:
                 rehearsed = now
-                with contextlib.suppress(TransportError):  # the pull itself will say so
+                with contextlib.suppress(Exception):  # the pull itself will say so
                     first.rehearse()
             time.sleep(min(max(POLL_SHARE * (now - since), LEAST_POLL_SECONDS), MOST_POLL_SECONDS))

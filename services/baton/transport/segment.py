@@ -119,8 +119,9 @@ class Segment:
 
     def retire(self, step: int) -> None:
         """This step and all before it have retired, as this host has seen: receivers may copy what they
-        wrote."""
-        self._retired[0] = step
+        wrote. Nothing once closed."""
+        with contextlib.suppress(ValueError):
+            self._retired[0] = step
 
     def close(self) -> None:
         """Removes the file. Receivers that mapped it keep their mapping. Idempotent."""
