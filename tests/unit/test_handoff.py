@@ -237,10 +237,9 @@ class World:
 
     @property
     def idle(self):
-        wires = any(node.inbox or node.outbox for node in self.nodes.values())
-        return not (
-            self.core.entries or self.pulls or wires or any(n.side.requests for n in self.nodes.values())
-        )
+        nodes = self.nodes.values()
+        busy = any(n.inbox or n.outbox or n.planned or n.side.requests for n in nodes)
+        return not (self.core.entries or self.pulls or busy)
 
     def run(self, limit=30000):
         for _ in range(limit):
@@ -265,6 +264,18 @@ class World:
             assert got == (expected[: len(got)] if partial else expected), (number, i)
         if not partial:
             assert isinstance(self.terminal[number], Done), self.terminal[number]
+
+
+def announced(world):
+    """A request whose first pages are known here, and its prefill node, which has planned their step and not
+    computed it. Nothing has been flushed since."""
+    request, node = world.start(1, range(33)), world.nodes["p0"]
+    world.decode_step()
+    world.deliver(node)
+    node.step(world.now)
+    assert node.planned and not node.retired
+    world.receive(node)
+    return request, node
 
 
 @pytest.mark.parametrize(("visible", "ahead"), [(True, True), (True, False), (False, False)])
@@ -575,11 +586,7 @@ def test_cached_pages_are_announced_at_once():
 def test_a_pull_that_was_not_begun_is_not_when_its_node_is_lost():
     """The numbers of a new life's steps start again: it would wait for one that is long to come."""
     world = World(random.Random(1))
-    request, node = world.start(1, range(33)), world.nodes["p0"]
-    world.decode_step()
-    world.deliver(node)
-    node.step(world.now)
-    world.receive(node)
+    request, _ = announced(world)
     world.disconnect("p0")  # in the same turn: nothing has been flushed since
     world.decode_step()
     assert not world.pulls and world.core.handoffs.pulls == 0
@@ -591,11 +598,7 @@ def test_a_pull_that_was_not_begun_is_not_when_its_node_is_lost():
 def test_a_pull_that_waits_does_not_outlive_its_hand_off(flushed):
     """The step may never end. Until the pull does, its pages are pinned."""
     world = World(random.Random(1))
-    request, node = world.start(1, range(33)), world.nodes["p0"]
-    world.decode_step()
-    world.deliver(node)
-    node.step(world.now)
-    world.receive(node)
+    request, _ = announced(world)
     if flushed:
         world.decode_step()
         assert len(world.pulls) == 1 and world.core.handoffs.expecting is False  # more chunks follow
@@ -608,11 +611,7 @@ def test_a_pull_that_waits_does_not_outlive_its_hand_off(flushed):
 
 def test_a_pull_that_cannot_be_stopped_is_overdue():
     world = World(random.Random(1))
-    request, node = world.start(1, range(33)), world.nodes["p0"]
-    world.decode_step()
-    world.deliver(node)
-    node.step(world.now)
-    world.receive(node)
+    request, _ = announced(world)
     world.decode_step()
     stuck = world.pulls.pop()
     world.core.cancel(request.key, world.now)

@@ -66,6 +66,14 @@ def test_close_is_idempotent_and_survives_views(directory: Path) -> None:
     assert int(array.sum()) == 3 * 4 * 4096
 
 
+def test_a_step_that_retires_after_the_close_is_told_to_nobody(directory: Path) -> None:
+    """A step thread that was given up may still end one."""
+    segment = Segment.create(4, 0, 1, directory)
+    segment.retire(3)
+    segment.close()
+    segment.retire(4)
+
+
 def test_no_space_names_the_space_and_the_flag(directory: Path) -> None:
     space = os.statvfs(directory)
     pages = space.f_blocks * space.f_frsize // 2**20 + 1024

@@ -1,7 +1,8 @@
 """Executes step plans on an NVIDIA GPU: fused kernels, paged attention, CUDA graphs for decode steps.
 
 Nothing in `launch` waits for the device. Ids of sampled tokens, page tables and all that a step computes stay
-there; a step is one copy up (two when page tables change) and one down, whose event `read` waits for.
+there; a step is one copy up (two when page tables or slots change) and one down, whose event `read` waits
+for.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
                   +---------+------------+--> failed (cancelled, out of time, expired, revoked)
 
 Pages are announced once the step that writes them has retired; to holders that can wait for that themselves
-(`ahead`) when it is planned, with its number, and cached ones, which are final, at once. A lease
-covers all pages of its prompt from the first announcement to the end of the attempt. It lives while its
-holder's heartbeats arrive, plus a grace on this node's monotonic clock. When the holder's stream ends,
+(`ahead`) when it is planned, with its number, and cached ones, which are final, at once.
+
+A lease covers all pages of its prompt from the first announcement to the end of the attempt. It lives while
+its holder's heartbeats arrive, plus a grace on this node's monotonic clock. When the holder's stream ends,
 everything of the holder's is dropped, and nobody is told.
 """
 
