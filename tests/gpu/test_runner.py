@@ -115,6 +115,26 @@ def test_sampling_does_not_depend_on_overlap_or_on_being_launched_ahead(tmp_path
     assert [len(o) for o in first] == [p.max_tokens for p in SAMPLED]
 
 
+def test_warm_turns_change_nothing(tmp_path):
+    """Neither before a launch nor behind one that is still under way."""
+    path = save_checkpoint(tmp_path, head_dim=128)
+    prompts = prompts_of(*LENGTHS[: len(SAMPLED)])
+    runs = []
+    for warmed in (False, True):
+        runner, cache = make(path, "graphs", torch.bfloat16)
+
+        @contextlib.contextmanager
+        def around(runner=runner, warmed=warmed):
+            if warmed:
+                runner.warm()
+            yield
+            if warmed:
+                runner.warm()
+
+        runs.append(generate(runner, cache, prompts, SAMPLED, around=around, overlap=True))
+    assert runs[0] == runs[1]
+
+
 def test_launching_never_waits_for_the_device(checkpoint):
     @contextlib.contextmanager
     def strictly():
@@ -130,6 +150,8 @@ def test_launching_never_waits_for_the_device(checkpoint):
         with pytest.raises(RuntimeError, match="synchronizing"), strictly():
             torch.ones(1, device=CUDA).item()
         generate(runner, cache, prompts, SAMPLED, around=strictly, budget=64)
+        with strictly():
+            runner.warm()
         wanted = [dataclasses.replace(SAMPLED[0], prompt_logprobs=2)]
         generate(runner, cache, prompts_of(40, seed=5), wanted, around=strictly)
 
@@ -144,16 +166,19 @@ def test_replay_equals_the_same_step_without_a_graph(checkpoint, pair):
         init = SlotInit(slot, SamplingParams(temperature=slot % 3 * 0.5, seed=slot), slot, (), ())
         runner.read(runner.launch(StepPlan(1, (row,), (init,))))
     graphs = runner.graphs
-    last = runner._last_token.clone()
+    tokens = runner._slots.last_token
+    last = tokens.clone()
     with torch.inference_mode():
         for count in batch_sizes(24):
             slots = np.arange(count)
             positions = np.array([len(p) for p in prompts[:count]])
             sampling = runner._sampler.simple(slots, positions + 1)
-            runner._last_token.copy_(last)
-            inputs = graphs.run(slots, positions, sampling)
-            logits, result = inputs.logits.clone(), inputs.result.clone()
-            runner._last_token.copy_(last)
+            tokens.copy_(last)
+            graphs.fill(slots, positions, sampling)
+            graphs.replay(count, choose=True)
+            logits, result = graphs.logits(count).clone(), graphs.result(count).clone()
+            tokens.copy_(last)
+            inputs = graphs._inputs(count)
             inputs.logits.zero_()
             inputs.result.zero_()
             runner._decode(inputs)

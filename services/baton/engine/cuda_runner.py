@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from baton.attention.mixed import MixedAttention
 from baton.attention.paged import HostRows, PagedAttention, PagedRows
 from baton.engine.chunk_graphs import ChunkGraphs, ChunkInputs
 from baton.engine.cuda_sampler import CudaSampler
+from baton.engine.device_slots import Changes, DeviceSlots
 from baton.engine.graphs import DecodeGraphs, Inputs, Progress, batch_sizes
-from baton.engine.page_tables import PageTables
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.prompt_logprobs import logprobs_to_host, prompt_logprobs
 from baton.engine.ragged import Ints, Ragged
@@ -29,8 +28,8 @@ from baton.engine.upload import Upload, to_host
 from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
 
-Fresh = tuple[()] | tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
-"""Slots whose last token is not on the device yet, and these tokens; empty: none."""
+Fresh = dict[int, int]
+"""The last tokens of slots where the device does not have them yet."""
 
 
 @dataclass(slots=True)
@@ -80,15 +79,14 @@ class CudaRunner:
         self._pool = pool
         self._device = pool.device
         width = -(-context_length // pool.layout.page_size)
-        self._tables = PageTables(max_slots, width, pool.num_pages, self._device)
+        self._slots = DeviceSlots(max_slots, width, pool.num_pages, self._device)
         self._decoder = FusedDecoder(
-            model, pool, self._tables.table, context_length, invariant=batch_invariant
+            model, pool, self._slots.tables, context_length, invariant=batch_invariant
         )
         self._chunks: PagedAttention = prefill_attention(pool, model.config.num_heads)
         self._singles: PagedAttention = decode_attention(pool, model.config.num_heads)
         self._choose = sample
         self._sampler = CudaSampler(max_slots, self.vocab_size, self._device)
-        self._last_token = torch.zeros(max_slots + 1, dtype=torch.int32, device=self._device)
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         if graphs and self._singles.graphs:
@@ -118,19 +116,23 @@ class CudaRunner:
                 if graphs is not None and _is_decode(plan.rows) and len(plan.rows) <= graphs.largest:
                     self._launch_graph(graphs, plan.rows, fresh, flight)
                 else:
-                    self._set_last(fresh)
-                    self._launch_ragged(plan.rows, flight)
+                    self._launch_ragged(plan.rows, fresh, flight)
             except BaseException:
-                self._tables.forget()
+                self._slots.forget()
                 raise
         flight.done.record()
         return flight
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Goes the way of a launch, for StepLoop: an upload, a kernel, a copy back. Changes nothing."""
-        self._set_last((np.array([self.max_slots]), np.zeros(1, np.int32)))
-        to_host(self._last_token[self.max_slots :])
+        """Goes the way of a decode step's launch but for its graphs, for StepLoop. Changes nothing."""
+        self._update(self._slots.unchanging)
+        none = np.zeros(0, np.int64)
+        simple = self._sampler.simple(none, none)
+        if self.graphs is not None:
+            self.graphs.fill(none, none, simple)
+            to_host(self.graphs.result(1))
+        torch.cuda.Event().record()  # type: ignore[no-untyped-call]
 
     def done(self, flight: CudaFlight) -> bool:
         return bool(flight.done.query())  # type: ignore[no-untyped-call]
@@ -151,21 +153,18 @@ class CudaRunner:
         return StepResult(flight.number, row_results(flight.rows, tokens, finite, logprobs, flight.prompts))
 
     def _init_slots(self, plan: StepPlan) -> Fresh:
-        slots: list[int] = []
-        tokens: list[int] = []
+        fresh: Fresh = {}
         for init in plan.inits:
             self._sampler.init(init)
             if init.last_token is not None:
-                slots.append(init.slot)
-                tokens.append(init.last_token)
-        return (np.array(slots, np.int64), np.array(tokens, np.int32)) if slots else ()
+                fresh[init.slot] = init.last_token
+        return fresh
 
-    def _set_last(self, fresh: Fresh) -> None:
-        if fresh:
-            upload = Upload()
-            for array in fresh:
-                upload.add(array)
-            self._last_token.index_copy_(0, *upload.send(self._device))
+    def _update(self, changes: Changes) -> None:
+        upload = Upload()
+        for array in changes:
+            upload.add(array)
+        self._slots.write(*upload.send(self._device))
 
     # --- decode steps, by graph -------------------------------------------------------------------------
 
@@ -176,73 +175,66 @@ class CudaRunner:
         fresh: Fresh,
         flight: CudaFlight,
     ) -> None:
-        changes = self._tables.changes(rows) or ()
-        if changes or fresh:
-            upload = Upload()
-            for array in (*changes, *fresh):
-                upload.add(array)
-            there = upload.send(self._device)
-            if changes:
-                self._tables.write(*there[:2])
-            if fresh:
-                self._last_token.index_copy_(0, *there[-2:])
+        changes = self._slots.changes(rows, fresh)
+        if changes is not None:
+            self._update(changes)
         slots = np.array([row.slot for row in rows])
         positions = np.array([row.start for row in rows])
         simple = self._sampler.simple(slots, positions + 1)
-        inputs = graphs.run(slots, positions, simple)
+        graphs.fill(slots, positions, simple)
+        graphs.replay(len(rows), choose=simple is not None)
         if simple is not None:
-            flight.result = to_host(inputs.result)
+            flight.result = to_host(graphs.result(len(rows)))
         else:
-            self._sample(inputs.logits, slots, positions + 1, flight)
+            self._sample(graphs.logits(len(rows)), slots, positions + 1, flight)
 
     def _decode(self, inputs: Inputs) -> None:
         """A decode step up to its logits; captured."""
-        table = self._tables.table.index_select(0, inputs.slots)
+        table = self._slots.tables.index_select(0, inputs.slots)
         paged = PagedRows(table, inputs.positions + 1)
         self._singles.plan(paged)
 
         def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
             self._singles.attend(layer, q, out, paged)
 
-        tokens = self._last_token.index_select(0, inputs.slots)
+        tokens = self._slots.last_token.index_select(0, inputs.slots)
         hidden = self._decoder.forward(tokens, inputs.positions, inputs.slots, attend, decode=True)
         self._project_head(hidden, inputs.logits)
 
     def _sample_plain(self, inputs: Inputs) -> None:
         """Sampling behind it, where it takes no more than a temperature; captured."""
-        self._choose(
-            inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, self._last_token, inputs.result
-        )
+        last = self._slots.last_token
+        self._choose(inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, last, inputs.result)
 
     # --- all other steps --------------------------------------------------------------------------------
 
-    def _launch_ragged(self, rows: Sequence[PlanRow], flight: CudaFlight) -> None:
+    def _launch_ragged(self, rows: Sequence[PlanRow], fresh: Fresh, flight: CudaFlight) -> None:
         step = Ragged.of(rows)
         wholly = any(row.prompt_logprobs for row in rows)
         shape = self.chunk_graphs.shape(step) if self.chunk_graphs is not None and not wholly else None
         simple = self._sampler.simple(step.slots, step.targets) if step.slots.size else None
         temperatures, keys = simple or (np.zeros(0, np.float32), np.zeros(0, np.int64))
-        entries, pages = self._tables.changes(step.rows) or (np.zeros(0, np.int64), np.zeros(0, np.int32))
+        changes = self._slots.changes(step.rows, fresh) or ()
         upload = Upload()
-        for array in (step.slots.astype(np.int32), temperatures, keys, entries, pages):
+        for array in (step.slots.astype(np.int32), temperatures, keys, *changes):
             upload.add(array)
-        slots, temperatures_there, keys_there, *changes = upload.send(self._device)
-        if entries.size:
-            self._tables.write(*changes)
+        slots, temperatures_there, keys_there, *changes_there = upload.send(self._device)
+        if changes_there:
+            self._slots.write(*changes_there)
         if shape is not None and self.chunk_graphs is not None:
             logits = self.chunk_graphs.run(shape, step)
         else:
             logits = self._eager(step, wholly, flight)
         if simple is not None:
             result = torch.empty(len(step.slots), 2, dtype=torch.int32, device=self._device)
-            self._choose(logits, temperatures_there, keys_there, slots, self._last_token, result)
+            self._choose(logits, temperatures_there, keys_there, slots, self._slots.last_token, result)
             flight.result = to_host(result)
         elif step.slots.size:
             self._sample(logits, step.slots, step.targets, flight)
 
     def _small(self, inputs: ChunkInputs) -> None:
         """A small step up to its logits; captured."""
-        table = self._tables.table.index_select(0, inputs.row_slots)
+        table = self._slots.tables.index_select(0, inputs.row_slots)
         paged = PagedRows(table, inputs.lengths, inputs.starts, len(inputs.ids))
         self._chunks.plan(paged)
 
@@ -259,7 +251,7 @@ class CudaRunner:
         return self._decoder.project(self._model.weights.head, hidden, out)
 
     def _tokens(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return torch.where(ids < 0, self._last_token.index_select(0, slots), ids)
+        return torch.where(ids < 0, self._slots.last_token.index_select(0, slots), ids)
 
     def _eager(self, step: Ragged, wholly: bool, flight: CudaFlight) -> torch.Tensor:
         """The logits [samples, vocab] of a step of any size. `wholly`: prompt log-probabilities are wanted,
@@ -278,7 +270,7 @@ class CudaRunner:
             upload.add(array)
         ids, positions, token_slots, row_slots, lengths, starts, last = upload.send(self._device)
         width = -(-int(step.lengths.max()) // self._pool.layout.page_size)
-        table = self._tables.table[:, :width].index_select(0, row_slots)
+        table = self._slots.tables[:, :width].index_select(0, row_slots)
         singles = chunks = None
         if single:
             host = HostRows(step.counts[:single], step.lengths[:single])
@@ -312,7 +304,7 @@ class CudaRunner:
     # --- what takes more than a temperature -------------------------------------------------------------
 
     def _sample(self, logits: torch.Tensor, slots: Ints, positions: Ints, flight: CudaFlight) -> None:
-        result, samples = self._sampler.sample(logits, slots, positions, self._last_token)
+        result, samples = self._sampler.sample(logits, slots, positions, self._slots.last_token)
         flight.result = to_host(result)
         if samples.logprobs is not None:
             samples.logprobs = logprobs_to_host(samples.logprobs)

@@ -111,14 +111,14 @@ class DecodeGraphs:
     def largest(self) -> int:
         return self._sizes[-1]
 
-    def run(
+    def fill(
         self,
         slots: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         sampling: tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None,
-    ) -> Inputs:
-        """Enqueues a step for these slots, whose last tokens are at `positions`; `sampling`: temperatures and
-        generator states, None: the caller samples from the logits. Returns the rows' buffers."""
+    ) -> None:
+        """Enqueues the copy of a step's inputs: slots, whose last tokens are at `positions`; `sampling`:
+        temperatures and generator states, None: the caller samples from the logits."""
         count = len(slots)
         host, lanes = self._host(count)
         lanes[2, :count] = slots
@@ -127,11 +127,21 @@ class DecodeGraphs:
             lanes[:2].reshape(-1).view(np.int64)[:count] = sampling[1]
             lanes[4].view(np.float32)[:count] = sampling[0]
         self._static.copy_(host, non_blocking=True)
-        graph = self._graphs[self._sizes[bisect.bisect_left(self._sizes, count)]]
+
+    def replay(self, rows: int, *, choose: bool) -> None:
+        """Enqueues a step of so many rows, of which `fill` has told; `choose`: its sampling too."""
+        graph = self._graphs[self._sizes[bisect.bisect_left(self._sizes, rows)]]
         graph.forward.replay()
-        if sampling is not None:
+        if choose:
             graph.choose.replay()
-        return self._inputs(count)
+
+    def logits(self, rows: int) -> torch.Tensor:
+        """The buffer [rows, vocab] that a step writes."""
+        return self._logits[:rows]
+
+    def result(self, rows: int) -> torch.Tensor:
+        """The buffer, int32 [rows, 2], that its sampling writes: see Inputs."""
+        return self._result[:rows]
 
     def _host(self, rows: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
         """A host image of the static inputs, int32 [5, rows]: keys (two lanes), slots, positions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,14 @@ class Upload:
         for offset, array in self._parts:
             raw[offset : offset + array.nbytes] = array.view(np.uint8).reshape(-1)
         there = host.to(device, non_blocking=True)
-        return [
-            there[offset : offset + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-            for offset, array in self._parts
-        ]
+        return [_view(there[offset : offset + array.nbytes], array) for offset, array in self._parts]
+
+
+def _view(raw: torch.Tensor, array: npt.NDArray[Any]) -> torch.Tensor:
+    flat = raw.view(_torch_dtype(array.dtype))
+    return flat if array.ndim == 1 else flat.view(array.shape)
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.zeros(0, dtype)).dtype

@@ -22,6 +22,10 @@ REHEARSAL_SECONDS = 2e-3
 """Between two, while a pull waits."""
 REHEARSALS_SECONDS = 1.0
 """A step that takes longer is not one whose milliseconds count."""
+QUIET_SECONDS = 1e-3
+"""Between the end of a pull's work and what is told of it to the event loop, where no other pull waits. Those
+who wait for the pages have been told by the work, and launch a step with them: the loop's waking would take
+the interpreter from that."""
 
 Work = Callable[[threading.Event], None]
 """What a pull does in the thread. It may end early once the event is set."""
@@ -108,6 +112,8 @@ class PullThread:
             except BaseException as error:
                 job.ended.set_exception(error)
             else:
+                with self._changed:
+                    self._changed.wait_for(lambda: bool(self._queue) or self._closed, QUIET_SECONDS)
                 job.ended.set_result(None)
             del job  # not to keep what its work refers to until the next one
 

@@ -1,4 +1,4 @@
-"""Page tables on the device follow the plans, and one upload brings arrays of any dtype."""
+"""The slots on the device follow the plans, and one upload brings arrays of any dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.page_tables import PageTables
+from baton.engine.device_slots import DeviceSlots
 from baton.engine.plan import PlanRow
 from baton.engine.upload import Upload
 
@@ -19,12 +19,18 @@ def row(slot, pages):
     return PlanRow(slot, None, 0, tuple(pages))
 
 
+def write(there, changes):
+    there.write(*(torch.from_numpy(array) for array in changes))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_sequence_of_steps(seed):
-    """Sequences grow, end, and pass their slots on; some pages are shared, some tables too long."""
+    """Sequences grow, end, and pass their slots on; some pages are shared, some tables too long. Some last
+    tokens come from the host."""
     rng = random.Random(seed)
     slots, width, spare = 5, 8, 99
-    tables = PageTables(slots, width, spare, CPU)
+    there = DeviceSlots(slots, width, spare, CPU)
+    tokens = [0] * (slots + 1)
     pages = [[rng.randrange(50)] for _ in range(slots)]
     written = 0
     for _ in range(400):
@@ -37,23 +43,28 @@ def test_any_sequence_of_steps(seed):
                 pages[slot] = [*pages[slot], rng.randrange(50)]
             rows.append(row(slot, pages[slot]))
         if rng.random() < 0.05:
-            tables.forget()
-        changes = tables.changes(rows)
+            there.forget()
+        fresh = {one.slot: rng.randrange(1000) for one in rows if rng.random() < 0.2}
+        for slot, token in fresh.items():
+            tokens[slot] = token
+        changes = there.changes(rows, fresh)
         if changes is not None:
             written += len(changes[0])
-            tables.write(*(torch.from_numpy(array) for array in changes))
+            write(there, changes)
+        write(there, there.unchanging)
         for one in rows:
-            assert tables.table[one.slot, : len(one.pages)].tolist() == list(one.pages[:width])
-        assert tables.table[slots].tolist() == [spare] * width
+            assert there.tables[one.slot, : len(one.pages)].tolist() == list(one.pages[:width])
+        assert there.tables[slots].tolist() == [spare] * width
+        assert there.last_token.tolist() == tokens
     assert written < 400 * slots * width / 4
 
 
 def test_what_is_known_is_not_written_again():
-    tables = PageTables(2, 4, 9, CPU)
-    assert tables.changes([row(0, [1, 2])]) is not None
-    assert tables.changes([row(0, [1, 2])]) is None
-    entries, values = tables.changes([row(0, [1, 2, 3]), row(1, [7])])
-    assert entries.tolist() == [2, 4] and values.tolist() == [3, 7]
+    there = DeviceSlots(2, 4, 9, CPU)
+    assert there.changes([row(0, [1, 2])], {}) is not None
+    assert there.changes([row(0, [1, 2])], {}) is None
+    _, values = there.changes([row(0, [1, 2, 3]), row(1, [7])], {1: 5})
+    assert values.tolist() == [5, 3, 7]
 
 
 def test_upload():
