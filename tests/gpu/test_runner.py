@@ -213,9 +213,9 @@ def test_a_small_step_by_graph_equals_the_same_without(checkpoint, pair):
         for count in (1, 2, 5, 8, 9, 14, 24):
             step = Ragged.of(rows[:count])
             flight = CudaFlight(1, tuple(rows[:count]), torch.cuda.Event())
-            changes = runner._tables.changes(step.rows)
+            changes = runner._slots.changes(step.rows, {})
             if changes is not None:
-                runner._tables.write(*(to_device(array, CUDA) for array in changes))
+                runner._slots.write(*(to_device(array, CUDA) for array in changes))
             want = runner._eager(step, False, flight).float()
             first = graphs.shape(step)
             for shape in [shape for shape in graphs._shapes if shape >= first and shape[1] >= len(step.rows)]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -42,23 +43,17 @@ async def test_what_the_work_raises_is_raised_and_the_thread_goes_on():
     thread.close()
 
 
-async def test_the_loop_hears_of_an_end_later_than_the_work_tells_but_no_pull_waits_for_that(monkeypatch):
-    monkeypatch.setattr("baton.transport.pull_thread.QUIET_SECONDS", 0.3)
-    thread, told = PullThread("test"), []
-
-    def work(stop):
-        told.append(time.monotonic())
-
-    await thread.run(work)
-    assert time.monotonic() - told[0] >= 0.3
-    first = asyncio.create_task(thread.run(work))
-    while len(told) < 2:
-        await asyncio.sleep(0.01)
-    assert not first.done()
-    second = asyncio.create_task(thread.run(work))
+async def test_the_loop_hears_of_an_end_after_others_have_but_no_pull_waits_for_that(monkeypatch):
+    quiet = 2.0
+    monkeypatch.setattr("baton.transport.pull_thread.QUIET_SECONDS", quiet)
+    thread, ended = PullThread("test"), (threading.Event(), threading.Event())
+    first = asyncio.create_task(thread.run(lambda stop: ended[0].set()))
+    assert await asyncio.to_thread(ended[0].wait, 5)
+    began = time.monotonic()
+    second = asyncio.create_task(thread.run(lambda stop: ended[1].set()))
     await asyncio.wait_for(first, 5)
-    while len(told) < 3:
-        await asyncio.sleep(0.01)
-    assert told[2] - told[1] < 0.2 and not second.done()
+    assert await asyncio.to_thread(ended[1].wait, 5)
+    assert time.monotonic() - began < 0.75 * quiet
     await asyncio.wait_for(second, 5)
+    assert time.monotonic() - began >= quiet
     thread.close()

@@ -150,7 +150,8 @@ async def measure(
 async def measure_slowdown(
     method: Method, receiver: Receiver, pages: PageStore, tokens: int, page_size: int, load: Load
 ) -> Slowdown:
-    """The load by itself, then the same while pulls of `tokens` follow one another."""
+    """The load by itself, then the same while pulls of `tokens` follow one another: a second one is asked for
+    before one ends, so that none waits for this process."""
     pairs = pairs_for(method, -(-tokens // page_size), pages.num_pages, 0)
     alone = await asyncio.to_thread(load.run, LOAD_SECONDS)
     running = True
@@ -159,7 +160,7 @@ async def measure_slowdown(
         while running:
             await receiver.pull(pairs)
 
-    pulling = asyncio.create_task(pull_on())
+    pulling = asyncio.gather(pull_on(), pull_on())
     try:
         meanwhile = await asyncio.to_thread(load.run, LOAD_SECONDS)
     finally:
