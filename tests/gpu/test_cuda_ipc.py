@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,18 @@ async def test_a_cancelled_pull_writes_nothing_more(directory, way, monkeypatch)
         await receiver.close()
 
 
+def copies_begin(receiver):
+    """An event: the receiver has begun to copy."""
+    begun, copy = threading.Event(), receiver._copy
+
+    def tell(*args):
+        begun.set()
+        copy(*args)
+
+    receiver._copy = tell
+    return begun
+
+
 async def test_close_waits_and_is_final(directory):
     pages, page_bytes = 500, 4 * MB
     with owning(directory, pages, page_bytes) as owner:
@@ -234,8 +247,9 @@ async def test_close_waits_and_is_final(directory):
         receiver = await CudaIpcReceiver.open(owner.endpoint, pool)
         again = await CudaIpcReceiver.open(owner.endpoint, pool)  # as after a reconnect
         everything = [(page, page) for page in range(pages)]
+        begun = copies_begin(receiver)
         pull = asyncio.create_task(receiver.pull(everything))
-        await asyncio.sleep(0)
+        assert await asyncio.to_thread(begun.wait, 10)  # what has not begun is not waited for
         await asyncio.gather(receiver.close(), receiver.close())
         assert pull.done()
         await pull
