@@ -194,7 +194,7 @@ class Load:
             torch.mv(self._matrix, self._vector)
             return time.perf_counter() - started
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        # Keeps the device busy until all behind it is enqueued: this process's pulls may take the interpreter.
+        # Keeps the device busy until all behind it is enqueued: pulls may take the interpreter meanwhile.
         torch.mv(self._matrix, self._vector)
         begin.record()
         torch.mv(self._matrix, self._vector)
