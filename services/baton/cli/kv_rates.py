@@ -150,8 +150,8 @@ async def measure(
 async def measure_slowdown(
     method: Method, receiver: Receiver, pages: PageStore, tokens: int, page_size: int, load: Load
 ) -> Slowdown:
-    """The load by itself, then the same while pulls of `tokens` follow one another: a second one is asked for
-    before one ends, so that none waits for this process."""
+    """The load by itself, then the same while pulls of `tokens` follow one another. Where they take turns in
+    a thread a second one is asked for before one ends, so that none waits for this process."""
     pairs = pairs_for(method, -(-tokens // page_size), pages.num_pages, 0)
     alone = await asyncio.to_thread(load.run, LOAD_SECONDS)
     running = True
@@ -160,7 +160,7 @@ async def measure_slowdown(
         while running:
             await receiver.pull(pairs)
 
-    pulling = asyncio.gather(pull_on(), pull_on())
+    pulling = asyncio.gather(*(pull_on() for _ in range(1 if method.kind == "grpc" else 2)))
     try:
         meanwhile = await asyncio.to_thread(load.run, LOAD_SECONDS)
     finally:
@@ -194,7 +194,7 @@ class Load:
             torch.mv(self._matrix, self._vector)
             return time.perf_counter() - started
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        # Keeps the device busy until all behind it is enqueued: pulls may take the interpreter meanwhile.
+        # Keeps the device busy until, mostly, all behind it is enqueued: pulls take the interpreter at times.
         torch.mv(self._matrix, self._vector)
         begin.record()
         torch.mv(self._matrix, self._vector)

@@ -131,9 +131,9 @@ class PrefillPeers:
             await pulling.run(peer.receiver if peer is not None else None)
         finally:
             del self._pulls[effect.pull]
-        if pulling.seconds is not None:
-            tokens = len(effect.pairs) * self._node.layout.page_size
-            self.pull_meter.add(tokens, max(pulling.seconds, 1e-6))
+            if pulling.seconds is not None:
+                tokens = len(effect.pairs) * self._node.layout.page_size
+                self.pull_meter.add(tokens, max(pulling.seconds, 1e-6))
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))

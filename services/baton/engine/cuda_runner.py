@@ -1,8 +1,8 @@
 """Executes step plans on an NVIDIA GPU: fused kernels, paged attention, CUDA graphs for decode steps.
 
 Nothing in `launch` waits for the device. Ids of sampled tokens, page tables and all that a step computes stay
-there; a step is one copy up (two when page tables or slots change) and one down, whose event `read` waits
-for.
+there; a step of decode rows is one copy up (two when page tables or last tokens change) and one down, whose
+event `read` waits for.
 """
 
 from __future__ import annotations
@@ -125,13 +125,14 @@ class CudaRunner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Goes the way of a decode step's launch but for its graphs, for StepLoop. Changes nothing."""
+        """Goes the way of a launched graph but for the graph, for StepLoop. Changes nothing that a sequence's
+        row sees."""
         self._update(self._slots.unchanging)
         none = np.zeros(0, np.int64)
         simple = self._sampler.simple(none, none)
         if self.graphs is not None:
             self.graphs.fill(none, none, simple)
-            to_host(self.graphs.result(1))
+        to_host(self._slots.last_token[:1])
         torch.cuda.Event().record()  # type: ignore[no-untyped-call]
 
     def done(self, flight: CudaFlight) -> bool:

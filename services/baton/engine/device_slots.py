@@ -18,14 +18,13 @@ _ALIGNMENT = 64
 
 
 class DeviceSlots:
-    """One block of memory, so that one upload and one kernel bring all that a launch changes.
+    """One block of memory, so that one upload and one kernel bring all that a launch changes of it.
 
     A sequence's page table only grows, so that a row's change is its new end; a slot that has passed to
     another sequence is written whole. Nothing is ever read back.
     """
 
     def __init__(self, slots: int, width: int, spare_page: int, device: torch.device) -> None:
-        self._slots = slots
         self._width = width
         self._first = -(-(slots + 1) // _ALIGNMENT) * _ALIGNMENT
         entries = self._first + (slots + 1) * width
@@ -35,6 +34,8 @@ class DeviceSlots:
         self.tables = self._memory[self._first :].view(slots + 1, width)
         """int32 [slots + 1, width]: page tables; that of padding names the spare page alone."""
         self._known: list[tuple[int, ...]] = [()] * slots
+        self.unchanging = _changes([slots], [0])
+        """Changes that no sequence's row sees: of the token that pads a batch."""
 
     def changes(self, rows: Iterable[PlanRow], tokens: Mapping[int, int]) -> Changes | None:
         """What is to be written before these rows are computed, `tokens` being last tokens of slots that
@@ -55,11 +56,6 @@ class DeviceSlots:
             entries += range(start, start + len(fresh))
             values += fresh
         return _changes(entries, values) if values else None
-
-    @property
-    def unchanging(self) -> Changes:
-        """Changes that nobody sees: of the token that pads a batch."""
-        return _changes([self._slots], [0])
 
     def forget(self) -> None:
         """What was to be written may not have been: every row's pages are written anew."""

@@ -102,9 +102,9 @@ class Receiver(Protocol):
         """Copies pages (source id in the peer's pool, destination id in the local pool), once the peer's host
         has seen `step` retire; 0: now.
 
-        Returns when this host has seen the copy complete. Then `copied` is called, once and only if it is,
-        with the seconds since it began: in whatever thread, and sooner than a task can be woken (which may be
-        cancelled meanwhile). What it raises, the pull raises.
+        Once this host has seen the copy complete `copied` is called, once and only then, with the seconds
+        since it began: in whatever thread, and sooner than a task can be woken (which may be cancelled
+        meanwhile). What it raises, the pull raises. Then the pull returns, perhaps a millisecond later.
         Raises TransportError, also for a page id that is out of range, for a step where steps are not seen,
         and for a pull that still waits when the receiver is closed. A cancelled call returns (by
         CancelledError) only after no copy is running into the destinations any more.

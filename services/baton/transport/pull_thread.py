@@ -23,9 +23,9 @@ REHEARSAL_SECONDS = 2e-3
 REHEARSALS_SECONDS = 1.0
 """A step that takes longer is not one whose milliseconds count."""
 QUIET_SECONDS = 1e-3
-"""Between the end of a pull's work and what is told of it to the event loop, where no other pull waits. Those
-who wait for the pages have been told by the work, and launch a step with them: the loop's waking would take
-the interpreter from that."""
+"""Between the end of a pull's work and what is told of it to the event loop, where no other pull has been
+asked for. Those who wait for the pages have been told by the work, and launch a step with them: the loop's
+waking would take the interpreter from that. Under load there is another pull, and another step to compute."""
 
 Work = Callable[[threading.Event], None]
 """What a pull does in the thread. It may end early once the event is set."""
@@ -62,9 +62,9 @@ class PullThread:
         self._thread.start()
 
     async def run(self, work: Work, step: int = 0, rehearse: Callable[[], None] = nothing) -> None:
-        """Returns when `work`, run in the thread once the owner's `step` has retired (0: now), has ended, and
-        raises what it raises. `rehearse` is called there now and then while it waits for that step; what it
-        raises is not heard.
+        """Returns soon after (QUIET_SECONDS) the end of `work`, run in the thread once the owner's `step` has
+        retired (0: now), and raises what it raises. `rehearse` is called there now and then while it waits
+        for that step; what it raises is not heard.
 
         A cancellation ends the wait, or the work early; either way it is passed on once the work does not run
         any more. Raises TransportError where `settle` came before its turn.
@@ -112,10 +112,14 @@ class PullThread:
             except BaseException as error:
                 job.ended.set_exception(error)
             else:
-                with self._changed:
-                    self._changed.wait_for(lambda: bool(self._queue) or self._closed, QUIET_SECONDS)
+                if not job.stop.is_set():
+                    self._rest()
                 job.ended.set_result(None)
             del job  # not to keep what its work refers to until the next one
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._queue) or self._closed, QUIET_SECONDS)
 
     def _take(self) -> _Job | None:
         """The next that may run, or was given up; None once closed."""
