@@ -1,0 +1,112 @@
+"""Time that the host of a virtual machine takes away, and what becomes of a test that fails meanwhile.
+
+On a crowded host a machine's processors stand still for milliseconds or seconds, and what is measured then
+is the host. So a test that fails while time is stolen runs again, once the host is calmer. One that measures
+times (`alone`) and fails so in every attempt has shown nothing, and counts as skipped: the summary says so.
+A failure on a calm host is a failure, at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ATTEMPTS = 4
+SHARE = 0.1
+"""Of the time for which there was work for processors: a failure says nothing if more was stolen."""
+WAIT_SECONDS = 20.0
+"""For calm, before another attempt."""
+EXTRA_SECONDS = 900.0
+"""For all waits and all attempts but the first ones, in one run: a run ends, however crowded the host."""
+
+
+class Clock(NamedTuple):
+    """Seconds since the machine was started, of all processors together."""
+
+    busy: float
+    stolen: float
+
+    def share(self, since: Clock) -> float:
+        """Stolen, of what was asked for; 0 where that is too little to say."""
+        busy, stolen = self.busy - since.busy, self.stolen - since.stolen
+        return stolen / (stolen + busy) if stolen >= 0.05 else 0.0
+
+
+def read_clock() -> Clock:
+    """Where there is no /proc/stat nothing is stolen. Source: proc_stat(5)."""
+    try:
+        fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+    except OSError:
+        return Clock(0.0, 0.0)
+    tick = os.sysconf("SC_CLK_TCK")
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) / tick for field in fields)
+    return Clock(user + nice + system + irq + softirq, steal)
+
+
+class StolenTime:
+    """The plugin, for one run (of pytest-xdist: for one worker). pytest-rerunfailures does the repeating."""
+
+    def __init__(self, read: Callable[[], Clock] = read_clock) -> None:
+        self._read = read
+        self._began = self._attempt = read()
+        self._extra_seconds = EXTRA_SECONDS
+        self._share = 0.0
+        """Of the last attempt."""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        again = pytest.mark.flaky(reruns=ATTEMPTS - 1, condition=self.is_to_be_repeated)
+        for item in items:
+            item.add_marker(again)
+
+    def is_to_be_repeated(self) -> bool:
+        """The last attempt, if it failed."""
+        return self._share > SHARE and self._extra_seconds > 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if _attempt(item) > 1:
+            self._wait_for_calm()
+        self._attempt, self._share = self._read(), 0.0
+        item.stash[_STARTED] = time.monotonic()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Around that of pytest-rerunfailures, which is to see failures as such."""
+        report = yield
+        self._share = self._read().share(since=self._attempt)
+        if report.when == "teardown" and _attempt(item) > 1:
+            self._extra_seconds -= time.monotonic() - item.stash[_STARTED]
+        last = _attempt(item) == ATTEMPTS or self._extra_seconds <= 0
+        times = item.get_closest_marker("alone") and report.when != "teardown"
+        if report.failed and self._share > SHARE and last and times:
+            report.outcome = "skipped"
+            file, line, _ = item.location
+            report.longrepr = (file, line or 0, f"says nothing: {self._share:.0%} of its time was stolen")
+        return report
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        share = self._read().share(since=self._began)
+        terminalreporter.write_line(f"stolen from this machine's processors meanwhile: {share:.0%}")
+
+    def _wait_for_calm(self) -> None:
+        """Awake often enough for a host without time to show."""
+        started, calm = time.monotonic(), False
+        while not calm and time.monotonic() - started < min(WAIT_SECONDS, self._extra_seconds):
+            before = self._read()
+            for _ in range(200):
+                time.sleep(0.005)
+            calm = self._read().share(since=before) <= SHARE
+        self._extra_seconds -= time.monotonic() - started
+
+
+def _attempt(item: pytest.Item) -> int:
+    """From 1 on."""
+    return getattr(item, "execution_count", 1)
+
+
+_STARTED = pytest.StashKey[float]()
