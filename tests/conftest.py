@@ -14,4 +14,5 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(StolenTime(), "stolen time")
+    if config.pluginmanager.hasplugin("rerunfailures") and not config.option.usepdb:
+        config.pluginmanager.register(StolenTime(), "stolen time")

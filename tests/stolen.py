@@ -22,7 +22,7 @@ SHARE = 0.1
 WAIT_SECONDS = 20.0
 """For calm, before another attempt."""
 EXTRA_SECONDS = 900.0
-"""For all waits and all attempts but the first ones, in one run: a run ends, however crowded the host."""
+"""For attempts that do not count and waits, in one run: it ends, however crowded the host."""
 
 
 class Clock(NamedTuple):
@@ -54,9 +54,10 @@ class StolenTime:
     def __init__(self, read: Callable[[], Clock] = read_clock) -> None:
         self._read = read
         self._began = self._attempt = read()
+        self._started = 0.0
         self._extra_seconds = EXTRA_SECONDS
         self._share = 0.0
-        """Of the last attempt."""
+        """Stolen from the last attempt."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         again = pytest.mark.flaky(reruns=ATTEMPTS - 1, condition=self.is_to_be_repeated)
@@ -71,16 +72,14 @@ class StolenTime:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if _attempt(item) > 1:
             self._wait_for_calm()
-        self._attempt, self._share = self._read(), 0.0
-        item.stash[_STARTED] = time.monotonic()
+            self._extra_seconds -= time.monotonic() - self._started
+        self._attempt, self._started, self._share = self._read(), time.monotonic(), 0.0
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Around that of pytest-rerunfailures, which is to see failures as such."""
         report = yield
         self._share = self._read().share(since=self._attempt)
-        if report.when == "teardown" and _attempt(item) > 1:
-            self._extra_seconds -= time.monotonic() - item.stash[_STARTED]
         last = _attempt(item) == ATTEMPTS or self._extra_seconds <= 0
         times = item.get_closest_marker("alone") and report.when != "teardown"
         if report.failed and self._share > SHARE and last and times:
@@ -101,12 +100,8 @@ class StolenTime:
             for _ in range(200):
                 time.sleep(0.005)
             calm = self._read().share(since=before) <= SHARE
-        self._extra_seconds -= time.monotonic() - started
 
 
 def _attempt(item: pytest.Item) -> int:
     """From 1 on."""
     return getattr(item, "execution_count", 1)
-
-
-_STARTED = pytest.StashKey[float]()
