@@ -18,7 +18,7 @@ from forking import Forked, forks
 from baton.rpc.metadata_channel import Metadata
 from baton.v1 import node_pb2, node_pb2_grpc
 
-READY_SECONDS = 90.0
+READY_SECONDS = 240.0
 EXIT_SECONDS = 20.0
 SHM = Path("/dev/shm")
 ENVIRONMENT = {

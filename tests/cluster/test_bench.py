@@ -25,7 +25,7 @@ def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         [sys.executable, "-m", "baton.cli.main", "bench", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         env={**os.environ, **ENVIRONMENT, "COLUMNS": "120", **environment},
         stdin=subprocess.DEVNULL,
     )

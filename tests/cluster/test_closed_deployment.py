@@ -38,7 +38,7 @@ class Closed:
     def run(self, *arguments: str, known: bool = True) -> subprocess.CompletedProcess[str]:
         environment = {**self.base, **(self.known if known else {})}
         return subprocess.run(
-            [*BATON, *arguments], capture_output=True, text=True, timeout=120, check=False, env=environment
+            [*BATON, *arguments], capture_output=True, text=True, timeout=280, check=False, env=environment
         )
 
 

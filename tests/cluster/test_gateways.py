@@ -85,7 +85,7 @@ def test_connections_go_to_any_of_them(up):
 
     command = [*BATON, "status", "--server", address]
     wide = {**os.environ, "COLUMNS": "200"}
-    status = subprocess.run(command, capture_output=True, text=True, timeout=60, env=wide)
+    status = subprocess.run(command, capture_output=True, text=True, timeout=240, env=wide)
     assert status.returncode == 0, status.stdout
     assert len(re.findall(r"^gateway ", status.stdout, re.MULTILINE)) == 2, status.stdout
 
@@ -107,6 +107,6 @@ def test_connections_go_to_any_of_them(up):
 def test_a_port_that_somebody_else_has_is_not_shared(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [*BATON, "up", "--gateways", "2", "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "choose another with --port" in done.stderr

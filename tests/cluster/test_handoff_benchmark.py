@@ -22,7 +22,7 @@ def test_all_turns_of_a_hand_off_are_stamped_in_their_order(tmp_path):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         env={**os.environ, **ENVIRONMENT},
         stdin=subprocess.DEVNULL,
     )

@@ -47,7 +47,7 @@ def serving(process: Process) -> bool:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "baton.cli.main", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=240, check=False)
 
 
 def reasons(process: Process) -> dict[str, bool]:

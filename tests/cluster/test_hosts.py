@@ -104,7 +104,7 @@ class Site:
         """`baton status`, at the front."""
         words = [sys.executable, "-m", "baton.cli.main", "status", "--server", self.both.address]
         command = self.lan.front.command(*words)
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.fixture(scope="module")

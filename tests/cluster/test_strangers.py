@@ -112,7 +112,7 @@ def test_the_users_own_commands_work(up: Up) -> None:
     def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [*BATON, *words, "--server", up.address("gateway")]
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=120, env={**up.environment, **environment}
+            command, capture_output=True, text=True, timeout=280, env={**up.environment, **environment}
         )
 
     status = run("status")

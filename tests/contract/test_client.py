@@ -209,4 +209,4 @@ def test_importing_the_client_is_light():
         "heavy = {'torch', 'fastapi', 'transformers', 'numpy', 'uvicorn'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -62,7 +62,7 @@ def ask_helm(jobs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[Docume
         input=json.dumps(asked),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -217,7 +217,7 @@ def test_a_killed_run_leaves_nothing():
         os.kill(os.getpid(), 9)
     """)
     child = subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, start_new_session=True)
-    output, _ = child.communicate(timeout=60)  # to the end of the pipe
+    output, _ = child.communicate(timeout=240)  # to the end of the pipe
     started = [int(pid) for pid in output.split()]
     assert len(started) >= 4  # itself, what forks, two that simulate
     deadline = time.monotonic() + 30

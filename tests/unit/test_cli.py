@@ -24,7 +24,7 @@ def baton(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "baton.cli.main", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         env={**os.environ, "COLUMNS": "100", **env},
         stdin=subprocess.DEVNULL,
     )
@@ -58,7 +58,7 @@ main(["--help"])
     times = []
     for _ in range(3):  # the best of three: other work may hold the cores
         started = time.monotonic()
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
         times.append(time.monotonic() - started)
         assert result.stdout.splitlines()[-1] == "[]"
     assert min(times) < 0.3
@@ -68,7 +68,7 @@ main(["--help"])
 def test_importing_a_command_does_not_import_torch(name: str) -> None:
     module = next(section[name][0] for section in COMMANDS.values() if name in section).split(":")[0]
     code = f"import sys, baton.cli.{module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
 
 
 @pytest.mark.parametrize(

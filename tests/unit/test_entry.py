@@ -31,10 +31,10 @@ def test_containers_of_one_network_get_different_ids():
 def test_the_command_of_a_container_has_an_id_of_its_own():
     """In a PID namespace where it is the first process, as in a container."""
     namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
-    bare = subprocess.run([*namespace, *SAY_ID], capture_output=True, text=True, timeout=60, check=True)
+    bare = subprocess.run([*namespace, *SAY_ID], capture_output=True, text=True, timeout=240, check=True)
     assert int(bare.stdout) == 1
     done = subprocess.run(
-        [*namespace, *ENTRY, *SAY_ID], capture_output=True, text=True, timeout=60, check=True
+        [*namespace, *ENTRY, *SAY_ID], capture_output=True, text=True, timeout=240, check=True
     )
     assert int(done.stdout) >= FIRST_ID
 
@@ -59,12 +59,12 @@ def test_signals_are_handed_on(number):
     [("raise SystemExit(2)", 2), ("pass", 0), ("import os; os.kill(os.getpid(), 9)", 128 + 9)],
 )
 def test_it_exits_as_the_command_did(script, code):
-    assert subprocess.run([*ENTRY, sys.executable, "-c", script], timeout=60, check=False).returncode == code
+    assert subprocess.run([*ENTRY, sys.executable, "-c", script], timeout=240, check=False).returncode == code
 
 
 @pytest.mark.parametrize(("arguments", "code", "says"), [([], 2, "baton serve"), (["/nope"], 127, "/nope")])
 def test_what_cannot_be_started_is_said_in_one_line(arguments, code, says):
-    done = subprocess.run([*ENTRY, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*ENTRY, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == code
     assert says in done.stderr and done.stderr.count("\n") == 1
 
@@ -91,6 +91,6 @@ def test_orphans_are_collected():
     )
     command = ["unshare", "--pid", "--fork", "--mount-proc", *ENTRY, sys.executable, "-c", script]
     started = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "0\n", done
     assert time.monotonic() - started < 10

@@ -83,5 +83,5 @@ def run(folder: Path, test: str, more: str = "") -> str:
     path = os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "pytest_rerunfailures", "test_it.py"]
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     return done.stdout or done.stderr
