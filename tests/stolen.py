@@ -1,9 +1,9 @@
 """Time that the host of a virtual machine takes away, and what becomes of a test that fails meanwhile.
 
 On a crowded host a machine's processors stand still for milliseconds or seconds, and what is measured then
-is the host. So a test that fails while time is stolen runs again, once the host is calmer. One that measures
-times (`alone`) and fails so in every attempt has shown nothing, and counts as skipped: the summary says so.
-A failure on a calm host is a failure, at once.
+is the host. So a test that fails while time is stolen runs again, once the host is calmer. One that holds
+Baton to fractions of a second (`times`) and fails so in every attempt has shown nothing: it is skipped. The
+summary names both, and what failed. A failure on a calm host is a failure, at once.
 """
 
 from __future__ import annotations
@@ -81,14 +81,17 @@ class StolenTime:
         report = yield
         self._share = self._read().share(since=self._attempt)
         last = _attempt(item) == ATTEMPTS or self._extra_seconds <= 0
-        times = item.get_closest_marker("alone") and report.when != "teardown"
+        times = item.get_closest_marker("times") and report.when != "teardown"
         if report.failed and self._share > SHARE and last and times:
             report.outcome = "skipped"
             file, line, _ = item.location
-            report.longrepr = (file, line or 0, f"says nothing: {self._share:.0%} of its time was stolen")
+            why = f"says nothing: {self._share:.0%} of its time was stolen: {_message(report)}"
+            report.longrepr = (file, line or 0, why)
         return report
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for report in terminalreporter.getreports("rerun"):
+            terminalreporter.write_line(f"RERUN {report.nodeid} - {_message(report)}")
         share = self._read().share(since=self._began)
         terminalreporter.write_line(f"stolen from this machine's processors meanwhile: {share:.0%}")
 
@@ -105,3 +108,9 @@ class StolenTime:
 def _attempt(item: pytest.Item) -> int:
     """From 1 on."""
     return getattr(item, "execution_count", 1)
+
+
+def _message(report: pytest.TestReport) -> str:
+    """The first line of what failed."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return next(iter((crash.message if crash else report.longreprtext).splitlines()), "")

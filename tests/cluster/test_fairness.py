@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from fairness import full_step, make_deployment, measure
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.times]
 
 SECONDS = 5.0
 SLACK_SECONDS = 0.1

@@ -16,7 +16,7 @@ from deployment import Deployment
 from baton.client import AsyncClient
 from baton.engine.cost import StepCost
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.times]
 
 PROMPT_STEP = 0.005
 DECODE_STEP = 0.25

@@ -18,7 +18,7 @@ from process import Process
 
 from baton.client import Completion
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.times]
 
 STEP = {"fixed": 0.01, "row": 1e-4, "key": 0.0, "token": 2e-4, "pair": 0.0}
 SHORT, LONG = [*range(5, 69)], [*range(5, 1405)]

@@ -16,7 +16,7 @@ from process import Process
 
 from baton.client import Client
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.times]
 
 CLIENTS = 500
 CONNECTIONS = 20

@@ -14,7 +14,7 @@ from baton.gateway.reader import SlowReader
 from baton.rpc.errors import from_status
 from baton.v1 import common_pb2
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.times]
 
 LIMIT = 400
 CHUNK = 20

@@ -21,7 +21,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_status, unavailable
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.times]
 
 
 class HangingTokenizer(tokenizer_pb2_grpc.TokenizerServicer, node_pb2_grpc.NodeServicer):

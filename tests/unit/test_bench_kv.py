@@ -21,6 +21,7 @@ def segments() -> set[Path]:
 
 
 @pytest.mark.alone
+@pytest.mark.times
 def test_rates_on_the_cpu(tmp_path):
     file, before = tmp_path / "kv.json", segments()
     sizes = ("--tokens", "16,100", "--repeats", "2", "--page-size", "16")

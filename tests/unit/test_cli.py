@@ -47,6 +47,7 @@ def test_help_of_every_command(name: list[str]) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.times
 def test_help_is_quick_and_light() -> None:
     code = """
 import atexit, sys

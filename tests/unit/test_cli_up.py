@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 BATON = (sys.executable, "-m", "baton.cli.main")
-# Hot enough that the end of sequence is as unlikely as any other token.
-ENDLESS = ("--max-tokens", "1800", "--temperature", "100", "--seed", "1")
+ENDLESS = ("--max-tokens", "1800", "--temperature", "100", "--seed", "8")
+"""So hot that all tokens are as likely, whatever the prompt; with this seed the end of sequence is not among
+them. Calm machines need more than ten seconds."""
 
 
 @dataclasses.dataclass
@@ -156,7 +157,7 @@ def test_interrupted_generate_frees_everything(up: Up) -> None:
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and stderr.strip() == ""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 5  # sooner than it would have ended
     while True:
         reports = json.loads(baton("status", "--server", up.server, "--json").stdout)
         if not any(report["load"].get("requests") for report in reports):

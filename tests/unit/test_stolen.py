@@ -17,7 +17,7 @@ import clock
 import stolen
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "alone: measures times")
+    config.addinivalue_line("markers", "times: measures times")
     plugin = stolen.StolenTime(lambda: stolen.Clock(clock.busy, clock.stolen))
     config.pluginmanager.register(plugin)
 """
@@ -52,16 +52,17 @@ def test_after_it(shared):
         ("", "0.5", "clock.attempts == 2", "2 passed, 1 rerun", 2),
         ("", "0.5", "False", "1 failed, 1 passed, 3 rerun", 4),
         ("", "(0.5, 0.0)[clock.attempts - 1]", "False", "1 failed, 1 passed, 1 rerun", 2),
-        ("@pytest.mark.alone", "0.5", "False", "1 passed, 1 skipped, 3 rerun", 4),
-        ("@pytest.mark.alone", "0.0", "False", "1 failed, 1 passed", 1),
-        ("@pytest.mark.alone", "0.5 * (clock.attempts < 4)", "False", "1 failed, 1 passed, 3 rerun", 4),
+        ("@pytest.mark.times", "0.5", "False", "1 passed, 1 skipped, 3 rerun", 4),
+        ("@pytest.mark.times", "0.0", "False", "1 failed, 1 passed", 1),
+        ("@pytest.mark.times", "0.5 * (clock.attempts < 4)", "False", "1 failed, 1 passed, 3 rerun", 4),
     ],
 )
 def test_a_failure_counts_where_nothing_was_stolen(tmp_path, mark, stolen, passes, outcome, attempts):
     said = run(tmp_path, TEST.format(mark=mark, stolen=stolen, passes=passes))
     assert re.search(r"^=* ?(\d .*) in ", said.splitlines()[-1])[1] == outcome, said
     assert f"attempts {attempts}\n" in said
-    assert ("says nothing: 33% of its time was stolen" in said) == ("skipped" in outcome)
+    assert ("says nothing: 33% of its time was stolen: assert False" in said) == ("skipped" in outcome)
+    assert len(re.findall(r"^RERUN test_it.py::test_it - assert ", said, re.MULTILINE)) == attempts - 1
 
 
 def test_a_run_repeats_only_for_so_long(tmp_path):
