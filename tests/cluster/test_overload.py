@@ -71,6 +71,7 @@ async def capacity(client: AsyncClient) -> tuple[float, float]:
     return rate, statistics.median(outcome.seconds for outcome in outcomes)
 
 
+@pytest.mark.times
 async def test_requests_that_are_taken_end_in_time(busy):
     async with AsyncClient(busy.gateway.address) as client:
         rate, duration = await capacity(client)
