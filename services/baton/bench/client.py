@@ -29,8 +29,11 @@ from baton.bench.record import Record
 from baton.bench.workload import Workload
 from baton.client.access import Access
 from baton.rpc.channel import open_channel
-from baton.rpc.errors import from_rpc_error, from_status
+from baton.rpc.client_stream import ClientStream
+from baton.rpc.errors import BatonError, from_status
 from baton.v1 import inference_pb2, inference_pb2_grpc
+
+Call = ClientStream[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 PROGRESS_SECONDS = 0.25
 TIMEOUT_MARGIN_SECONDS = 5.0
@@ -116,7 +119,7 @@ class Asker:
         record = Record(sent if at is None else at, sent)
         self.running += 1
         try:
-            call = self._stub.Generate(timeout=self._timeout + TIMEOUT_MARGIN_SECONDS)
+            call = Call(self._stub.Generate(timeout=self._timeout + TIMEOUT_MARGIN_SECONDS))
             await call.write(message)
             await call.done_writing()
             while not record.end:
@@ -124,8 +127,7 @@ class Asker:
                 self._note(record, event)
                 if event is not grpc.aio.EOF:
                     answer += event.delta.token_ids
-        except grpc.aio.AioRpcError as error:
-            failure = from_rpc_error(error)
+        except BatonError as failure:
             record.error, record.message = failure.reason, failure.message
         record.end = self.now()
         self.running -= 1

@@ -13,7 +13,11 @@ from baton.client.access import Access
 from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model, rpc_error
 from baton.client.types import DEFAULT_ADDRESS, Completion, Delta, Message, Model, Options
 from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from baton.rpc.client_stream import ClientStream
+from baton.rpc.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
+
+Call = ClientStream[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 MODELS_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
@@ -55,11 +59,11 @@ class AsyncClient:
             call.cancel()
         await self._channel.close()
 
-    def _generate(self, timeout: float | None = None) -> Any:
+    def _generate(self, timeout: float | None = None) -> Call:
         call = self._stub.Generate(timeout=timeout)
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        return call
+        return Call(call)
 
     async def models(self) -> list[Model]:
         try:
@@ -146,9 +150,9 @@ class AsyncStream(AsyncIterator[Delta]):
                 begin, self._begin = self._begin, None
                 await begin()
             return await self._read_event()
-        except grpc.aio.AioRpcError as error:
+        except BatonError:
             self._collector.ended = True
-            raise rpc_error(error) from None
+            raise
 
     async def aclose(self) -> None:
         """Cancels the request, unless it has ended. Idempotent."""
@@ -176,7 +180,7 @@ class AsyncSession:
     messages to the conversation (without the earlier ones).
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Call) -> None:
         """call: a stream of its own, not written to yet."""
         self._call = call
         self._turns = count()
@@ -238,8 +242,15 @@ class AsyncSession:
         # Cancelling a read would cancel the call, and with it the session: a turn's read outlives its task.
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._call.read())
+            self._reading.add_done_callback(_retrieve)
         try:
             return await asyncio.shield(self._reading)
         finally:
             if self._reading.done():
                 self._reading = None
+
+
+def _retrieve(reading: asyncio.Task[Any]) -> None:
+    """A read that its turn has left may end without anybody who waits for it."""
+    if not reading.cancelled():
+        reading.exception()

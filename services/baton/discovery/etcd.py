@@ -18,6 +18,7 @@ from baton.discovery.members import apply_events
 from baton.etcd import rpc_pb2 as pb
 from baton.etcd import rpc_pb2_grpc as rpc
 from baton.rpc.channel import client_options
+from baton.rpc.client_stream import ClientStream
 from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.logs import get_logger
 
@@ -62,8 +63,6 @@ def etcd_errors() -> Iterator[None]:
         raise from_rpc_error(error) from error
     except TimeoutError as error:
         raise unavailable("etcd does not answer") from error
-    except asyncio.InvalidStateError as error:
-        raise unavailable("etcd closed the stream") from error
     except UnicodeDecodeError as error:
         raise unavailable(f"a key or value in etcd is not Baton's ({error}); choose --etcd-prefix") from error
 
@@ -92,7 +91,7 @@ async def _snapshots(
         found = await rpc.KVStub(channel).Range(pb.RangeRequest(key=key, range_end=end), timeout=CALL_SECONDS)
         nodes = {pair.key.decode(): pair.value.decode() for pair in found.kvs if pair.value}
         yield nodes, set()
-        call = rpc.WatchStub(channel).Watch()
+        call = ClientStream[pb.WatchRequest, pb.WatchResponse](rpc.WatchStub(channel).Watch())
         create = pb.WatchCreateRequest(
             key=key, range_end=end, start_revision=found.header.revision + 1, progress_notify=True
         )

@@ -14,6 +14,7 @@ from baton.discovery.etcd import BACKOFF_SECONDS, CALL_SECONDS, etcd_errors, nod
 from baton.etcd import rpc_pb2 as pb
 from baton.etcd import rpc_pb2_grpc as rpc
 from baton.rpc.address import join_address
+from baton.rpc.client_stream import ClientStream
 from baton.rpc.errors import BatonError, invalid, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
@@ -79,7 +80,7 @@ class Registration:
             entry = pb.PutRequest(key=self._key.encode(), value=address.encode(), lease=grant.ID)
             await rpc.KVStub(channel).Put(entry, timeout=CALL_SECONDS)
             _log.info("registered in etcd", etcd=endpoint, key=self._key, address=address)
-            call = leases.LeaseKeepAlive()
+            call = ClientStream[pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse](leases.LeaseKeepAlive())
             while True:
                 await call.write(pb.LeaseKeepAliveRequest(ID=grant.ID))
                 async with asyncio.timeout(CALL_SECONDS):

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 import grpc.aio
 
 from baton.rpc.channel import MAX_MESSAGE_BYTES, Dial, open_channel
-from baton.rpc.errors import BatonError, deadline_exceeded, from_rpc_error, internal, unavailable
+from baton.rpc.client_stream import ClientStream
+from baton.rpc.errors import BatonError, deadline_exceeded, internal, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.outbox import Outbox, OutboxFull, byte_size
 from baton.rpc.tasks import Tasks
@@ -75,7 +76,7 @@ class Link(Generic[Req, Resp]):
         self._outbox: Outbox[Req] | None = None
         self._connected = False
         self._closed = False
-        self._call: Any = None
+        self._call: ClientStream[Req, Resp] | None = None
         self._failure: BatonError | None = None
         self._tasks = Tasks()
 
@@ -143,12 +144,12 @@ class Link(Generic[Req, Resp]):
         channel = self._dial(self.address, self._max_message_bytes)
         writer: asyncio.Task[None] | None = None
         try:
-            call = self._call = self._open_stream(channel)()
+            call = self._call = ClientStream[Req, Resp](self._open_stream(channel)())
             async with asyncio.timeout(self._connect_seconds):
                 await call.write(self._hello())
                 first = await call.read()
             if first is grpc.aio.EOF:
-                raise await _ending(call, self.address)
+                raise self._closed_by_peer()
             writer = self._tasks.spawn(self._write(call, outbox), f"link {self.address} writer")
             self._connected = was_up = True
             _log.info("link up", address=self.address)
@@ -156,7 +157,7 @@ class Link(Generic[Req, Resp]):
             while self._failure is None:
                 message = await call.read()
                 if message is grpc.aio.EOF:
-                    raise await _ending(call, self.address)
+                    raise self._closed_by_peer()
                 self._callback(self._on_message, message)
             error = self._failure
         except TimeoutError:
@@ -165,14 +166,6 @@ class Link(Generic[Req, Resp]):
             )
         except BatonError as ending:
             error = self._failure or ending
-        except grpc.aio.AioRpcError as failed:
-            error = self._failure or from_rpc_error(failed)
-        except asyncio.CancelledError:
-            # Either this task is cancelled, or the call was, under the reader (by reset()).
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            error = self._failure or unavailable(f"the call to {self.address} was cancelled", "STREAM_CLOSED")
         except Exception as unexpected:
             _log.exception("link failed", address=self.address)
             error = internal(f"{type(unexpected).__name__} on the link to {self.address}")
@@ -194,25 +187,16 @@ class Link(Generic[Req, Resp]):
             _log.exception("callback failed", address=self.address)
             self.reset(internal(f"{type(error).__name__} while handling a message of {self.address}"))
 
-    async def _write(self, call: Any, outbox: Outbox[Req]) -> None:
-        try:
-            async for request in outbox:
-                if self._join is not None and (more := outbox.take(JOINED_BYTES)):
-                    request = self._join([request, *more])
-                await call.write(request)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader sees how the call ended
+    async def _write(self, call: ClientStream[Req, Resp], outbox: Outbox[Req]) -> None:
+        async for request in outbox:
+            if self._join is not None and (more := outbox.take(JOINED_BYTES)):
+                request = self._join([request, *more])
+            if not await call.write(request):
+                return
+
+    def _closed_by_peer(self) -> BatonError:
+        return unavailable(f"{self.address} closed the stream", "STREAM_CLOSED")
 
 
 def _size(message: Any) -> int:
     return byte_size(message)
-
-
-async def _ending(call: Any, address: str) -> BatonError:
-    code = await call.code()
-    if code is grpc.StatusCode.OK:
-        return unavailable(f"{address} closed the stream", "STREAM_CLOSED")
-    error = grpc.aio.AioRpcError(
-        code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-    )
-    return from_rpc_error(error)

@@ -1,0 +1,216 @@
+"""What a client is told of a call that its server ends while the client writes."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from concurrent import futures
+
+import grpc
+import pytest
+
+from baton.client import AsyncClient
+from baton.rpc import client_stream
+from baton.rpc.client_stream import WRITE_FAILED, ClientStream, Ending
+from baton.rpc.errors import BatonError
+from baton.v1 import inference_pb2, inference_pb2_grpc
+
+REQUEST = inference_pb2.GenerateRequest()
+
+
+class Server(inference_pb2_grpc.InferenceServicer):
+    """Says so many messages, whatever it hears, and ends the call. Its threads need no event loop."""
+
+    def __init__(self, says, code):
+        self.says, self.code = says, code
+        self.ended = threading.Event()
+
+    def Generate(self, requests, context):
+        context.add_callback(self.ended.set)
+        for number in range(self.says):
+            yield inference_pb2.GenerateResponse(id=str(number))
+        if self.code is not grpc.StatusCode.OK:
+            context.abort(self.code, "the reason")
+
+
+class Serving:
+    def __init__(self, says=0, code=grpc.StatusCode.UNAUTHENTICATED, servicer=None):
+        self.servicer = servicer or Server(says, code)
+
+    async def __aenter__(self):
+        self.server = grpc.server(futures.ThreadPoolExecutor(4))
+        inference_pb2_grpc.add_InferenceServicer_to_server(self.servicer, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+        self.channel = grpc.aio.insecure_channel(self.address)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.channel.close()
+        self.server.stop(0).wait()
+
+    def open(self):
+        return inference_pb2_grpc.InferenceStub(self.channel).Generate()
+
+    def let_it_end(self):
+        """The call's end is there, and this event loop has not seen it."""
+        assert self.servicer.ended.wait(10)
+        self.servicer.ended.clear()
+        time.sleep(0.01)
+
+
+async def called(serving):
+    """A call that the server has begun to answer."""
+    call = serving.open()
+    stream = ClientStream(call)
+    try:
+        await call.wait_for_connection()
+    except grpc.aio.AioRpcError:
+        assert serving.servicer.says == 0  # the end is all there is
+    return stream
+
+
+async def heard(stream):
+    """The messages' ids, and what the call ended with."""
+    ids = []
+    try:
+        while (message := await stream.read()) is not grpc.aio.EOF:
+            ids.append(message.id)
+    except BatonError as error:
+        return ids, (error.code, error.message)
+    return ids, None
+
+
+@pytest.mark.parametrize("writes", [0, 1, 2])
+@pytest.mark.parametrize("says", [0, 1, 3])
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK])
+async def test_a_write_that_meets_the_end_hides_nothing(code, says, writes):
+    ending = None if code is grpc.StatusCode.OK else (code, "the reason")
+    async with Serving(says, code) as serving:
+        for _ in range(20):
+            stream = await called(serving)
+            serving.let_it_end()
+            for _ in range(writes):
+                await stream.write(REQUEST)
+            await stream.done_writing()
+            assert await heard(stream) == ([str(number) for number in range(says)], ending)
+            assert await heard(stream) == ([], ending)
+
+
+async def test_a_client_that_is_refused_while_it_writes_learns_why():
+    async with Serving() as serving, AsyncClient(serving.address) as client:
+        for _ in range(20):
+            stream = client.stream("hello")
+            await asyncio.sleep(0.002)
+            serving.let_it_end()
+            with pytest.raises(BatonError) as refused:
+                await stream.completion()
+            assert (refused.value.code, refused.value.message) == (
+                grpc.StatusCode.UNAUTHENTICATED,
+                "the reason",
+            )
+
+
+async def test_a_session_whose_stream_has_ended_says_why_each_time():
+    async with Serving() as serving, AsyncClient(serving.address) as client, client.session() as session:
+        for _ in range(3):
+            with pytest.raises(BatonError) as refused:
+                await session.send("hello")
+            assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED
+
+
+class Echo(inference_pb2_grpc.InferenceServicer):
+    def Generate(self, requests, context):
+        for _ in requests:
+            yield inference_pb2.GenerateResponse(id="heard")
+
+
+class Silent(inference_pb2_grpc.InferenceServicer):
+    def Generate(self, requests, context):
+        yield from (message for message in requests if message is None)
+
+
+async def test_a_cancelled_call_is_no_cancelled_task():
+    async with Serving(servicer=Echo()) as serving:
+        stream = ClientStream(serving.open())
+        reading = asyncio.ensure_future(stream.read())
+        assert await stream.write(REQUEST)
+        assert (await reading).id == "heard"
+        reading = asyncio.ensure_future(stream.read())
+        await asyncio.sleep(0.01)
+        stream.cancel()
+        for each in (reading, stream.read()):
+            with pytest.raises(BatonError) as ended:
+                await each
+            assert ended.value.code is grpc.StatusCode.CANCELLED
+        assert not await stream.write(REQUEST) and stream.done()
+
+
+async def test_a_cancelled_task_cancels_the_call():
+    async with Serving(servicer=Echo()) as serving:
+        stream = ClientStream(serving.open())
+        reading = asyncio.ensure_future(stream.read())
+        await asyncio.sleep(0.01)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert stream.done()
+
+
+async def test_a_stream_that_is_not_read_to_its_end_is_no_garbage():
+    async with Serving(says=3, code=grpc.StatusCode.OK) as serving:
+        stream = await called(serving)
+        assert (await stream.read()).id == "0"
+        messages = weakref.ref(stream._messages)
+        gc.disable()
+        try:
+            del stream
+            assert messages() is None or messages().ag_frame is None
+        finally:
+            gc.enable()
+
+
+async def test_a_read_that_its_turn_has_left_ends_without_a_word():
+    reports = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, report: reports.append(report))
+    async with Serving(servicer=Silent()) as serving, AsyncClient(serving.address) as client:
+        session = client.session()
+        turn = asyncio.ensure_future(session.send("hello"))
+        await asyncio.sleep(0.1)
+        turn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        await session.close()
+        del session, turn
+    gc.collect()
+    assert [report for report in reports if "never retrieved" in report["message"]] == []
+
+
+class Told:
+    """A call with this status."""
+
+    def __init__(self, code, details):
+        self.status = code, details
+
+    async def code(self):
+        return self.status[0]
+
+    async def details(self):
+        return self.status[1]
+
+    async def trailing_metadata(self):
+        return grpc.aio.Metadata()
+
+
+async def test_the_servers_status_may_come_last(monkeypatch):
+    ending = Ending()
+    ending.keep(Told(*WRITE_FAILED))
+    error = asyncio.ensure_future(ending.error())
+    await asyncio.sleep(0.01)
+    ending.keep(Told(grpc.StatusCode.NOT_FOUND, "gone"))
+    assert ((await error).code(), (await error).details()) == (grpc.StatusCode.NOT_FOUND, "gone")
+    monkeypatch.setattr(client_stream, "STATUS_SECONDS", 0.05)
+    never = Ending()
+    never.keep(Told(*WRITE_FAILED))
+    assert (await never.error()).code() is grpc.StatusCode.INTERNAL
