@@ -76,7 +76,11 @@ async def test_a_killed_prefill_node_costs_time_only(pair, slow, transport):
     victim.kill()
     completions = await asking
     check(slow[1], completions)
-    assert sum(completion.stats.handoff_retries for completion in completions) > 0
+    retried = sum(completion.stats.handoff_retries for completion in completions)
+    counted = [decode.load() for decode in decodes]
+    assert sum(load.handoff_retries for load in counted) >= retried > 0
+    assert all(sum(load.handoff_retry_reasons.values()) == load.handoff_retries for load in counted)
+    assert any(load.handoff_retry_reasons["PEER_LOST"] for load in counted)
     assert {completion.stats.prefill_address for completion in completions} <= {
         other.address,
         victim.address,

@@ -59,7 +59,12 @@ class EchoNode(tokenizer_pb2_grpc.TokenizerServicer):
         return node_pb2.NodeInfo(incarnation=7)
 
     def load(self):
-        return node_pb2.Load(requests=self.running, steps=3, pages=node_pb2.PageCounts(total=9, free=4))
+        return node_pb2.Load(
+            requests=self.running,
+            steps=3,
+            pages=node_pb2.PageCounts(total=9, free=4),
+            handoff_retry_reasons={"PEER_LOST": 2},
+        )
 
     async def Encode(self, request, context):
         size = sum(len(entry.text) for entry in request.inputs)
@@ -225,7 +230,9 @@ async def test_info_and_metrics(running):
     text = await asyncio.to_thread(scrape)
     assert 'baton_steps_total{role="tokenizer"} 3.0' in text
     assert 'baton_pages{role="tokenizer",state="free"} 4.0' in text
-    no_numbers, for_routing = {"pages", "problems"}, {"step_cost", "pull_cost", "step_tokens", "keys"}
+    assert 'baton_handoff_retry_reasons_total{reason="PEER_LOST",role="tokenizer"} 2.0' in text
+    no_numbers = {"pages", "problems", "handoff_retry_reasons"}
+    for_routing = {"step_cost", "pull_cost", "step_tokens", "keys"}
     names = {f.name for f in node_pb2.Load.DESCRIPTOR.fields} - no_numbers - for_routing
     assert not [n for n in names if f"baton_{n}{{" not in text and f"baton_{n}_total{{" not in text]
 

@@ -22,6 +22,7 @@ from baton.decode.outputs import Done, Failed, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.handoff.decode_side import MAX_REASONS, HandoffCounters
 from baton.handoff.messages import Alive, Beat, CancelPrefill, ReleaseLease, StartPrefill, StartPull, StopPull
 from baton.handoff.names import AttemptName
 from baton.handoff.prefill_side import PrefillSide
@@ -532,7 +533,7 @@ def test_pages_overwritten_during_the_pull_are_dropped():
         node.step(world.now)
     world.pull(entry)
     world.pull(entry)
-    assert world.core.handoffs.counters.stale == 1
+    assert world.core.handoffs.counters.retries == {"STALE_PAGES": 1}
     node.side.scheduler.close(side_request)
     world.run()
     world.check(request)
@@ -646,6 +647,15 @@ def test_pressure_does_not_wait_for_a_step_of_another_node():
         world.check(request)
     world.run()
     world.check(there)
+
+
+def test_a_peer_that_invents_reasons_adds_to_one_count():
+    counters = HandoffCounters()
+    for number in range(100):
+        counters.count_retry("STALE_PAGES")
+        counters.count_retry(f"REASON_{number}")
+    assert len(counters.retries) == MAX_REASONS + 1 and sum(counters.retries.values()) == 200
+    assert counters.retries["STALE_PAGES"] == 100 and counters.retries["OTHER"] == 100 - MAX_REASONS + 1
 
 
 def test_a_stalled_holder_loses_its_lease_and_recovers():

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from baton.engine.plan import Logprobs
 from baton.engine.request import FinishReason
 
-MESSAGE_SECONDS = 0.005
-"""Least time between two messages of tokens to a caller; steps shorter than this share one. Each token of a
-model that makes hundreds a second by itself would cost the other processes as much as the model."""
-
 
 @dataclass(slots=True)
 class Tokens:

@@ -271,7 +271,9 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             load.pulls = core.handoffs.pulls
             load.pulled_pages = core.handoffs.counters.pulled_pages
             load.pulled_bytes = core.handoffs.counters.pulled_pages * self.page_bytes
-            load.handoff_retries = core.handoffs.counters.retries
+            # One call, since the step thread adds to it meanwhile.
+            load.handoff_retry_reasons.update(dict(core.handoffs.counters.retries))
+            load.handoff_retries = sum(load.handoff_retry_reasons.values())
             load.messages = self.messages
             counters = core.counters
             load.prompt_tokens = counters.prompt_tokens

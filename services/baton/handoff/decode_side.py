@@ -38,6 +38,7 @@ from baton.handoff.names import AttemptName, RecentNames
 from baton.handoff.pulls import Pull, Pulls
 
 HEARTBEAT_SECONDS = 1.0
+MAX_REASONS = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +67,16 @@ class Handoff:
 @dataclass(slots=True)
 class HandoffCounters:
     pulled_pages: int = 0
-    retries: int = 0
+    retries: dict[str, int] = field(default_factory=dict)
+    """By the reason why they failed."""
     unknown: int = 0
     """Messages that carried a name never heard of."""
-    stale: int = 0
-    """Pages whose generation had moved on."""
+
+    def count_retry(self, reason: str) -> None:
+        """Reasons may be a peer's own words: those beyond MAX_REASONS count as OTHER."""
+        if reason not in self.retries and len(self.retries) >= MAX_REASONS:
+            reason = "OTHER"
+        self.retries[reason] = self.retries.get(reason, 0) + 1
 
 
 class DecodeSide:
@@ -127,9 +133,9 @@ class DecodeSide:
         """Whether a hand-off under way has this name."""
         return name in self._by_name
 
-    def under_way(self) -> list[tuple[AttemptName, str]]:
-        """Names of the hand-offs under way, and the addresses of their nodes."""
-        return [(handoff.name, handoff.address) for handoff in self._by_leader.values()]
+    def under_way(self) -> list[tuple[AttemptName, str, int | None]]:
+        """Of each hand-off under way its name, the address of its node, and its pull under way, if any."""
+        return [(handoff.name, handoff.address, handoff.pull) for handoff in self._by_leader.values()]
 
     def begin(self, leader: Sequence, address: str, now: float) -> None:
         """Asks the node at `address` for the prompt of an admitted sequence."""
@@ -268,7 +274,6 @@ class DecodeSide:
         if error is not None:
             self._lose(handoff, "PULL_FAILED", error)
         elif generations is not None and tuple(generations) != pull.generations:
-            self.counters.stale += 1
             self._lose(handoff, "STALE_PAGES", "pages were overwritten before they had been copied")
         else:
             handoff.seen = handoff.seen and generations is not None
@@ -305,7 +310,7 @@ class DecodeSide:
     def _lose(self, handoff: Handoff, reason: str, message: str, tell: bool = True) -> None:
         """This try has failed; the sequence is admitted again, to go elsewhere."""
         self._forget(handoff)
-        self.counters.retries += 1
+        self.counters.count_retry(reason)
         if tell:
             self.effects.append(CancelPrefill(handoff.address, handoff.name))
         self._failed(handoff.leader, handoff.address, reason, message)

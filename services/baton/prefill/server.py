@@ -244,6 +244,8 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
             load.finished = side.counters.finished
             load.failed = side.counters.failed
             load.cancelled = side.counters.cancelled
+            load.leases_expired = side.counters.expired
+            load.leases_revoked = side.counters.revoked
         return load
 
 

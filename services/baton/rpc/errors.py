@@ -84,10 +84,6 @@ def failed_precondition(message: str, reason: str = "FAILED_PRECONDITION") -> Ba
     return BatonError(grpc.StatusCode.FAILED_PRECONDITION, reason, message)
 
 
-def aborted(message: str, reason: str = "ABORTED") -> BatonError:
-    return BatonError(grpc.StatusCode.ABORTED, reason, message)
-
-
 def internal(message: str, reason: str = "INTERNAL") -> BatonError:
     return BatonError(grpc.StatusCode.INTERNAL, reason, message)
 

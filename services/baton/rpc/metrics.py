@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -23,6 +22,8 @@ COUNTERS = {
     "failed": "Requests that failed.",
     "cancelled": "Requests that were cancelled.",
     "handoff_retries": "Hand-offs tried again.",
+    "leases_expired": "Prompts given up because their decode node's heartbeats had stopped.",
+    "leases_revoked": "Leases taken back because a prompt that waited needed the pages.",
     "local_prefills": "Prompts prefilled on the decode node itself.",
     "messages": "Messages sent to gateways.",
     "refused": "Requests refused because they could not have ended in time.",
@@ -75,6 +76,12 @@ class LoadCollector(Collector):
             gauge = GaugeMetricFamily(f"baton_{name}", text, labels=["role"])
             gauge.add_metric([self._role], float(getattr(load, name)))
             yield gauge
+        reasons = CounterMetricFamily(
+            "baton_handoff_retry_reasons", "Hand-offs tried again, by reason.", labels=["role", "reason"]
+        )
+        for reason, count in sorted(load.handoff_retry_reasons.items()):
+            reasons.add_metric([self._role, reason], float(count))
+        yield reasons
         problems = GaugeMetricFamily(
             "baton_problems", "What is wrong, by reason; 1 each.", labels=["role", "reason"]
         )
@@ -85,10 +92,3 @@ class LoadCollector(Collector):
         for field in node_pb2.PageCounts.DESCRIPTOR.fields:
             pages.add_metric([self._role, field.name], float(getattr(load.pages, field.name)))
         yield pages
-
-
-def new_registry(role: str, snapshot: Callable[[], node_pb2.Load]) -> CollectorRegistry:
-    """A registry that reports the load; the process object adds its own metrics to it."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(LoadCollector(role, snapshot))
-    return registry
