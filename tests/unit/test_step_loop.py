@@ -217,6 +217,7 @@ def test_the_way_to_a_launch_is_kept_warm_while_a_step_is_expected():
 
 def test_a_warm_turn_that_fails_ends_nothing():
     """A step would say what is wrong with the device; there is none."""
+    told: list[Exception] = []
     core, tried, crashed, called = SimpleNamespace(expecting=True), [], [], threading.Event()
     core.tick = core.admit = core.flush = lambda _: None
     core.plan = lambda now: None
@@ -225,9 +226,10 @@ def test_a_warm_turn_that_fails_ends_nothing():
         tried.append(1)
         raise RuntimeError("out of pinned memory")
 
-    loop = StepLoop(core, Device(), name="steps", crashed=crashed.append, warm=warm)
+    loop = StepLoop(core, Device(), name="steps", crashed=crashed.append, warm=warm, cooled=told.append)
     loop.start()
     time.sleep(20 * WARM_SECONDS)
     loop.call(lambda core, now: called.set())
     assert called.wait(10.0) and loop.stop()
     assert tried == [1] and not crashed
+    assert [str(error) for error in told] == ["out of pinned memory"]

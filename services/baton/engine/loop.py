@@ -41,9 +41,11 @@ class StepLoop(Generic[C]):
         clock: Callable[[], float] = time.monotonic,
         crashed: Callable[[BaseException], None],
         warm: Callable[[], None] | None = None,
+        cooled: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         """`warm` does to the device, in the step thread, what a launch does, and changes nothing; None: steps
-        are so long that it does not matter."""
+        are so long that it does not matter. `cooled` is called there with an error of it, after which it is
+        not tried again: if the device is broken the next step says so."""
         self._turns = Turns(core, runner, overlap, clock)
         self._clock = clock
         self._crashed = crashed
@@ -52,6 +54,7 @@ class StepLoop(Generic[C]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._last_turn = clock()
         self._warm = warm
+        self._cooled = cooled
 
     def start(self) -> None:
         self._thread.start()
@@ -107,8 +110,9 @@ class StepLoop(Generic[C]):
         elif not self._wake.wait(WARM_SECONDS):
             try:
                 self._warm()
-            except Exception:
-                self._warm = None  # if the device is broken the next step says so
+            except Exception as error:
+                self._warm = None
+                self._cooled(error)
 
     def _wait_for(self, launched: Launched) -> float:
         """Takes calls until the step has ended, or CALLS_SECONDS; returns the seconds that it took."""

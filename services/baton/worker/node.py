@@ -103,6 +103,7 @@ class WorkerNode(Generic[C]):
             overlap=self.engine.overlap,
             crashed=self._crashed,
             warm=self.engine.warm,
+            cooled=lambda error: _log.warning("first tokens come later: no warm turns", exc_info=error),
         )
         self.observe()
         self.steps.start()
