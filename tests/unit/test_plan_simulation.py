@@ -10,7 +10,6 @@ import pytest
 
 from baton.bench.figures import Targets, summarize
 from baton.config import DecodeConfig, PrefillConfig
-from baton.decode.outputs import MESSAGE_SECONDS
 from baton.engine.cost import StepCost, StepLoad
 from baton.plan.deployment import Layout, simulate
 from baton.plan.lengths import Lengths
@@ -22,10 +21,10 @@ COST = StepCost(fixed=10e-3, row=1e-4, key=1e-7, token=1e-4, pair=1e-9)
 ENGINE = EngineFacts()
 
 
-def setup(cost=COST, *, pull=None, host=None, **sizes):
+def setup(cost=COST, *, pull=None, host=None, gather=0.005, **sizes):
     engine = replace(ENGINE, **sizes)
     profile = Profile(cost, engine, pull or PullCost(), host or HostCost())
-    return Setup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=32))
+    return Setup(profile, PrefillConfig(), DecodeConfig(local_prefill_tokens=32, message_seconds=gather))
 
 
 def traffic(*arrivals, shared=0):
@@ -138,15 +137,16 @@ def test_a_shared_prefix_is_computed_once():
     assert shared.records[0].ttft == alone.records[0].ttft
 
 
-def test_short_steps_share_messages():
+@pytest.mark.parametrize(("gather", "most"), [(0.005, 15), (0.02, 6)])
+def test_short_steps_share_messages(gather, most):
     cost = StepCost(fixed=1e-3, row=0, key=0, token=0, pair=0)
-    (record,) = simulate(Layout(0, 1), setup(cost), traffic((1.0, 20, 50))).records
+    (record,) = simulate(Layout(0, 1), setup(cost, gather=gather), traffic((1.0, 20, 50))).records
     times = [at for at, _ in record.arrivals]
     assert sum(count for _, count in record.arrivals) == 50
     assert record.e2e == pytest.approx(50e-3, abs=1e-9)
     # The first token goes at once and makes none wait, the last one with the end of the request.
-    assert all(b - a >= MESSAGE_SECONDS - 1e-9 for a, b in pairwise(times[1:-1]))
-    assert len(times) < 15
+    assert all(b - a >= gather - 1e-9 for a, b in pairwise(times[1:-1]))
+    assert len(times) < most
 
 
 @pytest.mark.parametrize(("overlap", "between"), [(False, 14e-3), (True, 10e-3)])

@@ -26,7 +26,7 @@ from baton.plan.traffic import Traffic, poisson, read_trace
 
 WORKER = ("kv_tokens", "max_rows", "token_budget", "context_length")
 """What may differ from the engine that was measured."""
-POLICY = ("local_prefill_tokens", "output_margin", "watermark")
+POLICY = ("local_prefill_tokens", "message_seconds", "output_margin", "watermark")
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "1024", "256"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from baton.config import DecodeConfig, PrefillConfig
 from baton.decode.core import DecodeCore
 from baton.decode.entry import DecodePolicy, Key, Peer
-from baton.decode.outputs import MESSAGE_SECONDS, Output
+from baton.decode.outputs import Output
 from baton.engine.batch import Step
 from baton.engine.pace import Pace
 from baton.engine.request import Request
@@ -244,7 +244,7 @@ class SimDecode(SimNode):
             return self.make_scheduler(config.max_waiting, config.policy, hooks)
 
         self._prefill = prefill
-        self._messages = Messages(world, self.actor, MESSAGE_SECONDS, deliver)
+        self._messages = Messages(world, self.actor, config.message_seconds, deliver)
         self._link_free = 0.0
         self.core: DecodeCore = DecodeCore(make_scheduler, policy, self._flush, lambda: None)
         self.core.meter.pace = Pace(setup.profile.step)
