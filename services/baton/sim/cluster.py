@@ -126,6 +126,8 @@ class Cluster:
             process.fail_next_read = bool(fault.value)
             process.runner.fail_next_launch = not fault.value
             self.world.at(_STEP_SECONDS, self._fate, lambda: _repair(process))
+        elif fault.kind == "hang" and isinstance(process, Worker):
+            process.hang(fault.seconds)
         elif fault.kind == "squeeze" and isinstance(process, Worker):
             self._squeeze(process, fault)
         elif fault.kind == "stranger":

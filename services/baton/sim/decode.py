@@ -75,6 +75,7 @@ class _Prefill:
         self.usable = False
         self.pool: SimPool | None = None
         self.pulls: list[Pull] = []
+        """Those of the receiver that was opened last."""
         self._node = node
         self._session = 0
         self.link: SimLink = node.link(
@@ -91,7 +92,7 @@ class _Prefill:
     def _open(self, welcome: Welcome, session: int) -> None:
         if session != self._session or not self.link.connected:
             return
-        self.pool, self.usable = welcome.pool, True
+        self.pool, self.pulls, self.usable = welcome.pool, [], True
         grace = welcome.lease_grace
         self._node.driver.call(lambda core, now: core.handoffs.shorten_beat(grace))
         self._changed(True, "")
@@ -156,6 +157,10 @@ class SimDecode(Worker):
         """The process that this one is connected to there."""
         host = self._peers[address].link.partner
         return host if isinstance(host, SimPrefill) else None
+
+    def pulls_before_their_step(self) -> list[int]:
+        """Numbers of the pulls that wait for the step which writes what they are to copy."""
+        return [number for number, pull in self._pulls.items() if pull.waits]
 
     def check(self) -> None:
         super().check()
@@ -258,7 +263,7 @@ class SimDecode(Worker):
 
     def _pull(self, peer: _Prefill, effect: StartPull) -> None:
         def ended(error: str | None, generations: list[int] | None) -> None:
-            peer.pulls.remove(self._pulls.pop(effect.pull))
+            del self._pulls[effect.pull]
             if self.world.traced:
                 self.world.note(self.who, f"pulled {effect.pull} {error or 'well'} {generations}")
             self.driver.call(lambda core, now: core.handoffs.pull_ended(effect.pull, error, generations, now))
@@ -267,11 +272,10 @@ class SimDecode(Worker):
         server = host if isinstance(host, SimPrefill) and peer.pool is None else None
         fail_after, self.pull_fails_after = self.pull_fails_after, None
         if not peer.usable or (peer.pool is None and server is None):
-            pull = Pull(self, (), 0, SimPool(1, 2), None, ended, 0)
+            pull = Pull(self, (), 0, [], SimPool(1, 2), None, ended, 0)
         else:
-            pull = Pull(self, effect.pairs, effect.step, peer.pool, server, ended, fail_after)
+            pull = Pull(self, effect.pairs, effect.step, peer.pulls, peer.pool, server, ended, fail_after)
         self._pulls[effect.pull] = pull
-        peer.pulls.append(pull)
 
 
 def _short(effect: DecodeEffect) -> str:

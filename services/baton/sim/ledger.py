@@ -9,7 +9,7 @@ from baton.sim.model import reference
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Violation, World
 
-_OUTAGES = ("crash", "stall", "cut", "drop", "drain", "slow")
+_OUTAGES = ("crash", "stall", "hang", "cut", "drop", "drain", "slow")
 EXCUSES = {
     "UNAVAILABLE": _OUTAGES,
     "INTERNAL": ("step",),

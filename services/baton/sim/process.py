@@ -118,8 +118,14 @@ class Worker(Process):
         self.retired = 0
         """The last step whose results have been read."""
         self.fail_next_read = False
+        self.hangs_until = 0.0
+        """Until then the device may do nothing at all."""
         self._device_free = 0.0
         self._device_rng = self.world.rng(f"device {name}")
+
+    def hang(self, seconds: float) -> None:
+        """The device's next step takes so much longer than others."""
+        self._device_free = self.hangs_until = max(self._device_free, self.world.now) + seconds
 
     def make_scheduler(self, prompt_only: bool = False, **hooks: Any) -> Scheduler:
         settings = self.settings

@@ -13,6 +13,7 @@ from baton.sim.process import WorkerSettings
 
 PAGE_SIZE = 4
 FAULTS = ("crash", "stall", "cut", "drop", "slow", "pull", "step", "drain", "squeeze", "stranger")
+"""Drawn a few kinds at a time; "hang" apart from them."""
 CALM_SECONDS = 12.0
 """After the last fault: time for every stream to be given up and opened again."""
 PULL_SECONDS = 5.0
@@ -102,15 +103,21 @@ def make_scenario(seed: int) -> Scenario:
         [f"g{i}" for i in range(gateways)],
     )
     quiet = rng.random() < 0.1
-    faults = () if quiet else tuple(sorted(_faults(rng, tight, *names), key=lambda fault: fault.at))
+    faults = [] if quiet else _faults(rng, tight, *names)
+    if not quiet:
+        faults += _hangs(random.Random(f"hang {seed}"), *names[:2])
     latency = rng.choice((0.0005, 0.003, 0.02))
     gateway = _gateway(random.Random(f"gateway {seed}"))
-    scenario = Scenario(seed, latency, gateways, gateway, prefill, decode, requests, faults)
+    scenario = Scenario(seed, latency, gateways, gateway, prefill, decode, requests, _in_order(faults))
     probes = tuple(
         _request(rng, len(requests) + i, scenario.calm + i * 0.05, gateways, room, [], probe=True)
         for i in range(len(decode))
     )
     return replace(scenario, requests=(*requests, *probes))
+
+
+def _in_order(faults: list[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(faults, key=lambda fault: fault.at))
 
 
 def _gateway(rng: random.Random) -> GatewaySettings:
@@ -250,3 +257,18 @@ def _faults(
         faults.append(Fault(at, "stall", target, "", seconds, 2))
         faults.append(Fault(at + rng.uniform(-0.2, 0.2), "cut", target, other, seconds + 2.0))
     return faults
+
+
+def _hangs(rng: random.Random, prefill: list[str], decode: list[str]) -> list[Fault]:
+    """Steps that take longer than anybody waits for them."""
+    if rng.random() < 0.8:
+        return []
+    return [
+        Fault(
+            at=rng.uniform(0.9, 6.0),
+            kind="hang",
+            target=rng.choice([*prefill, *prefill, *decode]),
+            seconds=rng.choice((2.0, 8.0, 20.0)) * rng.uniform(0.5, 1.0),
+        )
+        for _ in range(rng.choice((1, 2, 4)))
+    ]

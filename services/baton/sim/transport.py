@@ -1,8 +1,9 @@
 """Simulated pulls: real bytes, half a page at a time, with anything in between.
 
 Shared: a thread of the receiver waits for the owner's step and copies out of the owner's memory, which
-outlives the owner, then the owner's generations are read. Asked: the process that answers at the address now
-reads each piece and sends it. Either way the end is reported when no copy is running any more.
+outlives the owner, one pull at a time, then the owner's generations are read. Asked: the process that
+answers at the address now reads each piece and sends it. Either way the end is reported when no copy
+is running any more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 PAUSE_SECONDS = 2.0
 """A pull by asking fails after so long without a byte."""
 _PIECES = 2
+_LATE = 8
+"""Some pulls begin so many times later than others."""
 
 Ended = Callable[[str | None, list[int] | None], None]
 """Error or None, and the owner's generations if they can be seen."""
@@ -34,17 +37,21 @@ class Pull:
         node: SimDecode,
         pairs: Sequence[tuple[int, int]],
         step: int,
+        lane: list[Pull],
         pool: SimPool | None,
         server: SimPrefill | None,
         ended: Ended,
         fail_after: int | None,
     ) -> None:
         """Exactly one of `pool` (shared) and `server` (asked). `step`: of the owner's, to wait for.
-        `fail_after`: breaks after so many pieces."""
+        `lane`: the pulls of the same receiver
+        that have not ended. `fail_after`: breaks after so many pieces."""
         self._node = node
         self._world = node.world
         self._pairs = pairs
         self._after = step
+        self._lane = lane
+        lane.append(self)
         self._pool = pool
         self._server = server
         self._ended = ended
@@ -57,7 +64,13 @@ class Pull:
         self._rng = self._world.rng(f"pull {node.name}")
         self._pace = node.pull_pace
         self.targets = {target for _, target in pairs}
-        self._world.at(self._delay(), node.copies, self._begin)
+        late = _LATE if self._rng.random() < 0.3 else 1
+        self._world.at(late * self._delay(), node.copies, self._begin)
+
+    @property
+    def waits(self) -> bool:
+        """For its step, still."""
+        return not self._begun
 
     def close(self, reason: str) -> None:
         """The peer is lost, or nobody wants the pages. A copy out of shared memory goes on; what is asked for
@@ -69,7 +82,7 @@ class Pull:
         return self._pace * self._rng.uniform(0.1, 2.0)
 
     def _begin(self) -> None:
-        if self._pool is not None and self._pool.retired < self._after and not self._interrupted:
+        if self._pool is not None and not self._interrupted and not self._ready(self._pool):
             self._world.at(self._delay(), self._node.copies, self._begin)
             return
         self._begun = True
@@ -81,6 +94,12 @@ class Pull:
             self._end(f"page {wrong[0]} is not one of the peer's {pages}")
         else:
             self._step()
+
+    def _ready(self, pool: SimPool) -> bool:
+        """As in transport.pull_thread: the earliest step's pull comes first."""
+        if any(pull._begun for pull in self._lane):
+            return False
+        return pool.retired >= self._after and self is min(self._lane, key=lambda pull: pull._after)
 
     def _step(self) -> None:
         if self._interrupted:
@@ -148,4 +167,5 @@ class Pull:
         generations = None
         if error is None and self._pool is not None:
             generations = [int(self._pool.generations[source]) for source, _ in self._pairs]
+        self._lane.remove(self)
         self._ended(error, generations)

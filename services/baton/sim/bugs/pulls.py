@@ -117,6 +117,10 @@ def _unwaited(patch: Patch) -> None:
     patch(DecodeSide, "_announced", make)
 
 
+def _never_stopped(patch: Patch) -> None:
+    patch(DecodeSide, "_stop", lambda stop: lambda side, pull, address: None)
+
+
 def _stale_reference(patch: Patch) -> None:
     def make(take: Callable[[PageAllocator, int], list[int]]) -> Callable[[PageAllocator, int], list[int]]:
         def wrong(allocator: PageAllocator, count: int) -> list[int]:
@@ -139,5 +143,6 @@ PULL_BUGS = (
     Bug("consumed-reference", "pages are read after their release (vLLM #52234, 3)", 25, _consumed_reference),
     Bug("early-retired", "a step counts as retired when it is planned", 100, _early),
     Bug("unwaited", "pages announced ahead are pulled without waiting for their step", 100, _unwaited),
+    Bug("never-stopped", "a pull that nobody wants any more waits on for its step", 100, _never_stopped),
     Bug("stale-reference", "a page taken anew keeps its generation (vLLM #52234, 4)", 800, _stale_reference),
 )
