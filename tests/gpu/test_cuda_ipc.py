@@ -15,6 +15,7 @@ from pool_owner import Load, page_content
 
 from baton.transport import TransportError
 from baton.transport import cuda_copy as cuda_copy_module
+from baton.transport.cuda_copy import PageCopier
 from baton.transport.cuda_ipc import CudaIpcReceiver
 from baton.transport.ways import COPY_ENGINE, Way
 
@@ -116,6 +117,23 @@ async def test_a_pull_waits_for_the_owners_step(directory, gpu):
         await asyncio.wait_for(receiver.close(), 5)
         with pytest.raises(TransportError, match="closed before"):
             await waiting
+
+
+@pytest.mark.parametrize("gpu", gpus())
+async def test_a_waiting_pull_leaves_the_owners_gpu_alone(directory, gpu, monkeypatch):
+    """Only from another one is a little copied meanwhile."""
+    rehearsed = []
+    monkeypatch.setattr(PageCopier, "rehearse", rehearsed.append)
+    with owning(directory, PAGES, MB, gpu=gpu) as owner:
+        pool = local_pool(PAGES, MB)
+        receiver = await CudaIpcReceiver.open(owner.endpoint, pool)
+        waiting = asyncio.create_task(receiver.pull([(3, 4)], 1))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(owner.ask, "step 1 1")
+        await asyncio.wait_for(waiting, 20)
+        check(pool, [(3, 4)], seed=1)
+        assert bool(rehearsed) == (gpu == 1)
+        await receiver.close()
 
 
 async def test_recycled_pages_and_their_generations(directory):

@@ -610,6 +610,22 @@ def test_a_pull_that_waits_does_not_outlive_its_hand_off(flushed):
     world.core.scheduler.cache.check(idle=True)
 
 
+def test_nothing_turns_beside_a_prefill_node_on_the_same_gpu():
+    """Two processes take turns on a GPU: one that turns for nothing slows the prompt that it waits for."""
+    world = World(random.Random(1))
+    node = world.nodes["p0"]
+    world.start(1, range(5))
+    world.decode_step()
+    world.deliver(node)
+    node.step(world.now)
+    world.receive(node)
+    world.decode_step()
+    assert world.pulls and world.core.expecting
+    for up, shares_gpu in ((True, False), (False, True), (True, True)):
+        world.core.peers["p1"] = Peer(up, world.now, "cuda_ipc", shares_gpu)
+        assert world.core.expecting == (not (up and shares_gpu))
+
+
 def test_a_pull_that_cannot_be_stopped_is_overdue():
     world = World(random.Random(1))
     request, _ = announced(world)

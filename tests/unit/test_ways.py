@@ -7,7 +7,15 @@ import random
 import pytest
 import torch
 
-from baton.transport import EndpointRefused, HostPages, Refusal, TransportError, offered, open_receiver
+from baton.transport import (
+    EndpointRefused,
+    HostPages,
+    Refusal,
+    TransportError,
+    offered,
+    open_receiver,
+    share_gpu,
+)
 from baton.transport.ways import COPY_ENGINE, Way, choose_way, item_bytes, runs_of
 from baton.v1 import common_pb2 as pb
 
@@ -69,6 +77,19 @@ def test_an_exported_pool_is_offered_first():
     assert endpoints[0].cuda_ipc.offset == 512
     assert [one.WhichOneof("kind") for one in offered(local(), None, endpoint(), ["grpc"])] == ["grpc"]
     assert [one.WhichOneof("kind") for one in offered(local(), None, None)] == ["grpc"]
+
+
+def test_who_shares_a_gpu():
+    def at(uuid: str) -> list:
+        it = endpoint()
+        it.device_uuid = uuid
+        return offered(local(), None, it)
+
+    assert share_gpu(at("a"), at("a"))
+    untold = offered(local())
+    for ours, theirs in [("a", "b"), ("", "")]:
+        assert not share_gpu(at(ours), at(theirs))
+    assert not share_gpu(at("a"), untold) and not share_gpu(untold, untold) and not share_gpu([], [])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -84,7 +84,11 @@ class DecodeCore:
 
     @property
     def expecting(self) -> bool:
-        return self.handoffs.expecting
+        """Never beside a prefill node on the same GPU: two processes take turns there, and one that turns for
+        nothing takes as much of the other's time as if it had work."""
+        if not self.handoffs.expecting:
+            return False
+        return not any(peer.up and peer.shares_gpu for peer in self.peers.values())
 
     @property
     def pressing(self) -> bool:

@@ -49,6 +49,8 @@ class Peer:
     up: bool
     since: float
     transport: str = ""
+    shares_gpu: bool = False
+    """With this node."""
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
-from baton.transport.base import Receiver, TransportError
+from baton.transport import Receiver, TransportError, share_gpu
 from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
 
 if TYPE_CHECKING:
@@ -218,7 +218,9 @@ class _Peer:
         if welcome.lease_grace_ms:
             grace = welcome.lease_grace_ms / 1000
             self._node.steps.call(lambda core, now: core.handoffs.shorten_beat(grace))
-        self._changed(Peer(up=True, since=time.monotonic(), transport=receiver.kind), "")
+        shares_gpu = share_gpu(self._node.endpoints(), welcome.endpoints)
+        peer = Peer(up=True, since=time.monotonic(), transport=receiver.kind, shares_gpu=shares_gpu)
+        self._changed(peer, "")
 
     def _received(self, response: prefill_pb2.PrefillResponse) -> None:
         address = self.address

@@ -5,7 +5,7 @@ store: `pages` on the host, `cuda_pages` on a GPU. A transport knows nothing of 
 
 from baton.transport.base import EndpointRefused, PageStore, Receiver, Refusal, TransportError
 from baton.transport.pages import HostPages
-from baton.transport.registry import Opened, check_kinds, offered, open_receiver
+from baton.transport.registry import Opened, check_kinds, offered, open_receiver, share_gpu
 from baton.transport.segment import Segment, SegmentError, reap_orphans
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "offered",
     "open_receiver",
     "reap_orphans",
+    "share_gpu",
 ]

@@ -55,6 +55,11 @@ def use(device: torch.device) -> None:
     _checked("cudaSetDevice", runtime.cudaSetDevice(index))
 
 
+def uuid_of(device: torch.device) -> str:
+    """The GPU's, the same in every process whatever number it has there."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-import torch
-
 from baton.transport import cuda
 from baton.transport.base import EndpointRefused, PageStore, Refusal, TransportError, unheard
 from baton.transport.cuda_copy import PageCopier, kernel_available
@@ -34,7 +32,7 @@ def cuda_ipc_endpoint(pages: CudaPages, generations: Segment | None) -> pb.CudaI
         offset=offset,
         page_bytes=pages.page_bytes,
         num_pages=pages.num_pages,
-        device_uuid=str(torch.cuda.get_device_properties(pages.device).uuid),
+        device_uuid=cuda.uuid_of(pages.device),
         boot_id=boot_id(),
         pid=os.getpid(),
         pid_namespace=pid_namespace(),
@@ -84,6 +82,7 @@ class CudaIpcReceiver:
         self._endpoint = endpoint
         self._local = local
         self._busy = busy
+        self._same_gpu = endpoint.device_uuid == cuda.uuid_of(local.device)
         self._generations = _generations(endpoint)
         retired = self._generations.retired if self._generations is not None else lambda: 0
         self._thread = PullThread("baton-cuda-ipc", retired)
@@ -175,7 +174,8 @@ class CudaIpcReceiver:
             self._copier.copy(pairs, self._way(pairs), stop)
 
     def _rehearse(self) -> None:
-        if self._copier is not None and not self._busy():
+        """Not where the owner computes on this very GPU: the processes take turns there."""
+        if self._copier is not None and not self._same_gpu and not self._busy():
             self._copier.rehearse()
 
     def _way(self, pairs: list[tuple[int, int]]) -> Way:

@@ -60,6 +60,12 @@ def offered(
     return endpoints
 
 
+def share_gpu(ours: Iterable[pb.Endpoint], theirs: Iterable[pb.Endpoint]) -> bool:
+    """Whether two pools lie on the same GPU; False where one has no `cuda_ipc` endpoint to tell."""
+    one, other = ({e.cuda_ipc.device_uuid for e in each if e.HasField("cuda_ipc")} for each in (ours, theirs))
+    return bool(one & other - {""})
+
+
 async def open_receiver(
     endpoints: Iterable[pb.Endpoint],
     local: PageStore,
