@@ -5,8 +5,9 @@ import asyncio
 import grpc
 import pytest
 
+from baton.rpc import link
 from baton.rpc.channel import server_options
-from baton.rpc.errors import abort, failed_precondition, invalid
+from baton.rpc.errors import abort, failed_precondition, invalid, unavailable
 from baton.rpc.link import Link
 from baton.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -139,6 +140,22 @@ async def test_it_comes_back_after_a_restart_of_the_peer(peer, seen):
     await seen.until(lambda: seen.messages == [2])
     await peer.stop()
     await peer.start()
+
+
+async def test_a_peer_that_does_not_read_is_given_up_and_met_again(peer, seen, monkeypatch):
+    monkeypatch.setattr(link, "MAX_QUEUED_BYTES", 4 * 2**20)
+    seen.link.reset(unavailable("a new queue", "TEST"))
+    await seen.until(lambda: len(seen.up) == 2)
+    peer.echo.reading.clear()
+    big = Request(items=[tokenizer_pb2.DetokenizeItem(id=2000, token_ids=range(2**18))])
+    assert seen.link.send(big)
+    await seen.until(lambda: not seen.link.send(big))
+    peer.echo.reading.set()
+    await seen.until(lambda: len(seen.up) == 3)
+    assert seen.down[-1].reason == "PEER_STALLED"
+    seen.messages.clear()
+    assert seen.link.send(request(2))
+    await seen.until(lambda: 2 in seen.messages)
 
 
 async def test_a_peer_that_is_not_there_and_comes_later():

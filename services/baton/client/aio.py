@@ -13,7 +13,7 @@ from baton.client.access import Access
 from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model, rpc_error
 from baton.client.types import DEFAULT_ADDRESS, Completion, Delta, Message, Model, Options
 from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
-from baton.rpc.client_stream import ClientStream
+from baton.rpc.client_stream import ClientStream, retrieve
 from baton.rpc.errors import BatonError
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
@@ -242,15 +242,10 @@ class AsyncSession:
         # Cancelling a read would cancel the call, and with it the session: a turn's read outlives its task.
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._call.read())
-            self._reading.add_done_callback(_retrieve)
+            self._reading.add_done_callback(retrieve)
+        reading = self._reading
         try:
-            return await asyncio.shield(self._reading)
+            return await asyncio.shield(reading)
         finally:
-            if self._reading.done():
+            if reading.done() and self._reading is reading:
                 self._reading = None
-
-
-def _retrieve(reading: asyncio.Task[Any]) -> None:
-    """A read that its turn has left may end without anybody who waits for it."""
-    if not reading.cancelled():
-        reading.exception()

@@ -7,6 +7,7 @@ server's, and its read() drops the messages that came before that end (github.co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from types import AsyncGeneratorType
 from typing import Any, Generic, TypeVar
@@ -23,44 +24,63 @@ WRITE_FAILED = grpc.StatusCode.INTERNAL, "Internal error from Core"
 """What grpc.aio says of a call with a failed write."""
 STATUS_SECONDS = 1.0
 """Between a call's last message and its status: they come together, if the status comes at all."""
+POLL_SECONDS = 2e-3
+"""From 1.84 on grpc.aio tells of a call's first status alone: meanwhile it is asked so often for another."""
 
 
 class ClientStream(Generic[Req, Resp]):
-    """One call. Of its end write() says only that; read() says how, after the messages before it."""
+    """One call. Of its end write() says only that; read() says how, after the messages before it. Without
+    this object the call is cancelled."""
 
     def __init__(self, call: Any) -> None:
         """call: of a stub, neither written to nor read."""
         self._call = call
         self._messages: AsyncGeneratorType[Resp, None] = aiter(call)
         self._ending = Ending()
+        self._connected = False
+        self._writing = asyncio.Lock()
         call.add_done_callback(self._ending.keep)
 
     def __del__(self) -> None:
-        # The generator and the call hold one another: the garbage collector need not deal with them.
-        if hasattr(self, "_messages") and not self._messages.ag_running:
-            _now(self._messages.aclose())
+        # The call's own would come too late, or never: the callback above holds it.
+        if hasattr(self, "_writing"):
+            if not self._call.done():
+                self._call.cancel()
+            if not self._messages.ag_running:
+                _now(self._messages.aclose())
 
     async def write(self, message: Req) -> bool:
-        """False: the call has ended."""
-        try:
-            await self._call.write(message)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return False
-        except asyncio.CancelledError:
-            if not self._is_of_the_call():
-                raise
-            return False
+        """False: the call has ended. Several tasks may write: one waits for the other. Raises
+        InvalidStateError after done_writing()."""
+        async with self._writing:
+            try:
+                if self._connected:
+                    await self._call.write(message)
+                else:
+                    await self._first_write(message)
+                    self._connected = True
+            except grpc.aio.AioRpcError:
+                return False
+            except asyncio.InvalidStateError:
+                if not self._call.done():
+                    raise
+                return False
+            except asyncio.CancelledError:
+                if _task_is_cancelled():
+                    raise
+                return False
         return True
 
     async def done_writing(self) -> None:
         """Nothing more will be written."""
-        try:
-            await self._call.done_writing()
-        except grpc.aio.InternalError:
-            return  # the call has ended
-        except asyncio.CancelledError:
-            if not self._is_of_the_call():
-                raise
+        async with self._writing:
+            try:
+                await self._call.done_writing()
+            except grpc.aio.InternalError:
+                return  # the call has ended
+            except asyncio.CancelledError:
+                if _task_is_cancelled():
+                    raise
 
     async def read(self) -> Resp | Any:
         """The next message, or grpc.aio.EOF once the server has ended the call without an error. Raises
@@ -71,9 +91,9 @@ class ClientStream(Generic[Req, Resp]):
         except (StopAsyncIteration, grpc.aio.AioRpcError):
             pass
         except asyncio.CancelledError:
-            if not self._is_of_the_call():
+            if _task_is_cancelled():
                 raise
-        error = await self._ending.error()
+        error = await self._ending.error(self._call)
         if error is None:
             return grpc.aio.EOF
         raise from_rpc_error(error)
@@ -86,21 +106,30 @@ class ClientStream(Generic[Req, Resp]):
         """Whether the call has ended; messages of it may still be there to read."""
         return bool(self._call.done())
 
-    def _is_of_the_call(self) -> bool:
-        """Of a CancelledError: whether the call was cancelled rather than the task."""
-        task = asyncio.current_task()
-        return task is not None and not task.cancelling() and bool(self._call.cancelled())
+    async def _first_write(self, message: Req) -> None:
+        """As call.write(), which would wait for a connection even after the call's end."""
+        writing = asyncio.ensure_future(self._call.write(message))
+        writing.add_done_callback(retrieve)
+        over = asyncio.ensure_future(self._ending.begun.wait())
+        try:
+            await asyncio.wait({writing, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            over.cancel()
+            writing.cancel()
+        await writing
 
 
 class Ending:
     """A call's status: the server's, or grpc.aio's own where there is no other. Holds no call, no stream."""
 
     def __init__(self) -> None:
-        self._error: grpc.aio.AioRpcError | None = None
+        self.begun = asyncio.Event()
+        """Once there is any status."""
+        self._error: grpc.aio.AioRpcError | None = _no_status()
         self._known = asyncio.Event()
 
     def keep(self, call: Any) -> None:
-        """Called for each status that a call gets; grpc.aio's own may come before or after the server's."""
+        """Called for the statuses that a call gets; grpc.aio's own may come before or after the server's."""
         if self._known.is_set():
             return
         code, details = _now(call.code()), _now(call.details())
@@ -108,17 +137,39 @@ class Ending:
         if code is not grpc.StatusCode.OK:
             metadata = _now(call.trailing_metadata())
             self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details)
+        self.begun.set()
         if (code, details) != WRITE_FAILED:
             self._known.set()
 
-    async def error(self) -> grpc.aio.AioRpcError | None:
+    async def error(self, call: Any) -> grpc.aio.AioRpcError | None:
         """None: ended without one. Called once all messages have been read."""
-        try:
+        with contextlib.suppress(TimeoutError):  # then what there is must do
             async with asyncio.timeout(STATUS_SECONDS):
-                await self._known.wait()
-        except TimeoutError:
-            pass  # what there is must do
+                while not self._known.is_set():
+                    if call.done():
+                        self.keep(call)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(POLL_SECONDS):
+                            await self._known.wait()
         return self._error
+
+
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """For what may end by an error with nobody left who waits for it."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _no_status() -> grpc.aio.AioRpcError:
+    none = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, none, none, "the call has ended without a status")
+
+
+def _task_is_cancelled() -> bool:
+    """Of a CancelledError: whether it is this task that was cancelled, rather than the call. (The call may
+    deny that it was: after a failed write.)"""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
