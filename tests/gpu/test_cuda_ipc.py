@@ -123,7 +123,7 @@ async def test_a_pull_waits_for_the_owners_step(directory, gpu):
 async def test_a_waiting_pull_leaves_the_owners_gpu_alone(directory, gpu, monkeypatch):
     """Only from another one is a little copied meanwhile."""
     rehearsed = []
-    monkeypatch.setattr(PageCopier, "rehearse", rehearsed.append)
+    monkeypatch.setattr(PageCopier, "rehearse", lambda copier: rehearsed.append(copier))
     with owning(directory, PAGES, MB, gpu=gpu) as owner:
         pool = local_pool(PAGES, MB)
         receiver = await CudaIpcReceiver.open(owner.endpoint, pool)
