@@ -127,7 +127,11 @@ class Echo(inference_pb2_grpc.InferenceServicer):
 
 
 class Silent(inference_pb2_grpc.InferenceServicer):
+    def __init__(self):
+        self.left = threading.Event()
+
     def Generate(self, requests, context):
+        context.add_callback(self.left.set)
         yield from (message for message in requests if message is None)
 
 
@@ -287,6 +291,110 @@ async def test_a_stream_that_nobody_holds_is_cancelled():
             assert await asyncio.to_thread(serving.servicer.left.wait, 5)
         finally:
             gc.enable()
+
+
+async def test_a_session_that_nobody_holds_is_cancelled():
+    async with Serving(servicer=Silent()) as serving, AsyncClient(serving.address) as client:
+        session = client.session()
+        turn = asyncio.ensure_future(session.send("hello"))
+        await asyncio.sleep(0.1)
+        turn.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await turn
+        del session, turn
+        assert await asyncio.to_thread(serving.servicer.left.wait, 5)
+
+
+class Slow(inference_pb2_grpc.InferenceServicer):
+    """Ends the call a little after the terminal event."""
+
+    active = None
+
+    def Generate(self, requests, context):
+        yield inference_pb2.GenerateResponse(id="0", finished=inference_pb2.Finished())
+        time.sleep(0.1)
+        self.active = context.is_active()
+
+
+async def test_a_call_that_has_its_answer_ends_by_itself():
+    async with Serving(servicer=Slow()) as serving, AsyncClient(serving.address) as client:
+        await client.generate("hello")
+        async with asyncio.timeout(5):
+            while serving.servicer.active is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert serving.servicer.active
+
+
+class Refusing(inference_pb2_grpc.InferenceServicer):
+    """Everything, by its number."""
+
+    def __init__(self):
+        self.heard = []
+
+    def Generate(self, requests, context):
+        for number, request in enumerate(requests):
+            self.heard.append((request.start.id or request.cancel.id, request.WhichOneof("kind")))
+            refusal = inference_pb2.Rejected(message=number)
+            refusal.status.code = 3
+            yield inference_pb2.GenerateResponse(rejected=refusal)
+
+
+async def test_a_turn_that_is_over_before_there_is_a_connection_leaves_the_session_whole():
+    async with Serving(servicer=Refusing()) as serving:
+        host, port = serving.address.split(":")
+
+        async def forward(reader, writer):
+            while data := await reader.read(65536):
+                writer.write(data)
+            writer.close()
+
+        async def late(reader, writer):
+            await asyncio.sleep(0.4)
+            there = await asyncio.open_connection(host, port)
+            await asyncio.gather(forward(reader, there[1]), forward(there[0], writer))
+
+        proxy = await asyncio.start_server(late, "127.0.0.1", 0)
+        address = "{}:{}".format(*proxy.sockets[0].getsockname())
+        async with AsyncClient(address) as client, client.session() as session, asyncio.timeout(10):
+            began = time.monotonic()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await session.send("hello")
+            assert time.monotonic() - began < 0.35
+            with pytest.raises(BatonError) as refused:
+                await session.send("again")
+            assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert serving.servicer.heard == [("turn-0", "start"), ("turn-0", "cancel"), ("turn-1", "start")]
+        proxy.close()
+
+
+class Cancelling:
+    """A call whose writes end as their task is cancelled."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def __getattr__(self, name):
+        return getattr(self.call, name)
+
+    def __aiter__(self):
+        return aiter(self.call)
+
+    async def write(self, message):
+        await self.call.write(message)
+        self.writer.cancel()
+
+
+async def test_a_write_that_is_cancelled_has_not_left_or_the_call_is_cancelled():
+    async with Serving(servicer=Echo()) as serving:
+        call = Cancelling(serving.open())
+        stream = ClientStream(call)
+        call.writer = asyncio.ensure_future(stream.write(REQUEST))
+        with pytest.raises(asyncio.CancelledError):
+            await call.writer
+        with pytest.raises(BatonError) as ended:
+            await stream.read()
+        assert ended.value.code is grpc.StatusCode.CANCELLED
 
 
 class Told:

@@ -127,6 +127,7 @@ class Asker:
                 self._note(record, event)
                 if event is not grpc.aio.EOF:
                     answer += event.delta.token_ids
+            call.let_end()
         except BatonError as failure:
             record.error, record.message = failure.reason, failure.message
         record.end = self.now()

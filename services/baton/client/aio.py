@@ -103,10 +103,7 @@ class AsyncClient:
             await call.write(start)
             await call.done_writing()
 
-        async def cancel() -> None:
-            call.cancel()
-
-        return AsyncStream(call.read, Collector("0", options.get("n") or 1), begin, cancel)
+        return AsyncStream(call.read, Collector("0", options.get("n") or 1), begin, call.cancel, call.let_end)
 
     def session(self) -> AsyncSession:
         """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""
@@ -121,11 +118,14 @@ class AsyncStream(AsyncIterator[Delta]):
         read: Callable[[], Awaitable[Any]],
         collector: Collector,
         begin: Callable[[], Awaitable[None]],
-        cancel: Callable[[], Awaitable[None]],
+        cancel: Callable[[], None],
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
+        """ended: called behind the terminal event."""
         self._read_event = read
         self._begin: Callable[[], Awaitable[None]] | None = begin
         self._cancel = cancel
+        self._ended = ended
         self._collector = collector
 
     async def __aenter__(self) -> AsyncStream:
@@ -140,6 +140,8 @@ class AsyncStream(AsyncIterator[Delta]):
             if event is grpc.aio.EOF:
                 raise self._collector.lost()
             delta = self._collector.add(event)
+            if self._collector.ended:
+                self._ended()
             if delta is not None:
                 return delta
         raise StopAsyncIteration
@@ -159,7 +161,7 @@ class AsyncStream(AsyncIterator[Delta]):
         if not self._collector.ended:
             self._collector.ended = True
             if self._begin is None:
-                await self._cancel()
+                self._cancel()
 
     async def completion(self) -> Completion:
         """Waits for the end; returns the whole answer, what has been iterated before included."""
@@ -186,6 +188,12 @@ class AsyncSession:
         self._turns = count()
         self._messages = count()
         self._reading: asyncio.Task[Any] | None = None
+        self._writings: set[asyncio.Task[bool]] = set()
+
+    def __del__(self) -> None:
+        # What is under way holds the call.
+        if hasattr(self, "_writings"):
+            self._call.cancel()
 
     async def __aenter__(self) -> AsyncSession:
         return self
@@ -196,8 +204,9 @@ class AsyncSession:
     async def close(self) -> None:
         """Ends the session; a turn that still runs is cancelled. Idempotent."""
         self._call.cancel()
-        if self._reading is not None:
-            await asyncio.wait({self._reading}, timeout=CLOSE_SECONDS)
+        under_way = {*self._writings, *([self._reading] if self._reading is not None else [])}
+        if under_way:
+            await asyncio.wait(under_way, timeout=CLOSE_SECONDS)
 
     async def send(
         self,
@@ -225,18 +234,23 @@ class AsyncSession:
         start = make_start(id, prompt, messages, token_ids, options, session="session")
 
         async def begin() -> None:
-            collector.message = await self._write(start)
+            collector.message = next(self._messages)
+            await asyncio.shield(self._write(start))
 
-        async def cancel() -> None:
+        def cancel() -> None:
             if not self._call.done():
-                await self._write(make_cancel(id))
+                next(self._messages)
+                self._write(make_cancel(id))
 
         return AsyncStream(self._read, collector, begin, cancel)
 
-    async def _write(self, message: inference_pb2.GenerateRequest) -> int:
-        number = next(self._messages)
-        await self._call.write(message)
-        return number
+    def _write(self, message: inference_pb2.GenerateRequest) -> asyncio.Task[bool]:
+        # As with reads: a write outlives its turn, which would leave the count of messages wrong.
+        writing = asyncio.ensure_future(self._call.write(message))
+        self._writings.add(writing)
+        writing.add_done_callback(self._writings.discard)
+        writing.add_done_callback(retrieve)
+        return writing
 
     async def _read(self) -> Any:
         # Cancelling a read would cancel the call, and with it the session: a turn's read outlives its task.

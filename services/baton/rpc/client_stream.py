@@ -29,29 +29,30 @@ POLL_SECONDS = 2e-3
 
 
 class ClientStream(Generic[Req, Resp]):
-    """One call. Of its end write() says only that; read() says how, after the messages before it. Without
-    this object the call is cancelled."""
+    """One call. Of its end write() says only that; read() says how, after the messages before it. A call that
+    nobody holds any more is cancelled, but for let_end()."""
 
     def __init__(self, call: Any) -> None:
         """call: of a stub, neither written to nor read."""
         self._call = call
         self._messages: AsyncGeneratorType[Resp, None] = aiter(call)
         self._ending = Ending()
-        self._connected = False
+        self._connected = self._ends_by_itself = False
         self._writing = asyncio.Lock()
         call.add_done_callback(self._ending.keep)
 
     def __del__(self) -> None:
         # The call's own would come too late, or never: the callback above holds it.
         if hasattr(self, "_writing"):
-            if not self._call.done():
+            if not self._ends_by_itself and not self._call.done():
                 self._call.cancel()
             if not self._messages.ag_running:
                 _now(self._messages.aclose())
 
     async def write(self, message: Req) -> bool:
-        """False: the call has ended. Several tasks may write: one waits for the other. Raises
-        InvalidStateError after done_writing()."""
+        """False: the call has ended. Several tasks may write: one waits for the other. Where the writing task
+        is cancelled the message has not left, or the call is cancelled with it. Raises InvalidStateError
+        after done_writing()."""
         async with self._writing:
             try:
                 if self._connected:
@@ -102,6 +103,10 @@ class ClientStream(Generic[Req, Resp]):
         """Ends the call. Idempotent."""
         self._call.cancel()
 
+    def let_end(self) -> None:
+        """The server is about to end the call, and nobody will read that."""
+        self._ends_by_itself = True
+
     def done(self) -> bool:
         """Whether the call has ended; messages of it may still be there to read."""
         return bool(self._call.done())
@@ -113,6 +118,10 @@ class ClientStream(Generic[Req, Resp]):
         over = asyncio.ensure_future(self._ending.begun.wait())
         try:
             await asyncio.wait({writing, over}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if writing.done():
+                self._call.cancel()
+            raise
         finally:
             over.cancel()
             writing.cancel()
@@ -151,6 +160,8 @@ class Ending:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(POLL_SECONDS):
                             await self._known.wait()
+        if call.done():
+            self.keep(call)
         return self._error
 
 
