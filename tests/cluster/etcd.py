@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
+
 START_SECONDS = 30.0
 
 
@@ -20,7 +22,7 @@ class Etcd:
 
     def __init__(self, binary: str, folder: Path) -> None:
         self._binary, self._folder = binary, folder
-        self.port, self._peer_port = free_ports(2)
+        self.port, self._peer_port = free_port(), free_port()
         self.endpoint = f"127.0.0.1:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -47,14 +49,6 @@ class Etcd:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(10)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def accepts(port: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ from engine import FIRST_TOKEN_SECONDS, IMAGE, Compose, build_image, compose_com
 
 from baton.client import Client
 from baton.rpc.errors import BatonError
+from ports import free_port
 
 TIMES = pytest.StashKey[dict[str, float]]()
 
@@ -23,12 +23,6 @@ class Deployed:
         self.compose = compose
         self.grpc = f"127.0.0.1:{grpc_port}"
         self.http = f"127.0.0.1:{http_port}"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

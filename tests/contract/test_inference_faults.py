@@ -4,11 +4,12 @@ import asyncio
 
 import grpc
 import pytest
-from gateway_rig import Stream, free_port, gateway, text_of, tokenizer, until
+from gateway_rig import Stream, gateway, text_of, tokenizer, until
 from scripted_decode import LENGTH, ScriptedDecode, endless, saying, silent
 
 from baton.rpc.errors import exhausted, from_status
 from baton.v1 import decode_pb2
+from ports import free_port
 
 
 def failure(event):

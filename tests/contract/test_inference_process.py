@@ -5,7 +5,7 @@ import socket
 
 import grpc
 import httpx
-from gateway_rig import free_port, gateway
+from gateway_rig import gateway
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_decode import ScriptedDecode, silent
 
@@ -13,6 +13,7 @@ from baton.config import GatewayConfig
 from baton.gateway import server
 from baton.rpc.channel import open_channel
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, node_pb2_grpc
+from ports import free_port
 
 
 async def test_taken_ports_are_one_readable_line(capsys):

@@ -3,12 +3,13 @@
 import asyncio
 
 import pytest
-from gateway_rig import Stream, free_port, gateway, ids_of, text_of, tokenizer, until
+from gateway_rig import Stream, gateway, ids_of, text_of, tokenizer, until
 from scripted_decode import LENGTH, ScriptedDecode, saying, silent
 from test_inference_faults import failure
 
 from baton.rpc.errors import exhausted, unavailable
 from baton.v1 import common_pb2, decode_pb2
+from ports import free_port
 
 
 def speaking(outputs, *, give=(3, 2), then=None, pause=0.0, logprobs=False):
