@@ -19,6 +19,7 @@ from process import ENVIRONMENT, SHM
 from reference import Answer
 
 from baton.client import BatonError, Client
+from ports import free_port
 
 OUTPUT = 48
 
@@ -26,9 +27,7 @@ OUTPUT = 48
 @pytest.fixture
 def up(qwen3, tmp_path) -> Iterator[tuple[subprocess.Popen[bytes], Path, int]]:
     """The process, what it prints, and the gateway's port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     printed = tmp_path / "up.log"
     command = [sys.executable, "-m", "baton.cli.main", "up", "--model", str(qwen3[0]), "--port", str(port)]
     flags = ["--http-port", "0", "--threads", "1", "--kv-tokens", "8192", "--log-dir", str(tmp_path / "logs")]

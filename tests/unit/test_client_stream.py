@@ -175,18 +175,22 @@ async def test_a_stream_that_is_not_read_to_its_end_is_no_garbage():
             gc.enable()
 
 
+async def leave_a_turn(session):
+    turn = asyncio.ensure_future(session.send("hello"))
+    await asyncio.sleep(0.1)
+    turn.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+
+
 async def test_a_read_that_its_turn_has_left_ends_without_a_word():
     reports = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, report: reports.append(report))
     async with Serving(servicer=Silent()) as serving, AsyncClient(serving.address) as client:
         session = client.session()
-        turn = asyncio.ensure_future(session.send("hello"))
-        await asyncio.sleep(0.1)
-        turn.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await turn
+        await leave_a_turn(session)
         await session.close()
-        del session, turn
+        del session
     gc.collect()
     assert [report for report in reports if "never retrieved" in report["message"]] == []
 
@@ -296,12 +300,8 @@ async def test_a_stream_that_nobody_holds_is_cancelled():
 async def test_a_session_that_nobody_holds_is_cancelled():
     async with Serving(servicer=Silent()) as serving, AsyncClient(serving.address) as client:
         session = client.session()
-        turn = asyncio.ensure_future(session.send("hello"))
-        await asyncio.sleep(0.1)
-        turn.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await turn
-        del session, turn
+        await leave_a_turn(session)
+        del session
         assert await asyncio.to_thread(serving.servicer.left.wait, 5)
 
 

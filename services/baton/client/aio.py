@@ -204,7 +204,9 @@ class AsyncSession:
     async def close(self) -> None:
         """Ends the session; a turn that still runs is cancelled. Idempotent."""
         self._call.cancel()
-        under_way = {*self._writings, *([self._reading] if self._reading is not None else [])}
+        under_way: set[asyncio.Task[Any]] = {*self._writings}
+        if self._reading is not None:
+            under_way.add(self._reading)
         if under_way:
             await asyncio.wait(under_way, timeout=CLOSE_SECONDS)
 

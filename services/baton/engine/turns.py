@@ -16,7 +16,8 @@ class Core(Protocol):
 
     @property
     def expecting(self) -> bool:
-        """Whether a step may be wanted within milliseconds, though there is none yet."""
+        """Whether a step may be wanted within milliseconds, though there is none yet, and the device is to be
+        kept warm for it."""
 
     @property
     def pressing(self) -> bool:

@@ -103,12 +103,11 @@ def make_scenario(seed: int) -> Scenario:
         [f"g{i}" for i in range(gateways)],
     )
     quiet = rng.random() < 0.1
-    faults = [] if quiet else _faults(rng, tight, *names)
-    if not quiet:
-        faults += _hangs(random.Random(f"hang {seed}"), *names[:2])
+    hangs = _hangs(random.Random(f"hang {seed}"), *names[:2])
+    faults = () if quiet else _in_order([*_faults(rng, tight, *names), *hangs])
     latency = rng.choice((0.0005, 0.003, 0.02))
     gateway = _gateway(random.Random(f"gateway {seed}"))
-    scenario = Scenario(seed, latency, gateways, gateway, prefill, decode, requests, _in_order(faults))
+    scenario = Scenario(seed, latency, gateways, gateway, prefill, decode, requests, faults)
     probes = tuple(
         _request(rng, len(requests) + i, scenario.calm + i * 0.05, gateways, room, [], probe=True)
         for i in range(len(decode))

@@ -43,9 +43,8 @@ class Pull:
         ended: Ended,
         fail_after: int | None,
     ) -> None:
-        """Exactly one of `pool` (shared) and `server` (asked). `step`: of the owner's, to wait for.
-        `lane`: the pulls of the same receiver
-        that have not ended. `fail_after`: breaks after so many pieces."""
+        """Exactly one of `pool` (shared) and `server` (asked). `step`: of the owner's, to wait for. `lane`:
+        the pulls of the same receiver that have not ended. `fail_after`: breaks after so many pieces."""
         self._node = node
         self._world = node.world
         self._pairs = pairs
