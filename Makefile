@@ -1,4 +1,4 @@
-# Everything a newcomer needs: `make demo`, `make test`. The environment is made once, in .venv.
+# Everything a newcomer needs: `make demo`, `make check`, `make test`. The environment is made once, in .venv.
 
 PYTHON ?= python3
 # The lock pins it too. Point PIP_TORCH_ARGS at another wheel index to choose a build of it,
@@ -6,8 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_TORCH_ARGS ?=
 
-# Test files at a time; those marked `alone`, which measure times, follow one by one.
-LANES ?= 2
+# Test files at a time, more than cores because they wait a lot; those marked `alone` follow one by one.
+LANES ?= 3
 
 # How long `make soak` goes on.
 SECONDS ?= 600
@@ -20,7 +20,7 @@ GRPC := 1.75.1
 GRPC_PACKAGES := grpcio grpcio-health-checking grpcio-reflection grpcio-status grpcio-tools
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint stubs lock locked audit clean
+.PHONY: help demo check test soak lint stubs lock locked audit clean
 
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,13 +28,21 @@ help: ## Say what there is
 demo: $(VENV)/installed ## Start the services, stream answers, show what happened
 	@$(BIN)/baton demo
 
+check: $(VENV)/installed-test ## Before each commit: lint, types, unit tests and simulator, in two minutes
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@code=0; $(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not alone and not slow" tests/unit tests/sim || code=$$?; \
+	wait $$types || code=$$?; \
+	exit $$code
+
 test: $(VENV)/installed-test ## Run all tests, or some, one at a time: make test ARGS="-k name"
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@code=0; \
-	$(BIN)/python -m pytest -n $(LANES) --dist loadfile -m "not alone" || code=$$?; \
-	$(BIN)/python -m pytest -m alone || code=$$?; \
+	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --durations=40 -m "not alone" || code=$$?; \
+	$(BIN)/python -m pytest --durations=20 -m alone || code=$$?; \
 	exit $$code
 endif
 

@@ -14,5 +14,4 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.pluginmanager.hasplugin("rerunfailures") and not config.option.usepdb:
-        config.pluginmanager.register(StolenTime(), "stolen time")
+    config.pluginmanager.register(StolenTime(), "stolen time")

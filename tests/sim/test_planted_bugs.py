@@ -14,6 +14,7 @@ from baton.sim.soak import run_many
 TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):

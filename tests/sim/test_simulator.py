@@ -24,21 +24,22 @@ from baton.sim.shrink import shrink
 from baton.sim.soak import run_many
 from baton.sim.world import Actor, Violation, World
 
-SEEDS = 2000
-
 
 @pytest.mark.timeout(600)
-def test_no_seed_breaks_a_rule():
-    outcomes = list(run_many(range(SEEDS)))
+@pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 2000), marks=pytest.mark.slow)])
+def test_no_seed_breaks_a_rule(seeds):
+    outcomes = list(run_many(seeds))
     failed = [str(outcome) for outcome in outcomes if outcome.failure]
     assert not failed, "\n".join([f"{len(failed)} seeds failed", *failed[:5]])
-    assert sorted(outcome.seed for outcome in outcomes) == list(range(SEEDS))
+    assert sorted(outcome.seed for outcome in outcomes) == list(seeds)
     # A simulator in which nothing happens finds nothing: most requests finish, and each kind of end occurs.
     ends = {end: sum(outcome.requests.get(end, 0) for outcome in outcomes) for end in _ends(outcomes)}
     assert ends["finished"] > 0.5 * sum(ends.values())
     assert all(ends[end] for end in ("CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL")), ends
     assert "open" not in ends
-    assert sum(outcome.resumed for outcome in outcomes) > 200, "streams went on at another decode node"
+    assert sum(outcome.resumed for outcome in outcomes) > 0.1 * len(seeds), (
+        "streams went on at another decode node"
+    )
 
 
 def test_figures_that_are_wrong_break_no_rule(monkeypatch):

@@ -1,4 +1,4 @@
-"""Runs of pytest, with a clock that their tests turn: a failure counts where no time was stolen."""
+"""Runs of pytest with a clock that their tests turn: only tests of times are repeated, and then they fail."""
 
 from __future__ import annotations
 
@@ -16,58 +16,80 @@ CONFTEST = """
 import clock
 import stolen
 
+stolen.REST_SECONDS = 0.0
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "times: measures times")
     plugin = stolen.StolenTime(lambda: stolen.Clock(clock.busy, clock.stolen))
     config.pluginmanager.register(plugin)
 """
-CLOCK = "busy, stolen, attempts = 0.0, 0.0, 0\n"
-TEST = """
+CLOCK = "busy, stolen = 0.0, 0.0\n"
+TESTS = """
+from collections import Counter
+
 import pytest
 import clock
 
-@pytest.fixture(scope="module")
-def shared():
-    yield clock
+attempts = Counter()
 
-{mark}
-def test_it(shared):
-    clock.attempts += 1
+def attempt(name, stolen):
+    attempts[name] += 1
     clock.busy += 1.0
-    clock.stolen += {stolen}
-    print("attempt", clock.attempts)
-    assert {passes}
+    clock.stolen += stolen
 
-def test_after_it(shared):
-    print("attempts", clock.attempts)
+def test_without_the_mark():
+    attempt("mark", 0.5)
+    assert False
+
+@pytest.mark.times
+def test_passes():
+    attempt("passes", 0.5)
+
+@pytest.mark.times
+def test_passes_in_the_end():
+    attempt("end", 0.5)
+    assert attempts["end"] == 3
+
+@pytest.mark.times
+def test_calm():
+    attempt("calm", 0.1)
+    assert False
+
+@pytest.mark.times
+def test_busy():
+    attempt("busy", 0.5)
+    assert False
+
+@pytest.mark.times
+def test_calm_in_the_end():
+    attempt("calm end", 0.5 * (attempts["calm end"] < 2))
+    assert False
 """
 
 
-@pytest.mark.parametrize(
-    ("mark", "stolen", "passes", "outcome", "attempts"),
-    [
-        ("", "0.0", "False", "1 failed, 1 passed", 1),
-        ("", "0.1", "False", "1 failed, 1 passed", 1),
-        ("", "0.5", "True", "2 passed", 1),
-        ("", "0.5", "clock.attempts == 2", "2 passed, 1 rerun", 2),
-        ("", "0.5", "False", "1 failed, 1 passed, 3 rerun", 4),
-        ("", "(0.5, 0.0)[clock.attempts - 1]", "False", "1 failed, 1 passed, 1 rerun", 2),
-        ("@pytest.mark.times", "0.5", "False", "1 passed, 1 skipped, 3 rerun", 4),
-        ("@pytest.mark.times", "0.0", "False", "1 failed, 1 passed", 1),
-        ("@pytest.mark.times", "0.5 * (clock.attempts < 4)", "False", "1 failed, 1 passed, 3 rerun", 4),
-    ],
-)
-def test_a_failure_counts_where_nothing_was_stolen(tmp_path, mark, stolen, passes, outcome, attempts):
-    said = run(tmp_path, TEST.format(mark=mark, stolen=stolen, passes=passes))
-    assert re.search(r"^=* ?(\d .*) in ", said.splitlines()[-1])[1] == outcome, said
-    assert f"attempts {attempts}\n" in said
-    assert ("says nothing: 33% of its time was stolen: assert False" in said) == ("skipped" in outcome)
-    assert len(re.findall(r"^RERUN test_it.py::test_it - assert ", said, re.MULTILINE)) == attempts - 1
-
-
-def test_a_run_repeats_only_for_so_long(tmp_path):
-    said = run(tmp_path, TEST.format(mark="", stolen="0.5", passes="False"), "stolen.EXTRA_SECONDS = 0.5")
-    assert "attempts 2\n" in said, "the wait for calm, of a second, has used it up"
+@pytest.mark.parametrize(("unmeasured", "busy"), [("", "FAILED"), ("skip", "SKIPPED")])
+def test_only_what_measures_times_is_repeated(tmp_path, unmeasured, busy):
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "clock.py").write_text(CLOCK)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "pytest_rerunfailures", "test_it.py"]
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment["BATON_TEST_UNMEASURED"] = unmeasured
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    outcomes: dict[str, list[str]] = {}
+    for name, outcome in re.findall(r"^test_it.py::test_(\w+) ([A-Z]+)", done.stdout, re.MULTILINE):
+        outcomes.setdefault(name, []).append(outcome)
+    assert outcomes == {
+        "without_the_mark": ["FAILED"],
+        "passes": ["PASSED"],
+        "passes_in_the_end": ["RERUN", "RERUN", "PASSED"],
+        "calm": ["FAILED"],
+        "busy": ["RERUN", "RERUN", busy],
+        "calm_in_the_end": ["RERUN", "RERUN", "FAILED"],
+    }, done.stdout + done.stderr
 
 
 def test_the_clock_of_this_machine():
@@ -75,14 +97,3 @@ def test_the_clock_of_this_machine():
     assert clock.busy > 0 and clock.stolen >= 0
     assert Clock(3.0, 1.0).share(since=Clock(2.0, 0.0)) == 0.5
     assert Clock(3.0, 0.04).share(since=Clock(3.0, 0.0)) == 0.0
-
-
-def run(folder: Path, test: str, more: str = "") -> str:
-    (folder / "conftest.py").write_text(CONFTEST.replace("def ", f"{more}\n\ndef ", 1))
-    (folder / "clock.py").write_text(CLOCK)
-    (folder / "test_it.py").write_text(test)
-    path = os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
-    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "pytest_rerunfailures", "test_it.py"]
-    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
-    return done.stdout or done.stderr
