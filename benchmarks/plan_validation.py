@@ -39,11 +39,11 @@ from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.host_cost import LIMIT, SPLIT, measure_host
 from baton.cli.pull_cost import pull_cost
 from baton.config import DecodeConfig, PrefillConfig, WorkerConfig
-from baton.engine.cost import StepCost
 from baton.plan.deployment import Layout, simulate
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, Profile, to_dict
 from baton.plan.traffic import Arrival, Traffic
+from baton.stepcost import StepCost
 
 COMPARED = (
     "requests_per_second",

@@ -19,7 +19,7 @@ from baton.bench.shapes import SHAPES, write_shape
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.client import AsyncClient
 from baton.client.types import Options
-from baton.engine.cost import StepCost
+from baton.stepcost import StepCost
 
 H200_8B = StepCost(fixed=4e-3, row=5e-5, key=3e-8, token=2e-5, pair=1.5e-9)
 """About what steps of an 8B model take on an H200 (docs/performance.md): 4 ms for one row, 0.05 ms for each

@@ -21,8 +21,8 @@ from baton.bench.client import Asker
 from baton.bench.jobs import Job, Range
 from baton.bench.record import Record
 from baton.bench.workload import Workload
-from baton.engine.cost import StepCost, StepLoad
 from baton.rpc.channel import open_channel
+from baton.stepcost import StepCost, StepLoad
 from baton.v1 import inference_pb2_grpc
 
 COST = StepCost(fixed=4e-3, row=1e-4, key=1e-7, token=4e-5, pair=2e-9)
@@ -39,7 +39,14 @@ numbers = itertools.count()
 
 def full_step() -> float:
     """Seconds of the longest step that there is here: the budget spent on the end of a long prompt."""
-    return COST.seconds(StepLoad(rows=16, keys=16 * 2 * SHORT, tokens=BUDGET, pairs=BUDGET * LONG))
+    return COST.seconds(
+        StepLoad(
+            decode_sequences=16,
+            context_tokens=16 * 2 * SHORT,
+            prefill_tokens=BUDGET,
+            attention_pairs=BUDGET * LONG,
+        )
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from checkpoints import make_model, save
 from deployment import Deployment
 
 from baton.client import AsyncClient
-from baton.engine.cost import StepCost
+from baton.stepcost import StepCost
 
 pytestmark = [pytest.mark.alone, pytest.mark.times]
 

@@ -19,11 +19,11 @@ from baton.bench.workload import Workload
 from baton.cli.bench_running import make_target
 from baton.cli.host_cost import LIMIT, SPLIT, measure_host
 from baton.config import DecodeConfig, PrefillConfig
-from baton.engine.cost import StepCost
 from baton.plan.deployment import Layout, simulate
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, Profile, PullCost, read_profile
 from baton.plan.traffic import Arrival, Traffic
+from baton.stepcost import StepCost
 
 STEP = StepCost(fixed=40e-3, row=2e-4, key=0.0, token=2e-4, pair=0.0)
 """Long, so that a busy machine adds little."""

@@ -20,7 +20,7 @@ from polling import until
 
 from baton.bench.record import tpot
 from baton.client import AsyncClient
-from baton.engine.cost import StepCost
+from baton.stepcost import StepCost
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.alone

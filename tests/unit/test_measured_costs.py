@@ -4,19 +4,19 @@ import random
 
 import pytest
 
-from baton.engine.cost import StepCost, StepLoad
 from baton.engine.measure import BUDGET_SECONDS, ROUNDS, Room, measure
-from baton.engine.pace import Pace
+from baton.engine.plan import step_load
 from baton.engine.timed_runner import TimedRunner
 from baton.handoff.pull_cost import PullCost, PullMeter
+from baton.stepcost import CostCalibration, StepCost, StepLoad
 
 COST = StepCost(fixed=4e-3, row=5e-5, key=2e-8, token=2e-5, pair=1e-9)
 ROOM = Room(token_budget=2048, context_length=4096, page_size=16, pages=1024)
 LOADS = [
-    StepLoad(rows=7, keys=900),
-    StepLoad(rows=48, keys=48 * 700),
-    StepLoad(tokens=700, pairs=700 * 701 // 2),
-    StepLoad(rows=20, keys=9000, tokens=400, pairs=400 * 600),
+    StepLoad(decode_sequences=7, context_tokens=900),
+    StepLoad(decode_sequences=48, context_tokens=48 * 700),
+    StepLoad(prefill_tokens=700, attention_pairs=700 * 701 // 2),
+    StepLoad(decode_sequences=20, context_tokens=9000, prefill_tokens=400, attention_pairs=400 * 600),
 ]
 
 
@@ -34,7 +34,7 @@ class Machine:
         self.now += seconds
 
     def launch(self, plan):
-        if StepLoad.of(plan.rows) not in {StepLoad.of(each.rows) for each in self.plans}:
+        if step_load(plan.rows) not in {step_load(each.rows) for each in self.plans}:
             self.now += self.warm_up  # the first step of a size
         self.plans.append(plan)
         return self.runner.launch(plan)
@@ -64,8 +64,8 @@ def test_a_slow_machine_is_not_measured_for_long():
     found = machine.measure()
     assert machine.now - 100.0 < ROUNDS * BUDGET_SECONDS + 0.3
     # What has to be told apart in any case is.
-    assert found.seconds(StepLoad(rows=1)) == pytest.approx(0.101, rel=0.1)
-    assert found.seconds(StepLoad(tokens=32)) == pytest.approx(0.164, rel=0.1)
+    assert found.seconds(StepLoad(decode_sequences=1)) == pytest.approx(0.101, rel=0.1)
+    assert found.seconds(StepLoad(prefill_tokens=32)) == pytest.approx(0.164, rel=0.1)
     machine = Machine(StepCost(fixed=5.0, row=0, key=0, token=1.0, pair=0))
     found = machine.measure()
     assert len(machine.plans) == 4 and found.token > 0
@@ -107,40 +107,42 @@ def steps(count, seed=1):
 def test_a_pace_finds_how_much_longer_rows_and_prompts_take():
     """Rows three times, prompts half as long as measured: told apart although steps have both."""
     truth = StepCost(3 * COST.fixed, 3 * COST.row, 3 * COST.key, COST.token / 2, COST.pair / 2)
-    pace = Pace(COST)
+    calibration = CostCalibration(COST)
     for load in steps(800):
-        pace.add(load, truth.seconds(load))
+        calibration.add(load, truth.seconds(load))
     for load in LOADS:
-        assert pace.cost.seconds(load) == pytest.approx(truth.seconds(load), rel=0.05)
+        assert calibration.cost.seconds(load) == pytest.approx(truth.seconds(load), rel=0.05)
 
 
 def test_a_pace_follows_and_is_not_thrown_by_an_outlier():
-    pace = Pace(COST)
+    calibration = CostCalibration(COST)
     for number, load in enumerate(steps(300)):
-        pace.add(load, COST.seconds(load) * (1000.0 if number % 50 == 49 else 1.0))
+        calibration.add(load, COST.seconds(load) * (1000.0 if number % 50 == 49 else 1.0))
         for each in LOADS:
-            assert pace.cost.seconds(each) < 1.15 * COST.seconds(each)
+            assert calibration.cost.seconds(each) < 1.15 * COST.seconds(each)
 
 
 def test_steps_without_prompts_say_nothing_of_prompts():
-    pace = Pace(COST)
+    calibration = CostCalibration(COST)
     for _ in range(200):
-        pace.add(LOADS[0], 2 * COST.seconds(LOADS[0]))
-    assert pace.cost.token == COST.token and pace.cost.fixed == pytest.approx(2 * COST.fixed, rel=0.01)
+        calibration.add(LOADS[0], 2 * COST.seconds(LOADS[0]))
+    assert calibration.cost.token == COST.token and calibration.cost.fixed == pytest.approx(
+        2 * COST.fixed, rel=0.01
+    )
 
 
 def test_a_pace_has_bounds():
-    pace = Pace(COST)
+    calibration = CostCalibration(COST)
     for _ in range(1000):
-        pace.add(LOADS[0], 1e9)
-        pace.add(LOADS[2], 1e-9)
-    assert pace.cost.fixed <= 33 * COST.fixed
+        calibration.add(LOADS[0], 1e9)
+        calibration.add(LOADS[2], 1e-9)
+    assert calibration.cost.fixed <= 33 * COST.fixed
     for seconds in (1e9, 1e-9):
-        pace = Pace(COST)
+        calibration = CostCalibration(COST)
         for _ in range(1000):
-            pace.add(LOADS[2], seconds)
-        assert COST.token / 33 < pace.cost.token < 33 * COST.token
-    Pace(StepCost(0, 0, 0, 0, 0)).add(LOADS[0], 1.0)  # nothing to stretch
+            calibration.add(LOADS[2], seconds)
+        assert COST.token / 33 < calibration.cost.token < 33 * COST.token
+    CostCalibration(StepCost(0, 0, 0, 0, 0)).add(LOADS[0], 1.0)  # nothing to stretch
 
 
 def test_pulls_are_a_start_and_so_much_a_token():

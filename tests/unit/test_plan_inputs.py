@@ -14,12 +14,13 @@ from baton.cli.host_cost import LOCAL, MANY, OUTPUT, REMOTE, STEP, solve
 from baton.cli.kv_rates import Rate
 from baton.cli.pull_cost import line
 from baton.config import DecodeConfig, PrefillConfig
-from baton.engine.cost import StepCost, StepLoad
+from baton.engine.plan import step_load
 from baton.plan.deployment import Layout, simulate
 from baton.plan.lengths import Lengths
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost, read_profile, to_dict
 from baton.plan.traffic import Arrival, Traffic, poisson, read_trace
+from baton.stepcost import StepCost, StepLoad
 
 COST = StepCost(fixed=2e-3, row=1e-4, key=2e-8, token=5e-5, pair=1e-8)
 
@@ -139,17 +140,17 @@ def test_a_grid_has_steps_of_all_kinds_with_pages_of_their_own():
         rows = list(_rows(shape, 16))
         used = [page for row in rows for page in row.pages]
         assert sorted(used) == list(range(shape.pages(16))), str(shape)
-        load = StepLoad.of(rows)
-        assert (load.rows, load.keys) == (shape.rows, shape.rows * (shape.context + 1))
-        assert load.tokens == shape.chunk
+        load = step_load(rows)
+        assert (load.decode_sequences, load.context_tokens) == (shape.rows, shape.rows * (shape.context + 1))
+        assert load.prefill_tokens == shape.chunk
         assert all(len(row.pages) * 16 >= row.start + row.count for row in rows)
 
 
 def test_a_fit_tells_its_error():
-    loads = [StepLoad.of(_rows(shape, 16)) for shape in grid((1, 4, 16), (64, 512), (16, 128))]
+    loads = [step_load(_rows(shape, 16)) for shape in grid((1, 4, 16), (64, 512), (16, 128))]
     found = fitted([Measured(Shape(), load, COST.seconds(load)) for load in loads])
     assert found.summary()["worst"] < 1e-6
-    odd = [Measured(Shape(), StepLoad(rows=1), seconds) for seconds in (1.0, 1.0, 1.0, 2.0)]
+    odd = [Measured(Shape(), StepLoad(decode_sequences=1), seconds) for seconds in (1.0, 1.0, 1.0, 2.0)]
     assert fitted(odd).summary()["worst"] == pytest.approx(0.5, abs=0.2)
 
 

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from baton.bench.figures import Targets
 from baton.bench.record import Record
 from baton.cli.main import cli
-from baton.engine.cost import StepCost
 from baton.plan.deployment import Layout, NodeFigures, Simulated
 from baton.plan.search import Goal, Kinds, impossible, search
 from baton.plan.traffic import Arrival, Traffic, Work
+from baton.stepcost import StepCost
 
 GOAL = Goal(Targets(ttft_ms=100, itl_ms=20), part=0.9)
 NODE = NodeFigures(0.5, 1, 2)

@@ -10,12 +10,12 @@ import pytest
 
 from baton.bench.figures import Targets, summarize
 from baton.config import DecodeConfig, PrefillConfig
-from baton.engine.cost import StepCost, StepLoad
 from baton.plan.deployment import Layout, simulate
 from baton.plan.lengths import Lengths
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost
 from baton.plan.traffic import Arrival, Traffic, poisson
+from baton.stepcost import StepCost, StepLoad
 
 COST = StepCost(fixed=10e-3, row=1e-4, key=1e-7, token=1e-4, pair=1e-9)
 ENGINE = EngineFacts()
@@ -40,11 +40,11 @@ def ttft(found):
 
 
 def decode_step(rows, keys):
-    return COST.seconds(StepLoad(rows=rows, keys=keys))
+    return COST.seconds(StepLoad(decode_sequences=rows, context_tokens=keys))
 
 
 def prompt_step(count):
-    return COST.seconds(StepLoad(tokens=count, pairs=count * (count + 1) // 2))
+    return COST.seconds(StepLoad(prefill_tokens=count, attention_pairs=count * (count + 1) // 2))
 
 
 def test_one_request_takes_the_time_that_can_be_reckoned():
@@ -79,7 +79,7 @@ def test_without_shared_generations_the_answer_to_the_release_is_waited_for():
 def test_aggregated_prompts_are_computed_where_they_are_decoded():
     (record,) = simulate(Layout(0, 1), setup(), traffic((1.0, 700, 3))).records
     # Two chunks: what the budget of a step holds, then the rest.
-    second = COST.seconds(StepLoad(tokens=188, pairs=188 * 512 + 188 * 189 // 2))
+    second = COST.seconds(StepLoad(prefill_tokens=188, attention_pairs=188 * 512 + 188 * 189 // 2))
     assert record.ttft == pytest.approx(prompt_step(512) + second, abs=1e-9)
     assert record.pulled_pages == 0
 

@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from baton.engine.cost import StepCost
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.excess import HALF_LIFE, Excess
 from baton.gateway.expected import local, local_limit, split
@@ -16,6 +15,7 @@ from baton.gateway.sent import Sent, Work
 from baton.gateway.split import ALWAYS, NEVER, Decision, Split
 from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import BatonError
+from baton.stepcost import StepCost
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
 COST = StepCost(fixed=4e-3, row=5e-5, key=0.0, token=2e-5, pair=0.0)

@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from baton.engine.cost import StepCost, StepLoad, chunk_pairs
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.router import Router, Way
 from baton.gateway.split import Split
 from baton.handoff.pull_cost import PullCost
+from baton.stepcost import StepCost, StepLoad, chunk_pairs
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
 BUDGET = 2048
@@ -66,10 +66,10 @@ class Node:
         if not self.busy:
             return
         load = StepLoad(
-            rows=len(rows),
-            keys=sum(job.prompt + job.made for job in rows),
-            tokens=sum(count for _, count in chunks),
-            pairs=sum(chunk_pairs(job.prompt - job.left, count) for job, count in chunks),
+            decode_sequences=len(rows),
+            context_tokens=sum(job.prompt + job.made for job in rows),
+            prefill_tokens=sum(count for _, count in chunks),
+            attention_pairs=sum(chunk_pairs(job.prompt - job.left, count) for job, count in chunks),
         )
         self.world.after(self.world.cost.seconds(load), lambda: self.end(rows, chunks))
 

@@ -10,10 +10,10 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from baton.bench.engine import EngineBench
-from baton.engine.cost import StepCost, StepLoad, fit
-from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.plan import PlanRow, SlotInit, StepPlan, step_load
 from baton.engine.runner import Runner
 from baton.engine.sampling import SamplingParams
+from baton.stepcost import StepCost, StepLoad, fit
 
 WARM_UP = 2
 LEAST = 5
@@ -85,7 +85,7 @@ def measure_all(
         told(shape)
         rows = tuple(_rows(shape, pool.layout.page_size))
         measured = _measure(bench.engine.runner, rows, bench.engine.overlap, seconds)
-        found.append(Measured(shape, StepLoad.of(rows), measured))
+        found.append(Measured(shape, step_load(rows), measured))
     return found
 
 

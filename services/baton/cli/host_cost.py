@@ -21,8 +21,8 @@ from baton.bench.record import Record
 from baton.bench.workload import Workload
 from baton.cli.bench_running import make_target
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.engine.cost import StepCost, StepLoad, chunk_pairs
 from baton.plan.profile import HostCost
+from baton.stepcost import StepCost, StepLoad, chunk_pairs
 
 STEP = StepCost(fixed=0.01, row=0.0, key=0.0, token=0.0, pair=0.0)
 """Long enough for steps not to share messages."""
@@ -84,11 +84,11 @@ def solve(
 
 def _row_seconds(step: StepCost, rows: int) -> float:
     """The mean of the decode steps of so many requests."""
-    return step.seconds(StepLoad(rows=rows, keys=rows * (LOCAL + OUTPUT // 2)))
+    return step.seconds(StepLoad(decode_sequences=rows, context_tokens=rows * (LOCAL + OUTPUT // 2)))
 
 
 def _prompt_seconds(step: StepCost, tokens: int) -> float:
-    return step.seconds(StepLoad(tokens=tokens, pairs=chunk_pairs(0, tokens)))
+    return step.seconds(StepLoad(prefill_tokens=tokens, attention_pairs=chunk_pairs(0, tokens)))
 
 
 def _tpot(records: Sequence[Record]) -> float:

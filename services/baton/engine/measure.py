@@ -1,7 +1,8 @@
 """What steps cost on this very engine: a few are taken at its start, and timed.
 
 Sizes differ in each figure of a StepLoad, so that a fit tells them apart. The machine is quiet then, so each
-size's shortest time counts; how much longer steps take in operation is learned there (engine/pace.py).
+size's shortest time counts; CostCalibration corrects the
+cost in operation.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.engine.cost import StepCost, StepLoad, fit
-from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.plan import PlanRow, SlotInit, StepPlan, step_load
 from baton.engine.runner import Runner
 from baton.engine.sampling import SamplingParams
+from baton.stepcost import StepCost, StepLoad, fit
 
 BUDGET_SECONDS = 0.2
 """Of a round: a size that would not end in time is left out of it. That of all rounds is the whole time."""
@@ -48,15 +49,17 @@ def measure(
     unless single steps take that long. A size's first step warms up, and does not count."""
     times: dict[StepLoad, list[float]] = {}
     number = 0
-    least, pace = 0.0, math.inf  # what one row, and a prompt token, have taken at least
+    least, per_token = 0.0, math.inf  # what one row, and a prompt token, have taken at least
     sizes, began = _sizes(runner.max_slots, room), clock()
     for turn in range(ROUNDS):
         if len(times) == len(sizes) and min(map(len, times.values())) >= ENOUGH:
             break
         started = clock()
         for index, rows in enumerate(sizes):
-            load = StepLoad.of(rows)
-            expected = min(times.get(load, [pace * load.tokens if load.tokens else least]))
+            load = step_load(rows)
+            expected = min(
+                times.get(load, [per_token * load.prefill_tokens if load.prefill_tokens else least])
+            )
             required = index < REQUIRED and (turn <= 1 or clock() - began < ROUNDS * budget)
             if not required and clock() - started + expected > budget:
                 continue
@@ -66,9 +69,9 @@ def measure(
             runner.read(runner.launch(StepPlan(number, rows, inits)))
             seconds = max(clock() - launched, 1e-9)
             times.setdefault(load, []).append(seconds)
-            if load.tokens:
-                pace = min(pace, seconds / load.tokens)
-            elif load.rows == 1:
+            if load.prefill_tokens:
+                per_token = min(per_token, seconds / load.prefill_tokens)
+            elif load.decode_sequences == 1:
                 least = seconds
     return fit([(load, min(found[1:])) for load, found in times.items() if len(found) > 1])
 
@@ -94,7 +97,7 @@ def _sizes(slots: int, room: Room) -> list[tuple[PlanRow, ...]]:
         _chunk(deep, short, room),
         _chunk(0, chunk, room),
     ]
-    return list({StepLoad.of(rows): rows for rows in found}.values())
+    return list({step_load(rows): rows for rows in found}.values())
 
 
 def _pages(tokens: int, room: Room) -> Sequence[int]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from baton.engine.batch import Step
-from baton.engine.cost import StepLoad
-from baton.engine.pace import Pace
 from baton.engine.patience import Patience
+from baton.engine.plan import step_load
+from baton.stepcost import CostCalibration
 
 STEP_WEIGHT = 0.05
 LOOK_SECONDS = 0.02
-"""Steps without prompt tokens teach the pace at most this often: they are many, and alike."""
+"""Steps without prompt tokens are taken into the calibration at most this often: they are many, and alike."""
 
 
 class Average:
@@ -30,8 +30,8 @@ class Meter:
         self.prompt_rate = Average(STEP_WEIGHT)
         """Prompt tokens a second in steps that are at least half full of them; others tell of the step's own
         cost."""
-        self.pace: Pace | None = None
-        """What steps cost; None until that has been measured."""
+        self.calibration: CostCalibration | None = None
+        """The calibrated step cost; None until it has been measured."""
         self._enough = token_budget / 2
         self._planned: dict[int, tuple[float, int]] = {}
         """Step -> when it was planned, and its tokens."""
@@ -56,9 +56,9 @@ class Meter:
             self.step.add(seconds)
         if prompt >= self._enough:
             self.prompt_rate.add(prompt / seconds)
-        if self.pace is not None and (prompt or now >= self._look):
+        if self.calibration is not None and (prompt or now >= self._look):
             self._look = now + LOOK_SECONDS
-            self.pace.add(StepLoad.of(step.plan.rows), seconds)
+            self.calibration.add(step_load(step.plan.rows), seconds)
 
     def limit(self, floor: float) -> float:
         """Seconds, at least `floor`, after which what is being computed counts as stuck. May be asked from

@@ -13,9 +13,11 @@ step N+1 can be launched before step N's tokens have been read.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.engine.sampling import SamplingParams
+from baton.stepcost import StepLoad, chunk_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,19 @@ class PlanRow:
     @property
     def count(self) -> int:
         return 1 if self.tokens is None else len(self.tokens)
+
+
+def step_load(rows: Iterable[PlanRow]) -> StepLoad:
+    """What the rows cost, for StepCost.seconds."""
+    decode = context = prefill = pairs = 0
+    for row in rows:
+        if row.tokens is None:
+            decode += 1
+            context += row.start + 1
+        else:
+            prefill += row.count
+            pairs += chunk_pairs(row.start, row.count)
+    return StepLoad(decode, context, prefill, pairs)
 
 
 @dataclass(frozen=True, slots=True)

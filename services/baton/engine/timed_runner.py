@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.cost import StepCost, StepLoad
-from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, StepPlan, StepResult
+from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, StepPlan, StepResult, step_load
 from baton.engine.random import row_keys
+from baton.stepcost import StepCost
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class TimedRunner:
             wanted = init.params.logprobs is not None
             (self._logprobs.add if wanted else self._logprobs.discard)(init.slot)
         begins = max(self._clock(), self._free)
-        self._free = begins + (self._cost.seconds(StepLoad.of(plan.rows)) if plan.rows else 0.0)
+        self._free = begins + (self._cost.seconds(step_load(plan.rows)) if plan.rows else 0.0)
         return TimedFlight(plan, self._free)
 
     def done(self, flight: TimedFlight) -> bool:

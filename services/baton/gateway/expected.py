@@ -24,8 +24,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from baton.engine.cost import StepCost, StepLoad, chunk_pairs
 from baton.gateway.figures import NodeFigures
+from baton.stepcost import StepCost, StepLoad, chunk_pairs
 
 PRECISION = 16
 """Limits are found to so many tokens, and those above its square to that part of them."""
@@ -102,12 +102,12 @@ def _cost(node: NodeFigures) -> StepCost:
 
 def _rows(cost: StepCost, decode: NodeFigures) -> float:
     """A step of the rows alone."""
-    return cost.seconds(StepLoad(rows=decode.running, keys=decode.keys))
+    return cost.seconds(StepLoad(decode_sequences=decode.running, context_tokens=decode.keys))
 
 
 def _next(cost: StepCost, decode: NodeFigures) -> float:
     """A step of them and the request."""
-    return cost.seconds(StepLoad(rows=decode.running + 1, keys=decode.keys))
+    return cost.seconds(StepLoad(decode_sequences=decode.running + 1, context_tokens=decode.keys))
 
 
 def _chunk(cost: StepCost, prompt: int, missing: int) -> float:

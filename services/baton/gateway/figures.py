@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.engine.cost import StepCost
 from baton.handoff.pull_cost import PullCost
+from baton.stepcost import StepCost
 
 
 @dataclass(frozen=True, slots=True)

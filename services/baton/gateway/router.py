@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from baton.engine.cost import StepCost
 from baton.gateway.cache_view import CacheView, PromptPages
 from baton.gateway.figures import NodeFigures
 from baton.gateway.routing import POLICIES, order_prefill, pick_decode
@@ -13,6 +12,7 @@ from baton.gateway.sent import Sent, Work
 from baton.gateway.split import Decision, Split
 from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import invalid
+from baton.stepcost import StepCost
 from baton.v1 import decode_pb2, node_pb2
 
 

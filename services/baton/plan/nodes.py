@@ -12,7 +12,6 @@ from baton.decode.core import DecodeCore
 from baton.decode.entry import DecodePolicy, Key, Peer
 from baton.decode.outputs import Output
 from baton.engine.batch import Step
-from baton.engine.pace import Pace
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import C, Turns
@@ -37,6 +36,7 @@ from baton.plan.runner import VirtualRunner
 from baton.prefill.core import PrefillCore, full_step
 from baton.sim.driver import StepDriver
 from baton.sim.world import Actor, World
+from baton.stepcost import CostCalibration
 from baton.v1 import cache_pb2, node_pb2
 
 
@@ -129,8 +129,8 @@ class SimNode:
             step_us=int(1e6 * meter.step.value),
             prompt_tokens_per_second=int(meter.prompt_rate.value),
         )
-        if meter.pace is not None:
-            load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.pace.cost)))
+        if meter.calibration is not None:
+            load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.calibration.cost)))
         return load
 
     def after(self, seconds: float, function: Callable[[], None]) -> None:
@@ -161,7 +161,7 @@ class SimPrefill(SimNode):
         self._retired = 0
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self.core = PrefillCore(self.side, self._flush, lambda: None, self._retire)
-        self.core.meter.pace = Pace(setup.profile.step)
+        self.core.meter.calibration = CostCalibration(setup.profile.step)
         self.driver = self.drive(self.core)
 
     def when_retired(self, step: int, begin: Callable[[], None]) -> None:
@@ -247,7 +247,7 @@ class SimDecode(SimNode):
         self._messages = Messages(world, self.actor, config.message_seconds, deliver)
         self._link_free = 0.0
         self.core: DecodeCore = DecodeCore(make_scheduler, policy, self._flush, lambda: None)
-        self.core.meter.pace = Pace(setup.profile.step)
+        self.core.meter.calibration = CostCalibration(setup.profile.step)
         self._pull_meter = PullMeter()
         self.driver = self.drive(self.core)
         peer = Peer(up=True, since=0.0, transport=setup.profile.pull.transport)

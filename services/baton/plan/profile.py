@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from baton.engine.cost import StepCost, read_cost
+from baton.stepcost import StepCost, read_cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.engine.cost import StepCost, StepLoad
-from baton.engine.plan import PlanRow, RowResult, Sampled, StepPlan, StepResult
+from baton.engine.plan import PlanRow, RowResult, Sampled, StepPlan, StepResult, step_load
+from baton.stepcost import StepCost
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class VirtualRunner:
         """A row's result, by its slot; nobody changes it."""
 
     def launch(self, plan: StepPlan) -> VirtualFlight:
-        seconds = self._cost.seconds(StepLoad.of(plan.rows)) if plan.rows else 0.0
+        seconds = self._cost.seconds(step_load(plan.rows)) if plan.rows else 0.0
         if self._counting:
             self.busy += seconds
         self._free = max(self._clock(), self._free) + seconds

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.bench.figures import Targets
-from baton.engine.cost import StepCost, StepLoad, chunk_pairs
 from baton.plan.deployment import Layout, Simulated
 from baton.plan.traffic import Traffic, Work
+from baton.stepcost import StepCost, StepLoad, chunk_pairs
 
 BESIDE = 2
 """Once a split or an aggregated layout has been found, the other is looked for up to so many more nodes."""
@@ -60,7 +60,7 @@ def impossible(traffic: Traffic, goal: Goal, cost: StepCost, budget: int, turn: 
     if targets.itl_ms is not None:
         # Of a single token there is nothing to wait for.
         keys = sorted(arrival.prompt if arrival.output > 1 else 0 for arrival in traffic.arrivals)[place]
-        least = 1e3 * (cost.seconds(StepLoad(rows=1, keys=keys)) + turn)
+        least = 1e3 * (cost.seconds(StepLoad(decode_sequences=1, context_tokens=keys)) + turn)
         if keys and least > targets.itl_ms:
             return f"a step with one row takes {least:.1f} ms, more than the ITL of {targets.itl_ms:g} ms"
     if targets.ttft_ms is not None:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.engine.cost import StepCost, chunk_pairs
 from baton.plan.lengths import Lengths
+from baton.stepcost import StepCost, chunk_pairs
 
 MARGIN = 8
 """A part of 1/8 as many requests comes before the ones that count, and after them: they find a deployment

@@ -17,7 +17,6 @@ from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.admission import POLICIES
-from baton.engine.cost import read_cost
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.runner import Runner
 from baton.engine.threads import TunedRunner
@@ -31,6 +30,7 @@ from baton.models.loader import fingerprint, load_model, weight_bytes
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
+from baton.stepcost import read_cost
 from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.memory import check_weights, free_and_total, num_pages

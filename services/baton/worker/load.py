@@ -38,8 +38,8 @@ def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
     )
 
 
-def add_pace(load: node_pb2.Load, meter: Meter) -> None:
+def add_step_cost(load: node_pb2.Load, meter: Meter) -> None:
     load.step_us = int(1e6 * meter.step.value)
     load.prompt_tokens_per_second = int(meter.prompt_rate.value)
-    if meter.pace is not None:
-        load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.pace.cost)))
+    if meter.calibration is not None:
+        load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.calibration.cost)))

@@ -17,7 +17,6 @@ from baton.config import WorkerConfig
 from baton.discovery.registration import Registration, register
 from baton.engine.loop import StepLoop
 from baton.engine.meter import Meter
-from baton.engine.pace import Pace
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import Core
 from baton.rpc.cluster import Cluster
@@ -25,12 +24,13 @@ from baton.rpc.errors import BatonError, to_status, unavailable
 from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
+from baton.stepcost import CostCalibration
 from baton.transport.base import Receiver
 from baton.transport.page_source import PageSourceServicer
 from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.cache_service import CacheServicer
 from baton.worker.engine import Engine, build_engine
-from baton.worker.load import add_pace, snapshot
+from baton.worker.load import add_step_cost, snapshot
 from baton.worker.steps import measure_steps
 
 _log = get_logger()
@@ -95,7 +95,7 @@ class WorkerNode(Generic[C]):
             self._page_source.source = PageSourceServicer(self.engine.pages)
         cost = await asyncio.to_thread(measure_steps, self.engine)
         core = self.core_or_none = self.make_core()
-        core.meter.pace = Pace(cost)
+        core.meter.calibration = CostCalibration(cost)
         self.steps = StepLoop(
             core,
             self.engine.runner,
@@ -237,7 +237,7 @@ class WorkerNode(Generic[C]):
         load.draining = self.draining
         if self.core_or_none is not None:
             load.step_age_ms = int(1000 * self.steps.turn_age)
-            add_pace(load, self.core_or_none.meter)
+            add_step_cost(load, self.core_or_none.meter)
             load.problems.extend(self.problems(load))
         return load
 

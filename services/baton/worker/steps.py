@@ -6,10 +6,10 @@ import time
 
 import torch
 
-from baton.engine.cost import StepCost, StepLoad
 from baton.engine.measure import Room, measure
 from baton.rpc.errors import failed_precondition
 from baton.rpc.logs import get_logger
+from baton.stepcost import StepCost, StepLoad
 from baton.worker.engine import Engine
 
 _log = get_logger()
@@ -31,7 +31,7 @@ def measure_steps(engine: Engine) -> StepCost:
     _log.info(
         "steps measured",
         seconds=round(time.monotonic() - started, 2),
-        step_ms=round(1000 * cost.seconds(StepLoad(rows=1)), 3),
+        step_ms=round(1000 * cost.seconds(StepLoad(decode_sequences=1)), 3),
         prompt_token_us=round(1e6 * cost.token, 2),
     )
     return cost

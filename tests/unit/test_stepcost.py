@@ -8,10 +8,10 @@ from dataclasses import asdict
 
 import pytest
 
-from baton.engine.cost import StepCost, StepLoad, fit, read_cost
-from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.plan import PlanRow, SlotInit, StepPlan, step_load
 from baton.engine.sampling import SamplingParams
 from baton.engine.timed_runner import TimedRunner
+from baton.stepcost import StepCost, StepLoad, fit, read_cost
 
 COST = StepCost(fixed=2e-3, row=1e-4, key=2e-8, token=5e-5, pair=1e-8)
 
@@ -22,7 +22,9 @@ def test_a_steps_figures():
         PlanRow(slot=1, tokens=None, start=4, pages=(1,), sample=(1,)),
         PlanRow(slot=2, tokens=(7, 8, 9), start=10, pages=(2,)),
     ]
-    assert StepLoad.of(rows) == StepLoad(rows=2, keys=15, tokens=3, pairs=11 + 12 + 13)
+    assert step_load(rows) == StepLoad(
+        decode_sequences=2, context_tokens=15, prefill_tokens=3, attention_pairs=11 + 12 + 13
+    )
 
 
 def test_a_fit_finds_what_the_steps_were_made_of():
@@ -39,7 +41,7 @@ def test_a_fit_finds_what_the_steps_were_made_of():
 
 def test_a_fit_has_no_negative_costs():
     # Steps that get faster with their rows: noise, not a law.
-    found = fit([(StepLoad(rows=rows), 1e-3 * (1 - rows / 100)) for rows in (1, 2, 4, 8)])
+    found = fit([(StepLoad(decode_sequences=rows), 1e-3 * (1 - rows / 100)) for rows in (1, 2, 4, 8)])
     assert found.row == 0 and found.fixed == pytest.approx(1e-3, rel=0.1)
     with pytest.raises(ValueError, match="no step"):
         fit([])
@@ -77,7 +79,10 @@ def test_a_timed_runner_takes_its_time_and_is_a_function_of_seed_and_position():
     second = runner.launch(StepPlan(2, (decode,)))
     tokens = [runner.read(flight).rows[0].samples[0].token for flight in (first, second)]
     assert slept == pytest.approx(
-        [COST.seconds(StepLoad(tokens=3, pairs=6)), COST.seconds(StepLoad(rows=1, keys=4))]
+        [
+            COST.seconds(StepLoad(prefill_tokens=3, attention_pairs=6)),
+            COST.seconds(StepLoad(decode_sequences=1, context_tokens=4)),
+        ]
     )
     again = TimedRunner(COST, max_slots=4, vocab_size=500, clock=lambda: now[0], sleep=sleep)
     resumed = PlanRow(slot=2, tokens=(1, 2, 3, tokens[0]), start=0, pages=(0,), sample=(2,))
