@@ -96,14 +96,14 @@ def _expired_lease(patch: Patch) -> None:
 
 
 LEASE_BUGS = (
-    Bug("lease-timer", "leases end on a timer, also while a pull runs", 100, _on_timer),
+    Bug("lease-timer", "a lease ends on a timer although a pull runs", 100, _on_timer),
     Bug("no-attempt", "messages are matched by request, whatever the attempt", 100, _without_attempt),
     Bug("silent-failure", "a failure before the first token is not announced", 100, _silent_failure),
     Bug(
         "unknown-reference",
-        "a release that nobody knows is confirmed (vLLM #52234, 1)",
+        "a release with an unknown name is confirmed (vLLM #52234, 1)",
         100,
         _unknown_reference,
     ),
-    Bug("expired-lease", "an expired lease is confirmed all the same (vLLM #52234, 5)", 50, _expired_lease),
+    Bug("expired-lease", "an expired lease is still confirmed (vLLM #52234, 5)", 50, _expired_lease),
 )

@@ -135,14 +135,14 @@ def _stale_reference(patch: Patch) -> None:
 
 
 PULL_BUGS = (
-    Bug("free-at-cancel", "a pull's destination is freed when its request is cancelled", 25, _free_at_cancel),
+    Bug("free-at-cancel", "a pull's target is freed when its request is cancelled", 25, _free_at_cancel),
     Bug("late-generation", "the expected generation is read when the copy starts", 800, _generation_at_start),
-    Bug("free-overdue", "a pull's destination is freed when the pull is overdue", 400, _free_when_overdue),
+    Bug("free-overdue", "a pull's target is freed when the pull is overdue", 400, _free_when_overdue),
     Bug("unconfirmed", "nothing is confirmed after the copy", 800, _unconfirmed),
     Bug("failed-pull", "a pull that failed counts as done (vLLM #52234, 2)", 50, _failed_pull),
     Bug("consumed-reference", "pages are read after their release (vLLM #52234, 3)", 25, _consumed_reference),
     Bug("early-retired", "a step counts as retired when it is planned", 100, _early),
     Bug("unwaited", "pages announced ahead are pulled without waiting for their step", 100, _unwaited),
-    Bug("never-stopped", "a pull that nobody wants any more waits on for its step", 100, _never_stopped),
-    Bug("stale-reference", "a page taken anew keeps its generation (vLLM #52234, 4)", 800, _stale_reference),
+    Bug("never-stopped", "an unwanted pull keeps waiting for its step", 100, _never_stopped),
+    Bug("stale-reference", "a reused page keeps its generation (vLLM #52234, 4)", 800, _stale_reference),
 )

@@ -44,6 +44,6 @@ def _other_choice(patch: Patch) -> None:
 
 RESUME_BUGS = (
     Bug("late-tokens", "tokens of an attempt that has been given up are accepted", 100, _late_tokens),
-    Bug("sampled-again", "a resume samples its last delivered position again", 50, _sampled_again),
-    Bug("other-choice", "a resumed choice goes on from another choice's output", 100, _other_choice),
+    Bug("sampled-again", "a resume samples the last delivered position again", 50, _sampled_again),
+    Bug("other-choice", "a resumed choice continues another choice's output", 100, _other_choice),
 )

@@ -53,6 +53,6 @@ def _after_end(patch: Patch) -> None:
 
 STEP_BUGS = (
     Bug("free-at-abort", "pages are freed while the batch that uses them is in flight", 25, _free_at_abort),
-    Bug("row-reuse", "a batch slot is given anew before its step has retired", 25, _row_reuse),
-    Bug("after-end", "a token that was in flight is emitted after the end of its sequence", 50, _after_end),
+    Bug("row-reuse", "a batch slot is reused before its step has retired", 25, _row_reuse),
+    Bug("after-end", "a token in flight is emitted after the end of its sequence", 50, _after_end),
 )
