@@ -56,14 +56,22 @@ def test_prefill_two_hellos_and_malformed_messages(prefill, hello):
 
 
 def test_prefill_refuses_another_layout(prefill, hello):
-    for change in ({"page_size": 32}, {"model_fingerprint": "00"}, {"version": 2}):
+    for name, value in (("page_size", 32), ("model_fingerprint", "00"), ("version", 2)):
         stream = Prefill(prefill, None)
         wrong = prefill_pb2.PrefillHello()
         wrong.CopyFrom(hello)
-        for name, value in change.items():
-            setattr(wrong.layout, name, value)
+        setattr(wrong.layout, name, value)
         stream.say(hello=wrong)
-        ended(stream, grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH", None)
+        ended(
+            stream, grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH", None, f"{name} is {value} there"
+        )
+    wrong = prefill_pb2.PrefillHello()
+    wrong.CopyFrom(hello)
+    wrong.layout.groups[0].dtype = "float8"
+    stream = Prefill(prefill, None)
+    stream.say(hello=wrong)
+    text = "groups[0].dtype is float8 there and float32 here"
+    ended(stream, grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH", None, text)
 
 
 def test_prefill_duplicate_attempt_on_one_stream(prefill, hello, demo: Deployment):

@@ -96,11 +96,12 @@ def attempt(gateway: int = 99) -> common_pb2.Attempt:
     return common_pb2.Attempt(gateway=gateway, request=next(numbers))
 
 
-def ended(stream: Stream, code: grpc.StatusCode, reason: str, field: str | None) -> None:
-    """The whole call has been refused."""
+def ended(stream: Stream, code: grpc.StatusCode, reason: str, field: str | None, text: str = "") -> None:
+    """The whole call has been refused, with a message that contains `text`."""
     answer = stream.next()
     while not isinstance(answer, grpc.RpcError):
         assert answer is not None
         answer = stream.next()
     error = from_rpc_error(answer)
     assert (error.code, error.reason, error.field) == (code, reason, field), error
+    assert text in error.message, error

@@ -8,20 +8,23 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.gateway.figures import NodeFigures
+from baton.sim.audit import EVERY_SECONDS, TOLERATED_SECONDS
 from baton.sim.bugs import BUGS, planted
 from baton.sim.cluster import Cluster
 from baton.sim.gateway import SimGateway
 from baton.sim.model import SimPool, reference
 from baton.sim.network import Network
 from baton.sim.run import run_scenario, run_seed
-from baton.sim.scenario import FAULTS, make_scenario
+from baton.sim.scenario import CALM_SECONDS, FAULTS, Fault, make_scenario
 from baton.sim.shrink import shrink
 from baton.sim.soak import run_many
+from baton.sim.transport import LATEST_FIRST_LOOK_SECONDS
 from baton.sim.world import Actor, Violation, World
 
 
@@ -66,6 +69,22 @@ def _ends(outcomes):
 def test_every_kind_of_fault_is_drawn():
     faults = [fault for seed in range(200) for fault in make_scenario(seed).faults]
     assert {fault.kind for fault in faults} == {*FAULTS, "hang"}
+
+
+def test_the_audit_waits_for_the_latest_first_look_of_a_pull():
+    assert TOLERATED_SECONDS >= LATEST_FIRST_LOOK_SECONDS + EVERY_SECONDS
+
+
+def test_hangs_that_overlap_end_before_the_calm():
+    """What is asked once all faults are over has to finish, so that they must be over."""
+    scenario = make_scenario(5)
+    cluster = Cluster(replace(scenario, faults=()))
+    worker = cluster.processes["d0"]
+    faults = [Fault(1.0, "hang", "d0", seconds=20.0), Fault(2.0, "hang", "d0", seconds=20.0)]
+    for fault in faults:
+        cluster.world.now = fault.at
+        worker.hang(fault.seconds)
+    assert worker.hangs_until <= replace(scenario, faults=tuple(faults)).calm - CALM_SECONDS
 
 
 def _trace(seed, hash_seed):

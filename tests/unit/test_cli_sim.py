@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from click.testing import CliRunner
 
 from baton.cli.main import cli
@@ -23,6 +25,12 @@ def test_a_failing_seed_says_so_and_shrinks():
     result = run("--seed", str(seed), "--bug", "failed-pull", "--shrink")
     assert result.return_value == 1
     assert f"seed {seed} FAILS: " in result.output and "shrunk: " in result.output
+
+
+def test_the_example_of_a_planted_bug_finds_it():
+    example = re.search(r"baton sim (--seed \d+ --bug \S+ --shrink)", run("--help").output)
+    result = run(*example[1].split())
+    assert result.return_value == 1 and "shrunk: " in result.output
 
 
 def test_many_seeds_and_how_to_replay_one():

@@ -7,7 +7,9 @@ import pytest
 
 from baton.rpc.errors import BatonError
 from baton.rpc.validate import check_choices, check_sampling, check_token_ids
+from baton.v1 import common_pb2
 from baton.v1.common_pb2 import SamplingParams
+from baton.worker.convert import layout_difference
 
 NAN, INF = math.nan, math.inf
 BAD = {
@@ -102,3 +104,18 @@ def test_choices():
     for n in (0, 17):
         with pytest.raises(BatonError):
             check_choices(n)
+
+
+def test_a_layout_that_differs_is_told_by_field():
+    group = common_pb2.KvGroup(kind="attention", layers=4, bytes_per_token=256, dtype="float32")
+    here = common_pb2.Layout(model_fingerprint="ab", page_size=16, groups=[group], version=1)
+    there = common_pb2.Layout()
+    there.CopyFrom(here)
+    assert layout_difference(here, there) is None
+    there.page_size = 128
+    there.groups[0].dtype = "bfloat16"
+    there.groups.append(group)
+    text = layout_difference(here, there)
+    assert text is not None and "page_size is 128 there and 16 here" in text
+    assert "groups[0].dtype is bfloat16 there and float32 here" in text
+    assert "groups[1].layers is 4 there and absent here" in text and "fingerprint" not in text

@@ -44,7 +44,6 @@ def _start(effect: StartPrefill, ahead: bool) -> prefill_pb2.PrefillStart:
         delivered=effect.delivered,
         sampling=_sampling(effect.params),
         n=effect.n,
-        cached_hint=effect.cached_hint,
         priority=request.priority,
         namespace=request.namespace,
         announce_ahead=ahead,

@@ -21,6 +21,7 @@ from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
 from baton.transport import Receiver, TransportError, share_gpu
 from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.worker.convert import layout_difference
 
 if TYPE_CHECKING:
     from baton.decode.server import DecodeNode
@@ -200,9 +201,9 @@ class _Peer:
         self._node.tasks.spawn(self._open(welcome, self._session), f"open pool of {self.address}")
 
     async def _open(self, welcome: prefill_pb2.PrefillWelcome, session: int) -> None:
-        if welcome.layout != self._node.layout:
-            text = f"{self.address} lays its pages out differently (model, weights, dtype or page size)"
-            self.link.reset(failed_precondition(text, "LAYOUT_MISMATCH"))
+        difference = layout_difference(self._node.layout, welcome.layout)
+        if difference is not None:
+            self.link.reset(failed_precondition(f"{self.address}: {difference}", "LAYOUT_MISMATCH"))
             return
         try:
             receiver = await self._node.open_receiver(list(welcome.endpoints), self.address)

@@ -143,7 +143,6 @@ class DecodeSide:
         name = self._name_of(leader, address)
         handoff = Handoff(name, address, leader, heard=now)
         self._by_leader[leader] = self._by_name[name] = handoff
-        cached = self._scheduler.cache.match_length(leader.tokens, request.namespace)
         params = replace(request.params, seed=leader.seed)
         if not request.wants_prompt_logprobs:
             params = replace(params, prompt_logprobs=None)
@@ -155,7 +154,6 @@ class DecodeSide:
             token_ids=tuple(leader.tokens),
             delivered=len(leader.tokens) - len(request.prompt),
             n=1 + len(leader.followers),
-            cached_hint=cached,
             remaining=request.deadline - now,
         )
         self.effects.append(start)

@@ -23,7 +23,6 @@ class StartPrefill:
     """Prompt and delivered output."""
     delivered: int
     n: int
-    cached_hint: int
     remaining: float
     """Seconds."""
 

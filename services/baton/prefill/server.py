@@ -40,6 +40,7 @@ from baton.rpc.validate import check_several
 from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.convert import (
     check_start,
+    layout_difference,
     logprobs_to,
     name_from,
     name_to,
@@ -110,12 +111,10 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
             if first.WhichOneof("kind") != "hello" or not first.hello.incarnation:
                 text = "the first message on Prefill.Run must be `hello` with a non-zero incarnation"
                 raise invalid("hello.incarnation", text)
-            if first.hello.HasField("layout") and first.hello.layout != self.layout:
-                raise failed_precondition(
-                    "the caller's pages are laid out differently: same model, weights, dtype and page size "
-                    "are needed on both nodes",
-                    "LAYOUT_MISMATCH",
-                )
+            if first.hello.HasField("layout"):
+                difference = layout_difference(self.layout, first.hello.layout)
+                if difference is not None:
+                    raise failed_precondition(difference, "LAYOUT_MISMATCH")
             self.require_turning()
         except BatonError as error:
             await abort(context, error)

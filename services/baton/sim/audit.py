@@ -15,8 +15,9 @@ from baton.sim.process import Process, Worker
 from baton.sim.world import Actor, Violation, World
 
 EVERY_SECONDS = 0.5
-PATIENCE = 6
-"""Looks in a row at which the same thing is wrong, with nothing to excuse it."""
+TOLERATED_SECONDS = 4.0
+"""How long something may be wrong, with nothing to excuse it. A pull that was stopped
+may take LATEST_FIRST_LOOK_SECONDS to see that."""
 
 
 class Audit:
@@ -35,7 +36,7 @@ class Audit:
         wrong = dict((*self._waits(), *self._leaks(), *self._pulls()))
         self._seen = {what: self._seen.get(what, 0) + 1 for what in wrong}
         for what, count in self._seen.items():
-            if count > PATIENCE:
+            if count * EVERY_SECONDS > TOLERATED_SECONDS:
                 raise Violation(wrong[what])
         self._again()
 

@@ -186,7 +186,7 @@ class _Stranger:
             endpoint.send(CancelPrefill(fault.target, name))
             prompt, params = tuple(range(6)), SamplingParams()
             request = Request(name, prompt, params)
-            endpoint.send(StartPrefill(fault.target, name, request, params, prompt, 0, 1, 0, fault.seconds))
+            endpoint.send(StartPrefill(fault.target, name, request, params, prompt, 0, 1, fault.seconds))
         network.world.at(fault.seconds, self.loop, lambda: endpoint.close("bored"))
 
     def accept(self, endpoint: Endpoint) -> None:

@@ -124,8 +124,8 @@ class Worker(Process):
         self._device_rng = self.world.rng(f"device {name}")
 
     def hang(self, seconds: float) -> None:
-        """The device's next step takes so much longer than others."""
-        self._device_free = self.hangs_until = max(self._device_free, self.world.now) + seconds
+        """The device does nothing for so long. Hangs that overlap end with the last of them."""
+        self._device_free = self.hangs_until = max(self._device_free, self.world.now + seconds)
 
     def make_scheduler(self, prompt_only: bool = False, **hooks: Any) -> Scheduler:
         settings = self.settings

@@ -10,6 +10,7 @@ from baton.sim.decode import DecodeSettings
 from baton.sim.model import VOCAB, reference
 from baton.sim.prefill import PrefillSettings
 from baton.sim.process import WorkerSettings
+from baton.sim.transport import SLOWEST_PACE
 
 PAGE_SIZE = 4
 FAULTS = ("crash", "stall", "cut", "drop", "slow", "pull", "step", "drain", "squeeze", "stranger")
@@ -161,7 +162,7 @@ def _decode(rng: random.Random, tight: bool) -> tuple[WorkerSettings, DecodeSett
         fallback_tokens=rng.choice((8, 64)),
         silence=rng.choice((1.0, 4.0)),
         pull_seconds=PULL_SECONDS,
-        pull_pace=rng.choice((0.005, 0.02, 0.1, 0.2) if tight else (0.0002, 0.002, 0.02, 0.2)),
+        pull_pace=rng.choice((*((0.005, 0.02, 0.1) if tight else (0.0002, 0.002, 0.02)), SLOWEST_PACE)),
     )
     return _worker(rng, rng.randrange(12, 40)), settings
 

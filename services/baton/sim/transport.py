@@ -24,6 +24,11 @@ PAUSE_SECONDS = 2.0
 _PIECES = 2
 _LATE = 8
 """Some pulls begin so many times later than others."""
+_LONGEST_DELAY = 2.0
+SLOWEST_PACE = 0.2
+"""Seconds for half a page that a scenario draws at most."""
+LATEST_FIRST_LOOK_SECONDS = _LATE * _LONGEST_DELAY * SLOWEST_PACE
+"""Until a pull looks for the first time whether it may begin, or has been stopped."""
 
 Ended = Callable[[str | None, list[int] | None], None]
 """Error or None, and the owner's generations if they can be seen."""
@@ -78,7 +83,7 @@ class Pull:
             self._interrupted = reason
 
     def _delay(self) -> float:
-        return self._pace * self._rng.uniform(0.1, 2.0)
+        return self._pace * self._rng.uniform(0.1, _LONGEST_DELAY)
 
     def _begin(self) -> None:
         if self._pool is not None and not self._interrupted and not self._ready(self._pool):

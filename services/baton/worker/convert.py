@@ -19,6 +19,32 @@ FINISH_REASONS = {
 }
 
 
+def layout_difference(here: common_pb2.Layout, there: common_pb2.Layout) -> str | None:
+    """Which fields of two nodes' page layouts differ, and how. None: the nodes may exchange pages."""
+    ours, theirs = _layout_fields(here), _layout_fields(there)
+    differences = [
+        f"{name} is {theirs.get(name, 'absent')} there and {ours.get(name, 'absent')} here"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    ]
+    if not differences:
+        return None
+    text = "; ".join(differences)
+    return f"the page layouts differ ({text}): start both nodes with the same model and options"
+
+
+def _layout_fields(layout: common_pb2.Layout) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "model_fingerprint": layout.model_fingerprint,
+        "page_size": layout.page_size,
+        "version": layout.version,
+    }
+    for index, group in enumerate(layout.groups):
+        for name in ("kind", "layers", "bytes_per_token", "dtype"):
+            fields[f"groups[{index}].{name}"] = getattr(group, name)
+    return fields
+
+
 def sampling_from(
     message: common_pb2.SamplingParams, eos: Iterable[int], default_max_tokens: int
 ) -> SamplingParams:
