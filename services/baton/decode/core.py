@@ -208,22 +208,27 @@ class DecodeCore:
         self.scheduler.fail_step(step, message)
 
     def flush(self, step: int) -> None:
+        first_tokens: list[float] = []
         for event in self.scheduler.take_events():
             request = event.sequence.request if isinstance(event, ChunkEvent | TokenEvent) else event.request
             entry = self.entries.get(request.key) if isinstance(request.key, Key) else None
             if entry is not None:
-                self._take_event(entry, event)
+                self._take_event(entry, event, first_tokens)
+        if first_tokens:
+            # One value a step: many requests that waited through the same stall are one accident.
+            self.overload.first_token.add(sum(first_tokens) / len(first_tokens))
         if self._outputs or self.handoffs.effects:
             outputs, self._outputs = self._outputs, []
             effects, self.handoffs.effects = self.handoffs.effects, []
             self.flush_to(step, outputs, effects)
         self.observe()
 
-    def _take_event(self, entry: Entry, event: Event) -> None:
+    def _take_event(self, entry: Entry, event: Event, first_tokens: list[float]) -> None:
+        """Adds to `first_tokens` the seconds that the first token of a request took."""
         caller, number = entry.key.caller, entry.key.request
         if isinstance(event, TokenEvent):
             if not entry.output_tokens and entry.admitted is not None:
-                self.overload.first_token.add(self._now - entry.admitted)
+                first_tokens.append(self._now - self.meter.stalled - entry.admitted)
             if event.finish is not None:
                 self.overload.output.add(event.sequence.num_output)
             entry.output_tokens += 1
@@ -250,7 +255,7 @@ class DecodeCore:
     def _route(self, leader: Sequence, uncached: int) -> Route:
         """In the caller's order: the first prefill node that is connected and not yet given up; else here."""
         entry = self._entry(leader)
-        entry.address, entry.fallback, entry.admitted = "", False, self._now
+        entry.address, entry.fallback, entry.admitted = "", False, self._now - self.meter.stalled
         if not entry.candidates or uncached <= entry.local_tokens:
             return Route.LOCAL
         connecting = False

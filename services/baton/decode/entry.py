@@ -39,7 +39,7 @@ class Entry:
     output_tokens: int = 0
     last_failure: str = ""
     admitted: float | None = None
-    """When its admission was last decided on."""
+    """When its admission was last decided on, less the seconds that steps had stalled by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,24 @@ from baton.engine.plan import step_load
 from baton.stepcost import CostCalibration
 
 STEP_WEIGHT = 0.05
+STALL = 4.0
+"""A value so many times the average is an accident (the machine slept, a neighbour took it): it counts as no more."""
 LOOK_SECONDS = 0.02
 """Steps without prompt tokens are taken into the calibration at most this often: they are many, and alike."""
 
 
 class Average:
-    """An exponential moving average; 0 until there is a value."""
+    """An exponential moving average; 0 until there is a value. One that is much larger counts as STALL times it."""
 
     def __init__(self, weight: float) -> None:
         self.value = 0.0
         self._weight = weight
 
     def add(self, value: float) -> None:
-        self.value = value if not self.value else self.value + self._weight * (value - self.value)
+        if not self.value:
+            self.value = value
+        else:
+            self.value += self._weight * (min(value, STALL * self.value) - self.value)
 
 
 class Meter:
@@ -30,6 +35,8 @@ class Meter:
         self.prompt_rate = Average(STEP_WEIGHT)
         """Prompt tokens a second in steps that are at least half full of them; others tell of the step's own
         cost."""
+        self.stalled = 0.0
+        """Seconds, all in all, by which steps took longer than STALL times what such steps usually take."""
         self.calibration: CostCalibration | None = None
         """The calibrated step cost; None until it has been measured."""
         self._enough = token_budget / 2
@@ -52,13 +59,18 @@ class Meter:
         if tokens:
             self._patience.took(tokens, seconds)
         prompt = sum(row.count for row in step.plan.rows if row.tokens is not None)
-        if any(row.tokens is None for row in step.plan.rows):
-            self.step.add(seconds)
-        if prompt >= self._enough:
-            self.prompt_rate.add(prompt / seconds)
+        usual = 0.0 if prompt else self.step.value
         if self.calibration is not None and (prompt or now >= self._look):
             self._look = now + LOOK_SECONDS
-            self.calibration.add(step_load(step.plan.rows), seconds)
+            load = step_load(step.plan.rows)
+            usual = usual or self.calibration.cost.seconds(load)
+            self.calibration.add(load, seconds)
+        if usual:
+            self.stalled += max(0.0, seconds - STALL * usual)
+        if any(row.tokens is None for row in step.plan.rows):
+            self.step.add(seconds if self.step.value or not usual else min(seconds, STALL * usual))
+        if prompt >= self._enough:
+            self.prompt_rate.add(prompt / seconds)
 
     def limit(self, floor: float) -> float:
         """Seconds, at least `floor`, after which what is being computed counts as stuck. May be asked from
