@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -320,3 +321,33 @@ async def test_the_server_serves_others_during_a_long_pull() -> None:
 def test_a_pool_of_no_whole_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="no whole pages of 30"):
         HostPages(memoryview(bytes(100)), 30)
+
+
+async def test_an_owner_that_dies_while_pages_travel_leaves_nothing_behind() -> None:
+    """gRPC leaves a generator of requests waiting, which nobody can close: an unhandled exception each."""
+    unhandled: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: unhandled.append(str(context)))
+
+    class Dies(prefill_pb2_grpc.PageSourceServicer):
+        async def Fetch(self, request_iterator: AsyncIterator[pb.FetchRequest], context: object) -> Answers:
+            async for request in request_iterator:
+                yield pb.FetchResponse(id=request.id, index=0, offset=0, data=b"x" * 64)
+                await asyncio.sleep(60)
+
+    for delay in (0.0, 0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.1):
+        async with served(Dies()) as address:
+            local = bytearray(64 * PAGES)
+            receiver = GrpcReceiver(address, HostPages(memoryview(local), 64), PAGES)
+            pulls = [asyncio.create_task(receiver.pull([(page, page), (9, 9)])) for page in range(3)]
+            await asyncio.sleep(delay)
+        ended = await asyncio.gather(*pulls, return_exceptions=True)
+        assert all(isinstance(one, TransportError) for one in ended)
+        del pulls, ended
+        await receiver.close()
+        del receiver
+        gc.collect()
+        await asyncio.sleep(0.01)
+    gc.collect()
+    await asyncio.sleep(0.01)
+    assert not unhandled

@@ -52,13 +52,13 @@ class PrefillPeers:
 
     def check_room(self, addresses: Sequence[str]) -> None:
         """Raises BatonError when a caller names more prefill nodes than this node connects to at a time."""
+        self._forget()
         if len(self._peers) + len(set(addresses) - self._peers.keys()) > MAX_PEERS:
             raise invalid("prefill", f"this node connects to at most {MAX_PEERS} prefill nodes")
 
     def connect(self, address: str) -> None:
         """A request names the node: begins to connect, unless that has been done."""
         if address not in self._peers:
-            self._forget()
             self._peers[address] = _Peer(self._node, address, self._silence)
         self._peers[address].named = time.monotonic()
 

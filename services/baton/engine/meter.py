@@ -9,13 +9,14 @@ from baton.stepcost import CostCalibration
 
 STEP_WEIGHT = 0.05
 STALL = 4.0
-"""A value so many times the average is an accident (the machine slept, a neighbour took it): it counts as no more."""
+"""A value of more than so many times the average is an accident, such as a machine that slept, and is cut to
+that."""
 LOOK_SECONDS = 0.02
 """Steps without prompt tokens are taken into the calibration at most this often: they are many, and alike."""
 
 
 class Average:
-    """An exponential moving average; 0 until there is a value. One that is much larger counts as STALL times it."""
+    """An exponential moving average; 0 until there is a value. Values are cut to STALL times the average."""
 
     def __init__(self, weight: float) -> None:
         self.value = 0.0

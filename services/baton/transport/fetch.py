@@ -12,6 +12,7 @@ from typing import Any
 import grpc.aio
 
 from baton.rpc.errors import from_status
+from baton.rpc.outbox import Outbox
 from baton.transport.base import PageStore, PageWriter, TransportError
 from baton.v1 import prefill_pb2
 
@@ -47,12 +48,13 @@ class FetchStream:
         self._local = local
         self._progress_seconds = progress_seconds
         self._loop = asyncio.get_running_loop()
-        self._outbox: asyncio.Queue[prefill_pb2.FetchRequest] = asyncio.Queue()
+        # No asynchronous generator: one that gRPC leaves while it waits cannot be closed.
+        self._outbox: Outbox[prefill_pb2.FetchRequest] = Outbox(None)
         self._unanswered: deque[Fetch] = deque()
         self._numbers = itertools.count(1)
         self._last_progress = 0.0
         self._error: str | None = None
-        self._call = method(self._requests())
+        self._call = method(self._outbox)
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -70,7 +72,7 @@ class FetchStream:
         request.arrived.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._unanswered.append(request)
         sources = [source for source, _ in pairs]
-        self._outbox.put_nowait(prefill_pb2.FetchRequest(id=request.number, page_ids=sources))
+        self._outbox.put(prefill_pb2.FetchRequest(id=request.number, page_ids=sources))
         return request
 
     async def arrival(self, request: Fetch) -> None:
@@ -94,10 +96,6 @@ class FetchStream:
         """Fails what is still waiting."""
         self._fail("the receiver is closed")
         await asyncio.wait([self._reader])
-
-    async def _requests(self) -> AsyncIterator[prefill_pb2.FetchRequest]:
-        while True:
-            yield await self._outbox.get()
 
     async def _read(self) -> None:
         try:
@@ -151,4 +149,5 @@ class FetchStream:
             if not request.arrived.done():
                 request.arrived.set_exception(TransportError(message))
         self._unanswered.clear()
+        self._outbox.close()
         self._call.cancel()
