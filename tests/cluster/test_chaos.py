@@ -19,8 +19,6 @@ from stress import Cluster, Load, Task, make_tasks, record, run
 from stress.clients import Outcome
 from stress.run import IDLE_SECONDS
 
-pytestmark = pytest.mark.alone
-
 FAULTS = 50
 TASKS = 40
 

@@ -21,8 +21,6 @@ from process import Process
 
 from baton.client import AsyncClient
 
-pytestmark = pytest.mark.alone
-
 PROMPT = [*range(5, 105)]
 LIMIT_SECONDS = 30.0
 """A connection notices within 15 s that its peer has been stopped: 10 s between pings, 5 s for the answer."""

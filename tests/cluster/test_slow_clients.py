@@ -23,7 +23,7 @@ from baton.client import AsyncClient
 from baton.stepcost import StepCost
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.times]
 
 CLIENTS = 50
 """Half by gRPC, with twenty alternatives for each token, half by HTTP."""

@@ -66,13 +66,12 @@ async def test_workers_say_what_they_have_measured(gateways):
     deployment, modes = gateways
     for worker in (deployment.prefill, deployment.decode):
         cost = worker.load().step_cost
-        # A sleep is at least as long as it was to be, on a busy machine much longer.
-        assert 0.9 * STEP["fixed"] < cost.fixed < 10 * STEP["fixed"]
-        assert 0.5 * STEP["token"] < cost.token < 5 * STEP["token"]
+        assert cost.fixed == pytest.approx(STEP["fixed"], rel=0.25)
+        assert cost.token == pytest.approx(STEP["token"], rel=0.25)
         assert "steps measured" in worker.log.read_text()
     await one(modes["always"], LONG, 0)
     pull = deployment.decode.load().pull_cost
-    assert 0 < pull.fixed + 1400 * pull.token < 1.0
+    assert 0 < pull.fixed + 1400 * pull.token < 0.1
 
 
 async def test_always_and_never_do_as_they_say(gateways):

@@ -11,8 +11,6 @@ from polling import until
 
 from baton.client import AsyncClient
 
-pytestmark = pytest.mark.alone
-
 PROMPTS = ["textwrap.dedent(text)", "class Stack:", "import json", "os.path.join("]
 PLAIN = {"max_tokens": 192, "ignore_eos": True}
 

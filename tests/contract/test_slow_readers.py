@@ -14,8 +14,6 @@ from baton.gateway.reader import SlowReader
 from baton.rpc.errors import from_status
 from baton.v1 import common_pb2
 
-pytestmark = [pytest.mark.alone, pytest.mark.times]
-
 LIMIT = 400
 CHUNK = 20
 TOKENS = 60_000

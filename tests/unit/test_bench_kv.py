@@ -20,8 +20,7 @@ def segments() -> set[Path]:
     return set(Path("/dev/shm").glob("baton-*"))
 
 
-@pytest.mark.alone
-@pytest.mark.times
+@pytest.mark.alone  # counts what lies in /dev/shm
 def test_rates_on_the_cpu(tmp_path):
     file, before = tmp_path / "kv.json", segments()
     sizes = ("--tokens", "16,100", "--repeats", "2", "--page-size", "16")
@@ -37,7 +36,6 @@ def test_rates_on_the_cpu(tmp_path):
         assert 0 < rate["fastest_seconds"] <= rate["seconds"] <= rate["slowest_seconds"]
         assert rate["gigabytes_per_second"] == pytest.approx(rate["bytes"] / rate["seconds"] / 1e9)
     assert [one["method"] for one in figures["decode_load"]] == methods
-    assert all(one["factor"] > 0.3 for one in figures["decode_load"])
     assert "of adjacent" in result.stdout and "times slower" in result.stdout
     assert segments() <= before
 

@@ -17,8 +17,6 @@ import pytest
 from baton.cli.child import Child, ChildError, State
 from baton.cli.supervisor import RESTARTS_PER_MINUTE, Backoff, Supervisor
 
-pytestmark = pytest.mark.alone
-
 CHILD = Path(__file__).with_name("supervised_child.py")
 PROGRAM = (sys.executable, str(CHILD))
 
