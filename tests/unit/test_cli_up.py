@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BATON = (sys.executable, "-m", "baton.cli.main")
 ENDLESS = ("--max-tokens", "1800", "--temperature", "100", "--seed", "8")
 """So hot that all tokens are as likely, whatever the prompt; with this seed the end of sequence is not among
