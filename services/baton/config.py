@@ -49,6 +49,9 @@ class TokenizerConfig(NodeConfig):
     """Path or Hugging Face id; "demo" is the model inside the package."""
     threads: int = 2
     """Threads that do vocabulary work, beside the event loop."""
+    special_tokens_in_content: bool = False
+    """Special tokens that the messages of a chat name, such as "<|im_end|>", become those tokens; otherwise
+    they are plain text, so that nobody can write a system message into a user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

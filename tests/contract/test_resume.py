@@ -289,6 +289,25 @@ async def test_a_tokenizer_that_restarts_costs_time_and_nothing_else():
             await context.__aexit__(None, None, None)
 
 
+async def test_a_chat_that_comes_while_the_tokenizer_restarts_waits():
+    port = free_port()
+    async with ScriptedDecode(saying([40, 41])) as node:
+        async with tokenizer(port) as address:
+            context = gateway(node, tokenizer_address=address)
+            rig = await context.__aenter__()
+        try:
+            await until(lambda: not rig.node.gateway.tokenizer.connected, 5)
+            stream = Stream(rig)
+            await stream.start(chat={"messages": [{"role": "user", "content": "hi"}]})
+            await asyncio.sleep(0.3)
+            async with tokenizer(port):
+                events = await stream.until_end()
+                assert ids_of(events) == [40, 41] and events[-1].HasField("finished"), events[-1]
+                await rig.idle()
+        finally:
+            await context.__aexit__(None, None, None)
+
+
 async def test_token_streams_go_on_at_another_tokenizer():
     port, other = free_port(), free_port()
     async with ScriptedDecode(silent) as node, tokenizer(other) as second:

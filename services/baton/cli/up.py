@@ -22,7 +22,14 @@ from baton.cli.placement import value_of
 from baton.cli.running import run_command
 from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.toml import ROLES, config_file_option
-from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, WorkerConfig
+from baton.config import (
+    DecodeConfig,
+    GatewayConfig,
+    NodeConfig,
+    PrefillConfig,
+    TokenizerConfig,
+    WorkerConfig,
+)
 from baton.gateway.door import PublicDoor
 from baton.rpc.door import check_address
 from baton.rpc.errors import BatonError
@@ -204,6 +211,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
 @config_options(PrefillConfig, leave_out=fields_of(WorkerConfig))
 @config_options(DecodeConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
 @config_options(GatewayConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
+@config_options(TokenizerConfig, leave_out=fields_of(WorkerConfig))
 def up(
     prefill_nodes: int,
     decode_nodes: int,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from baton.gateway.session import Session
 from baton.gateway.tokenizer import Tokenizer
-from baton.rpc.errors import invalid
+from baton.rpc.errors import BatonError, invalid
 from baton.v1 import inference_pb2, tokenizer_pb2
 
 
@@ -32,18 +32,20 @@ async def encode_prompt(
     if kind == "text":
         new = await _encode_text(start.text, not earlier, tokenizer, timeout)
         return Prompt([*earlier, *new], "text")
-    if not tokenizer.chat:
-        raise invalid("chat", "the model has no chat template: send text or tokens")
     conversation = session.conversation(start.chat) if session is not None else start.chat
-    result = (await tokenizer.encode([tokenizer_pb2.EncodeInput(chat=conversation)], timeout))[0]
-    token_ids = list(result.token_ids)
+    given = tokenizer_pb2.EncodeInput(chat=conversation)
+    if session is not None:
+        # Encoding the whole text again may cut it into other tokens than those that the KV was computed for.
+        given.encoded_text = session.encoded_text
+    try:
+        result = (await tokenizer.encode([given], timeout))[0]
+    except BatonError as error:
+        if error.reason != "NO_CHAT_TEMPLATE":
+            raise
+        raise invalid("chat", "the model has no chat template: send text or tokens") from None
+    token_ids = [*earlier, *result.token_ids] if result.continued else list(result.token_ids)
     if session is None:
         return Prompt(token_ids, "chat")
-    remainder = session.remainder(result.rendered)
-    if remainder is not None:
-        # Encoding the whole text again may cut it into other tokens than those that the KV was computed for.
-        new = await _encode_text(remainder, False, tokenizer, timeout) if remainder else []
-        token_ids = [*earlier, *new]
     return Prompt(token_ids, "chat", conversation, result.rendered)
 
 

@@ -24,9 +24,8 @@ class Session:
         self.prefill_address = ""
         self._chat: bool | None = None
         self._messages: list[tokenizer_pb2.ChatMessage] = []
-        self._rendered: str | None = (
-            None  # what token_ids stand for; None: no text is known to stand for them
-        )
+        self.encoded_text = ""
+        """Of a chat: what token_ids stand for. Empty: no text is known to stand for them."""
         self._busy = False
 
     @property
@@ -59,12 +58,6 @@ class Session:
             whole.add_generation_prompt = chat.add_generation_prompt
         return whole
 
-    def remainder(self, rendered: str) -> str | None:
-        """What `rendered` has beyond the text of token_ids; None if it does not continue that text."""
-        if self._rendered is None or not rendered.startswith(self._rendered):
-            return None
-        return rendered[len(self._rendered) :]
-
     def commit(
         self,
         prompt_ids: Sequence[int],
@@ -84,6 +77,6 @@ class Session:
             return
         said = tokenizer_pb2.ChatMessage(role="assistant", content=answer.text)
         self._messages = [*conversation.messages, said]
-        self._rendered = None if answer.stop_matched else rendered + answer.text
+        self.encoded_text = "" if answer.stop_matched else rendered + answer.text
         if answer.finish_reason == common_pb2.FINISH_REASON_STOP and not answer.stop_matched:
             self.token_ids.pop()

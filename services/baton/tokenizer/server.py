@@ -43,7 +43,8 @@ class TokenizerNode:
         self.address = address
 
         def load() -> vocabulary.Vocabulary:
-            return vocabulary.load(checkpoint.resolve(self._config.model, checkpoint.TOKENIZER_FILES))
+            path = checkpoint.resolve(self._config.model, checkpoint.TOKENIZER_FILES)
+            return vocabulary.load(path, special_tokens_in_content=self._config.special_tokens_in_content)
 
         loop = asyncio.get_running_loop()
         try:

@@ -23,6 +23,7 @@ from baton.rpc.errors import (
 )
 from baton.rpc.validate import check_token_ids
 from baton.tokenizer import detokenize
+from baton.tokenizer.chat import Rendered
 from baton.tokenizer.streams import TokenStreams, size
 from baton.tokenizer.vocabulary import NoChatTemplate, TemplateFailed, Vocabulary
 from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
@@ -158,38 +159,47 @@ def encode_all(
 ) -> list[tokenizer_pb2.EncodeResult]:
     """One result for each input, in order; each fails by itself."""
     results = [tokenizer_pb2.EncodeResult() for _ in inputs]
-    batches: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
+    texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
+    chats: dict[bool, list[tuple[int, Rendered]]] = {False: [], True: []}
     for index, (entry, result) in enumerate(zip(inputs, results, strict=True)):
+        kind = entry.WhichOneof("kind")
+        special = entry.add_special_tokens if entry.HasField("add_special_tokens") else kind == "text"
         try:
-            text = _text_of(vocabulary, entry, f"inputs[{index}]")
+            if kind == "text":
+                texts[special].append((index, entry.text))
+            elif kind == "chat":
+                rendered = _render(vocabulary, entry.chat, f"inputs[{index}].chat.messages")
+                result.rendered = rendered.text
+                rest = rendered.after(entry.encoded_text) if entry.encoded_text else None
+                result.continued = rest is not None
+                chats[special].append((index, rest or rendered))
+            else:
+                raise invalid(f"inputs[{index}]", f"inputs[{index}]: give text or chat")
         except BatonError as error:
             result.error.CopyFrom(to_status(error))
-            continue
-        if entry.HasField("chat"):
-            result.rendered = text
-        special = entry.add_special_tokens if entry.HasField("add_special_tokens") else entry.HasField("text")
-        batches[special].append((index, text))
-    for special, batch in batches.items():
-        ids = vocabulary.encode([text for _, text in batch], special) if batch else []
-        for (index, _), token_ids in zip(batch, ids, strict=True):
-            results[index].token_ids.extend(token_ids)
+    for special in (False, True):
+        _fill(results, texts[special], lambda batch: vocabulary.encode(batch, special))  # noqa: B023
+        _fill(results, chats[special], lambda batch: vocabulary.encode_chats(batch, special))  # noqa: B023
     return results
 
 
-def _text_of(vocabulary: Vocabulary, entry: tokenizer_pb2.EncodeInput, field: str) -> str:
-    kind = entry.WhichOneof("kind")
-    if kind is None:
-        raise invalid(field, f"{field}: give text or chat")
-    if kind == "text":
-        return entry.text
-    field = f"{field}.chat.messages"
-    if not entry.chat.messages:
+def _fill(
+    results: list[tokenizer_pb2.EncodeResult],
+    batch: list[tuple[int, T]],
+    encode: Callable[[list[T]], list[list[int]]],
+) -> None:
+    if batch:
+        for (index, _), token_ids in zip(batch, encode([each for _, each in batch]), strict=True):
+            results[index].token_ids.extend(token_ids)
+
+
+def _render(vocabulary: Vocabulary, chat: tokenizer_pb2.ChatPrompt, field: str) -> Rendered:
+    if not chat.messages:
         raise invalid(field, f"{field} must not be empty")
-    for index, message in enumerate(entry.chat.messages):
+    for index, message in enumerate(chat.messages):
         if message.role not in ROLES:
             name = f"{field}[{index}].role"
             raise invalid(name, f"{name} is {message.role[:40]!r}; use one of {', '.join(ROLES)}")
-    chat = entry.chat
     start_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     try:
         return vocabulary.render(

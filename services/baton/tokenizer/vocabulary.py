@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.checkpoint import CheckpointError
+from baton.tokenizer.chat import ChatEncoder, Rendered
 from baton.tokenizer.pieces import Pieces, UnknownDecoder, read_pieces
 
 SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
@@ -36,6 +37,8 @@ class Vocabulary:
     """Positions that the checkpoint was made for; 0: config.json does not say."""
     chat: bool
     _tokenizer: Any
+    _chat_encoder: ChatEncoder | None = None
+    """None: special tokens that a message's content names become those tokens."""
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. An empty text has none but those that the tokenizer adds of its own accord.
@@ -48,26 +51,42 @@ class Vocabulary:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        """Text of a conversation, by the model's template in Jinja's sandbox.
+    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> Rendered:
+        """A conversation, by the model's template in Jinja's sandbox.
 
         Raises NoChatTemplate, or TemplateFailed.
         """
         if not self.chat:
             raise NoChatTemplate
-        try:
-            rendered: str = self._tokenizer.apply_chat_template(
+
+        def render(messages: Sequence[Mapping[str, str]]) -> str:
+            text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
+            return text
+
+        try:
+            if self._chat_encoder is None:
+                text = render(messages)
+                return Rendered(text, text, {})
+            return self._chat_encoder.render(render, messages, str(self._tokenizer.chat_template))
         except Exception as error:  # whatever a template may run into: it is the checkpoint's code
             raise TemplateFailed(" ".join(str(error).split()) or type(error).__name__) from error
-        return rendered
+
+    def encode_chats(self, rendered: Sequence[Rendered], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each."""
+        if self._chat_encoder is None:
+            return self.encode([each.text for each in rendered], add_special_tokens)
+        return self._chat_encoder.encode(rendered, add_special_tokens)
 
 
-def load(path: Path) -> Vocabulary:
-    """Reads tokenizer files, config.json and generation_config.json. Raises CheckpointError."""
+def load(path: Path, *, special_tokens_in_content: bool = False) -> Vocabulary:
+    """Reads tokenizer files, config.json and generation_config.json. Raises CheckpointError.
+
+    special_tokens_in_content: see TokenizerConfig.
+    """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
@@ -101,6 +120,7 @@ def load(path: Path) -> Vocabulary:
         context_length=int(config.get("max_position_embeddings") or 0),
         chat=bool(tokenizer.chat_template),
         _tokenizer=tokenizer,
+        _chat_encoder=None if special_tokens_in_content else ChatEncoder(backend, tokenizer.unk_token_id),
     )
 
 
