@@ -118,7 +118,7 @@ GOLDEN = """\
 60 requests at 14.09 a second, 403 tokens in and 19 out on average; TTFT 300 ms and ITL 25 ms for 95.0%
 layout         TTFT p50  p99, ms  ITL p50  p99, ms  TPOT, ms  tok/s out  goodput     met       busy      held
 1 aggregated      119.3    236.4     12.9     62.2      30.3        291     0.00    0.0%        98%       30%
-2 aggregated       59.4    130.8     10.7     60.2      14.3        291     3.79   25.0%        91%        7%
+2 aggregated       59.6    130.8     10.7     60.2      14.4        291     3.79   25.0%        92%        7%
 1 + 1              78.5    196.8     10.8     46.8      11.9        291     9.34   61.7%  54% + 96%  5% + 13%
 1 + 1, always     107.6    235.9     10.7     11.3      10.8        291    15.15  100.0%  71% + 94%  5% + 11%
 3 aggregated       54.5    114.1     10.5     59.1      12.1        291     7.32   48.3%        80%        4%
