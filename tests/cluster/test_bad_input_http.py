@@ -100,9 +100,10 @@ BROKEN = {
     "swapped surrogates": (b'{"model": "demo", "prompt": "\\udc00\\ud800"}', "invalid_json"),
     "not UTF-8": (b'{"model": "demo", "prompt": "\xff\xfe"}', "invalid_utf8"),
     "surrogate in UTF-8": (b'{"model": "demo", "prompt": "\xed\xa0\x80"}', "invalid_utf8"),
-    "nested lists": (b'{"model": "demo", "prompt": ' + b"[" * 10**6, "invalid_json"),
+    "nested lists": (b'{"model": "demo", "prompt": ' + b"[" * 10**4, "invalid_json"),
+    "too many nested lists": (b'{"model": "demo", "prompt": ' + b"[" * 10**6, "body_too_complex"),
     "nested objects": (
-        b'{"model": "demo", "prompt": "a", "logit_bias": ' + b'{"a":' * 10**6,
+        b'{"model": "demo", "prompt": "a", "logit_bias": ' + b'{"a":' * 10**4,
         "invalid_json",
     ),
 }

@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 from schemathesis import Case
 from schemathesis.specs.openapi import checks
 
-from baton.gateway.openai_types import ChatRequest, CompletionRequest
+from baton.gateway.openai_protocol import ChatRequest, CompletionRequest
 
 EXAMPLES = 25
 """Of each endpoint."""

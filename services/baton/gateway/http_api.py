@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -24,8 +25,14 @@ from baton.gateway.http_door import HttpDoor
 from baton.gateway.http_job import Job
 from baton.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json
 from baton.gateway.openai_errors import ApiError
-from baton.gateway.openai_requests import chat_start, completion_starts
-from baton.gateway.openai_types import ChatRequest, CommonRequest, CompletionRequest
+from baton.gateway.openai_protocol import (
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    chat_start,
+    completion_starts,
+    parse_body,
+)
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2
@@ -34,8 +41,12 @@ ECHO_SECONDS = 10.0
 BODY_SECONDS = 30.0
 """A body must have arrived by then."""
 
+SMALL_BODY_BYTES = 2**15
+"""A body of so many bytes is parsed on the event loop: handing it to a thread would take longer."""
+
 _log = get_logger()
 _Body = TypeVar("_Body", bound=BaseModel)
+_Starts = TypeVar("_Starts")
 
 
 def make_app(gateway: Gateway, door: PublicDoor) -> FastAPI:
@@ -48,6 +59,18 @@ def make_app(gateway: Gateway, door: PublicDoor) -> FastAPI:
         model = gateway.model()
         described = {"id": model.name, "object": "model", "created": started, "owned_by": "baton"}
         return [{**described, "max_model_len": model.context_length}]
+
+    # One thread: each that computes costs the event loop milliseconds whenever it has something to do.
+    parser = ThreadPoolExecutor(1, "http-bodies")
+
+    async def read(
+        request: Request, kind: type[_Body], convert: Callable[[_Body], _Starts]
+    ) -> tuple[_Body, _Starts]:
+        """The checked body, and what it asks for. Raises ApiError or BatonError."""
+        body = await _read(request, gateway.config.max_message_bytes)
+        if len(body) <= SMALL_BODY_BYTES:
+            return parse_body(body, kind, convert)
+        return await asyncio.get_running_loop().run_in_executor(parser, parse_body, body, kind, convert)
 
     @app.get("/v1/models")
     async def list_models() -> Json:
@@ -62,8 +85,7 @@ def make_app(gateway: Gateway, door: PublicDoor) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await _read(request, CompletionRequest, gateway.config.max_message_bytes)
-        starts = completion_starts(body)
+        body, starts = await read(request, CompletionRequest, completion_starts)
         async with _job(gateway, starts, request) as job:
             await job.begin()
             await job.wait_for_output()
@@ -76,8 +98,7 @@ def make_app(gateway: Gateway, door: PublicDoor) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = await _read(request, ChatRequest, gateway.config.max_message_bytes)
-        start = chat_start(body)
+        body, start = await read(request, ChatRequest, chat_start)
         async with _job(gateway, [start], request) as job:
             await job.begin()
             await job.wait_for_output()  # `n` has been checked by then
@@ -125,12 +146,15 @@ def _handle_errors(app: FastAPI) -> None:
         return openai_errors.response(ApiError(500, f"internal error: {type(error).__name__}"))
 
 
-async def _read(request: Request, kind: type[_Body], limit: int) -> _Body:
-    """The checked body. Raises ApiError: 415, 413, 408, or 400 naming the field."""
+async def _read(request: Request, limit: int) -> bytearray:
+    """The body. Raises ApiError: 415, 413, 408 or 499."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         given = content_type[:80] or "absent"
         raise ApiError(415, f"the content type must be application/json, not {given}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"the content encoding {encoding[:80]} is not supported: send the body as it is")
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
@@ -142,14 +166,7 @@ async def _read(request: Request, kind: type[_Body], limit: int) -> _Body:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     except ClientDisconnect:
         raise ApiError(499, "the client has gone") from None
-    try:
-        return kind.model_validate_json(body.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ApiError(
-            400, f"the body is not valid UTF-8 at byte {error.start}", None, "invalid_utf8"
-        ) from None
-    except ValidationError as error:
-        raise openai_errors.from_validation(error) from None
+    return body
 
 
 @asynccontextmanager

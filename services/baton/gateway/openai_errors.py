@@ -70,8 +70,6 @@ def from_validation(error: ValidationError) -> ApiError:
     )
     path = [part for part in first["loc"] if not _names_a_type(part)]
     param = _path(path)
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['msg']}", None, "invalid_json")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
     if first["type"] == "missing":

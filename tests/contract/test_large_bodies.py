@@ -1,0 +1,145 @@
+"""HTTP bodies that cost much to parse: the event loop goes on, and memory stays in proportion."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import time
+from pathlib import Path
+
+import pytest
+from gateway_rig import gateway
+from scripted_decode import ScriptedDecode, saying
+
+from baton.gateway.openai_protocol import MAX_FIELDS, MAX_VALUES
+
+LIMIT = 16 * 2**20
+LOOP_SECONDS = 0.1
+TICK_SECONDS = 0.005
+SMALL = 16 * 2**20
+"""What the process may take besides: for the client here, for what the allocator keeps."""
+MILLION = 10**6
+
+
+def completion(prompt: str, more: str = "") -> tuple[str, str]:
+    return "/v1/completions", f'{{"model": "scripted", "prompt": {prompt}{more}}}'
+
+
+def chat(messages: str) -> tuple[str, str]:
+    return "/v1/chat/completions", f'{{"model": "scripted", "messages": {messages}}}'
+
+
+def array(element: str, count: int) -> str:
+    return f"[{','.join([element] * count)}]"
+
+
+def members(count: int) -> str:
+    return ",".join(f'"{number}": 1' for number in range(count))
+
+
+BODIES = {
+    "nulls": completion(array("null", MILLION)),
+    "token ids": completion(array("1", 8 * MILLION)),
+    "as many token ids as are allowed": completion(array("300", MAX_VALUES - 2)),
+    "prompts of one token": completion(array("[1]", MILLION)),
+    "empty prompts": completion(array("[]", MAX_FIELDS - 8)),
+    "strings": completion(array('""', MILLION)),
+    "one wrong at the end": completion(array('"a"', MAX_VALUES - 8)[:-1] + ",1]"),
+    "empty messages": chat(array("{}", MILLION)),
+    "as many messages as are allowed": chat(array('{"role":"u","content":""}', MAX_FIELDS // 3 - 3)),
+    "stop numbers": completion('"a"', f', "stop": {array("1", MILLION)}'),
+    "stop strings": completion('"a"', f', "stop": {array(chr(34) * 2, MAX_VALUES - 8)}'),
+    "stop ids": completion('"a"', f', "stop_token_ids": {array("-1", MILLION)}'),
+    "unknown fields": completion('"a"', f", {members(MILLION)}"),
+    "biases": completion('"a"', f', "logit_bias": {{{members(MILLION)}}}'),
+    "as many biases as are allowed": completion('"a"', f', "logit_bias": {{{members(MAX_FIELDS - 8)}}}'),
+    "escaped quotes": completion('"' + '\\"' * (LIMIT // 2 - 64) + '"'),
+    "escapes": completion('"' + "\\n" * (LIMIT // 2 - 64) + '"'),
+    "commas in a string": completion('"' + "," * (LIMIT - 128) + '"'),
+    "commas": completion("," * (LIMIT - 128)),
+    "nested arrays": completion("[" * (LIMIT - 128)),
+    "nested objects": completion('{"a":' * (LIMIT // 5 - 128)),
+}
+
+
+def post(address: str, path: str, body: bytes, **headers: str) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection(address, timeout=60)
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json", **headers})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+async def longest_standstill(work: asyncio.Task) -> float:
+    """CPU seconds of this process in which the event loop did nothing: the machine may be busy."""
+    longest, before = 0.0, time.process_time()
+    while not work.done():
+        await asyncio.sleep(TICK_SECONDS)
+        now = time.process_time()
+        longest, before = max(longest, now - before), now
+    return longest
+
+
+def memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+async def costs(address: str, name: str) -> tuple[int, float, int]:
+    """The status, how long the event loop stood still, and how much the process grew."""
+    path, text = BODIES[name]
+    body = text.encode()
+    assert len(body) <= LIMIT
+    reset_peak()
+    before = memory("VmRSS")
+    work = asyncio.create_task(asyncio.to_thread(post, address, path, body))
+    stood = await longest_standstill(work)
+    status, answer = await work
+    assert status == 200 or "error" in answer
+    return status, stood, memory("VmHWM") - before
+
+
+async def test_the_loop_goes_on_and_memory_stays_in_proportion():
+    exceeded = {}
+    async with ScriptedDecode(saying([40])) as decode, gateway(decode, max_message_bytes=LIMIT) as rig:
+        address = rig.http.removeprefix("http://")
+        await asyncio.to_thread(post, address, "/v1/completions", b"{}")
+        for name, (_, text) in BODIES.items():
+            status, stood, grown = await costs(address, name)
+            print(f"{name}: {status}, {stood * 1e3:.0f} ms, {grown / len(text):.1f} times the body")
+            if status not in (200, 400) or stood >= LOOP_SECONDS or grown >= 10 * len(text) + SMALL:
+                exceeded[name] = (status, stood, grown / len(text))
+    assert not exceeded
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "param"),
+    [
+        ('{"model": "scripted", "prompt": "a", "prompt": "b"}', "duplicate_parameter", "prompt"),
+        ('{"model": "scripted", "prompt": "a", "logit_bias": {"5": 1, "5": 2}}', "duplicate_parameter", "5"),
+        ('{"model": "scripted", "prompt": "a", "\\ud800": 1}', "invalid_json", None),
+        ('{"model": "scripted", "prompt": ["a", "\\ud800"]}', "invalid_json", None),
+    ],
+)
+async def test_a_key_is_given_once(text, code, param):
+    async with ScriptedDecode(saying([40])) as decode, gateway(decode) as rig:
+        address = rig.http.removeprefix("http://")
+        status, answer = await asyncio.to_thread(post, address, "/v1/completions", text.encode())
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, code, param)
+
+
+async def test_a_compressed_body_is_refused():
+    body = b'{"model": "scripted", "prompt": "a"}'
+    async with ScriptedDecode(saying([40])) as decode, gateway(decode) as rig:
+        address = rig.http.removeprefix("http://")
+        for encoding, expected in ("gzip", 415), ("identity", 200):
+            headers = {"Content-Encoding": encoding}
+            status, _ = await asyncio.to_thread(post, address, "/v1/completions", body, **headers)
+            assert status == expected, encoding
