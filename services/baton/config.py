@@ -39,6 +39,16 @@ class NodeConfig:
     etcd: tuple[str, ...] = ()
     """host:port of an etcd's members. Tokenizers, prefill and decode nodes write themselves down there, and
     gateways find them; empty: none."""
+    etcd_ca: str = ""
+    """PEM file with the CA of etcd's certificate; empty: no TLS."""
+    etcd_cert: str = ""
+    """PEM file with this process's certificate for etcd, where etcd asks for one."""
+    etcd_key: str = ""
+    """PEM file with its key."""
+    etcd_user: str = ""
+    """etcd user, where etcd has authentication enabled; empty: none."""
+    etcd_password_file: str = ""
+    """File with the user's password, readable by this process's user only."""
     etcd_prefix: str = "/baton"
     """What the keys of this deployment in etcd begin with."""
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from contextlib import asynccontextmanager
 
+import certificates
 import grpc
 import pytest
 from etcd import running_etcd
 from polling import until
 
+from baton.config import NodeConfig
+from baton.discovery.etcd import Etcd
 from baton.discovery.finder import Finder
 from baton.discovery.registration import LEASE_SECONDS, Registration, seen_from
 from baton.etcd import rpc_pb2, rpc_pb2_grpc
@@ -27,7 +31,8 @@ def etcd(tmp_path):
 
 @asynccontextmanager
 async def finding(etcd, changes=None, prefix=PREFIX):
-    finder = Finder("decode", [], [etcd.endpoint], prefix, (changes if changes is not None else []).append)
+    access = etcd if isinstance(etcd, Etcd) else Etcd((etcd.endpoint,), prefix)
+    finder = Finder("decode", [], access, (changes if changes is not None else []).append)
     finder.start()
     try:
         yield finder
@@ -36,7 +41,8 @@ async def finding(etcd, changes=None, prefix=PREFIX):
 
 
 def register(etcd, number, address, role="decode", prefix=PREFIX):
-    registration = Registration([etcd.endpoint], prefix, role, number, address)
+    access = etcd if isinstance(etcd, Etcd) else Etcd((etcd.endpoint,), prefix)
+    registration = Registration(access, role, number, address)
     registration.start()
     return registration
 
@@ -106,6 +112,64 @@ async def test_a_lease_that_was_taken_away_is_made_again_and_the_node_is_held_me
         assert [change for change in changes if change.left] == []
         await node.close()
         await until(lambda: not finder.addresses, "it said that it left", 3.0)
+
+
+async def enable_authentication(etcd, credentials):
+    """With one user, root. The requests of these calls have the fields of AuthenticateRequest."""
+    async with grpc.aio.secure_channel(etcd.endpoint, credentials) as channel:
+        for call, first, second in (
+            ("UserAdd", "root", "secret"),
+            ("RoleAdd", "root", ""),
+            ("UserGrantRole", "root", "root"),
+            ("AuthEnable", "", ""),
+        ):
+            request = rpc_pb2.AuthenticateRequest(name=first, password=second)
+            method = channel.unary_unary(
+                f"/etcdserverpb.Auth/{call}",
+                request_serializer=rpc_pb2.AuthenticateRequest.SerializeToString,
+                response_deserializer=rpc_pb2.AuthenticateResponse.FromString,
+            )
+            await method(request, timeout=5)
+
+
+async def test_tls_and_a_user(tmp_path):
+    pem = certificates.make(tmp_path / "pem")
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    password.chmod(0o600)
+    (tmp_path / "etcd").mkdir()
+    with running_etcd(tmp_path / "etcd", pem) as server:
+        tls = {"etcd": (server.endpoint,), "etcd_ca": pem.ca, "etcd_cert": pem.cert, "etcd_key": pem.key}
+        user = {"etcd_user": "root", "etcd_password_file": str(password)}
+        access = Etcd.load(NodeConfig(**tls, **user))
+        await enable_authentication(server, access.credentials)
+        async with finding(access) as finder:
+            node = register(access, 1, "10.0.0.1:50071")
+            await until(lambda: finder.addresses == ["10.0.0.1:50071"], "the node is found")
+            no_user, no_tls = Etcd.load(NodeConfig(**tls)), Etcd((server.endpoint,), PREFIX)
+            for each in (no_user, no_tls, dataclasses.replace(access, password="wrong")):
+                stranger = register(each, 2, "10.0.0.2:50071")
+                with pytest.raises(BatonError):
+                    async with each.connect(server.endpoint) as channel:
+                        await stranger._hold(channel, server.endpoint)
+                await stranger.close()
+            await node.close()
+            await until(lambda: not finder.addresses, "it has left", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"etcd_user": "a"}, "--etcd-password-file"),
+        ({"etcd_cert": "a"}, "--etcd-key"),
+        ({"etcd_cert": "a", "etcd_key": "b"}, "--etcd-ca"),
+        ({"etcd_ca": "/nowhere"}, "--etcd-ca: cannot read /nowhere"),
+        ({"etcd_user": "a", "etcd_password_file": "b"}, "in clear"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, words):
+    with pytest.raises(BatonError, match=words):
+        Etcd.load(NodeConfig(etcd=("etcd.example:2379",), **flags))
 
 
 def test_an_address_of_all_interfaces_is_registered_as_etcd_would_see_it():

@@ -1,7 +1,7 @@
 """A process for supervisor tests: gRPC health and the ready line, like `baton serve`, and nothing else.
 
 Arguments: ROLE [--behave MODE] and the flags that the supervisor adds. Modes: good; crash (exits with 3
-before it is ready); hang (never ready); stubborn (ignores SIGTERM).
+before it is ready); hang (never ready); stubborn (ignores SIGTERM); after:FILE (ready once FILE is there).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -41,6 +42,9 @@ def main() -> int:
         return 3
     if arguments.behave == "hang":
         time.sleep(60)
+    if arguments.behave.startswith("after:"):
+        while not Path(arguments.behave.removeprefix("after:")).exists():
+            time.sleep(0.05)
     server = grpc.server(ThreadPoolExecutor(2))
     servicer = health.HealthServicer()
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,23 +229,81 @@ def test_no_gateway_is_one_line() -> None:
         assert "baton up" in result.stderr, command
 
 
-def test_killed_up_leaves_nothing(tmp_path: Path) -> None:
-    up = start(tmp_path, "--prefill", "0")
-    assert list(up.rows) == ["tokenizer", "decode-0", "gateway"]
-    up.process.kill()
-    up.process.wait()
+def test_it_outlives_the_reader_of_its_output_and_its_processes_do_not_outlive_it(tmp_path: Path) -> None:
+    """With a closed pipe as its output it still starts again what dies. Killed, it leaves nothing behind."""
+    command = [*BATON, "up", "--prefill", "0", "--port", "0", "--http-port", "0", "--log-dir", str(tmp_path)]
+    environment = {**os.environ, "COLUMNS": "120"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    rows = {}
+    for line in process.stdout:
+        words = line.split()
+        if len(words) == 4 and words[1].isdigit():
+            rows[words[0]] = words[1:]
+        if "Ctrl-C stops everything" in line:
+            break
+    process.stdout.close()
+    try:
+        assert list(rows) == ["tokenizer", "decode-0", "gateway"]
+        pid = int(rows["decode-0"][0])
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while (result := baton("status", "--server", rows["gateway"][1], "--json")).returncode:
+            assert process.poll() is None and time.monotonic() < deadline, result.stdout
+            time.sleep(0.2)
+        pids = [int(report["info"]["pid"]) for report in json.loads(result.stdout)]
+        assert len(pids) == 3 and pid not in pids
+    finally:
+        process.kill()
+        process.wait()
     deadline = time.monotonic() + 10
-    while alive(up.pids):
+    while alive(pids):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
-def test_a_model_that_cannot_be_served_ends_it_with_a_reason(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not (shutil.which("unshare") and shutil.which("ip") and os.geteuid() == 0),
+    reason="needs root, unshare and ip: a network of its own",
+)
+def test_where_only_ipv6_is(tmp_path: Path) -> None:
+    """In a network whose only address is ::1, with default addresses everywhere."""
+    network = "ip link set lo up && ip address delete 127.0.0.1/8 dev lo && exec"
+    command = f"{network} {' '.join(BATON)} up --kv-tokens 4096 --log-dir {tmp_path} > {tmp_path}/output 2>&1"
+    process = subprocess.Popen(["unshare", "--net", "sh", "-c", command])
+    try:
+        deadline = time.monotonic() + 120
+        while "Ctrl-C stops everything" not in (output := read(tmp_path / "output")):
+            assert process.poll() is None and time.monotonic() < deadline, output
+            time.sleep(0.1)
+        assert "[::1]:50050" in output and "--server" not in output
+        inside = ["nsenter", f"--net=/proc/{process.pid}/ns/net", *BATON, "probe"]
+        result = subprocess.run(inside, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        assert "prefill [::1]:" in result.stdout
+    finally:
+        process.terminate()
+        assert process.wait(30) == 0
+
+
+def read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_any_process_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     result = baton("up", "--model", str(tmp_path), "--port", "0", "--http-port", "0")
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1
+    assert "GPT2LMHeadModel is not supported" in result.stderr
+
+
+def test_the_log_that_a_failed_start_names_can_be_read() -> None:
+    result = baton("up", "--prefill", "0", "--decode-attention", "none", "--port", "0", "--http-port", "0")
     assert result.returncode == 1
-    assert "tokenizer exited with code 2" in result.stderr or "prefill-0 exited with code 2" in result.stderr
-    assert "Traceback" not in result.stderr
+    found = re.search(r"decode-0 exited with code 2 .*; its log \((.+)\) ends:", result.stderr)
+    assert found is not None, result.stderr
+    assert "attention" in Path(found[1]).read_text()
 
 
 def test_verify_split_against_aggregated() -> None:

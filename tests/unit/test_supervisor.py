@@ -22,12 +22,8 @@ PROGRAM = (sys.executable, str(CHILD))
 
 
 def make_children(folder: Path) -> list[Child]:
-    return [
-        Child("tokenizer", "tokenizer", folder=folder),
-        Child("prefill-0", "prefill", folder=folder),
-        Child("decode-0", "decode", folder=folder),
-        Child("gateway", "gateway", folder=folder),
-    ]
+    names = {"tokenizer": "tokenizer", "prefill-0": "prefill", "decode-0": "decode", "gateway": "gateway"}
+    return [Child(name, role, folder=folder, host="127.0.0.1") for name, role in names.items()]
 
 
 def make(children: Sequence[Child], behave: dict[str, str] | None = None, **settings) -> Supervisor:
@@ -57,12 +53,22 @@ async def test_starts_in_order_and_stops_everything(tmp_path: Path) -> None:
         pids = [child.pid for child in children]
         assert len(set(pids)) == 4 and all(psutil.pid_exists(pid) for pid in pids)
         tokenizer, prefill, decode, gateway = children
-        assert prefill.address in decode.log.read_text()
-        assert decode.address in gateway.log.read_text() and tokenizer.address in gateway.log.read_text()
+        assert all(each.address in gateway.log.read_text() for each in (tokenizer, prefill, decode))
     finally:
         await supervisor.stop()
     assert gone(pids, 1.0)
     assert [child.state for child in children] == [State.STOPPED] * 4
+
+
+async def test_workers_load_at_the_same_time(tmp_path: Path) -> None:
+    children = make_children(tmp_path)
+    prefill, decode = children[1:3]
+    supervisor = make(children, {prefill.name: f"after:{decode.log}"}, start_seconds=10.0)
+    try:
+        await supervisor.start()
+        assert prefill.state is decode.state is State.HEALTHY
+    finally:
+        await supervisor.stop()
 
 
 async def test_child_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> None:
@@ -151,7 +157,8 @@ def test_killed_supervisor_leaves_no_process(tmp_path: Path, behave: str) -> Non
 
         async def main():
             names = ["tokenizer", "prefill", "decode", "gateway"]
-            children = [Child(name, name, folder=Path({str(tmp_path)!r})) for name in names]
+            folder = Path({str(tmp_path)!r})
+            children = [Child(name, name, folder=folder, host="127.0.0.1") for name in names]
             supervisor = Supervisor(children, lambda child: ["--behave", {behave!r}], program={PROGRAM!r})
             await supervisor.start()
             print(*(child.pid for child in children), flush=True)

@@ -16,6 +16,7 @@ from typing import Literal
 import psutil
 
 from baton.cli.serve import DEFAULT_PORTS
+from baton.rpc.address import family_of, loopback
 from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace
 
 Verdict = Literal["ok", "note", "bad"]
@@ -205,10 +206,11 @@ def ports() -> Iterator[Check]:
 
 def port_taken(port: int) -> bool:
     """Whether somebody listens on this port of the loopback."""
-    with socket.socket() as probe:
+    host = loopback()
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return True
     return False

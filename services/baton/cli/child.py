@@ -14,6 +14,7 @@ from types import MappingProxyType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.rpc.address import join_address
 from baton.rpc.channel import Dial, open_channel
 
 LAST_LINES = 8
@@ -45,7 +46,7 @@ class Child:
         role: str,
         *,
         folder: Path,
-        host: str = "127.0.0.1",
+        host: str,
         port: int = 0,
         http_port: int | None = 0,
         environment: Mapping[str, str] = MappingProxyType({}),
@@ -77,6 +78,11 @@ class Child:
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
+
+    @property
+    def fixed_address(self) -> str:
+        """host:port of a child that was given its port; known before it starts."""
+        return join_address(self.host, self.port)
 
     def _enter(self, state: State) -> None:
         self.state = state

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +14,13 @@ from rich.console import Console
 from baton.cli.child import Child
 from baton.cli.dialing import CLUSTER_FIELDS
 from baton.cli.local_secret import LocalSecret
+from baton.cli.log_files import LogFolder, follow_logs, rotate_logs
 from baton.cli.placement import Place, place, value_of, visible_gpus, wants_gpu
 from baton.cli.ports import SharedPort, free_ports
-from baton.cli.progress import follow_logs, start_progress
+from baton.cli.progress import start_progress
 from baton.cli.supervisor import SERVE, Supervisor
 from baton.config import NodeConfig
-from baton.rpc.address import split_address
+from baton.rpc.address import loopback, split_address
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.cluster import Cluster
 
@@ -34,8 +34,8 @@ class DeploymentPlan:
     decode: int = 1
     gateways: int = 1
     """Several share the ports."""
-    host: str = "127.0.0.1"
-    """Address that the gateway binds; the other processes bind the loopback."""
+    host: str = ""
+    """Address that the gateway binds; empty: the loopback, as the other processes do."""
     port: int = 0
     http_port: int | None = 0
     flags: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -43,7 +43,7 @@ class DeploymentPlan:
     program: tuple[str, ...] = SERVE
     """What runs a process, given its role and flags."""
     log_folder: Path | None = None
-    """None: a temporary folder, removed at the end."""
+    """None: a new one (log_files.LogFolder)."""
     restart: bool = True
     start_seconds: float = 600.0
     drain_seconds: float = 5.0
@@ -61,21 +61,20 @@ class Deployment:
         """Raises BatonError when the files of the cluster's certificates cannot be used."""
         self.plan = plan
         self.console = console
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        if plan.log_folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="baton-")
-        folder = plan.log_folder or Path(self._temporary.name if self._temporary else "")
+        self._own_logs = LogFolder() if plan.log_folder is None else None
+        self.log_folder = folder = self._own_logs.path if self._own_logs else plan.log_folder or Path()
         folder.mkdir(parents=True, exist_ok=True)
-        self.log_folder = folder
+        self._loopback = loopback()
         self.places = _places(plan)
         self._secret: LocalSecret | None = None
         self._shared: list[SharedPort] = []
         """Of the gateways, if there are several: gRPC, and HTTP if there is any."""
         dial = _cluster(plan).dial
+        names = [("tokenizer", "tokenizer"), *_workers(plan)]
+        ports = free_ports(self._loopback, len(names))
         self.children = [
-            Child("tokenizer", "tokenizer", folder=folder, dial=dial),
-            *(self._worker(name, role, folder, dial) for name, role in _workers(plan)),
-            *self._gateways(folder),
+            *(self._backend(*name, port, dial) for name, port in zip(names, ports, strict=True)),
+            *self._gateways(),
         ]
         self.supervisor = Supervisor(
             self.children,
@@ -86,28 +85,41 @@ class Deployment:
             drain_seconds=plan.drain_seconds,
             report=lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
         )
-        self._follow: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
-    def _worker(self, name: str, role: str, folder: Path, dial: Dial) -> Child:
+    def _backend(self, name: str, role: str, port: int, dial: Dial) -> Child:
+        """A tokenizer, prefill or decode node."""
         place = self.places.get(name)
-        environment = place.environment if place is not None else {}
-        return Child(name, role, folder=folder, environment=environment, dial=dial)
+        return Child(
+            name,
+            role,
+            folder=self.log_folder,
+            host=self._loopback,
+            port=port,
+            environment=place.environment if place is not None else {},
+            dial=dial,
+        )
 
-    def _gateways(self, folder: Path) -> list[Child]:
+    def _gateways(self) -> list[Child]:
         """One; or several, each with ports of its own on the loopback beside those that they share."""
         plan = self.plan
         # Whether the CA of its certificate is known here is the user's business.
         dial = None if _given(plan, "gateway", "tls_cert") else open_channel
+        host = plan.host or self._loopback
+
+        def gateway(name: str, host: str, port: int, http_port: int | None) -> Child:
+            return Child(
+                name, "gateway", folder=self.log_folder, host=host, port=port, http_port=http_port, dial=dial
+            )
+
         if plan.gateways == 1:
-            only = Child("gateway", "gateway", folder=folder, host=plan.host, port=plan.port, dial=dial)
-            only.http_port = plan.http_port
-            return [only]
+            return [gateway("gateway", host, plan.port, plan.http_port)]
         shared = [plan.port] if plan.http_port is None else [plan.port, plan.http_port]
-        self._shared = [SharedPort(plan.host, port) for port in shared]
+        self._shared = [SharedPort(host, port) for port in shared]
         http_port = None if plan.http_port is None else 0
         return [
-            Child(f"gateway-{number}", "gateway", folder=folder, dial=dial, port=port, http_port=http_port)
-            for number, port in enumerate(free_ports(plan.gateways))
+            gateway(f"gateway-{number}", self._loopback, port, http_port)
+            for number, port in enumerate(free_ports(self._loopback, plan.gateways))
         ]
 
     @property
@@ -125,7 +137,7 @@ class Deployment:
         return self._shared[-1].address if len(self._shared) > 1 else self.gateways[0].http_address
 
     def _addresses(self, role: str) -> str:
-        return ",".join(child.address for child in self.children if child.role == role)
+        return ",".join(child.fixed_address for child in self.children if child.role == role)
 
     def _arguments(self, child: Child) -> list[str]:
         flags = ["--drain-seconds", str(self.plan.drain_seconds), "--advertise", ""]
@@ -144,7 +156,7 @@ class Deployment:
         return flags
 
     def _sharing(self, child: Child) -> list[str]:
-        siblings = [f"{each.host}:{each.port}" for each in self.gateways if each is not child]
+        siblings = [each.fixed_address for each in self.gateways if each is not child]
         names = ("--shared", "--shared-http")
         flags = [
             word for name, port in zip(names, self._shared, strict=False) for word in (name, port.address)
@@ -155,8 +167,9 @@ class Deployment:
         try:
             if not _given(self.plan, "gateway", "cluster_secret_file"):
                 self._secret = LocalSecret()
+            self._tasks.append(asyncio.create_task(rotate_logs(self.children)))
             if self.plan.verbose:
-                self._follow = asyncio.create_task(follow_logs(self.children, self.console))
+                self._tasks.append(asyncio.create_task(follow_logs(self.children, self.console)))
                 await self.supervisor.start()
             else:
                 async with start_progress(self.children, self.console):
@@ -177,13 +190,13 @@ class Deployment:
         try:
             await self.supervisor.stop()
         finally:
-            if self._follow is not None:
-                self._follow.cancel()
-                await asyncio.gather(self._follow, return_exceptions=True)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._secret is not None:
                 self._secret.close()
-            if self._temporary is not None:
-                self._temporary.cleanup()
+            if self._own_logs is not None:
+                self._own_logs.close()
             for port in self._shared:
                 port.close()
 

@@ -17,6 +17,7 @@ import torch
 
 from baton.cli.child import ChildError
 from baton.kvcache.pool import KvLayout
+from baton.rpc.address import join_address, loopback
 from baton.rpc.channel import server_options
 from baton.rpc.ids import new_incarnation
 from baton.transport.page_source import PageSourceServicer
@@ -65,7 +66,7 @@ async def _serve(layout: KvLayout, pages: int, device: torch.device) -> None:
     pool, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
     server = grpc.aio.server(options=server_options())
     prefill_pb2_grpc.add_PageSourceServicer_to_server(PageSourceServicer(published.pages), server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    address = join_address(loopback(), server.add_insecure_port(join_address(loopback(), 0)))
     await server.start()
     # Contents that no link could compress, and that are there: memory that nobody wrote need not be.
     pool.raw.random_(0, 256)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 
 from baton.rpc.address import family_of, join_address
+
+PORTS = range(10_000, 20_000)
 
 
 class SharedPort:
@@ -28,10 +31,16 @@ class SharedPort:
         self._socket.close()
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ports of the loopback that nobody uses now."""
-    with contextlib.ExitStack() as open_sockets:
-        sockets = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+def free_ports(host: str, count: int) -> list[int]:
+    """Different ports of the address that nobody uses now. They are below the range from which the system
+    takes ports for connections (ip_local_port_range), so that they are still free when a process binds them.
+    Raises OSError when there are not so many."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            return found
+        with contextlib.suppress(OSError), socket.socket(family_of(host)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            found.append(port)
+    raise OSError(f"{host} has no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")

@@ -99,21 +99,3 @@ async def start_progress(children: Sequence[Child], console: Console) -> AsyncIt
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def follow_logs(children: Sequence[Child], console: Console) -> None:
-    """Prints what the children log, each line with its process's name, until cancelled."""
-    offsets = {child.name: 0 for child in children}
-    width = max(len(child.name) for child in children)
-    while True:
-        for child in children:
-            if not child.log.exists():
-                continue
-            with child.log.open("rb") as log:
-                log.seek(offsets[child.name])
-                text = log.read()
-            end = text.rfind(b"\n") + 1  # a line still being written waits for its end
-            offsets[child.name] += end
-            for line in text[:end].decode(errors="replace").splitlines():
-                console.print(f"{child.name:{width}}  {line}", highlight=False, markup=False, soft_wrap=True)
-        await asyncio.sleep(0.2)

@@ -16,9 +16,16 @@ from rich.table import Table
 from baton.cli.answer import no_gateway
 from baton.cli.nodes import NodeReport, ask_deployment
 from baton.cli.options import F, fail
+from baton.cli.serve import DEFAULT_PORTS
+from baton.rpc.address import join_address, loopback
 from baton.rpc.errors import BatonError
 
 _HEALTH = {"SERVING": "[green]serving[/]", "NOT_SERVING": "[yellow]not serving[/]"}
+
+
+def default_server() -> str:
+    """The address of a gateway that `baton up` has started here without --host and --port."""
+    return join_address(loopback(), DEFAULT_PORTS["gateway"][0])
 
 
 def server_option(function: F) -> F:
@@ -26,8 +33,8 @@ def server_option(function: F) -> F:
     return click.option(
         "--server",
         metavar="HOST:PORT",
-        default="127.0.0.1:50050",
-        show_default=True,
+        default=default_server,
+        show_default="127.0.0.1:50050",
         envvar="BATON_SERVER",
         show_envvar=True,
         help="The gateway's gRPC address.",

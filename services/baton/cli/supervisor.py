@@ -14,7 +14,8 @@ from baton.cli.child import Child, ChildError, State
 from baton.cli.options import fields_of
 from baton.cli.toml import ROLES
 
-START_ORDER = (("tokenizer", "prefill"), ("decode",), ("gateway",))
+START_ORDER = (("tokenizer", "prefill", "decode"), ("gateway",))
+"""Workers load at the same time. They are told each other's addresses before these answer."""
 STOP_ORDER = ("gateway", "decode", "prefill", "tokenizer")
 RESTARTS_PER_MINUTE = 5
 FIRST_BACKOFF_SECONDS = 0.2

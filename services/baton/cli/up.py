@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from baton.cli.options import SectionedCommand, as_flags, config_options, fail, 
 from baton.cli.placement import value_of
 from baton.cli.running import run_command
 from baton.cli.serve import DEFAULT_PORTS
+from baton.cli.status import default_server
 from baton.cli.toml import ROLES, config_file_option
 from baton.config import (
     DecodeConfig,
@@ -31,26 +35,54 @@ from baton.config import (
     WorkerConfig,
 )
 from baton.gateway.door import PublicDoor
+from baton.rpc.address import family_of, loopback
 from baton.rpc.door import check_address
 from baton.rpc.errors import BatonError
 
 OWN = (
     *("host", "port", "http_port", "advertise", "drain_seconds", "shared", "shared_http", "siblings"),
-    *("tokenizer", "prefill", "decode", "etcd", "etcd_prefix"),
+    *("tokenizer", "prefill", "decode", *(name for name in fields_of(NodeConfig) if name.startswith("etcd"))),
 )
 """Fields that the supervisor sets itself."""
 
 
-def fetch_model(values: dict[str, Any]) -> None:
-    """Finds the model that was named before any process starts: a download shows its progress here, once, and
-    a wrong name ends the command with one line."""
+MODEL_FIELDS = ("model", "load_format", "context_length")
+CHECK_MODEL = """
+import sys
+from pathlib import Path
+from baton.models.config import ModelError, read_config
+from baton.models.reader import weight_files
+
+path, load_format, context_length = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+try:
+    read_config(path, context_length or None)
+    if load_format != "dummy":
+        weight_files(path)
+except ModelError as error:
+    sys.exit(str(error))
+"""
+
+
+def fetch_model(values: Mapping[str, Any]) -> None:
+    """Finds the model that was named before any process starts, and ends the command with one line if it
+    cannot be served. A download shows its progress here, once."""
     from baton.checkpoint import CheckpointError, resolve
 
-    if values.get("model"):
-        try:
-            resolve(values["model"])
-        except CheckpointError as error:
-            fail(str(error), code=2)
+    name = values.get("model")
+    if not name:
+        return
+    try:
+        path = resolve(name)
+    except CheckpointError as error:
+        fail(str(error), code=2)
+    if name != "demo":
+        # In a process of its own: this one, which goes on for as long as the deployment, stays without torch.
+        words = (str(path), values.get("load_format") or "auto", str(values.get("context_length") or 0))
+        check = subprocess.run(
+            [sys.executable, "-c", CHECK_MODEL, *words], capture_output=True, text=True, check=False
+        )
+        if check.returncode:
+            fail(f"model {name!r}: {check.stderr.strip().splitlines()[-1]}", code=2)
 
 
 def pass_through(values: dict[str, Any]) -> dict[str, tuple[str, ...]]:
@@ -68,8 +100,7 @@ def pass_through(values: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 def check_port(host: str, port: int, flag: str) -> None:
     """Ends the command when the port is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -104,7 +135,7 @@ def check_public(host: str, flags: Sequence[str]) -> None:
 
 def _examples(address: str, http: str, model: str, gateway: Sequence[str]) -> str:
     """gateway: its flags."""
-    server = "" if address == "127.0.0.1:50050" else f" --server {address}"
+    server = "" if address == default_server() else f" --server {address}"
     lines = [f'baton generate "def main():"{server}', f"baton chat{server}", f"baton status{server}"]
     if http:
         body = json.dumps({"model": model, "prompt": "def main():", "max_tokens": 32})
@@ -114,6 +145,18 @@ def _examples(address: str, http: str, model: str, gateway: Sequence[str]) -> st
             f"curl {scheme}://{http}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
         )
     return "\n".join(f"  {line}" for line in lines)
+
+
+class Output(Console):
+    """Goes on in silence when the reader of its output has gone."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        with contextlib.suppress(SystemExit):  # rich ends the process
+            super().on_broken_pipe()
 
 
 async def _up(plan: DeploymentPlan, console: Console) -> int:
@@ -191,7 +234,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=None,
-    help="Where each process's log goes.  [default: a temporary folder]",
+    help="Where each process's log goes.  [default: a new folder in ~/.local/state/baton/logs]",
 )
 @click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs here too.")
 @click.option(
@@ -241,16 +284,17 @@ def up(
       baton up --transports grpc                  pages over gRPC instead of shared memory
       baton up --config baton.toml --port 0       settings from a file, a free port
     """
-    fetch_model(values)
+    flags = pass_through(values)
+    fetch_model({name: value_of(flags["decode"], "decode", name) for name in MODEL_FIELDS})
     default_port, default_http = DEFAULT_PORTS["gateway"]
     plan = DeploymentPlan(
         prefill=prefill_nodes,
         decode=decode_nodes,
         gateways=gateways,
-        host=host or "127.0.0.1",
+        host=host or loopback(),
         port=default_port if port is None else port,
         http_port=default_http if http_port is None else None if http_port == "none" else int(http_port),
-        flags=pass_through(values),
+        flags=flags,
         log_folder=log_dir.absolute() if log_dir else None,
         restart=not no_restart,
         drain_seconds=drain_seconds,
@@ -259,5 +303,5 @@ def up(
     check_public(plan.host, plan.flags["gateway"])
     check_port(plan.host, plan.port, "--port")
     check_port(plan.host, plan.http_port or 0, "--http-port")
-    console = Console()
+    console = Output()
     run_command(lambda: _up(plan, console), interrupted=0)

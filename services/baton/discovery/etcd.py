@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import cycle
 
+import grpc
 import grpc.aio
 
+from baton.config import NodeConfig
 from baton.discovery.members import apply_events
 from baton.etcd import rpc_pb2 as pb
 from baton.etcd import rpc_pb2_grpc as rpc
-from baton.rpc.channel import client_options
+from baton.rpc.address import is_loopback
+from baton.rpc.channel import open_channel
 from baton.rpc.client_stream import ClientStream
-from baton.rpc.errors import BatonError, from_rpc_error, unavailable
+from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, unavailable
 from baton.rpc.logs import get_logger
+from baton.rpc.private_file import read_private, read_public
 
 CALL_SECONDS = 5.0
 SILENCE_SECONDS = 900.0
@@ -35,10 +40,56 @@ Heard = Callable[[list[str], Collection[str]], None]
 _log = get_logger()
 
 
-def open_etcd(endpoint: str) -> grpc.aio.Channel:
-    """A connection to host:port of an etcd."""
-    # etcd closes connections that ping oftener than every 5 s; these do so every 10 s.
-    return grpc.aio.insecure_channel(endpoint, options=client_options())
+@dataclass(frozen=True, slots=True)
+class Etcd:
+    """An etcd cluster and how to connect to it."""
+
+    endpoints: tuple[str, ...]
+    """host:port of its members."""
+    prefix: str
+    credentials: grpc.ChannelCredentials | None = None
+    """TLS; None: none."""
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+    @classmethod
+    def load(cls, config: NodeConfig) -> Etcd | None:
+        """None: none is configured. Raises BatonError for files that cannot be used, and for a password that
+        would be sent to another machine in clear."""
+        if not config.etcd:
+            return None
+        user, file = config.etcd_user, config.etcd_password_file
+        if bool(user) != bool(file):
+            raise failed_precondition("--etcd-user and --etcd-password-file: give both")
+        if bool(config.etcd_cert) != bool(config.etcd_key):
+            raise failed_precondition("--etcd-cert and --etcd-key: give both")
+        if config.etcd_cert and not config.etcd_ca:
+            raise failed_precondition("--etcd-cert needs --etcd-ca too: the CA of etcd's certificate")
+        far = [each for each in config.etcd if not is_loopback(each.rpartition(":")[0])]
+        if user and far and not (config.etcd_ca or config.insecure):
+            text = f"the password for etcd would be sent to {far[0]} in clear"
+            raise failed_precondition(f"{text}; give --etcd-ca for TLS, or --insecure")
+        credentials = None
+        if config.etcd_ca:
+            cert = read_public(config.etcd_cert, "--etcd-cert") if config.etcd_cert else None
+            key = read_private(config.etcd_key, "--etcd-key") if config.etcd_key else None
+            credentials = grpc.ssl_channel_credentials(read_public(config.etcd_ca, "--etcd-ca"), key, cert)
+        password = read_private(file, "--etcd-password-file").decode(errors="replace").strip() if file else ""
+        return cls(config.etcd, config.etcd_prefix, credentials, user, password)
+
+    @contextlib.asynccontextmanager
+    async def connect(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
+        """A connection to a member, logged in as the user if there is one. Raises BatonError."""
+        # etcd closes connections that ping oftener than every 5 s; these do so every 10 s.
+        metadata: tuple[tuple[str, str], ...] = ()
+        if self.user:
+            login = pb.AuthenticateRequest(name=self.user, password=self.password)
+            with etcd_errors():
+                async with open_channel(endpoint, credentials=self.credentials) as channel:
+                    answer = await rpc.AuthStub(channel).Authenticate(login, timeout=CALL_SECONDS)
+            metadata = (("token", answer.token),)
+        async with open_channel(endpoint, credentials=self.credentials, metadata=metadata) as channel:
+            yield channel
 
 
 def role_prefix(prefix: str, role: str) -> str:
@@ -67,13 +118,13 @@ def etcd_errors() -> Iterator[None]:
         raise unavailable(f"a key or value in etcd is not Baton's ({error}); choose --etcd-prefix") from error
 
 
-async def watch(endpoints: Sequence[str], prefix: str, role: str, heard: Heard) -> None:
+async def watch(etcd: Etcd, role: str, heard: Heard) -> None:
     """Hands on the addresses of all nodes of a role, at once and after each change, until cancelled. While no
     etcd can be reached all stays as it was; the endpoints are tried in turn."""
-    for endpoint in cycle(endpoints):
+    for endpoint in cycle(etcd.endpoints):
         try:
-            async with open_etcd(endpoint) as channel:
-                async for nodes, leaving in _snapshots(channel, role_prefix(prefix, role)):
+            async with etcd.connect(endpoint) as channel:
+                async for nodes, leaving in _snapshots(channel, role_prefix(etcd.prefix, role)):
                     heard(sorted(set(nodes.values())), leaving)
         except BatonError as error:
             _log.warning("etcd lost", etcd=endpoint, role=role, error=error.message)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 from baton.discovery import dns, etcd
+from baton.discovery.etcd import Etcd
 from baton.discovery.members import Change, Members
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
@@ -17,16 +18,14 @@ _log = get_logger()
 
 
 class Finder:
-    """`addresses`: "host:port" are nodes, "dns:host:port" are names of several. `endpoints` of an etcd: its
-    nodes of the role too. `changed` is called on the event loop, first by `start` for the nodes of the list.
-    """
+    """`addresses`: "host:port" are nodes, "dns:host:port" are names of several. Nodes of the role that are
+    registered in `etcd` are added. `changed` is called on the event loop, first by `start` for the list."""
 
     def __init__(
         self,
         role: str,
         addresses: Sequence[str],
-        endpoints: Sequence[str],
-        prefix: str,
+        etcd: Etcd | None,
         changed: Callable[[Change], None],
     ) -> None:
         """Raises BatonError that names the field of an address that is wrong."""
@@ -34,8 +33,7 @@ class Finder:
         self._nodes = [address for address in addresses if not address.startswith(dns.PREFIX)]
         names = [address for address in addresses if address.startswith(dns.PREFIX)]
         self._names = [dns.parse_name(name, role) for name in names]
-        self._endpoints = endpoints
-        self._prefix = prefix
+        self._etcd = etcd
         self._changed = changed
         self._members = Members()
         self._in_etcd: list[str] = []
@@ -49,7 +47,8 @@ class Finder:
     @property
     def searches(self) -> list[str]:
         """Where nodes may still come from; for people."""
-        return [*map(str, self._names), *(f"etcd {endpoint}" for endpoint in self._endpoints)]
+        endpoints = self._etcd.endpoints if self._etcd is not None else ()
+        return [*map(str, self._names), *(f"etcd {endpoint}" for endpoint in endpoints)]
 
     def start(self) -> None:
         self._heard("list", self._nodes)
@@ -60,9 +59,9 @@ class Finder:
                 self._heard(source, nodes, dns.HOLD_SECONDS)
 
             self._tasks.spawn(dns.watch(name, heard), source)
-        if self._endpoints:
-            watch = etcd.watch(self._endpoints, self._prefix, self._role, self._heard_etcd)
-            self._tasks.spawn(watch, f"etcd {self._role}")
+        if self._etcd is not None:
+            watching = etcd.watch(self._etcd, self._role, self._heard_etcd)
+            self._tasks.spawn(watching, f"etcd {self._role}")
             self._tasks.spawn(self._look_again(), f"etcd {self._role}, again")
 
     def _heard_etcd(self, nodes: list[str], leaving: Collection[str]) -> None:

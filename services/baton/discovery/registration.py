@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
 from itertools import cycle
 
 import grpc.aio
 
 from baton.config import NodeConfig
-from baton.discovery.etcd import BACKOFF_SECONDS, CALL_SECONDS, etcd_errors, node_key, open_etcd
+from baton.discovery.etcd import BACKOFF_SECONDS, CALL_SECONDS, Etcd, etcd_errors, node_key
 from baton.etcd import rpc_pb2 as pb
 from baton.etcd import rpc_pb2_grpc as rpc
 from baton.rpc.address import join_address
@@ -29,11 +28,9 @@ class Registration:
     """Keeps the entry there until `close`, over all losses of etcd. A process serves whether it is registered
     or not."""
 
-    def __init__(
-        self, endpoints: Sequence[str], prefix: str, role: str, incarnation: int, address: str
-    ) -> None:
-        self._endpoints = endpoints
-        self._key = node_key(prefix, role, incarnation)
+    def __init__(self, etcd: Etcd, role: str, incarnation: int, address: str) -> None:
+        self._etcd = etcd
+        self._key = node_key(etcd.prefix, role, incarnation)
         self._address = address
         self._tasks = Tasks()
         self._lease: tuple[str, int] | None = None
@@ -52,7 +49,7 @@ class Registration:
         leaving = pb.PutRequest(key=self._key.encode(), value=b"", lease=number)
         revoke = pb.LeaseRevokeRequest(ID=number)
         try:
-            async with open_etcd(endpoint) as channel:
+            async with self._etcd.connect(endpoint) as channel:
                 with etcd_errors():
                     await rpc.KVStub(channel).Put(leaving, timeout=CALL_SECONDS)
                     await rpc.LeaseStub(channel).LeaseRevoke(revoke, timeout=CALL_SECONDS)
@@ -61,9 +58,9 @@ class Registration:
             _log.warning(text, etcd=endpoint, error=error.message)
 
     async def _run(self) -> None:
-        for endpoint in cycle(self._endpoints):
+        for endpoint in cycle(self._etcd.endpoints):
             try:
-                async with open_etcd(endpoint) as channel:
+                async with self._etcd.connect(endpoint) as channel:
                     await self._hold(channel, endpoint)
             except BatonError as error:
                 _log.warning("not registered in etcd", etcd=endpoint, error=error.message)
@@ -91,10 +88,11 @@ class Registration:
 
 
 def register(config: NodeConfig, role: str, incarnation: int, address: str) -> Registration | None:
-    """Begins to register a process at host:port, if there is an etcd to do so."""
-    if not config.etcd:
+    """Begins to register a process at host:port, if an etcd is configured. Raises BatonError."""
+    etcd = Etcd.load(config)
+    if etcd is None:
         return None
-    registration = Registration(config.etcd, config.etcd_prefix, role, incarnation, address)
+    registration = Registration(etcd, role, incarnation, address)
     registration.start()
     return registration
 

@@ -6,6 +6,7 @@ import asyncio
 from functools import partial
 
 from baton.config import GatewayConfig
+from baton.discovery.etcd import Etcd
 from baton.discovery.finder import Finder
 from baton.discovery.members import Change
 from baton.gateway.nodes import ROLES, Nodes
@@ -15,13 +16,11 @@ class Search:
     """Used on one event loop."""
 
     def __init__(self, config: GatewayConfig, nodes: Nodes) -> None:
-        """Raises BatonError for an address that is none."""
+        """Raises BatonError for an address that is none, and for files for etcd that cannot be used."""
         self._nodes = nodes
+        etcd = Etcd.load(config)
         self._finders = [
-            Finder(
-                role, _addresses(config, role), config.etcd, config.etcd_prefix, partial(self._changed, role)
-            )
-            for role in ROLES
+            Finder(role, _addresses(config, role), etcd, partial(self._changed, role)) for role in ROLES
         ]
 
     def start(self) -> None:

@@ -24,6 +24,16 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def loopback() -> str:
+    """127.0.0.1, or ::1 on a machine that has no IPv4."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", 0))
+        except OSError:
+            return "::1"
+    return "127.0.0.1"
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address; a name counts by all its addresses."""
     try:
