@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from baton.bench.figures import DISTRIBUTION, distribution, summarize
+from baton.bench.figures import DISTRIBUTION, distribution, summarize, too_few
 from baton.bench.jobs import Range
-from baton.bench.plots import main
+from baton.bench.plots import draw, main
 from baton.bench.record import Record
 from baton.bench.workload import Workload
+from baton.cli.bench_serve import few_requests
 
 
 def run(work: Workload, load: str, pauses: list[float]) -> dict[str, Any]:
@@ -53,6 +54,18 @@ def test_a_report_is_drawn(runs, tmp_path):
     assert main([str(source), str(picture)]) == 0
     pixels = imread(picture)
     assert pixels.shape[0] > 800 and pixels.shape[1] > 1000 and pixels.std() > 0.01
+
+
+def test_percentiles_of_few_requests_are_said_to_be_that():
+    assert too_few(8) == [90, 99] and too_few(50) == [99] and too_few(100) == []
+    few, many = run(OPEN, "4", [0.01]), run(OPEN, "4", [0.01]) | {"finished": 100}
+    titles = [[panel.get_title(loc="left") for panel in draw(report(each)).axes] for each in (few, many)]
+    assert "p50 of 1 requests is little more than the slowest" in titles[0][0]
+    assert not any("slowest" in title for title in titles[1])
+    assert list(few_requests(few | {"finished": 8})) == [
+        "p90 and p99 of 8 requests is little more than the slowest; measure more of them"
+    ]
+    assert list(few_requests(many)) == []
 
 
 def test_what_is_no_report_is_one_line(tmp_path, capsys):

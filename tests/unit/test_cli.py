@@ -96,6 +96,13 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], words: str) -> None
     assert result.stderr.startswith("baton: ") and "--help" in result.stderr
 
 
+@pytest.mark.parametrize("group", [[], ["serve"], ["bench"]])
+def test_a_group_without_a_command_shows_its_help(group: list[str]) -> None:
+    result = baton(*group)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith(" ".join(["Usage: baton", *group])) and "--help" in result.stderr
+
+
 def test_environment_is_named_in_errors() -> None:
     result = baton("serve", "decode", BATON_MAX_ROWS="many")
     assert result.returncode == 2 and "BATON_MAX_ROWS" in result.stderr
@@ -112,7 +119,7 @@ def test_doctor_json() -> None:
     report = json.loads(result.stdout)
     found = {(check["section"], check["name"]): check for check in report["checks"]}
     assert report["can_run"] is True
-    assert {check["verdict"] for check in report["checks"]} <= {"ok", "note"}
+    assert {check["verdict"] for check in report["checks"]} <= {"ok", "note", "absent"}
     for key in [
         ("machine", "python"),
         ("machine", "cores"),

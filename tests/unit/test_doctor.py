@@ -8,8 +8,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from baton.cli.checks import process_id
+from baton.cli.checks import process_id, run_checks
 from baton.cli.health import health
+from baton.cli.placement import DRIVER
 from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace
 
 ENTRY = ["python", "-m", "baton.cli.entry", "baton", "serve", "decode"]
@@ -28,6 +29,14 @@ SERVE = ["python", "/opt/baton/bin/baton", "serve", "decode"]
 def test_a_worker_that_cuda_ipc_could_not_tell_apart_is_found(namespace, commands, verdict, says):
     check = process_id(namespace, commands)
     assert check.verdict == verdict and says in check.detail
+
+
+@pytest.mark.skipif(any(path.exists() for path in DRIVER), reason="there is a GPU")
+def test_without_a_gpu_nothing_that_needs_one_is_a_fault():
+    findings = {(check.section, check.name): check.verdict for check in run_checks()}
+    absent = {name for name, verdict in findings.items() if verdict == "absent"}
+    assert {("devices", "cuda"), ("transports", "cuda_ipc"), ("attention", "fa3")} <= absent
+    assert findings["attention", "torch"] == "ok"
 
 
 def test_the_namespace_can_be_read_here():

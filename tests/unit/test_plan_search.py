@@ -10,6 +10,11 @@ from click.testing import CliRunner
 from baton.bench.figures import Targets
 from baton.bench.record import Record
 from baton.cli.main import cli
+<<<<<<< HEAD
+=======
+from baton.cli.plan_report import _words
+from baton.engine.cost import StepCost
+>>>>>>> 5ab7229 (chat: a pasted text is one message; doctor, bench serve, plan and help without a command say what is so)
 from baton.plan.deployment import Layout, NodeFigures, Simulated
 from baton.plan.search import Goal, Kinds, impossible, search
 from baton.plan.traffic import Arrival, Traffic, Work
@@ -48,6 +53,18 @@ def test_the_first_layouts_that_do_are_taken():
     plan = run(lambda layout: (0, 0) if layout.nodes >= 2 else (5, 0))
     assert tried(plan) == [(0, 1), (0, 2), (1, 1)]
     assert plan.best.layout == Layout(0, 2) and plan.split.layout == Layout(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(0, 1), "1 decode node that prefills for itself"),
+        (Layout(0, 2), "2 decode nodes that prefill for themselves"),
+        (Layout(2, 1, "always"), "2 prefill and 1 decode node with --split always"),
+    ],
+)
+def test_the_words_for_a_layout(layout, words):
+    assert _words(outcome(layout, 0, 0)) == words
 
 
 def test_the_walk_goes_where_more_requests_miss_their_target():

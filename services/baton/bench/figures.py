@@ -53,6 +53,11 @@ def spread(seconds: Iterable[float | None]) -> dict[str, float | None]:
     }
 
 
+def too_few(requests: int) -> list[int]:
+    """The percentiles that so many requests hardly tell: fewer than one of them is expected to be beyond."""
+    return [each for each in PERCENTILES if requests * (100 - each) < 100]
+
+
 def distribution(seconds: Iterable[float]) -> list[float]:
     """The values at the percentiles of DISTRIBUTION, in milliseconds; empty without values."""
     values = np.array(list(seconds)) * 1e3

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.figures import DISTRIBUTION, PERCENTILES
+from baton.bench.figures import DISTRIBUTION, PERCENTILES, too_few
 
 STYLES = dict(zip(PERCENTILES, ("o-", "s--", "^:"), strict=True))
 Run = dict[str, Any]
@@ -35,9 +35,13 @@ def require() -> None:
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
-    """Writes a PNG of a report: TTFT and ITL percentiles over rate above, their distributions below. Raises
-    NoPlots."""
+    """Writes the picture of a report as a PNG. Raises NoPlots."""
     require()
+    draw(report).savefig(file, format="png")
+
+
+def draw(report: dict[str, Any]) -> Any:
+    """A matplotlib figure: TTFT and ITL percentiles over rate above, their distributions below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -48,7 +52,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
     for column, name in enumerate(("ttft", "itl")):
         _over_rate(panels[0][column], report["runs"], name)
         _distribution(panels[1][column], report["runs"], name)
-    figure.savefig(file, format="png")
+    return figure
 
 
 def _title(report: dict[str, Any]) -> str:
@@ -79,7 +83,10 @@ def _over_rate(panel: Any, runs: Sequence[Run], name: str) -> None:
     panel.set_xticks(x, [run["load"] for run in runs])
     panel.set_xlabel("offered load, requests/s" if by_rate else "closed loop")
     panel.set_ylabel(f"{name.upper()}, ms")
-    panel.set_title(f"{name.upper()} over load", fontsize=10, loc="left")
+    # There are far more tokens than requests.
+    few = [run["finished"] for run in runs if too_few(run["finished"])] if name == "ttft" else []
+    note = f"; p{too_few(min(few))[0]} of {min(few)} requests is little more than the slowest" if few else ""
+    panel.set_title(f"{name.upper()} over load{note}", fontsize=10, loc="left")
     if any(value > 0 for run in runs for value in run[f"{name}_ms"].values() if value is not None):
         _logarithmic(panel.set_yscale, panel.yaxis)
     panel.grid(True, which="both", alpha=0.25)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import click
 from rich.console import Console
 
 from baton.bench.clients import Target
-from baton.bench.figures import ITL_COUNTING, Targets, summarize
+from baton.bench.figures import ITL_COUNTING, Targets, summarize, too_few
 from baton.bench.plots import NoPlots, plot, require
 from baton.bench.workload import Workload
 from baton.cli.bench_options import (
@@ -107,6 +108,13 @@ def check_context(work: Workload, target: Target) -> None:
         )
 
 
+def few_requests(run: dict[str, Any]) -> Iterator[str]:
+    """Whether the run's percentiles of requests tell little."""
+    if few := too_few(run["finished"]):
+        names = " and ".join(f"p{each}" for each in few)
+        yield f"{names} of {run['finished']} requests is little more than the slowest; measure more of them"
+
+
 def show(measurement: Measurement, runs: list[dict[str, Any]], console: Console) -> None:
     """A row of latencies a run and percentile, and a line of rates a run."""
     figures = table("req/s", "", *(f"{name}, ms" for name in LATENCIES.values()))
@@ -132,7 +140,7 @@ def show(measurement: Measurement, runs: list[dict[str, Any]], console: Console)
         )
     console.print(rates)
     for work, run in zip(measurement.runs, runs, strict=True):
-        for text in warnings(run, work):
+        for text in (*warnings(run, work), *few_requests(run)):
             console.print(f"{label(work)}: {text}", style="yellow", highlight=False, markup=False)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import signal
+import sys
+import termios
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -18,6 +21,8 @@ from baton.cli.status import server_option
 from baton.client import BatonError, Client, Message, Session, Stream
 
 HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+PASTE_SECONDS = 0.05
+"""The lines of a pasted text arrive closer together than this."""
 
 
 @contextlib.contextmanager
@@ -55,6 +60,29 @@ def _stats(answer: Answer) -> str:
     return f"({latency}, {prompt}, {usage.output_tokens} new)"
 
 
+def read_message() -> str:
+    """What the user typed or pasted. Lines that follow at once are part of the message; a pasted last line
+    without an end waits for Enter. Raises EOFError and KeyboardInterrupt."""
+    lines = [input("> ")]
+    while _more_is_waiting():
+        lines.append(input("| "))
+    return "\n".join(lines).strip()
+
+
+def _more_is_waiting() -> bool:
+    """Whether a terminal has more to read, be it only the beginning of a line."""
+    if not sys.stdin.isatty():
+        return False
+    before = termios.tcgetattr(sys.stdin)
+    unbuffered = [*before]
+    unbuffered[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, unbuffered)
+    try:
+        return bool(select.select([sys.stdin], [], [], PASTE_SECONDS)[0])
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
 def _talk(client: Client, server: str, system: str, sampling: dict[str, Any], stats: bool) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # line editing and history in input()
@@ -63,7 +91,7 @@ def _talk(client: Client, server: str, system: str, sampling: dict[str, Any], st
     click.secho(HELP, dim=True)
     while True:
         try:
-            line = input("> ").strip()
+            line = read_message()
         except KeyboardInterrupt:
             write("\n")
             continue

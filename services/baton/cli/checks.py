@@ -15,12 +15,14 @@ from typing import Literal
 
 import psutil
 
+from baton.cli.placement import DRIVER
 from baton.cli.serve import DEFAULT_PORTS
 from baton.rpc.address import family_of, loopback
 from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace
 
-Verdict = Literal["ok", "note", "bad"]
-"""ok: works. note: works without it, or less well. bad: Baton cannot run."""
+Verdict = Literal["ok", "note", "absent", "bad"]
+"""ok: works. note: works without it, or less well. absent: is for GPUs, and there is none. bad: Baton cannot
+run."""
 GIB = 2**30
 
 
@@ -32,6 +34,11 @@ class Check:
     name: str
     verdict: Verdict
     detail: str
+
+
+def no_gpu() -> Verdict:
+    """Of what needs an NVIDIA GPU and does not work: "absent" on a machine without a driver for one."""
+    return "note" if any(path.exists() for path in DRIVER) else "absent"
 
 
 def machine() -> Iterator[Check]:
@@ -83,7 +90,7 @@ def devices() -> Iterator[Check]:
     if not torch.cuda.is_available():
         built = torch.version.cuda
         reason = "no usable NVIDIA GPU or driver" if built else "this torch is built without CUDA"
-        yield Check("devices", "cuda", "note", f"{reason}; --device cpu is used")
+        yield Check("devices", "cuda", no_gpu(), f"{reason}; --device cpu is used")
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
         capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
@@ -103,13 +110,13 @@ def attention() -> Iterator[Check]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, backend in BACKENDS.items():
         problem = backend.available(device)
-        yield Check("attention", name, "note" if problem else "ok", problem or f"works on {device}")
+        yield Check("attention", name, no_gpu() if problem else "ok", problem or f"works on {device}")
     if importlib.util.find_spec("sgl_kernel") is None:
         text = "not installed; only needed on NVIDIA GPUs: pip install 'baton-serve[gpu]'"
-        yield Check("attention", "sgl_kernel", "note", text)
+        yield Check("attention", "sgl_kernel", no_gpu(), text)
     else:
         problem = mismatch()
-        yield Check("attention", "sgl_kernel", "note" if problem else "ok", problem or "installed")
+        yield Check("attention", "sgl_kernel", no_gpu() if problem else "ok", problem or "installed")
 
 
 def transports() -> Iterator[Check]:
@@ -142,7 +149,7 @@ def _cuda_ipc() -> Check:
 
     problem = cuda.problem()
     if problem is not None:
-        return Check("transports", "cuda_ipc", "note", f"{problem}; between GPUs pages travel over grpc")
+        return Check("transports", "cuda_ipc", no_gpu(), f"{problem}; between GPUs pages travel over grpc")
     count = torch.cuda.device_count()
     for index in range(count):
         cuda.use(torch.device("cuda", index))

@@ -13,7 +13,7 @@ from rich.table import Table
 from baton import __version__
 from baton.cli.checks import Check, run_checks
 
-MARKS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}
+MARKS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "absent": "[dim]-[/]", "bad": "[red]✗[/]"}
 
 
 def _table(findings: list[Check]) -> Table:

@@ -61,6 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
         result: Any = cli.main(args=arguments, prog_name="baton", standalone_mode=False)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(2)
     except click.UsageError as error:
         hint = f" (see {error.ctx.command_path} --help)" if error.ctx is not None else ""
         click.echo(f"baton: {error.format_message()}{hint}", err=True)

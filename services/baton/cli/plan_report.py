@@ -112,7 +112,7 @@ def _words(found: Simulated) -> str:
     layout = found.layout
     decode = f"{layout.decode} decode node{'s' if layout.decode > 1 else ''}"
     if not layout.prefill:
-        return f"{decode} that prefill{'' if layout.decode > 1 else 's'} for themselves"
+        return f"{decode} that {'prefill for themselves' if layout.decode > 1 else 'prefills for itself'}"
     mode = f" with --split {layout.split}" if layout.split != "auto" else ""
     return f"{layout.prefill} prefill and {decode}{mode}"
 
