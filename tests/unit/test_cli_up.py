@@ -270,7 +270,8 @@ def test_where_only_ipv6_is(tmp_path: Path) -> None:
     """In a network whose only address is ::1, with default addresses everywhere."""
     network = "ip link set lo up && ip address delete 127.0.0.1/8 dev lo && exec"
     command = f"{network} {' '.join(BATON)} up --kv-tokens 4096 --log-dir {tmp_path} > {tmp_path}/output 2>&1"
-    process = subprocess.Popen(["unshare", "--net", "sh", "-c", command])
+    environment = {**os.environ, "COLUMNS": "200"}
+    process = subprocess.Popen(["unshare", "--net", "sh", "-c", command], env=environment)
     try:
         deadline = time.monotonic() + 120
         while "Ctrl-C stops everything" not in (output := read(tmp_path / "output")):
