@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 from contextlib import asynccontextmanager
 
-import certificates
 import grpc
 import pytest
 from etcd import running_etcd
 from polling import until
 
+import certificates
 from baton.config import NodeConfig
 from baton.discovery.etcd import Etcd
 from baton.discovery.finder import Finder

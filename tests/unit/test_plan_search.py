@@ -10,11 +10,7 @@ from click.testing import CliRunner
 from baton.bench.figures import Targets
 from baton.bench.record import Record
 from baton.cli.main import cli
-<<<<<<< HEAD
-=======
 from baton.cli.plan_report import _words
-from baton.engine.cost import StepCost
->>>>>>> 5ab7229 (chat: a pasted text is one message; doctor, bench serve, plan and help without a command say what is so)
 from baton.plan.deployment import Layout, NodeFigures, Simulated
 from baton.plan.search import Goal, Kinds, impossible, search
 from baton.plan.traffic import Arrival, Traffic, Work
