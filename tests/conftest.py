@@ -15,3 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(StolenTime(), "stolen time")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The image is built first, which takes minutes, while other lanes go on."""
+    items.sort(key=lambda item: "tests/compose/" not in item.nodeid)

@@ -43,11 +43,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory, deployments: list[Deployment]) -> Iterator[Deployment]:
-    """The demo model, split, each process executed. Whatever tests send, none may log a traceback."""
-    deployment = Deployment.split(tmp_path_factory.mktemp("demo"), "demo")
-    for process in deployment.processes:
-        process.forked = False
-    with deployment:
+    """The demo model, split. Whatever tests send, no process may log a traceback."""
+    with Deployment.split(tmp_path_factory.mktemp("demo"), "demo") as deployment:
         deployments.append(deployment)
         yield deployment
         for process in deployment.processes:

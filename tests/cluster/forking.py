@@ -5,8 +5,8 @@ processes. What is forked runs the same entry point, with a process id, memory, 
 streams of its own; before the fork there is no thread, no event loop and no gRPC yet. It ends when its
 threads have, without taking apart what it has imported.
 
-That a start from nothing and an end to it work as well is seen where subprocess.Popen starts processes: the
-`demo` deployment, `baton up`, the commands.
+That a start from nothing and an end to it work as well is seen where subprocess.Popen starts processes:
+`baton up`, the other commands.
 """
 
 from __future__ import annotations

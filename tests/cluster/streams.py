@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from baton.v1 import common_pb2, inference_pb2
 
 CALL_SECONDS = 60.0
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 15.0
 """Within which whatever is wrong must have been refused; two cores shared with others."""
 TERMINAL = ("finished", "failed", "rejected")
 

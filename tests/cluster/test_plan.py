@@ -57,7 +57,7 @@ def test_the_engine_and_its_pulls_are_measured(tmp_path):
     error = report["fit_error"]
     assert 0 <= error["median"] <= error["p90"] <= error["worst"]
     profile = read_profile(file)
-    assert profile.missing == ("host",) and profile.step.token > 0
+    assert profile.missing == ("host",) and profile.step.fixed + profile.step.token > 0
     engine = profile.engine
     assert (engine.kv_tokens, engine.page_size, engine.context_length) == (4096, 16, 2048)
     assert (engine.page_bytes, engine.device, engine.overlap) == (16 * 5 * 2 * 2 * 64 * 4, "cpu", False)

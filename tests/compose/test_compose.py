@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from baton.client import Client, Completion
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(1500)
 
 PROMPT = "def main():"
 LONG = " ".join(f"word{number}" for number in range(40))
