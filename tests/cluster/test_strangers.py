@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -13,11 +14,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
+from fuzzing.h2 import PREFACE, SETTINGS, frame, rapid_resets
 from process import ENVIRONMENT, SHM
 
 from baton.client import BatonError, Client
@@ -34,6 +38,11 @@ from baton.v1 import (
 
 BATON = (sys.executable, "-m", "baton.cli.main")
 CANARY = "zyzzyva-quokka"
+
+
+RESET_SECONDS = 4.0
+RESET_BYTES = 256 * 2**20
+"""What a process may take because of calls that strangers open and reset."""
 
 
 @dataclass
@@ -75,6 +84,33 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         if process.poll() is None:
             process.kill()
             process.wait(10)
+
+
+def reset_rapidly(address: str, seconds: float) -> int:
+    """Opens and resets calls, reads nothing; returns how many. A connection that is closed is opened anew."""
+    host, _, port = address.rpartition(":")
+    until, sent = time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        with socket.create_connection((host, int(port)), timeout=5) as connection, suppress(OSError):
+            connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
+            stream = 1
+            while time.monotonic() < until:
+                connection.sendall(rapid_resets(stream, 1000))
+                stream += 2000
+                sent += 1000
+    return sent
+
+
+def test_calls_that_strangers_reset_cost_no_memory_on_any_port(up):
+    grown = {}
+    for name, (pid, address, _) in up.rows.items():
+        process = psutil.Process(int(pid))
+        before = process.memory_info().rss
+        sent = reset_rapidly(address, RESET_SECONDS)
+        grown[name] = process.memory_info().rss - before
+        print(f"{name}: {sent} calls, {grown[name] / 2**20:.0f} MiB")
+        assert sent > 10_000
+    assert max(grown.values()) < RESET_BYTES, grown
 
 
 def refused(call) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import grpc
@@ -63,10 +62,9 @@ def from_validation(error: ValidationError) -> ApiError:
     forms what is wrong with the form that fits best."""
     errors = error.errors(include_url=False, include_input=False)
     forms = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    wrong = Counter(each["loc"][:-1] for each in forms)
+    # The form that was right for longest: the deepest path, then the highest index.
     first = max(
-        forms,
-        key=lambda each: (len(each["loc"]), -wrong[each["loc"][:-1]], not each["type"].endswith("_type")),
+        forms, key=lambda each: (len(each["loc"]), _indices(each["loc"]), "_type" not in each["type"])
     )
     path = [part for part in first["loc"] if not _names_a_type(part)]
     param = _path(path)
@@ -102,6 +100,10 @@ def _param(field: str) -> str:
 def _names_a_type(part: str | int) -> bool:
     """Parts of a location that name the branch of a union (such as "list[str]") rather than a field."""
     return isinstance(part, str) and (part in ("str", "int", "none", "nullable") or "[" in part)
+
+
+def _indices(parts: tuple[str | int, ...]) -> list[int]:
+    return [part for part in parts if isinstance(part, int)]
 
 
 def _path(parts: list[str | int]) -> str:

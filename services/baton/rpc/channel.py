@@ -10,6 +10,10 @@ import grpc.aio
 from baton.rpc.metadata_channel import Metadata, MetadataChannel
 
 MAX_MESSAGE_BYTES = 64 * 2**20
+MAX_STREAMS = 1024
+"""Calls on one connection. Without a limit, a client that opens calls and resets them at once
+(CVE-2023-44487) takes gigabytes of a server, whatever interceptors refuse."""
+MAX_METADATA_BYTES = 16 * 2**10
 KEEPALIVE_SECONDS = 10.0
 KEEPALIVE_TIMEOUT_SECONDS = 5.0
 HANDSHAKE_SECONDS = 20.0
@@ -64,9 +68,16 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
+def server_options(
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    max_streams: int = MAX_STREAMS,
+    max_metadata_bytes: int = MAX_METADATA_BYTES,
+) -> Options:
     return [
         *_common(max_message_bytes),
+        ("grpc.max_concurrent_streams", max_streams),
+        ("grpc.max_metadata_size", max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", max_metadata_bytes),
         # Without this two servers could share a port, and "port taken" would go unnoticed.
         ("grpc.so_reuseport", 0),
         # Clients may ping as often as client_options says, and no oftener than twice that.

@@ -22,15 +22,28 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 def request(wire: str, messages: Iterable[bytes], headers: Headers) -> bytes:
     """A whole call, on stream 1 of a new connection."""
-    pseudo = ((":method", "POST"), (":scheme", "http"), (":path", wire), (":authority", "x"))
-    grpc = (("te", "trailers"), ("content-type", "application/grpc"))
-    block = b"".join(_literal(name, value) for name, value in (*pseudo, *grpc, *headers))
+    block = header_block(wire, headers)
     first, *others = [block[at : at + MOST] for at in range(0, len(block), MOST)]
     frames = [frame(HEADERS, 0 if others else END_HEADERS, 1, first)]
     for piece in others:
         frames.append(frame(CONTINUATION, END_HEADERS if piece is others[-1] else 0, 1, piece))
     frames += [frame(DATA, 0, 1, struct.pack(">BI", 0, len(data)) + data) for data in messages]
     return b"".join([PREFACE, frame(SETTINGS, 0, 0, b""), *frames, frame(DATA, END_STREAM, 1, b"")])
+
+
+def header_block(wire: str, headers: Headers = ()) -> bytes:
+    pseudo = ((":method", "POST"), (":scheme", "http"), (":path", wire), (":authority", "x"))
+    grpc = (("te", "trailers"), ("content-type", "application/grpc"))
+    return b"".join(_literal(name, value) for name, value in (*pseudo, *grpc, *headers))
+
+
+def rapid_resets(first: int, count: int) -> bytes:
+    """`count` calls from stream number `first` on, each reset as soon as it is opened (CVE-2023-44487)."""
+    block, reason = header_block("/baton.v1.Node/GetInfo"), struct.pack(">I", 8)
+    return b"".join(
+        frame(HEADERS, END_HEADERS, stream, block) + frame(RST_STREAM, 0, stream, reason)
+        for stream in range(first, first + 2 * count, 2)
+    )
 
 
 async def call_bare(address: str, sent: bytes, *, leave: bool = False) -> bytes:
