@@ -2,53 +2,7 @@
 
 from __future__ import annotations
 
-from hash_runner import HashRunner
-
-from baton.decode.core import DecodeCore
-from baton.decode.entry import DecodePolicy, Key
-from baton.decode.outputs import Failed
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.turns import Turns
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
-
-STEP = 0.02
-
-
-class Node:
-    """A decode core without prefill nodes; each step takes STEP seconds, or what `stall` says."""
-
-    def __init__(self):
-        self.now, self.stall, self.outputs = 0.0, 0.0, []
-        config = SchedulerConfig(context_length=512, token_budget=64, max_rows=4)
-        cache = KvCache(PageAllocator(400), PrefixTree(4))
-        self.core = DecodeCore(
-            lambda **hooks: Scheduler(cache, config, **hooks),
-            DecodePolicy(None, 64, 10.0, 10.0),
-            lambda step, outputs, effects: self.outputs.extend(output for _, output in outputs),
-            lambda: None,
-        )
-        self.turns = Turns(self.core, HashRunner(400, 4, 4), False, lambda: self.now)
-
-    def start(self, number, max_tokens=100, seconds=60.0):
-        params = SamplingParams(max_tokens=max_tokens, seed=number)
-        prompt = tuple(range(number, number + 8))
-        request = Request(Key("caller", number), prompt, params, deadline=self.now + seconds)
-        self.core.start(Key("caller", number), 1, 0, request, (), self.now)
-
-    def run(self, steps):
-        for _ in range(steps):
-            due = self.turns.begin()
-            if due is None:
-                return
-            self.now += STEP + self.stall
-            self.stall = 0.0
-            self.turns.finish(due)
-
-    @property
-    def refused(self):
-        return [o for o in self.outputs if isinstance(o, Failed) and o.reason == "WOULD_MISS_DEADLINE"]
+from decode_node import Node
 
 
 def test_one_stalled_step_refuses_nobody_who_has_time():

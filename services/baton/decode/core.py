@@ -31,6 +31,13 @@ from baton.handoff.names import AttemptName
 
 REMEMBERED_TRIES = 16384
 """Names whose tries are counted on. More than a prefill node remembers of one stream."""
+MAX_FAILED_STEPS = 2
+"""A request that was in so many steps that failed, or that ended their node, is taken to be the cause."""
+PROVEN_TOKENS = 8
+"""A request that has got so many tokens since is not. Not 1: a prompt's last chunk yields one, and a decode
+step may be what fails."""
+STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
+"""Reasons with which a prefill node fails prompts that were in such a step."""
 LOCAL_PREFILL_TOKENS = 32
 """Where nobody says where a prompt is computed: at most so many tokens left are computed here."""
 CONNECT_SECONDS = 2.0
@@ -115,6 +122,7 @@ class DecodeCore:
         said = LOCAL_PREFILL_TOKENS if local_tokens is None else local_tokens
         own = self.policy.local_prefill_tokens
         entry = Entry(key, gateway, attempt, request, candidates, said if own is None else own)
+        self.entries[key] = entry
         try:
             self.scheduler.submit(request)
         except Refused as refusal:
@@ -122,7 +130,6 @@ class DecodeCore:
             retry = None if refusal.field else max(1.0, self.overload.wait)
             self._fail(entry, code, refusal.reason, refusal.message, refusal.field, retry)
             return
-        self.entries[key] = entry
         self.overload.arrived()
         self.counters.prompt_tokens += len(request.prompt)
         for address in candidates:
@@ -232,6 +239,8 @@ class DecodeCore:
             if event.finish is not None:
                 self.overload.output.add(event.sequence.num_output)
             entry.output_tokens += 1
+            if entry.output_tokens == PROVEN_TOKENS:
+                entry.request.failed_steps = 0
             self.counters.output_tokens += 1
             index = event.sequence.index
             tokens = Tokens(number, entry.attempt, index, event.token, event.logprobs, event.finish)
@@ -247,6 +256,8 @@ class DecodeCore:
             self.counters.finished += 1
             del self.entries[entry.key]
             self._outputs.append((caller, Done(number, entry.attempt, self._stats(entry))))
+        elif isinstance(event, FailedEvent) and event.reason == "STEP_FAILED":
+            self._fail(entry, *self._step_failed(entry, event.reason, event.message))
         elif isinstance(event, FailedEvent):
             self._fail(entry, "INTERNAL", event.reason, event.message)
 
@@ -256,6 +267,9 @@ class DecodeCore:
         """In the caller's order: the first prefill node that is connected and not yet given up; else here."""
         entry = self._entry(leader)
         entry.address, entry.fallback, entry.admitted = "", False, self._now - self.meter.stalled
+        if entry.request.failed_steps >= MAX_FAILED_STEPS:
+            self._fail(entry, "INTERNAL", "REPEATED_STEP_FAILURE", _repeated(entry.last_failure))
+            return Route.DEFER
         if not entry.candidates or uncached <= entry.local_tokens:
             return Route.LOCAL
         connecting = False
@@ -297,6 +311,7 @@ class DecodeCore:
         entry.retries += 1
         entry.last_failure = f"{address}: {reason}: {message}"
         entry.tried = max(entry.tried, entry.candidates.index(address) + 1)
+        entry.request.failed_steps += reason in STEP_FAILURES
 
     def _entry(self, leader: Sequence) -> Entry:
         return self.entries[leader.request.key]  # type: ignore[index]
@@ -316,6 +331,24 @@ class DecodeCore:
             handoff_retries=entry.retries,
         )
 
+    def _step_failed(self, entry: Entry, reason: str, message: str) -> tuple[str, str, str]:
+        """Code, reason and message for a request of a step that failed: it goes on elsewhere, once."""
+        entry.request.failed_steps += 1
+        if entry.request.failed_steps < MAX_FAILED_STEPS:
+            return "UNAVAILABLE", reason, message
+        return "INTERNAL", "REPEATED_STEP_FAILURE", _repeated(message)
+
+    def node_failed(self, message: str) -> None:
+        """An error has escaped the core, and the process ends: tells the callers of all admitted requests,
+        one of which may be the cause. Changes nothing else, for nothing here can be relied on."""
+        waiting = {sequence.request for sequence in self.scheduler.waiting}
+        failed: list[tuple[Hashable, Output]] = []
+        for entry in self.entries.values():
+            if entry.request not in waiting:
+                words = self._step_failed(entry, "NODE_FAILED", message)
+                failed.append((entry.key.caller, Failed(entry.key.request, entry.attempt, *words)))
+        self.flush_to(0, failed, [])
+
     def _fail(
         self,
         entry: Entry,
@@ -333,3 +366,7 @@ class DecodeCore:
         retry_ms = math.ceil(1000 * retry) if retry is not None else None
         failed = Failed(entry.key.request, entry.attempt, code, reason, message, field, retry_ms)
         self._outputs.append((entry.key.caller, failed))
+
+
+def _repeated(message: str) -> str:
+    return f"the request was in {MAX_FAILED_STEPS} steps that failed, and is not tried again: {message}"

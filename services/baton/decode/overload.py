@@ -30,9 +30,13 @@ class Overload:
         self._next = 0.0
 
     def planned(self, step: Step | None, now: float) -> None:
-        self._blocked = len(self._scheduler.waiting) > 0
+        self._blocked = bool(self._waiting())
         if step is not None:
             self.meter.planned(step, now)
+
+    def _waiting(self) -> list[Sequence]:
+        """Those that wait for room, not for each other."""
+        return [sequence for sequence in self._scheduler.waiting if not sequence.request.failed_steps]
 
     def late(self, now: float) -> list[tuple[Sequence, float]]:
         """Waiting sequences that would end after their deadline, and by how much. Asked at each turn."""
@@ -45,6 +49,6 @@ class Overload:
         free = 0 if self._blocked else scheduler.slots.free
         rows = scheduler.slots.in_use if self._blocked else scheduler.slots.count
         rates = Rates(self.meter.step.value, self.first_token.value, self.output.value)
-        found = forecast(scheduler.waiting, admitted, rows, free, rates, now)
+        found = forecast(self._waiting(), admitted, rows, free, rates, now)
         self.wait = found.wait
         return found.refused

@@ -87,6 +87,9 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         for caller in list(self._callers):
             caller.close(error)
 
+    def unsent(self) -> bool:
+        return any(len(caller.outbox) for caller in list(self._callers))
+
     async def stop(self) -> None:
         await self._hand_back()
         self.leave_callers(unavailable("the node is stopping", "STOPPING"))
@@ -102,7 +105,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         deadline = time.monotonic() + HAND_BACK_SECONDS
         # The step thread does not signal; what it said must also have left the outboxes.
         while time.monotonic() < deadline and (  # noqa: ASYNC110
-            self.core_or_none.requests or any(len(caller.outbox) for caller in self._callers)
+            self.core_or_none.requests or self.unsent()
         ):
             await asyncio.sleep(0.01)
 
@@ -240,6 +243,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             namespace=start.namespace,
             priority=start.priority,
             deadline=time.monotonic() + min(seconds, self._config.request_seconds),
+            failed_steps=start.failed_steps,
         )
         candidates = tuple(dict.fromkeys(start.prefill)) or self._config.prefill
         for address in candidates:

@@ -64,6 +64,11 @@ class StepLoop(Generic[C]):
         return self._thread.is_alive()
 
     @property
+    def broken(self) -> str:
+        """Why further steps would fail too; empty: they need not."""
+        return self._turns.broken
+
+    @property
     def turn_age(self) -> float:
         """Seconds since the last turn began: at most TICK_SECONDS and a step, unless the thread is stuck."""
         last = self._last_turn  # read first: a turn that begins meanwhile must not make the age negative

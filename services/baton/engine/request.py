@@ -134,6 +134,9 @@ class Request:
     retractions: int = 0
     paused: bool = False
     """Its sequences that are running get no rows."""
+    failed_steps: int = 0
+    """Steps with it that failed, or with which their node ended. Above 0 it is suspected of being the cause:
+    one suspect is admitted at a time."""
 
     def __post_init__(self) -> None:
         for index, output in enumerate(self.delivered or ((),) * self.n):

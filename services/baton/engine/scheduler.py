@@ -179,11 +179,17 @@ class Scheduler:
             return
         self._enter_rest()
         for sequence in self.waiting.in_order():
-            if not self._may_admit(sequence.request):
+            if not self._may_admit(sequence.request) or self._tries_other_suspect(sequence.request):
                 continue
             if sequence.phase is Phase.WAITING and not self._try_admit(sequence, elsewhere):
                 # Nobody overtakes for want of room: small requests must not starve a large one.
                 break
+
+    def _tries_other_suspect(self, request: Request) -> bool:
+        """Whether the request waits for another one that may also have made a step fail: when the next step
+        fails, at most one of them was in it."""
+        admitted = (*self.prompts, *self.handoffs, *self.running) if request.failed_steps else ()
+        return any(s.request.failed_steps and s.request is not request for s in admitted)
 
     def _try_admit(self, leader: Sequence, elsewhere: bool) -> bool:
         """False: there is no room for it now, or it is computed here and `elsewhere` is wanted. True:

@@ -45,6 +45,9 @@ CALLS_SECONDS = 0.5
 """Calls are made for so long while a step is awaited. A device that takes longer may hang: peers that ask its
 node for a sign of life get none then."""
 
+MAX_FAILED_STEPS = 3
+"""Steps that fail one after the other: the device, rather than a request, is taken to be at fault."""
+
 Launched = tuple[Step, Any]
 """A step and the runner's record of it."""
 
@@ -66,6 +69,10 @@ class Turns(Generic[C]):
         self._runner = runner
         self._clock = clock
         self._pending: Launched | None = None
+        self.broken = ""
+        """Why further steps would fail too; empty: they need not."""
+        self._failed_steps = 0
+        """Steps that failed since one succeeded."""
         self._unlaunched: tuple[Step, str] | None = None
         """A step whose launch failed while the one before it is in flight: it fails after that has retired,
         for what it would have used may be in use by the other."""
@@ -116,8 +123,10 @@ class Turns(Generic[C]):
         try:
             result = self._runner.read(flight)
         except Exception as error:
+            self._count_failure(error)
             self.core.fail_step(step, f"the step's results could not be read: {error}")
         else:
+            self._failed_steps = 0
             self.core.commit(step, result, self._clock())
         self._fail_unlaunched()
         self.core.flush(step.plan.number)
@@ -132,8 +141,18 @@ class Turns(Generic[C]):
         try:
             return step, self._runner.launch(step.plan)
         except Exception as error:
+            self._count_failure(error)
             self._unlaunched = (step, f"the step could not be computed: {error}")
             return None
+
+    def _count_failure(self, error: Exception) -> None:
+        self._failed_steps += 1
+        text = str(error)
+        # After such an error every call into CUDA fails until the process ends; not so for want of memory.
+        lost = "CUDA error" in text and "out of memory" not in text
+        if lost or self._failed_steps >= MAX_FAILED_STEPS:
+            what = "the device is lost" if lost else f"{self._failed_steps} steps failed one after the other"
+            self.broken = f"{what}: {text}"
 
     def _fail_unlaunched(self) -> None:
         if self._unlaunched is not None:

@@ -12,6 +12,10 @@ from baton.rpc.errors import BatonError, unavailable
 
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 1.0
+STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
+"""Reasons of a decode node: a step with the request failed, or the node ended with it."""
+PROVEN_TOKENS = 8
+"""A request that has got so many tokens since is not the cause. The decode node counts the same."""
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
@@ -45,11 +49,15 @@ class Attempts:
         """Of the node that it runs on; empty: on none."""
         self.resumed = 0
         """Times that the request was taken up after a node had run it and was lost, or had given it back."""
+        self.failed_steps = 0
+        """Steps with the request that failed, or with which their node ended, since it last made progress."""
         self.done = False
         """No decode node has anything to add."""
         self._log = log
         self._policy = policy
         self._resumable = resumable
+        self._retried_step = False  # the one retry of a failed step that costs no resume
+        self._begun_with = 0  # output tokens when the attempt that runs was begun
         self._progress = False  # of the attempt that runs: the node has said something about the request
         self._failures: dict[str, int] = {}
         self._avoid: dict[str, float] = {}  # until when a node is not asked again
@@ -83,6 +91,7 @@ class Attempts:
     def begin(self, address: str) -> None:
         """The attempt has been sent there."""
         self.address = address
+        self._begun_with = self._received()
         self._progress = False
 
     def current(self, address: str, attempt: int) -> bool:
@@ -118,8 +127,13 @@ class Attempts:
         address, self.address = self.address, ""
         if error.code not in _RETRYABLE or (self._log.has_output and not self._resumable):
             raise error
-        refused = not lost and not self._progress
-        if not refused:
+        refused = not lost and not self._progress and error.reason not in STEP_FAILURES
+        if self._received() - self._begun_with >= PROVEN_TOKENS:
+            self.failed_steps = 0
+        self.failed_steps += error.reason in STEP_FAILURES
+        if error.reason == "STEP_FAILED" and not self._retried_step:
+            self._retried_step, refused = True, False
+        elif not refused:
             if self.resumed >= self._policy.max_resumes:
                 text = f"given up after {self.resumed} resumes: {error.message}"
                 raise unavailable(text, "TOO_MANY_RESUMES")
@@ -132,6 +146,9 @@ class Attempts:
             self._since = now
         self._last = error
         self.number += 1
+
+    def _received(self) -> int:
+        return sum(len(choice.received) for choice in self._log.choices)
 
     def _in_vain(self) -> BatonError:
         wait = f"{self._policy.wait_seconds:g} s"

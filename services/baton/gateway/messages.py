@@ -75,6 +75,7 @@ def decode_start(
         prefill=prefill,
         namespace=asked.namespace,
         priority=asked.priority,
+        failed_steps=attempts.failed_steps,
     )
     if local_prefill_tokens is not None:
         message.local_prefill_tokens = local_prefill_tokens

@@ -191,6 +191,14 @@ class PrefillSide:
         self.scheduler.fail_step(step, message)
         self._take_events(0.0)
 
+    def node_failed(self, message: str) -> None:
+        """An error has escaped the core, and the process ends: tells the holders of the prompts that were
+        being computed. Changes nothing else, for nothing here can be relied on."""
+        for attempt in self._attempts.values():
+            if attempt.request.sequences[0].phase is Phase.PROMPT:
+                failed = PrefillFailed(attempt.name, "UNAVAILABLE", "NODE_FAILED", message)
+                self.outputs.append((attempt.holder, failed))
+
     def may_admit(self, request: Request) -> bool:
         """Whether the holder's finished but unpulled prompts leave room for another."""
         attempt = self._attempt_of(request)
@@ -230,7 +238,8 @@ class PrefillSide:
                 continue
             if isinstance(event, FailedEvent):
                 self.counters.failed += 1
-                self._fail(attempt, "INTERNAL", event.reason, event.message)
+                code = "UNAVAILABLE" if event.reason == "STEP_FAILED" else "INTERNAL"
+                self._fail(attempt, code, event.reason, event.message)
             elif isinstance(event, ChunkEvent):
                 leader = event.sequence
                 if not attempt.ahead:

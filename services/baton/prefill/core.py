@@ -87,6 +87,11 @@ class PrefillCore:
         self.meter.failed(step)
         self.side.fail_step(step, message)
 
+    def node_failed(self, message: str) -> None:
+        self.side.outputs.clear()
+        self.side.node_failed(message)
+        self.flush_to(0, self.side.outputs)
+
     def flush(self, step: int) -> None:
         if self.side.outputs:
             outputs, self.side.outputs = self.side.outputs, []

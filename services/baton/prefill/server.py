@@ -206,6 +206,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
             namespace=start.namespace,
             priority=start.priority,
             deadline=time.monotonic() + min(seconds, self._config.request_seconds),
+            failed_steps=start.failed_steps,
         )
         keep = start.keep_pages if start.HasField("keep_pages") else True
         ahead = start.announce_ahead
@@ -224,6 +225,9 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         for caller in list(self._callers):
             caller.error = error
             caller.outbox.close()
+
+    def unsent(self) -> bool:
+        return any(len(caller.outbox) for caller in list(self._callers))
 
     async def stop(self) -> None:
         self.leave_callers(unavailable("the node is stopping", "STOPPING"))

@@ -24,12 +24,15 @@ def serves(load: node_pb2.Load) -> bool:
 class Condition:
     """Asks for the load again and again, sets health by it, and logs what goes wrong and what is well again.
 
-    load: called on the event loop; may raise.
+    load: called on the event loop; may raise. end: called with what is wrong when the process cannot recover.
     """
 
-    def __init__(self, health: HealthServicer, load: Callable[[], node_pb2.Load]) -> None:
+    def __init__(
+        self, health: HealthServicer, load: Callable[[], node_pb2.Load], end: Callable[[str], None]
+    ) -> None:
         self._health = health
         self._load = load
+        self._end = end
         self._known: dict[str, node_pb2.Problem] = {}
         self._failures = 0
         self._task: asyncio.Task[None] | None = None
@@ -59,6 +62,9 @@ class Condition:
             _log.info("problem over", reason=reason)
         self._known = found
         self._health.set_all(serves(load))
+        for problem in load.problems:
+            if problem.ends_process:
+                self._end(problem.message)
 
     def _unknown(self) -> None:
         self._failures += 1

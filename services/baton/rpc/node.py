@@ -31,6 +31,7 @@ from baton.rpc.metrics import LoadCollector
 from baton.rpc.waiting import signals, unless
 from baton.v1 import node_pb2, node_pb2_grpc
 
+EXIT_BROKEN = 70
 STOP_SECONDS = 10.0
 """A node's stop() may take so long."""
 
@@ -83,6 +84,7 @@ async def run_node(
     """Serves until SIGTERM, SIGINT or `stop`; then drains and stops. Returns the process's exit code.
 
     0: stopped as asked. 2: could not start; one line on stderr says why. 1: an error nobody foresaw.
+    70: broken, such as a worker whose GPU is lost; it has handed back what it had.
     With `stop` given, signals are left alone. `registry` holds the node's own metrics; the load is added.
     A second signal during the drain stops at once. `door`: who may call; without one, whom the
     configuration's cluster secret and certificates let in.
@@ -114,7 +116,10 @@ async def run_node(
             shell.announce()
             if ready is not None:
                 ready.set()
-            await stopping.wait()
+            await shell.wait(stopping)
+            if shell.broken:
+                _log.critical("the process cannot go on, and ends", why=shell.broken)
+                return EXIT_BROKEN
             remaining = await shell.drain(config.drain_seconds, hurry)
             _log.info("stopping", remaining=remaining)
             return 0
@@ -162,7 +167,10 @@ class _Shell:
         self._health = HealthServicer()
         self._draining = False
         self._started = False
-        self._condition = Condition(self._health, self.load)
+        self.broken = ""
+        """Why the process cannot go on; empty: it can."""
+        self._ended = asyncio.Event()
+        self._condition = Condition(self._health, self.load, self._end)
         self._close_metrics = lambda: None
         self._http_address = ""
         self.address = ""
@@ -209,6 +217,14 @@ class _Shell:
         """Starts the node; False when told to stop before it had started."""
         self._started = True
         return await unless(self._node.start(self.address), stopping)
+
+    async def wait(self, stopping: asyncio.Event) -> None:
+        """Until told to stop, or the process cannot go on."""
+        await unless(self._ended.wait(), stopping)
+
+    def _end(self, why: str) -> None:
+        self.broken = why
+        self._ended.set()
 
     def announce(self) -> None:
         """From now on the node serves: opens the gate, reports SERVING, prints the ready line."""

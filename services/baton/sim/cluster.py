@@ -38,6 +38,7 @@ class Cluster:
         self.network = Network(self.world, scenario.latency)
         self.processes: dict[str, SimGateway | SimPrefill | SimDecode] = {}
         self._fate = Actor("fate")
+        self._ended_by_poison = 0
         self._lives: dict[str, int] = {}
         self._asked: dict[int, SimGateway] = {}
         self._prefill = {f"p{i}": settings for i, settings in enumerate(scenario.prefill)}
@@ -84,6 +85,9 @@ class Cluster:
             peers = (tuple(self._decode), tuple(self._prefill))
             settings = self.scenario.gateway
             self.processes[name] = SimGateway(self.network, name, life, self.ledger, settings, *peers)
+        process = self.processes[name]
+        if isinstance(process, Worker):
+            process.ending = lambda: self._poisoned(process)
         self.world.note(name, f"starts, life {life}")
 
     def _ask(self, spec: RequestSpec) -> None:
@@ -141,6 +145,15 @@ class Cluster:
             for number in [n for n, gateway in self._asked.items() if gateway is process]:
                 self.ledger.lost(number)
             self.world.at(seconds, self._fate, lambda: self._start(name))
+
+    def _poisoned(self, process: Process) -> None:
+        """A poison request ends a process. It ends two, and others only where faults hide what happened."""
+        self._ended_by_poison += 1
+        self.world.note(process.name, "an error has escaped the core")
+        struck = sum(fault.at <= self.world.now for fault in self.scenario.faults)
+        if self._ended_by_poison > 2 + struck:
+            raise Violation(f"poison: a request has ended {self._ended_by_poison} processes")
+        self.world.at(STOP_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
     def _stop(self, process: Process) -> None:
         """A drained process hands back what it has, ends, and is started again at once."""

@@ -231,6 +231,7 @@ class SimDecode(Worker):
             n=start.n,
             priority=start.priority,
             deadline=self.clock() + start.seconds,
+            failed_steps=start.failed_steps,
         )
         for address in start.prefill:
             if address not in self._peers:

@@ -8,7 +8,12 @@ from typing import Any, Generic
 from baton.engine.batch import Step
 from baton.engine.loop import TICK_SECONDS
 from baton.engine.turns import CALLS_SECONDS, C, Launched, Turns
+from baton.sim.model import Escaped
 from baton.sim.world import Actor, World
+
+
+def _crash(error: Escaped) -> None:
+    raise error
 
 
 class StepDriver(Generic[C]):
@@ -17,6 +22,7 @@ class StepDriver(Generic[C]):
     done_at: when the results of a launched step, the runner's record of it, can be read. hop: from a call, or
     a result, to the step thread. pause: from the end of a turn to the beginning of the next, after the step
     that the turn has read, if any. turned: called when calls have been taken or a step been launched or read.
+    crashed: called with an error that escapes the core.
     """
 
     def __init__(
@@ -29,6 +35,7 @@ class StepDriver(Generic[C]):
         hop: float,
         pause: Callable[[Step | None], float],
         turned: Callable[[Step | None], None],
+        crashed: Callable[[Escaped], None] = _crash,
     ) -> None:
         self.turns = turns
         self._world = world
@@ -37,6 +44,7 @@ class StepDriver(Generic[C]):
         self._hop = hop
         self._pause = pause
         self._turned = turned
+        self._crashed = crashed
         self._busy = True
         self._since: float | None = None
         """When it began to wait for a step's results, taking calls."""
@@ -86,6 +94,10 @@ class StepDriver(Generic[C]):
 
     def _finish(self, due: Launched) -> None:
         self._since = None
-        self.turns.finish(due)
+        try:
+            self.turns.finish(due)
+        except Escaped as error:
+            self._crashed(error)
+            return
         self._turned(due[0])
         self._schedule(self._pause(due[0]))

@@ -175,6 +175,7 @@ class SimGateway(Process):
             spec.priority,
             running.deadline - self.world.now,
             tuple(order_prefill(POLICY, prefill, len(spec.prompt), running.number)),
+            attempts.failed_steps,
         )
         self._nodes[place].link.send(start)
         attempts.begin(place)

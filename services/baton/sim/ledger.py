@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.sim.model import reference
+from baton.sim.model import POISON, reference
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Violation, World
 
 _OUTAGES = ("crash", "stall", "hang", "cut", "drop", "drain", "slow")
 EXCUSES = {
     "UNAVAILABLE": _OUTAGES,
+    "STEP_FAILED": ("step",),
     "INTERNAL": ("step",),
 }
-"""A request may fail with such a code only after one of these faults; with any other never."""
+"""A request may fail with such a code, or reason, only after one of these faults; with any other never."""
 
 
 @dataclass(slots=True)
@@ -34,6 +35,8 @@ class Ledger:
         self._world = world
         self._scenario = scenario
         self._accounts = {spec.number: _account(spec) for spec in scenario.requests}
+        specs = scenario.requests
+        self._poison = next((spec for spec in specs if spec.params.seed == POISON), None)
         self.tokens = 0
         self.resumed = 0
         """Times that a request with output went on elsewhere."""
@@ -119,7 +122,10 @@ class Ledger:
             in_vain = reason == "TOO_MANY_RESUMES" or "no decode node" in message
             if not in_vain:
                 return False  # it should have gone on elsewhere, or waited
-        kinds = EXCUSES.get(code, ())
+        if reason in ("REPEATED_STEP_FAILURE", "NODE_FAILED") and self._poison is not None:
+            # All others go on, unless their clients prefer an error.
+            return spec is self._poison or (reason == "NODE_FAILED" and not spec.resume)
+        kinds = EXCUSES.get(reason, EXCUSES.get(code, ()))
         return not spec.probe and any(f.kind in kinds and f.at <= now for f in self._scenario.faults)
 
 

@@ -75,6 +75,14 @@ class SimPool:
         return bytes(self.data[start : start + size])
 
 
+POISON = 2**63 + 1
+"""The seed of a request whose steps end their process."""
+
+
+class Escaped(BaseException):
+    """An error that escapes the core."""
+
+
 class StepError(Exception):
     """A step that the device could not run."""
 
@@ -87,6 +95,7 @@ class Flight:
     done_at: float = 0.0
     result: StepResult | None = None
     error: str = ""
+    poisoned: bool = False
 
 
 class SimRunner:
@@ -128,6 +137,8 @@ class SimRunner:
     def read(self, flight: Flight) -> StepResult:
         if flight.error:
             raise StepError(flight.error)
+        if flight.poisoned:
+            raise Escaped("poison")
         assert flight.result is not None, "a step was read before the device had run it"
         return flight.result
 
@@ -148,6 +159,7 @@ class SimRunner:
         for row, tokens in zip(plan.rows, inputs, strict=True):
             self._write(plan, row, tokens)
         rows = tuple(RowResult(self._sample(row)) for row in plan.rows)
+        flight.poisoned = any(self._seeds[slot] == POISON for row in plan.rows for slot in row.sample)
         flight.result = StepResult(plan.number, rows)
 
     def _write(self, plan: StepPlan, row: PlanRow, tokens: tuple[int, ...]) -> None:

@@ -119,6 +119,7 @@ class SimPrefill(Worker):
             n=start.n,
             priority=start.request.priority,
             deadline=self.clock() + start.remaining,
+            failed_steps=start.request.failed_steps,
         )
         ahead = self.prefill.shared and self.prefill.ahead
         self.driver.call(lambda core, now: core.side.start(holder, start.name, request, True, now, ahead))

@@ -117,6 +117,8 @@ class Worker(Process):
         """Launched and not yet retired."""
         self.retired = 0
         """The last step whose results have been read."""
+        self.ending: Callable[[], None] = lambda: None
+        """Called when an error has escaped the core."""
         self.fail_next_read = False
         self.hangs_until = 0.0
         """Until then the device may do nothing at all."""
@@ -151,7 +153,14 @@ class Worker(Process):
             hop=HOP_SECONDS,
             pause=lambda step: rng.uniform(0.0001, 0.001),
             turned=self._turned,
+            crashed=lambda error: self._end_with(core),
         )
+
+    def _end_with(self, core: Any) -> None:
+        """As worker.node: callers are told of the requests that may be the cause; then the process ends."""
+        self.steps.alive = False
+        core.node_failed("an error has escaped the core")
+        self.ending()
 
     def _turned(self, step: Step | None) -> None:
         if step is not None:

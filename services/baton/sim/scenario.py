@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from baton.engine.sampling import SamplingParams
 from baton.sim.decode import DecodeSettings
-from baton.sim.model import VOCAB, reference
+from baton.sim.model import POISON, VOCAB, reference
 from baton.sim.prefill import PrefillSettings
 from baton.sim.process import WorkerSettings
 from baton.sim.transport import SLOWEST_PACE
@@ -108,12 +108,27 @@ def make_scenario(seed: int) -> Scenario:
     faults = () if quiet else _in_order([*_faults(rng, tight, *names), *hangs])
     latency = rng.choice((0.0005, 0.003, 0.02))
     gateway = _gateway(random.Random(f"gateway {seed}"))
+    requests, faults = _poison(random.Random(f"poison {seed}"), requests, faults)
     scenario = Scenario(seed, latency, gateways, gateway, prefill, decode, requests, faults)
     probes = tuple(
         _request(rng, len(requests) + i, scenario.calm + i * 0.05, gateways, room, [], probe=True)
         for i in range(len(decode))
     )
     return replace(scenario, requests=(*requests, *probes))
+
+
+def _poison(
+    rng: random.Random, requests: tuple[RequestSpec, ...], faults: tuple[Fault, ...]
+) -> tuple[tuple[RequestSpec, ...], tuple[Fault, ...]]:
+    """Now and then a request ends the processes that compute it; other faults are few then, for what is to
+    become of the others to be known."""
+    if rng.random() < 0.9:
+        return requests, faults
+    chosen = rng.randrange(len(requests))
+    spec = requests[chosen]
+    params = replace(spec.params, seed=POISON)
+    poison = replace(spec, params=params, n=1, stop=(), timeout=15.0, cancel_after=None, resume=True)
+    return (*requests[:chosen], poison, *requests[chosen + 1 :]), faults[: rng.choice((0, 0, 1, 3))]
 
 
 def _in_order(faults: list[Fault]) -> tuple[Fault, ...]:

@@ -33,6 +33,7 @@ class StartDecode:
     seconds: float
     """Time left."""
     prefill: tuple[str, ...]
+    failed_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,10 @@ _log = get_logger()
 
 DRAIN_POLL_SECONDS = 0.02
 SNAPSHOT_SECONDS = 0.02
+TELL_SECONDS = 0.5
+"""How long a process that has to end waits at most for what its callers are to be told."""
+WRITE_SECONDS = 0.05
+"""From gRPC's taking a message to its leaving."""
 WATCH_SECONDS = 0.25
 """How often the step thread is looked at."""
 
@@ -52,6 +56,9 @@ class WorkerCore(Core, Protocol):
 
     @property
     def meter(self) -> Meter: ...
+
+    def node_failed(self, message: str) -> None:
+        """Tells callers of the requests with which the process ends."""
 
 
 C = TypeVar("C", bound=WorkerCore)
@@ -160,9 +167,29 @@ class WorkerNode(Generic[C]):
 
     def _crashed(self, error: BaseException) -> None:
         """An error has escaped the core: a bug. Pages and leases are in doubt, so the process ends at once;
-        peers see the connection break, and a supervisor starts a new incarnation."""
+        peers see the connection break, and a supervisor starts a new incarnation. Callers are told before
+        which requests may be the cause, for the next node to compute them one at a time."""
         _log.critical("the step thread has failed; the process ends", exc_info=error)
-        os._exit(70)
+        try:
+            self._tell_callers(error)
+        except Exception as another:
+            _log.error("callers could not be told", exc_info=another)
+        finally:
+            os._exit(70)
+
+    def _tell_callers(self, error: BaseException) -> None:
+        assert self.core_or_none is not None
+        deadline, delivered = time.monotonic() + TELL_SECONDS, threading.Event()
+        self.core_or_none.node_failed(f"the node ended with {type(error).__name__} in its step thread")
+        self.loop.call_soon_threadsafe(delivered.set)
+        delivered.wait(TELL_SECONDS)
+        while self.unsent() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(WRITE_SECONDS)
+
+    def unsent(self) -> bool:
+        """Whether callers are still to be sent something."""
+        raise AssertionError("each role has callers of its own")
 
     # --- what the roles use -----------------------------------------------------------------------------
 
@@ -246,6 +273,10 @@ class WorkerNode(Generic[C]):
         if self.stuck():
             error = self._stuck_error()
             yield node_pb2.Problem(reason=error.reason, message=error.message, stops_serving=True)
+        if self.core_or_none is not None and self.steps.broken:
+            yield node_pb2.Problem(
+                reason="STEPS_FAIL", message=self.steps.broken, stops_serving=True, ends_process=True
+            )
         if load.pages.quarantined:
             text = f"{load.pages.quarantined} pages wait for the end of a copy that is overdue"
             yield node_pb2.Problem(reason="PAGES_QUARANTINED", message=text)

@@ -1,0 +1,54 @@
+"""A request that ends the nodes that compute it: it fails, with a reason of its own, and all others go on."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from deployment import Deployment
+
+from baton.rpc.errors import BatonError
+
+POISON = 666
+SITE = f"""
+import baton.engine.scheduler as scheduler
+
+commit = scheduler.Scheduler.commit
+
+def poisoned(self, step, result):
+    if any(record.sequence.request.params.seed == {POISON} for record in step.records):
+        raise AssertionError("poison")
+    commit(self, step, result)
+
+scheduler.Scheduler.commit = poisoned
+"""
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_poison_request_ends_two_nodes_and_no_stream(tmp_path, split):
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    counts = {"prefill": 3, "decode": 1} if split else {"prefill": 0, "decode": 4}
+    deployment = Deployment.split(tmp_path, "demo", **counts)
+    poisoned = deployment.of("prefill" if split else "decode")
+    for process in poisoned:
+        process.forked = False
+        process.environment["PYTHONPATH"] = f"{tmp_path}:{os.environ['PYTHONPATH']}"
+    deployment.start()
+    client = deployment.client()
+    prompts = [f"{number} " * 60 for number in range(8)]
+    try:
+        with ThreadPoolExecutor(9) as pool:
+            others = [
+                pool.submit(client.generate, prompt, max_tokens=300, seed=1, stop_token_ids=[])
+                for prompt in prompts
+            ]
+            with pytest.raises(BatonError) as raised:
+                client.generate("poison " * 60, max_tokens=50, seed=POISON)
+            finished = [other.result(timeout=120) for other in others]
+        assert raised.value.reason == "REPEATED_STEP_FAILURE", raised.value
+        assert all(completion.text for completion in finished)
+        ended = [process for process in poisoned if not process.alive]
+        assert [process._popen.poll() for process in ended] == [70, 70]
+    finally:
+        deployment._abandon()

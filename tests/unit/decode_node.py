@@ -1,0 +1,76 @@
+"""A decode core without prefill nodes, driven turn by turn, with a clock of its own."""
+
+from __future__ import annotations
+
+from hash_runner import HashRunner
+
+from baton.decode.core import DecodeCore
+from baton.decode.entry import DecodePolicy, Key
+from baton.decode.outputs import Failed
+from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.turns import Turns
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+
+STEP = 0.02
+PAGES, SIZE, ROWS = 400, 4, 8
+
+
+class Runner(HashRunner):
+    """Raises the errors of `fail`, one a step; None: that step succeeds."""
+
+    def __init__(self, where="launch"):
+        super().__init__(PAGES, SIZE, ROWS)
+        self.fail = []
+        self._where = where
+
+    def _raise(self, where):
+        error = self.fail.pop(0) if where == self._where and self.fail else None
+        if error is not None:
+            raise error
+
+    def launch(self, plan):
+        self._raise("launch")
+        return super().launch(plan)
+
+    def read(self, flight):
+        result = super().read(flight)
+        self._raise("read")
+        return result
+
+
+class Node:
+    """Each step takes STEP seconds, and `stall` more once."""
+
+    def __init__(self, max_rows=4, runner=None):
+        self.now, self.stall, self.outputs = 0.0, 0.0, []
+        self.runner = runner or Runner()
+        config = SchedulerConfig(context_length=512, token_budget=64, max_rows=max_rows)
+        cache = KvCache(PageAllocator(PAGES), PrefixTree(SIZE))
+        self.core = DecodeCore(
+            lambda **hooks: Scheduler(cache, config, **hooks),
+            DecodePolicy(None, 64, 10.0, 10.0),
+            lambda step, outputs, effects: self.outputs.extend(output for _, output in outputs),
+            lambda: None,
+        )
+        self.turns = Turns(self.core, self.runner, False, lambda: self.now)
+
+    def start(self, number, max_tokens=100, seconds=60.0, failed_steps=0):
+        params = SamplingParams(max_tokens=max_tokens, seed=number)
+        prompt = tuple(range(number, number + 8))
+        key, deadline = Key("caller", number), self.now + seconds
+        request = Request(key, prompt, params, deadline=deadline, failed_steps=failed_steps)
+        self.core.start(key, 1, 0, request, (), self.now)
+
+    def run(self, turns):
+        for _ in range(turns):
+            due = self.turns.begin()
+            if due is not None:
+                self.now += STEP + self.stall
+                self.stall = 0.0
+                self.turns.finish(due)
+
+    @property
+    def refused(self):
+        return [o for o in self.outputs if isinstance(o, Failed) and o.reason == "WOULD_MISS_DEADLINE"]

@@ -1,0 +1,125 @@
+"""Steps that fail: what requests in them are told, which are tried again, and when the device is given up."""
+
+from __future__ import annotations
+
+import pytest
+from decode_node import Node, Runner
+from test_attempts import A, B, attempts, placed
+
+from baton.decode.core import MAX_FAILED_STEPS
+from baton.decode.outputs import Done, Failed
+from baton.engine.turns import MAX_FAILED_STEPS as MAX_IN_A_ROW
+from baton.gateway.attempts import PROVEN_TOKENS
+from baton.rpc.errors import BatonError, unavailable
+
+STEP_FAILED = unavailable("the step could not be computed", "STEP_FAILED")
+NODE_FAILED = unavailable("the node ended", "NODE_FAILED")
+
+
+def failures(node):
+    return [(o.request, o.code, o.reason) for o in node.outputs if isinstance(o, Failed)]
+
+
+def test_who_was_in_a_failed_step_goes_on_elsewhere_once():
+    node = Node()
+    node.start(1)
+    node.start(2, failed_steps=1)
+    node.runner.fail = [RuntimeError("no answer")]
+    node.run(3)
+    assert failures(node) == [
+        (1, "UNAVAILABLE", "STEP_FAILED"),
+        (2, "INTERNAL", "REPEATED_STEP_FAILURE"),
+    ]
+
+
+def test_requests_that_may_have_made_a_step_fail_are_computed_one_at_a_time():
+    node = Node(max_rows=8)
+    for number in range(4):
+        node.start(number, max_tokens=12, failed_steps=1)
+    node.start(9, max_tokens=12)
+    most = 0
+    for _ in range(100):
+        node.run(1)
+        scheduler = node.core.scheduler
+        admitted = [*scheduler.prompts, *scheduler.running]
+        most = max(most, sum(s.request.failed_steps > 0 for s in admitted))
+        if len(scheduler.running) == 3:
+            assert not all(s.request.failed_steps for s in scheduler.running), "cleared by its tokens"
+    assert most == 1
+    assert sum(isinstance(o, Done) for o in node.outputs) == 5
+
+
+def test_a_node_that_ends_names_the_requests_that_it_had_admitted():
+    node = Node(max_rows=2)
+    node.start(1)
+    node.start(2, failed_steps=1)
+    node.start(3)
+    node.run(2)
+    del node.outputs[:]
+    node.core.node_failed("it ended")
+    assert failures(node) == [
+        (1, "UNAVAILABLE", "NODE_FAILED"),
+        (2, "INTERNAL", "REPEATED_STEP_FAILURE"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("errors", "broken"),
+    [
+        ([RuntimeError("x")] * (MAX_IN_A_ROW - 1), ""),
+        ([RuntimeError("x")] * MAX_IN_A_ROW, "3 steps failed one after the other: x"),
+        ([RuntimeError("x"), None] * MAX_IN_A_ROW, ""),
+        ([RuntimeError("CUDA error: unspecified launch failure")], "the device is lost: CUDA error"),
+        ([RuntimeError("CUDA error: out of memory")], ""),
+    ],
+)
+@pytest.mark.parametrize("where", ["launch", "read"])
+def test_a_device_is_given_up_when_its_steps_keep_failing(errors, broken, where):
+    node = Node(runner=Runner(where=where))
+    node.runner.fail = list(errors)
+    for number in range(len(errors)):
+        node.start(number, max_tokens=1)
+        node.run(2)
+    assert node.turns.broken.startswith(broken) and bool(node.turns.broken) == bool(broken)
+
+
+def test_the_gateway_retries_a_failed_step_once_at_no_cost():
+    _, made = attempts(max_resumes=0)
+    placed(made, [A, B])
+    assert made.failed_steps == 0
+    made.ended(STEP_FAILED, 0.0, lost=False)
+    assert placed(made, [A, B]) == B, "elsewhere"
+    assert (made.resumed, made.failed_steps) == (0, 1)
+    with pytest.raises(BatonError, match="given up"):
+        made.ended(STEP_FAILED, 0.0, lost=False)
+
+
+@pytest.mark.parametrize("error", [STEP_FAILED, NODE_FAILED])
+def test_progress_clears_a_request(error):
+    log, made = attempts()
+    for tokens, failed_steps in [(0, 1), (PROVEN_TOKENS - 1, 2), (PROVEN_TOKENS, 1)]:
+        made.begin(A)
+        if tokens:
+            made.progress()
+            log.choices[0].receive([1] * tokens, last=False)
+        made.ended(error, 0.0, lost=False)
+        assert made.failed_steps == failed_steps
+
+
+def test_a_node_that_fails_with_a_request_counts_as_a_resume():
+    _, made = attempts(max_resumes=1)
+    made.begin(A)
+    made.ended(NODE_FAILED, 0.0, lost=False)
+    assert made.resumed == 1
+    made.begin(B)
+    with pytest.raises(BatonError) as raised:
+        made.ended(NODE_FAILED, 0.0, lost=False)
+    assert raised.value.reason == "TOO_MANY_RESUMES"
+
+
+def test_the_limits_of_both_sides_agree():
+    from baton.decode import core
+    from baton.gateway import attempts as gateway
+
+    assert core.PROVEN_TOKENS == gateway.PROVEN_TOKENS and core.STEP_FAILURES == gateway.STEP_FAILURES
+    assert MAX_FAILED_STEPS == 2
