@@ -285,7 +285,9 @@ class DecodeCore:
         if under_way and under_way + uncached > self.policy.fallback_tokens:
             text = entry.last_failure or "none is connected"
             message = f"no prefill node could take the prompt ({text}), and this node prefills no more itself"
-            self._fail(entry, "RESOURCE_EXHAUSTED", "NO_PREFILL_NODE", message)
+            # A step that failed is to be counted by the caller as well.
+            code = "UNAVAILABLE" if entry.step_failure else "RESOURCE_EXHAUSTED"
+            self._fail(entry, code, entry.step_failure or "NO_PREFILL_NODE", message)
             return Route.DEFER
         entry.fallback = True
         return Route.LOCAL
@@ -311,7 +313,9 @@ class DecodeCore:
         entry.retries += 1
         entry.last_failure = f"{address}: {reason}: {message}"
         entry.tried = max(entry.tried, entry.candidates.index(address) + 1)
-        entry.request.failed_steps += reason in STEP_FAILURES
+        if reason in STEP_FAILURES:
+            entry.step_failure = reason
+            entry.request.failed_steps += 1
 
     def _entry(self, leader: Sequence) -> Entry:
         return self.entries[leader.request.key]  # type: ignore[index]

@@ -38,6 +38,8 @@ class Entry:
     pulled_pages: int = 0
     output_tokens: int = 0
     last_failure: str = ""
+    step_failure: str = ""
+    """With which of STEP_FAILURES a prefill node last failed it."""
     admitted: float | None = None
     """When its admission was last decided on, less the seconds that steps had stalled by then."""
 

@@ -124,7 +124,8 @@ class Ledger:
                 return False  # it should have gone on elsewhere, or waited
         if reason in ("REPEATED_STEP_FAILURE", "NODE_FAILED") and self._poison is not None:
             # All others go on, unless their clients prefer an error.
-            return spec is self._poison or (reason == "NODE_FAILED" and not spec.resume)
+            excused = spec is self._poison or (reason == "NODE_FAILED" and not spec.resume)
+            return excused or any(fault.kind == "step" and fault.at <= now for fault in self._scenario.faults)
         kinds = EXCUSES.get(reason, EXCUSES.get(code, ()))
         return not spec.probe and any(f.kind in kinds and f.at <= now for f in self._scenario.faults)
 
