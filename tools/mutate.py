@@ -1,0 +1,230 @@
+"""Mutation testing of the pure core: makes one small change at a time and asks whether a test notices.
+
+    python tools/mutate.py --count 100 --seed 1
+
+Each mutation changes one expression or statement of a file in PACKAGES, in a copy of the working tree. It is
+killed when a unit test that imports the changed module fails, or a seed of the simulator does, or one of them
+takes too long. Exits with 1 when fewer than --least percent are killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("handoff", "kvcache", "engine", "decode", "prefill")
+LEFT_OUT = ("cuda_", "graphs", "chunk_graphs", "device_slots", "upload", "prompt_logprobs", "timed_runner")
+"""Beginnings of names of modules that run on GPUs only."""
+SHELLS = ("server", "peers", "measure")
+"""Modules that only processes run: tests/contract and tests/cluster are theirs."""
+FIRST_SEEDS = 50
+LIBRARIES = ("numpy", "torch", "pytest", "hypothesis", "grpc.aio", "google.rpc.status_pb2")
+"""Imported once, before the forks."""
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+}
+FUNCTIONS = {"max": "min", "min": "max", "any": "all", "all": "any"}
+
+
+def variants(node: ast.AST) -> Iterator[ast.AST]:
+    """Small changes of one expression or statement."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        yield ast.Compare(node.left, [COMPARISONS[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+    elif isinstance(node, ast.BoolOp):
+        yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+        yield from (
+            ast.BoolOp(node.op, [*node.values[:i], *node.values[i + 1 :]])
+            if len(node.values) > 2
+            else node.values[1 - i]
+            for i in range(len(node.values))
+        )
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.operand
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        yield ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        yield ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS:
+        yield ast.Call(ast.Name(FUNCTIONS[node.func.id], ast.Load()), node.args, node.keywords)
+        yield from node.args[:1]
+    elif isinstance(node, ast.If | ast.While):
+        yield type(node)(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+        if isinstance(node, ast.If):
+            yield ast.If(ast.Constant(False), node.body, node.orelse)
+    elif isinstance(node, ast.AugAssign):
+        yield ast.Assign([node.target], node.value)
+        yield ast.Pass()
+    elif isinstance(node, ast.Delete | ast.Assign) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ):
+        yield ast.Pass()
+
+
+def runs(tree: ast.Module) -> Iterator[ast.AST]:
+    """What runs: neither messages of errors, nor annotations, nor what is only declared."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+            continue
+        yield node
+        if isinstance(node, ast.AnnAssign):
+            waiting += [node.value] if node.value is not None else []
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += node.body if node.name not in ("__str__", "__repr__") else []
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+class Replace(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self._old, self._new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        return self._new if node is self._old else super().generic_visit(node)
+
+
+def mutations() -> Iterator[tuple[Path, ast.Module, ast.AST, ast.AST]]:
+    """All there are: file, its tree, the node, what takes its place."""
+    for package in PACKAGES:
+        for path in sorted((ROOT / "services/baton" / package).glob("*.py")):
+            if path.stem.startswith(LEFT_OUT) or path.stem in SHELLS:
+                continue
+            tree = ast.parse(path.read_text())
+            for node in runs(tree):
+                yield from ((path, tree, node, new) for new in variants(node))
+
+
+def tests_of(path: Path) -> list[str]:
+    """Unit tests that import a module, those that import the fewest others first."""
+    module = "baton." + ".".join(path.relative_to(ROOT / "services/baton").with_suffix("").parts)
+    package = module.rpartition(".")[0]
+    wanted = re.compile(
+        rf"^from ({re.escape(module)}|{re.escape(package)}) import|^import {re.escape(module)}$", re.M
+    )
+    found = [
+        (test.read_text().count("from baton."), test) for test in (ROOT / "tests/unit").glob("test_*.py")
+    ]
+    return [str(test.relative_to(ROOT)) for _, test in sorted(found) if wanted.search(test.read_text())]
+
+
+def run_tests(tests: list[str]) -> bool:
+    import pytest
+
+    return pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]) == 0
+
+
+def run_seeds(seeds: range) -> bool:
+    from baton.sim.run import run_seed
+
+    return not any(run_seed(seed).failure for seed in seeds)
+
+
+def passes(there: Path, what: Callable[[], bool], seconds: float) -> bool:
+    """Runs a check of the tree `there` in a fork of this process, which has imported all libraries."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.chdir(there)
+        sys.path[:0] = [str(there / "services"), str(there)]
+        sys.dont_write_bytecode = True
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        code = 1
+        try:
+            code = 0 if what() else 1
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status == 0
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+def killed_by(there: Path, path: Path, seeds: int, seconds: float) -> str:
+    """Which check fails in the tree `there`; empty: none. What is likely to fail soon comes first."""
+    few = min(seeds, FIRST_SEEDS)
+    tests = tests_of(path)
+    checks: list[tuple[str, Callable[[], bool]]] = [
+        ("a seed", lambda: run_seeds(range(few))),
+        ("a unit test", lambda: not tests or run_tests(tests)),
+        ("a seed", lambda: run_seeds(range(few, seeds))),
+    ]
+    return next((name for name, check in checks if not passes(there, check, seconds)), "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=100, help="mutations to try")
+    parser.add_argument("--seed", type=int, default=1, help="of the choice among all mutations")
+    parser.add_argument("--seeds", type=int, default=500, help="of the simulator to run, from 0 on")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit of a check")
+    parser.add_argument("--least", type=int, default=90, help="percent that must be killed")
+    parser.add_argument("--files", default="", help="only files whose path contains this")
+    options = parser.parse_args()
+    every = [mutation for mutation in mutations() if options.files in str(mutation[0].relative_to(ROOT))]
+    chosen = random.Random(options.seed).sample(every, min(options.count, len(every)))
+    killed = 0
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        there = Path(folder) / "tree"
+        ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "node_modules")
+        shutil.copytree(ROOT, there, ignore=ignored)
+        for number, (path, tree, old, new) in enumerate(chosen, 1):
+            place = there / path.relative_to(ROOT)
+            line = getattr(old, "lineno", 0)
+            original = path.read_text()
+            change = f"{ast.unparse(old).splitlines()[0]}  ->  {ast.unparse(new).splitlines()[0]}"
+            nodes = list(ast.walk(tree))
+            changed = copy.deepcopy(tree)
+            target = list(ast.walk(changed))[nodes.index(old)]
+            place.write_text(ast.unparse(ast.fix_missing_locations(Replace(target, new).visit(changed))))
+            killer = killed_by(there, path, options.seeds, options.seconds)
+            place.write_text(original)
+            killed += bool(killer)
+            verdict = f"killed by {killer}" if killer else "SURVIVES"
+            print(f"{number} {path.relative_to(ROOT)}:{line}: {change}: {verdict}", flush=True)
+    print(f"{killed} of {len(chosen)} mutations killed")
+    return 0 if 100 * killed >= options.least * len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
