@@ -68,7 +68,7 @@ def _ends(outcomes):
 
 def test_every_kind_of_fault_is_drawn():
     faults = [fault for seed in range(200) for fault in make_scenario(seed).faults]
-    assert {fault.kind for fault in faults} == {*FAULTS, "hang"}
+    assert {fault.kind for fault in faults} == {*FAULTS, "hang", "babble"}
 
 
 def test_the_audit_waits_for_the_latest_first_look_of_a_pull():

@@ -178,9 +178,8 @@ class DecodeSide:
         elif handoff.released and message.stood:
             self._arrive(handoff)
         else:
-            self._lose(
-                handoff, "LEASE_LOST", "the lease did not stand until the pages had been copied", tell=False
-            )
+            # Told to a peer that should know: one that says so too early would hold the pages on.
+            self._lose(handoff, "LEASE_LOST", "the lease did not stand until the pages had been copied")
 
     def peer_down(self, address: str, reason: str) -> None:
         """What it held is gone, and the numbers of its steps mean nothing any more."""

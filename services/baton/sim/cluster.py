@@ -132,6 +132,8 @@ class Cluster:
             self.world.at(_STEP_SECONDS, self._fate, lambda: _repair(process))
         elif fault.kind == "hang" and isinstance(process, Worker):
             process.hang(fault.seconds)
+        elif fault.kind == "babble" and isinstance(process, SimPrefill):
+            process.babbles_until = self.world.now + fault.seconds
         elif fault.kind == "squeeze" and isinstance(process, Worker):
             self._squeeze(process, fault)
         elif fault.kind == "stranger":

@@ -10,6 +10,7 @@ from baton.decode.core import DecodeCore
 from baton.decode.entry import DecodePolicy, Key, Peer
 from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
 from baton.engine.request import Request
+from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import DecodeEffect, StartPull, StopPull
 from baton.sim.model import SimPool
 from baton.sim.network import Endpoint, Network, SimLink
@@ -149,6 +150,10 @@ class SimDecode(Worker):
         self._pulls: dict[int, Pull] = {}
 
     @property
+    def handoffs(self) -> DecodeSide:
+        return self.core.handoffs
+
+    @property
     def busy(self) -> str:
         held = (self.core.requests, self.core.handoffs.active, self.core.handoffs.pulls, len(self.flights))
         return "{} requests, {} hand-offs, {} pulls, {} steps".format(*held) if any(held) else ""
@@ -229,6 +234,7 @@ class SimDecode(Worker):
             delivered=start.delivered,
             params=start.params,
             n=start.n,
+            namespace=start.namespace,
             priority=start.priority,
             deadline=self.clock() + start.seconds,
             failed_steps=start.failed_steps,

@@ -4,13 +4,13 @@ shells a small one. A token's text is its number and a space; clients read when 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 from google.rpc import status_pb2
 
-from baton.decode.outputs import Done, Failed, Tokens
+from baton.decode.outputs import Done, Failed, Prompt, Tokens
 from baton.gateway.attempts import Attempts, ResumePolicy, Wait
 from baton.gateway.figures import NodeFigures
 from baton.gateway.pulse import Pulse
@@ -170,8 +170,10 @@ class SimGateway(Process):
             attempts.number,
             spec.prompt,
             attempts.delivered(),
-            spec.params,
+            # They have come, before the first token.
+            replace(spec.params, prompt_logprobs=None) if running.log.has_output else spec.params,
             spec.n,
+            spec.namespace,
             spec.priority,
             running.deadline - self.world.now,
             tuple(order_prefill(POLICY, prefill, len(spec.prompt), running.number)),
@@ -196,7 +198,9 @@ class SimGateway(Process):
             self._end_attempt(running, error, lost=False)
             return
         running.attempts.progress()
-        if isinstance(output, Tokens):
+        if isinstance(output, Prompt):
+            self._ledger.prompt(running.spec.number, output.logprobs)
+        elif isinstance(output, Tokens):
             self._append(running, output)
         elif isinstance(output, Done):
             running.attempts.done = True

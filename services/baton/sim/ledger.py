@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.sim.model import POISON, reference
+from baton.engine.plan import Logprobs
+from baton.sim.model import POISON, prompt_logprobs, reference
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Violation, World
 
@@ -58,6 +59,11 @@ class Ledger:
         for token in tokens:
             self._deliver_one(account, choice, token)
         account.text[choice] += text
+
+    def prompt(self, number: int, logprobs: Sequence[Logprobs] | None) -> None:
+        """None: they were not asked for."""
+        if logprobs is not None and tuple(logprobs) != prompt_logprobs(self._accounts[number].spec.prompt):
+            raise Violation(f"tokens: request {number} got other log-probabilities of its prompt: {logprobs}")
 
     def _deliver_one(self, account: _Account, choice: int, token: int) -> None:
         number = account.spec.number
@@ -133,7 +139,7 @@ class Ledger:
 def _account(spec: RequestSpec) -> _Account:
     params = spec.params
     full = (
-        reference(spec.prompt, params.seed + i, params.max_tokens, params.stop_token_ids)
+        reference(spec.prompt, params.seed + i, params.max_tokens, params.stop_token_ids, params.penalized)
         for i in range(spec.n)
     )
     expected = tuple(_until_stop(choice, spec.stop) for choice in full)

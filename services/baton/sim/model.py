@@ -10,10 +10,11 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from baton.engine.plan import PlanRow, RowResult, Sampled, StepPlan, StepResult
+from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, StepPlan, StepResult
 
 VOCAB = 997
 ENTRY_BYTES = 8
@@ -29,26 +30,43 @@ def entry(token: int, before: int) -> tuple[bytes, int]:
     return _ENTRY.pack(token, checksum), checksum
 
 
-def sample(seen: bytes | bytearray, seed: int) -> int:
-    return zlib.crc32(_SEED.pack(seed % 2**64), zlib.crc32(seen)) % VOCAB
+def sample(seen: bytes | bytearray, seed: int, penalized: Sequence[int] = ()) -> int:
+    """`penalized`: the tokens that penalties are for, which the device keeps; empty without penalties."""
+    state = zlib.crc32(array("I", penalized).tobytes(), zlib.crc32(seen))
+    return zlib.crc32(_SEED.pack(seed % 2**64), state) % VOCAB
 
 
 def reference(
-    prompt: Iterable[int], seed: int, count: int, stop: frozenset[int] = frozenset()
+    prompt: Sequence[int],
+    seed: int,
+    count: int,
+    stop: frozenset[int] = frozenset(),
+    penalized: bool = False,
 ) -> tuple[int, ...]:
     """The output tokens, computed without pages."""
-    seen, checksum, output = bytearray(), 0, []
+    seen, checksum = bytearray(), 0
+    output: list[int] = []
     for token in prompt:
         written, checksum = entry(token, checksum)
         seen += written
     for _ in range(count):
-        token = sample(seen, seed)
+        token = sample(seen, seed, (*prompt, *output) if penalized else ())
         output.append(token)
         if token in stop:
             break
         written, checksum = entry(token, checksum)
         seen += written
     return tuple(output)
+
+
+def prompt_logprobs(prompt: Sequence[int]) -> tuple[Logprobs, ...]:
+    """Those of a prompt's own tokens but the first, computed without pages."""
+    seen, checksum, found = 0, 0, []
+    for token, following in pairwise(prompt):
+        written, checksum = entry(token, checksum)
+        seen = zlib.crc32(written, seen)
+        found.append(Logprobs(following, -float(seen)))
+    return tuple(found)
 
 
 class SimPool:
@@ -121,6 +139,8 @@ class SimRunner:
         self._check_write = check_write
         self._last = [0] * max_slots
         self._seeds = [0] * max_slots
+        self._penalized: list[list[int] | None] = [None] * max_slots
+        """Prompt and output, as far as sampled; None: without penalties."""
 
     def launch(self, plan: StepPlan) -> Flight:
         if self.fail_next_launch:
@@ -153,12 +173,13 @@ class SimRunner:
             pool.write(target, 0, pool.read(source, 0, pool.page_bytes))
         for init in plan.inits:
             self._seeds[init.slot] = init.seed
+            self._penalized[init.slot] = [*init.prompt, *init.output] if init.params.penalized else None
             if init.last_token is not None:
                 self._last[init.slot] = init.last_token
         inputs = [row.tokens if row.tokens is not None else (self._last[row.slot],) for row in plan.rows]
         for row, tokens in zip(plan.rows, inputs, strict=True):
             self._write(plan, row, tokens)
-        rows = tuple(RowResult(self._sample(row)) for row in plan.rows)
+        rows = tuple(RowResult(self._sample(row), self._prompt_logprobs(row)) for row in plan.rows)
         flight.poisoned = any(self._seeds[slot] == POISON for row in plan.rows for slot in row.sample)
         flight.result = StepResult(plan.number, rows)
 
@@ -186,6 +207,18 @@ class SimRunner:
         seen = b"".join(pool.read(page, 0, pool.page_bytes) for page in pages)[: end * ENTRY_BYTES]
         samples = []
         for slot in row.sample:
-            self._last[slot] = sample(seen, self._seeds[slot])
+            penalized = self._penalized[slot]
+            token = self._last[slot] = sample(seen, self._seeds[slot], penalized or ())
+            if penalized is not None:
+                penalized.append(token)
             samples.append(Sampled(slot, self._last[slot]))
         return tuple(samples)
+
+    def _prompt_logprobs(self, row: PlanRow) -> tuple[Logprobs, ...]:
+        found, seen, size = [], 0, self.pool.page_size
+        for position in range(row.start + len(row.prompt_logprobs or ())):
+            written = self.pool.read(row.pages[position // size], position % size * ENTRY_BYTES, ENTRY_BYTES)
+            seen = zlib.crc32(written, seen)
+            if row.prompt_logprobs and position >= row.start:
+                found.append(Logprobs(row.prompt_logprobs[position - row.start], -float(seen)))
+        return tuple(found)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.engine.request import Request
@@ -11,6 +11,9 @@ from baton.handoff.messages import (
     Alive,
     Beat,
     CancelPrefill,
+    ChunkAnnounced,
+    FirstSampled,
+    LeaseFinished,
     PrefillFailed,
     PrefillOutput,
     ReleaseLease,
@@ -59,7 +62,9 @@ class SimPrefill(Worker):
         )
         self.core = PrefillCore(self.side, self._flush, lambda: None, self.pool.retire)
         self.driver = self.drive(self.core)
-        self._terminal: set[AttemptName] = set()
+        self.babbles_until = 0.0
+        """Until then it sends messages early, late, twice, wrong, and in the name of others."""
+        self._babble = self.world.rng(f"babble {name}")
 
     @property
     def busy(self) -> str:
@@ -117,6 +122,7 @@ class SimPrefill(Worker):
             delivered=(start.token_ids[cut:],) if start.delivered else (),
             params=start.params,
             n=start.n,
+            namespace=start.request.namespace,
             priority=start.request.priority,
             deadline=self.clock() + start.remaining,
             failed_steps=start.request.failed_steps,
@@ -137,4 +143,34 @@ class SimPrefill(Worker):
                     self.world.note(self.who, f"says   {output}")
         for holder, events in batches.items():
             assert isinstance(holder, _Holder)
-            holder.endpoint.send(tuple(events))
+            babbles = self.world.now < self.babbles_until
+            holder.endpoint.send(tuple(self._garbled(holder, events) if babbles else events))
+
+    def _garbled(self, holder: _Holder, events: list[PrefillOutput]) -> Iterator[PrefillOutput]:
+        """Only what a receiver can tell to be wrong: tokens, generations and steps are right."""
+        for name in self._names_elsewhere(holder):
+            yield FirstSampled(name, ((0, None),), 0, ())
+        for event in events:
+            how = self._babble.randrange(6)
+            if how == 0 and isinstance(event, ChunkAnnounced | FirstSampled):
+                yield LeaseFinished(event.name, stood=True)
+            elif how == 1:
+                yield event
+            elif how == 2:
+                late, again = self._babble.uniform(0.0, 1.0), (event,)
+                self.world.at(late, self.loop, lambda again=again: _send(holder, again))  # type: ignore[misc]
+            elif how == 3 and isinstance(event, ChunkAnnounced):
+                event = replace(event, pages=event.pages[1:], generations=event.generations[1:], last=True)
+            elif how == 4 and isinstance(event, FirstSampled):
+                event = replace(event, tokens=(*event.tokens, (0, None)))
+            yield event
+
+    def _names_elsewhere(self, holder: _Holder) -> list[AttemptName]:
+        """Hand-offs of the node at the other end that other prefill nodes compute."""
+        peer = holder.endpoint.peer
+        handoffs = getattr(peer.owner, "handoffs", None) if peer is not None else None
+        return [name for name, address, _ in handoffs.under_way() if address != self.name] if handoffs else []
+
+
+def _send(holder: _Holder, events: tuple[PrefillOutput, ...]) -> None:
+    holder.endpoint.send(events)

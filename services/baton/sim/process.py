@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,9 @@ class Worker(Process):
         self.allocator = PageAllocator(settings.pages, self.pool.generations)
         self.cache = KvCache(self.allocator, PrefixTree(settings.page_size, settings.eviction))
         self.runner = SimRunner(self.pool, settings.max_rows, self._submit, self._check_write)
+        self.cache.observe(self)
+        self._namespaces: dict[int, str] = {}
+        """Of each cached page."""
         self.flights: list[Flight] = []
         """Launched and not yet retired."""
         self.retired = 0
@@ -162,6 +165,13 @@ class Worker(Process):
         core.node_failed("an error has escaped the core")
         self.ending()
 
+    def stored(self, after: int | None, namespace: str, key: bytes, pages: Sequence[int]) -> None:
+        self._namespaces.update(dict.fromkeys(pages, namespace))
+
+    def removed(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            del self._namespaces[page]
+
     def _turned(self, step: Step | None) -> None:
         if step is not None:
             self.retired = step.plan.number
@@ -204,6 +214,12 @@ class Worker(Process):
         if self.scheduler.reservations.total > self.cache.available:
             raise Violation(f"promises: {self.who} has promised more pages than it has")
         self.flights = [flight for flight in self.flights if flight.plan.number > self.retired]
+        for request in self.scheduler.requests.values():
+            for sequence in request.sequences:
+                held = sequence.holding
+                cached = held.pages[: held.shared] if held is not None else ()
+                if any(self._namespaces[page] != request.namespace for page in cached):
+                    raise Violation(f"namespaces: {self.who} uses pages of another one for {request.key}")
         slots = self.scheduler.slots
         size = self.pool.page_size
         for flight in self.flights:

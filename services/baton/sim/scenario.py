@@ -14,7 +14,7 @@ from baton.sim.transport import SLOWEST_PACE
 
 PAGE_SIZE = 4
 FAULTS = ("crash", "stall", "cut", "drop", "slow", "pull", "step", "drain", "squeeze", "stranger")
-"""Drawn a few kinds at a time; "hang" apart from them."""
+"""Drawn a few kinds at a time; "hang" and "babble" apart from them."""
 CALM_SECONDS = 12.0
 """After the last fault: time for every stream to be given up and opened again."""
 PULL_SECONDS = 5.0
@@ -38,6 +38,7 @@ class RequestSpec:
     """The client cancels, or leaves, so many seconds after it has asked."""
     probe: bool = False
     """Asked when all faults are over: it must finish."""
+    namespace: str = ""
     resume: bool = True
     """The client would rather have a resume than an error."""
 
@@ -98,6 +99,7 @@ def make_scenario(seed: int) -> Scenario:
     gateways = rng.choice((1, 1, 2))
     room = min(worker.pages for worker, _ in decode) * PAGE_SIZE
     requests = _requests(rng, gateways, room, tight)
+    requests = tuple(_with_options(random.Random(f"options {seed} {r.number}"), r) for r in requests)
     names = (
         [f"p{i}" for i in range(len(prefill))],
         [f"d{i}" for i in range(len(decode))],
@@ -105,7 +107,8 @@ def make_scenario(seed: int) -> Scenario:
     )
     quiet = rng.random() < 0.1
     hangs = _hangs(random.Random(f"hang {seed}"), *names[:2])
-    faults = () if quiet else _in_order([*_faults(rng, tight, *names), *hangs])
+    babbles = _babbles(random.Random(f"babble {seed}"), names[0])
+    faults = () if quiet else _in_order([*_faults(rng, tight, *names), *hangs, *babbles])
     latency = rng.choice((0.0005, 0.003, 0.02))
     gateway = _gateway(random.Random(f"gateway {seed}"))
     requests, faults = _poison(random.Random(f"poison {seed}"), requests, faults)
@@ -200,6 +203,16 @@ def _requests(rng: random.Random, gateways: int, room: int, tight: bool) -> tupl
     return tuple(requests)
 
 
+def _with_options(rng: random.Random, spec: RequestSpec) -> RequestSpec:
+    """Options that need a state of the device, or another prefix of the same tokens."""
+    spec = replace(spec, namespace=rng.choice(("", "", "another")))
+    if rng.random() < 0.3 and not spec.stop:
+        spec = replace(spec, params=replace(spec.params, frequency_penalty=1.0))
+    if rng.random() < 0.2:
+        spec = replace(spec, params=replace(spec.params, prompt_logprobs=0))
+    return spec
+
+
 def _request(
     rng: random.Random,
     number: int,
@@ -286,4 +299,13 @@ def _hangs(rng: random.Random, prefill: list[str], decode: list[str]) -> list[Fa
             seconds=rng.choice((2.0, 8.0, 20.0)) * rng.uniform(0.5, 1.0),
         )
         for _ in range(rng.choice((1, 2, 4)))
+    ]
+
+
+def _babbles(rng: random.Random, prefill: list[str]) -> list[Fault]:
+    """Prefill nodes that send messages which cannot be."""
+    count = rng.choice((0, 0, 0, 1, 2))
+    return [
+        Fault(rng.uniform(0.9, 4.0), "babble", rng.choice(prefill), seconds=rng.uniform(0.2, 5.0))
+        for _ in range(count)
     ]

@@ -29,6 +29,7 @@ class StartDecode:
     delivered: tuple[tuple[int, ...] | None, ...]
     params: SamplingParams
     n: int
+    namespace: str
     priority: int
     seconds: float
     """Time left."""
