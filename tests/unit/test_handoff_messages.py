@@ -1,0 +1,191 @@
+"""Each side of the hand-off against messages that the other would not send: the decode side's checks of what
+is announced, and the prefill side's of who may say what."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
+from baton.handoff.decode_side import DecodeSide
+from baton.handoff.messages import (
+    CancelPrefill,
+    ChunkAnnounced,
+    FirstSampled,
+    LeaseFinished,
+    PrefillFailed,
+    ReleaseLease,
+    StartPrefill,
+    StartPull,
+)
+from baton.handoff.names import AttemptName
+from baton.handoff.prefill_side import PrefillSide
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+
+NAME = AttemptName(7, 1, 0, 0)
+PROMPT = tuple(range(10))
+"""Three pages of four tokens."""
+
+
+def make_scheduler(**options):
+    cache = KvCache(PageAllocator(40), PrefixTree(4))
+    hooks = {name: options.pop(name) for name in ("route", "abandon") if name in options}
+    config = SchedulerConfig(context_length=100, token_budget=64, max_rows=8, output_margin=2, **options)
+    return Scheduler(cache, config, **hooks)
+
+
+class Decode:
+    """One prompt that has been asked for at p0."""
+
+    def __init__(self):
+        self.failed = []
+        self.scheduler = make_scheduler(
+            route=lambda leader, uncached: Route.REMOTE, abandon=lambda leader: self.side.abandon(leader)
+        )
+        self.side = DecodeSide(
+            self.scheduler,
+            silence=9.0,
+            pull_seconds=5.0,
+            name_of=lambda leader, address: NAME,
+            pulled=lambda leader, pages: None,
+            failed=lambda leader, address, reason, message: self.failed.append(reason),
+        )
+        self.request = Request("key", PROMPT, SamplingParams(max_tokens=5))
+        self.scheduler.submit(self.request)
+        self.scheduler.plan()
+        self.side.begin(self.request.sequences[0], "p0", 0.0)
+        assert isinstance(self.take()[0], StartPrefill)
+
+    def take(self):
+        effects, self.side.effects = self.side.effects, []
+        return effects
+
+    def chunk(self, first=0, pages=(30, 31, 32), last=True, step=0, address="p0"):
+        chunk = ChunkAnnounced(NAME, first, tuple(pages), tuple(1 for _ in pages), last, step)
+        self.side.receive(address, chunk, 1.0)
+        return self.take()
+
+    def first(self, tokens=((50, None),)):
+        self.side.receive("p0", FirstSampled(NAME, tokens, 0, ()), 1.0)
+        return self.take()
+
+    def pulled(self, effect, seen=True, generation=1):
+        generations = [generation for _ in effect.pairs] if seen else None
+        self.side.pull_ended(effect.pull, None, generations, 1.0)
+        return self.take()
+
+
+def test_pages_that_were_seen_to_be_right_need_no_answer():
+    node = Decode()
+    (pull,) = node.chunk()
+    assert [source for source, _ in pull.pairs] == [30, 31, 32]
+    node.first()
+    assert node.pulled(pull) == [ReleaseLease("p0", NAME, awaited=False)]
+    assert not node.side.active and node.request.sequences[0] in node.scheduler.running
+
+
+def test_one_pull_whose_generations_were_not_seen_makes_the_release_count():
+    node = Decode()
+    (pull,) = node.chunk(pages=(30,), last=False)
+    node.chunk(first=1, pages=(31, 32))
+    node.first()
+    (second,) = node.pulled(pull, seen=False)
+    assert node.pulled(second) == [ReleaseLease("p0", NAME, awaited=True)]
+    assert node.side.active, "goes on before the lease is known to have stood"
+    node.side.receive("p0", LeaseFinished(NAME, stood=True), 2.0)
+    assert not node.side.active and not node.failed
+
+
+def test_a_pull_waits_for_the_latest_step_that_was_announced():
+    node = Decode()
+    (pull,) = node.chunk(pages=(30,), last=False, step=3)
+    assert pull.step == 3
+    node.chunk(first=1, pages=(31,), last=False, step=5)
+    node.chunk(first=2, pages=(32,), step=0)
+    (second,) = node.pulled(pull)
+    assert isinstance(second, StartPull) and len(second.pairs) == 2 and second.step == 5
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"first": 1, "pages": (31, 32)},  # early
+        {"pages": (30, 31, 32, 33)},  # more than the prompt has
+    ],
+)
+def test_pages_out_of_turn_are_not_taken(chunk):
+    node = Decode()
+    assert node.chunk(**chunk) == [CancelPrefill("p0", NAME)]
+    assert node.failed == ["PROTOCOL"] and not node.side.active
+
+
+@pytest.mark.parametrize("again", [{"pages": (30,)}, {"first": 3, "pages": ()}])
+def test_nothing_is_announced_after_the_last_page_or_twice(again):
+    node = Decode()
+    node.chunk()
+    effects = node.chunk(**again)
+    assert node.failed == ["PROTOCOL"] and CancelPrefill("p0", NAME) in effects
+
+
+def test_fewer_pages_than_the_prompt_has_are_not_confirmed():
+    node = Decode()
+    (pull,) = node.chunk(pages=(30, 31))
+    node.first()
+    assert node.pulled(pull) == [CancelPrefill("p0", NAME)]
+    assert node.failed == ["PROTOCOL"]
+
+
+@pytest.mark.parametrize("tokens", [(), ((50, None), (51, None))])
+def test_first_tokens_are_one_for_each_choice(tokens):
+    node = Decode()
+    node.first(tokens)
+    assert node.failed == ["PROTOCOL"]
+
+
+def test_first_tokens_come_once():
+    node = Decode()
+    node.first()
+    node.first()
+    assert node.failed == ["PROTOCOL"] and len(node.request.sequences[0].tokens) == len(PROMPT) + 1
+
+
+def test_a_message_from_another_address_is_refused():
+    node = Decode()
+    assert node.chunk(address="p1") == [CancelPrefill("p1", NAME)]
+    assert node.side.active and not node.failed and node.side.counters.unknown == 1
+    node.side.receive("p1", PrefillFailed(NAME, "ABORTED", "LEASE_EXPIRED", "not its own"), 1.0)
+    assert node.side.active and not node.take()
+
+
+def test_a_lease_that_ends_before_its_release_is_lost():
+    node = Decode()
+    node.chunk()
+    node.side.receive("p0", LeaseFinished(NAME, stood=True), 1.0)
+    assert node.failed == ["LEASE_LOST"]
+    assert CancelPrefill("p0", NAME) in node.take(), "its owner may hold the pages on"
+
+
+def test_pages_with_other_generations_are_dropped():
+    node = Decode()
+    (pull,) = node.chunk()
+    node.first()
+    assert node.pulled(pull, generation=2) == [CancelPrefill("p0", NAME)]
+    assert node.failed == ["STALE_PAGES"]
+
+
+def test_only_its_holder_ends_an_attempt():
+    side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    side.connect("holder", 0.0)
+    side.start("holder", NAME, Request(NAME, PROMPT, SamplingParams()), True, 0.0)
+    for speak in (side.cancel, side.release):
+        speak("stranger", NAME, 1.0)
+        ((to, failed),) = side.outputs
+        assert to == "stranger" and failed.reason == "UNKNOWN_ATTEMPT"
+        side.outputs.clear()
+    assert side.knows(NAME) and side.holds("holder")
+    side.cancel("holder", NAME, 1.0)
+    assert [failed.reason for _, failed in side.outputs] == ["CANCELLED"] and not side.holds("holder")
+    side.outputs.clear()
+    side.release("holder", NAME, 2.0)  # crossed the end on the wire
+    assert not side.outputs
