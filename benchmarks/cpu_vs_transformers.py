@@ -38,7 +38,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.dialing import Dialing
+from baton.cli.nodes import Dialing
 from baton.client import AsyncClient
 from baton.demo import model_path
 from baton.v1 import node_pb2, node_pb2_grpc

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 from process import Process
 
 from baton.bench.machine import machine, versions
-from baton.cli.ports import SharedPort
+from baton.cli.deployment import SharedPort
 from baton.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 HERE = Path(__file__).parent

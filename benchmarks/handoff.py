@@ -27,8 +27,8 @@ from timed import Ask, ask
 
 from baton.bench.machine import machine, versions
 from baton.bench.shapes import SHAPES, write_shape
-from baton.cli.child import ChildError
 from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.cli.supervisor import ChildError
 from baton.client import AsyncClient
 from baton.rpc.errors import BatonError
 

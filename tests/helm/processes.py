@@ -11,9 +11,8 @@ from typing import Any
 
 from chart import ROOT, Document, Rendered
 
-from baton.cli.options import build, fields_of
+from baton.cli.options import ROLES, build, fields_of
 from baton.cli.serve import DEFAULT_PORTS, serve
-from baton.cli.toml import ROLES
 from baton.config import NodeConfig
 
 POD_IP = "10.1.2.3"

@@ -9,8 +9,7 @@ import pytest
 from processes import POD_IP, mounted, relocated, secret_of, settings, variables
 
 from baton.cli.health import health
-from baton.cli.options import fields_of
-from baton.cli.toml import ROLES
+from baton.cli.options import ROLES, fields_of
 from baton.discovery.dns import parse_name
 from baton.gateway.door import PublicDoor
 from baton.rpc.cluster import Cluster

@@ -18,7 +18,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from baton.cli.lifeline import hold_lifeline
+from baton.cli.serve import hold_lifeline
 
 
 def main() -> int:

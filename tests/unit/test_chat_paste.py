@@ -12,7 +12,7 @@ import pytest
 
 SCRIPT = """
 import readline
-from baton.cli.chat import read_message
+from baton.cli.generate import read_message
 
 while True:
     print("[read]", repr(read_message()), flush=True)

@@ -9,9 +9,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from baton.cli.options import as_flags, build, config_options, fields_of, given
+from baton.cli.options import ROLES, as_flags, build, config_file_option, config_options, fields_of, given
 from baton.cli.serve import DEFAULT_PORTS, serve
-from baton.cli.toml import ROLES, config_file_option
 from baton.cli.up import pass_through
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, WorkerConfig
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from baton.cli.checks import process_id, run_checks
+from baton.cli.deployment import DRIVER
+from baton.cli.doctor import process_id, run_checks
 from baton.cli.health import health
-from baton.cli.placement import DRIVER
 from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace
 
 ENTRY = ["python", "-m", "baton.cli.entry", "baton", "serve", "decode"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton.cli.child import Child
 from baton.cli.log_files import KEPT_FOLDERS, LogFolder, follow_logs, rotate, rotate_logs
+from baton.cli.supervisor import Child
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.placement import Place, place, value_of, visible_gpus, wants_gpu
+from baton.cli.deployment import Deployment, DeploymentPlan, Place, place, value_of, visible_gpus, wants_gpu
 from baton.cli.up import process_table
 
 CUDA = dict.fromkeys(("prefill", "decode"), ("--device", "cuda", "--model", "demo"))
@@ -35,7 +34,7 @@ def test_visible_gpus(monkeypatch):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aa, GPU-bb"}) == ["GPU-aa", "GPU-bb"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == ["1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
-    monkeypatch.setattr("baton.cli.placement.DRIVER", (Path("/nonexistent"),))
+    monkeypatch.setattr("baton.cli.deployment.DRIVER", (Path("/nonexistent"),))
     assert visible_gpus({}) == []
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.cli.child import Child, ChildError, State
-from baton.cli.supervisor import RESTARTS_PER_MINUTE, Backoff, Supervisor
+from baton.cli.supervisor import RESTARTS_PER_MINUTE, Backoff, Child, ChildError, State, Supervisor
 
 CHILD = Path(__file__).with_name("supervised_child.py")
 PROGRAM = (sys.executable, str(CHILD))
@@ -152,7 +151,7 @@ def test_killed_supervisor_leaves_no_process(tmp_path: Path, behave: str) -> Non
     script = f"""
         import asyncio, sys
         from pathlib import Path
-        from baton.cli.child import Child
+        from baton.cli.supervisor import Child
         from baton.cli.supervisor import Supervisor
 
         async def main():

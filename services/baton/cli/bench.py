@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from baton.cli.lazy import LazyGroup
+from baton.cli.main import LazyGroup
 
 MEASUREMENTS = {
     "Measurements": {

@@ -20,6 +20,8 @@ from rich.table import Table
 
 from baton import __version__
 from baton.checkpoint import CheckpointError, resolve
+from baton.cli.console import run_command
+from baton.cli.deployment import visible_gpus
 from baton.cli.kv_owner import owner
 from baton.cli.kv_rates import (
     Load,
@@ -31,8 +33,6 @@ from baton.cli.kv_rates import (
     open_method,
 )
 from baton.cli.options import F, SectionedCommand, fail
-from baton.cli.placement import visible_gpus
-from baton.cli.running import run_command
 from baton.kvcache.pool import KvLayout, default_page_size
 from baton.models.config import ModelError, read_config
 from baton.rpc.ids import new_incarnation

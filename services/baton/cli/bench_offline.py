@@ -25,9 +25,9 @@ from baton.cli.bench_options import (
 )
 from baton.cli.bench_report import about, deployment_facts, save, warnings
 from baton.cli.bench_running import make_target, measured, open_engine, run_here, run_with_progress
+from baton.cli.console import run_command
 from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of
-from baton.cli.running import run_command
 from baton.config import NodeConfig, WorkerConfig
 
 if TYPE_CHECKING:

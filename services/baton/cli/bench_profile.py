@@ -15,8 +15,8 @@ from baton.bench.clients import ClientError
 from baton.cli.bench_options import Numbers, check_writable, engine_config, report_options
 from baton.cli.bench_report import about, save, shown, table
 from baton.cli.bench_running import open_engine, run_here
+from baton.cli.console import run_until_signal
 from baton.cli.options import SectionedCommand, config_options, fields_of
-from baton.cli.running import run_until_signal
 from baton.config import NodeConfig, WorkerConfig
 from baton.plan.profile import EngineFacts, HostCost, Profile, to_dict
 
@@ -41,7 +41,7 @@ class Measurement:
 
 
 def _profile(config: WorkerConfig, measurement: Measurement, console: Console) -> None:
-    from baton.cli.child import ChildError
+    from baton.cli.supervisor import ChildError
     from baton.transport import SegmentError, TransportError
 
     report = about("profile", measurement.commit)
@@ -100,8 +100,8 @@ def _run(main: Callable[[], Any]) -> Any:
 
 
 def _host(console: Console) -> HostCost:
-    from baton.cli.child import ChildError
     from baton.cli.host_cost import host_cost
+    from baton.cli.supervisor import ChildError
 
     try:
         cost: HostCost = _run(lambda: host_cost(console))

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.bench.clients import ClientError, Run, Target, run_clients
 from baton.bench.workload import Workload
-from baton.cli.answer import explain
+from baton.cli.console import explain
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import fail
 from baton.client import AsyncClient, BatonError

@@ -25,9 +25,9 @@ from baton.cli.bench_options import (
 from baton.cli.bench_report import about, deployment_facts, save, shown, table, warnings
 from baton.cli.bench_running import make_target, measured, run_with_progress
 from baton.cli.bench_workload import take_workload, workload_options
+from baton.cli.console import run_command
 from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of
-from baton.cli.running import run_command
 from baton.config import NodeConfig, WorkerConfig
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end"}

@@ -7,12 +7,11 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.cli.answer import Answer, collect_async, write
+from baton.cli.console import Answer, collect_async, run_command, write
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.generate import stats_table
-from baton.cli.running import run_command
-from baton.cli.texts import topic_text
 from baton.cli.up import process_table
+from baton.cli.verify import topic_text
 from baton.client import AsyncClient, Options
 
 PREFIX_CHARACTERS = 2400

@@ -1,28 +1,130 @@
-"""A whole deployment on this machine, as an asynchronous context manager."""
+"""A whole deployment on this machine, as an asynchronous context manager: its ports, GPUs and processes."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import os
+import random
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 
-from baton.cli.child import Child
-from baton.cli.dialing import CLUSTER_FIELDS
 from baton.cli.local_secret import LocalSecret
 from baton.cli.log_files import LogFolder, follow_logs, rotate_logs
-from baton.cli.placement import Place, place, value_of, visible_gpus, wants_gpu
-from baton.cli.ports import SharedPort, free_ports
+from baton.cli.nodes import CLUSTER_FIELDS
+from baton.cli.options import read_config
 from baton.cli.progress import start_progress
-from baton.cli.supervisor import SERVE, Supervisor
-from baton.config import NodeConfig
-from baton.rpc.address import loopback, split_address
+from baton.cli.supervisor import SERVE, Child, Supervisor
+from baton.config import NodeConfig, WorkerConfig
+from baton.rpc.address import family_of, join_address, loopback, split_address
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.cluster import Cluster
+
+PORTS = range(10_000, 20_000)
+
+
+class SharedPort:
+    """A port that several processes of this user are to listen on (SO_REUSEPORT). Held without listening, so
+    that nobody else gets it, until `close`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """port: 0: a free one. Raises OSError."""
+        self._socket = socket.socket(family_of(host))
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.bind((host.strip("[]"), port))
+        except OSError:
+            self._socket.close()
+            raise
+        self.address = join_address(host, self._socket.getsockname()[1])
+        """host:port as bound."""
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Different ports of the address that nobody uses now. They are below the range from which the system
+    takes ports for connections (ip_local_port_range), so that they are still free when a process binds them.
+    Raises OSError when there are not so many."""
+    found: list[int] = []
+    for port in random.sample(PORTS, len(PORTS)):
+        if len(found) == count:
+            return found
+        with contextlib.suppress(OSError), socket.socket(family_of(host)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            found.append(port)
+    raise OSError(f"{host} has no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")
+
+
+DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A GPU, and what the worker's process is started with so that it sees that one alone."""
+
+    gpu: str
+    """As CUDA_VISIBLE_DEVICES names it."""
+    sharing: int
+    """Workers on it."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": self.gpu}
+
+    def flags(self, given: bool) -> tuple[str, ...]:
+        """Workers that share a GPU share its memory; `given`: somebody has said how much each may take."""
+        if given or self.sharing == 1:
+            return ()
+        return ("--memory-fraction", f"{WorkerConfig().memory_fraction / self.sharing:.3f}")
+
+
+def place(workers: Sequence[str], gpus: Sequence[str]) -> dict[str, Place]:
+    """Worker -> its place: in turn over the GPUs, so that neighbours lie apart. Empty without GPUs."""
+    if not gpus:
+        return {}
+    turn = [gpus[number % len(gpus)] for number in range(len(workers))]
+    return {name: Place(gpu, turn.count(gpu)) for name, gpu in zip(workers, turn, strict=True)}
+
+
+def wants_gpu(flags: Sequence[str], role: str) -> bool:
+    """Whether workers with these flags take any GPU that they see; one that names its own keeps it."""
+    return value_of(flags, role, "device") in ("cuda", "auto", None)
+
+
+def value_of(flags: Sequence[str], role: str, name: str) -> str | None:
+    """What a worker's flags, or the file that they name, say about an option; None: nothing."""
+    flag = "--" + name.replace("_", "-")
+    if flag in flags:
+        return flags[len(flags) - flags[::-1].index(flag)]
+    if "--config" in flags:
+        values = read_config(Path(flags[flags.index("--config") + 1]), role)
+        return str(values[name]) if name in values else None
+    return None
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES would name them. Imports torch only where
+    there is a driver."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        # What follows a number that is none of a device is not seen either.
+        return names[: names.index("-1")] if "-1" in names else names
+    if not any(path.exists() for path in DRIVER):
+        return []
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,264 @@
-"""`baton doctor`: what this machine can run, and why not."""
+"""`baton doctor`: what this machine can run, and why not. A check answers; it never raises."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
 
 import click
+import psutil
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from baton import __version__
-from baton.cli.checks import Check, run_checks
+from baton.cli.deployment import DRIVER
+from baton.cli.serve import DEFAULT_PORTS
+from baton.rpc.address import family_of, loopback
+from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace
+
+Verdict = Literal["ok", "note", "absent", "bad"]
+"""ok: works. note: works without it, or less well. absent: is for GPUs, and there is none. bad: Baton cannot
+run."""
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """One finding."""
+
+    section: str
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+def no_gpu() -> Verdict:
+    """Of what needs an NVIDIA GPU and does not work: "absent" on a machine without a driver for one."""
+    return "note" if any(path.exists() for path in DRIVER) else "absent"
+
+
+def machine() -> Iterator[Check]:
+    """Python, cores, memory, shared memory, disk."""
+    yield Check("machine", "python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield Check("machine", "system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Check("machine", "cores", "ok", f"{cores} usable of {os.cpu_count()}")
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f} GiB"
+    if memory.available < GIB:
+        yield Check(
+            "machine", "memory", "note", f"{text}; a deployment of the demo model takes about 1.5 GiB"
+        )
+    else:
+        yield Check("machine", "memory", "ok", text)
+    yield _shared_memory()
+    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache"))
+    while not cache.exists():
+        cache = cache.parent
+    yield Check(
+        "machine", "disk", "ok", f"{shutil.disk_usage(cache).free / GIB:.1f} GiB free for models in {cache}"
+    )
+
+
+def _shared_memory() -> Check:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Check("machine", "/dev/shm", "note", "not there; pages travel over grpc instead of shm")
+    usage = shutil.disk_usage(folder)
+    text = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB"
+    if not os.access(folder, os.W_OK):
+        return Check("machine", "/dev/shm", "note", f"{text}, not writable; pages travel over grpc")
+    if usage.free < GIB:
+        hint = "KV pools live there: use a smaller --kv-tokens, or give a container more (--shm-size)"
+        return Check("machine", "/dev/shm", "note", f"{text}; {hint}")
+    return Check("machine", "/dev/shm", "ok", text)
+
+
+def devices() -> Iterator[Check]:
+    """torch and the GPUs it sees."""
+    try:
+        import torch
+    except ImportError as error:
+        yield Check("devices", "torch", "bad", f"cannot be imported ({error}); install it: pip install torch")
+        return
+    yield Check("devices", "torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    yield Check("devices", "cpu", "ok", torch.backends.cpu.get_cpu_capability())
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = "no usable NVIDIA GPU or driver" if built else "this torch is built without CUDA"
+        yield Check("devices", "cuda", no_gpu(), f"{reason}; --device cpu is used")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+        text = f"{torch.cuda.get_device_name(index)}, compute {capability}"
+        yield Check(
+            "devices", f"cuda:{index}", "ok", f"{text}, {free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
+        )
+
+
+def attention() -> Iterator[Check]:
+    """Attention backends and the library that the fast one comes from."""
+    import torch
+
+    from baton.attention.kernel_pairs import mismatch
+    from baton.attention.registry import BACKENDS
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, backend in BACKENDS.items():
+        problem = backend.available(device)
+        yield Check("attention", name, no_gpu() if problem else "ok", problem or f"works on {device}")
+    if importlib.util.find_spec("sgl_kernel") is None:
+        text = "not installed; only needed on NVIDIA GPUs: pip install 'baton-serve[gpu]'"
+        yield Check("attention", "sgl_kernel", no_gpu(), text)
+    else:
+        problem = mismatch()
+        yield Check("attention", "sgl_kernel", no_gpu() if problem else "ok", problem or "installed")
+
+
+def transports() -> Iterator[Check]:
+    """How KV pages can travel from here."""
+    if os.access("/dev/shm", os.W_OK):
+        yield Check("transports", "shm", "ok", "between processes of this host, CPU pools")
+    else:
+        yield Check("transports", "shm", "note", "/dev/shm is not there or not writable")
+    yield Check("transports", "grpc", "ok", "anywhere")
+    yield _cuda_ipc()
+    yield process_id(*_inside())
+    yield _nixl()
+
+
+def _nixl() -> Check:
+    """Makes an agent; whether others reach its port, a deployment tells."""
+    from baton.transport.nixl_agent import problem
+
+    why_not = problem()
+    if why_not is not None:
+        return Check("transports", "nixl", "note", f"{why_not}; between hosts pages travel over grpc")
+    return Check("transports", "nixl", "ok", "between hosts, where --transports names it")
+
+
+def _cuda_ipc() -> Check:
+    """Exports memory of each GPU, which is one half; opening it would take another process."""
+    import torch
+
+    from baton.transport import TransportError, cuda
+
+    problem = cuda.problem()
+    if problem is not None:
+        return Check("transports", "cuda_ipc", no_gpu(), f"{problem}; between GPUs pages travel over grpc")
+    count = torch.cuda.device_count()
+    for index in range(count):
+        cuda.use(torch.device("cuda", index))
+        memory = torch.zeros(2**21, dtype=torch.uint8, device=f"cuda:{index}")
+        try:
+            cuda.export_memory(memory.data_ptr())
+        except TransportError as error:
+            return Check("transports", "cuda_ipc", "note", f"cuda:{index}: {error}; pages travel over grpc")
+    torch.cuda.set_device(0)
+    apart = [
+        f"cuda:{a} and cuda:{b}"
+        for a in range(count)
+        for b in range(a + 1, count)
+        if not torch.cuda.can_device_access_peer(a, b)
+    ]
+    if apart:
+        text = f"works on each GPU, but there is no peer access between {', '.join(apart)}"
+        return Check("transports", "cuda_ipc", "note", text)
+    where = f"all {count} GPUs, which reach each other" if count > 1 else "the one GPU that is seen here"
+    return Check("transports", "cuda_ipc", "ok", f"memory can be shared from {where}")
+
+
+def _inside() -> tuple[str, dict[int, list[str]]]:
+    """Our PID namespace, and the command of each process in it."""
+    commands = {}
+    for process in psutil.process_iter():
+        try:
+            commands[process.pid] = process.cmdline()
+        except psutil.Error:
+            continue
+    return pid_namespace(), commands
+
+
+def process_id(namespace: str, commands: Mapping[int, Sequence[str]]) -> Check:
+    """Whether workers in a PID namespace of their own, as in a container, can be told apart by CUDA IPC: it
+    refuses memory of a process with our own id in another namespace; the first process of each has id 1."""
+    if namespace == FIRST_PID_NAMESPACE:
+        return Check("transports", "process ids", "ok", "unique: not in a container's PID namespace")
+    if "serve" in commands.get(1, ()) and "baton.cli.entry" not in commands[1]:
+        text = "the worker here has process id 1, as those of other containers do, which CUDA IPC refuses"
+        hint = "start it with 'python -m baton.cli.entry baton serve ...' as the images do; else grpc is used"
+        return Check("transports", "process ids", "note", f"{text}; {hint}")
+    workers = sorted(pid for pid, command in commands.items() if pid > 1 and "serve" in command)
+    which = f"the worker's is {workers[0]}; " if workers else ""
+    text = f"{which}CUDA IPC needs other ones in other containers, as baton.cli.entry chooses them"
+    return Check("transports", "process ids", "ok", text)
+
+
+def ports() -> Iterator[Check]:
+    """Default ports that something else listens on."""
+    for role, (grpc_port, http_port) in DEFAULT_PORTS.items():
+        taken = [port for port in (grpc_port, http_port) if port_taken(port)]
+        wanted = f"{grpc_port} and {http_port}"
+        if taken:
+            numbers = " and ".join(map(str, taken))
+            text = f"{numbers} in use, perhaps by a running Baton; others: --port, --http-port"
+            yield Check("ports", role, "note", text)
+        else:
+            yield Check("ports", role, "ok", f"{wanted} are free")
+
+
+def port_taken(port: int) -> bool:
+    """Whether somebody listens on this port of the loopback."""
+    host = loopback()
+    with socket.socket(family_of(host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+    return False
+
+
+def model() -> Iterator[Check]:
+    """The model inside the package."""
+    from baton.demo import model_path
+
+    folder = model_path()
+    weights = folder / "model.safetensors"
+    if weights.is_file():
+        yield Check("model", "demo", "ok", f"{weights.stat().st_size / 2**20:.1f} MiB in {folder}")
+    else:
+        yield Check("model", "demo", "bad", f"{weights} is missing; install Baton again")
+
+
+GROUPS: dict[str, Callable[[], Iterator[Check]]] = {
+    "machine": machine,
+    "devices": devices,
+    "attention": attention,
+    "transports": transports,
+    "model": model,
+    "ports": ports,
+}
+
+
+def run_checks() -> Iterator[Check]:
+    """All findings, in order; a group that fails is itself a finding."""
+    for name, group in GROUPS.items():
+        try:
+            yield from group()
+        except Exception as error:  # a broken installation must not end the doctor
+            yield Check(name, name, "bad", f"cannot be looked at: {type(error).__name__}: {error}")
+
 
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "absent": "[dim]-[/]", "bad": "[red]✗[/]"}
 

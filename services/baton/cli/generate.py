@@ -1,19 +1,25 @@
-"""`baton generate`: the continuation of one prompt, streamed."""
+"""`baton generate` and `baton chat`: one streamed answer, and a conversation in the terminal."""
 
 from __future__ import annotations
 
+import contextlib
+import select
+import signal
 import sys
-from collections.abc import Callable
+import termios
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, cast
 
 import click
+import grpc
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.answer import Answer, collect, explain, milliseconds, size, write
+from baton.cli.console import Answer, collect, explain, milliseconds, size, write
 from baton.cli.options import F, fail
 from baton.cli.status import server_option
-from baton.client import BatonError, Client, Options
+from baton.client import BatonError, Client, Message, Options, Session, Stream
 
 
 def sampling_options(function: F) -> F:
@@ -96,3 +102,128 @@ def generate(prompt: str, server: str, chat: bool, stats: bool, **sampling: Any)
     write("\n")
     if stats:
         Console(stderr=True).print(stats_table([("generate", answer)]))
+
+
+HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+PASTE_SECONDS = 0.05
+"""The lines of a pasted text arrive closer together than this."""
+
+
+@contextlib.contextmanager
+def interrupt_closes(stream: Stream) -> Iterator[None]:
+    """Ctrl-C cancels the answer and leaves the session as it was; a second one is KeyboardInterrupt."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, previous)
+        stream.close()
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def turn(session: Session, messages: list[Message], sampling: dict[str, Any]) -> Answer | None:
+    """Asks and streams the answer; None when it was stopped. Raises BatonError."""
+    stream = session.stream(messages=messages, **options(sampling))
+    try:
+        with interrupt_closes(stream):
+            answer = collect(stream, show=True)
+    except BatonError as error:
+        if error.code is grpc.StatusCode.CANCELLED:
+            return None
+        raise
+    return answer if answer.completion.stats is not None else None
+
+
+def _stats(answer: Answer) -> str:
+    usage = answer.usage
+    latency = f"TTFT {milliseconds(answer.ttft)}, TPOT {milliseconds(answer.tpot)}"
+    prompt = f"{usage.prompt_tokens} prompt tokens of which {usage.cached_tokens} cached"
+    return f"({latency}, {prompt}, {usage.output_tokens} new)"
+
+
+def read_message() -> str:
+    """What the user typed or pasted. Lines that follow at once are part of the message; a pasted last line
+    without an end waits for Enter. Raises EOFError and KeyboardInterrupt."""
+    lines = [input("> ")]
+    while _more_is_waiting():
+        lines.append(input("| "))
+    return "\n".join(lines).strip()
+
+
+def _more_is_waiting() -> bool:
+    """Whether a terminal has more to read, be it only the beginning of a line."""
+    if not sys.stdin.isatty():
+        return False
+    before = termios.tcgetattr(sys.stdin)
+    unbuffered = [*before]
+    unbuffered[3] &= ~(termios.ICANON | termios.ECHO)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, unbuffered)
+    try:
+        return bool(select.select([sys.stdin], [], [], PASTE_SECONDS)[0])
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _talk(client: Client, server: str, system: str, sampling: dict[str, Any], stats: bool) -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # line editing and history in input()
+    opening: list[Message] = [{"role": "system", "content": system}] if system else []
+    session, new = client.session(), list(opening)
+    click.secho(HELP, dim=True)
+    while True:
+        try:
+            line = read_message()
+        except KeyboardInterrupt:
+            write("\n")
+            continue
+        except EOFError:
+            write("\n")
+            break
+        if line in ("/quit", "/exit"):
+            break
+        if line == "/new":
+            session.close()
+            session, new = client.session(), list(opening)
+        elif line.startswith("/"):
+            click.secho(HELP, dim=True)
+        elif line:
+            try:
+                answer = turn(session, [*new, {"role": "user", "content": line}], sampling)
+            except BatonError as error:
+                if error.code is grpc.StatusCode.UNAVAILABLE:
+                    fail(explain(error, server))
+                click.secho(f"\n{explain(error, server)}", fg="red")
+                continue
+            if answer is None:
+                click.secho("\n(stopped; this turn is not remembered)", dim=True)
+                continue
+            new = []
+            write("\n")
+            if stats:
+                click.secho(_stats(answer), dim=True)
+    session.close()
+
+
+@click.command()
+@server_option
+@click.option("--system", default="", metavar="TEXT", help="A system message before the conversation.")
+@sampling_options
+@click.option("--stats", is_flag=True, help="After each answer: latencies and tokens found cached.")
+def chat(server: str, system: str, stats: bool, **sampling: Any) -> None:
+    """Talk with the model. The KV of earlier turns is reused.
+
+    \b
+    Examples:
+      baton chat
+      baton chat --temperature 0 --stats
+      baton chat --system "Answer in one sentence."
+    """
+    try:
+        with Client(server) as client:
+            client.models()  # whether there is a gateway, before the first question
+            _talk(client, server, system, sampling, stats)
+    except BatonError as error:
+        fail(explain(error, server))

@@ -1,19 +1,22 @@
-"""`baton health ADDRESS`: one question to one process, for probes."""
+"""`baton health` and `baton probe`: whether a process, or a deployment, serves; as exit codes."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import secrets
 
 import click
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.dialing import Dialing
-from baton.cli.nodes import brief, reachable
+from baton.cli.console import explain, milliseconds
+from baton.cli.nodes import Dialing, ask_deployment, brief, reachable
 from baton.cli.options import fail
+from baton.cli.status import server_option
+from baton.client import BatonError, Client, Completion
 from baton.rpc.channel import open_channel
-from baton.rpc.errors import BatonError
 
 
 async def check(address: str, service: str, seconds: float) -> str:
@@ -79,3 +82,61 @@ def health(address: str, service: str, seconds: float) -> None:
     if said != "SERVING":
         fail(f"{address} is {said}")
     click.echo(said)
+
+
+PROMPT_TOKENS = 160
+
+
+def ask(server: str, seconds: float) -> Completion:
+    """Two tokens for a prompt that nobody has cached. Raises BatonError."""
+    with Client(server) as client:
+        model = client.models()[0]
+        length = min(PROMPT_TOKENS, model.context_length - 2)
+        tokens = [random.randrange(model.vocab_size) for _ in range(length)]
+        name = f"baton-probe-{secrets.token_hex(8)}"
+        return client.generate(
+            token_ids=tokens,
+            max_tokens=2,
+            temperature=0.0,
+            ignore_eos=True,
+            timeout=seconds,
+            namespace=name,
+            hand_off=True,
+        )
+
+
+@click.command()
+@server_option
+@click.option(
+    "--timeout",
+    "seconds",
+    type=click.FloatRange(min=0.1),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="The answer must be there by then.",
+)
+def probe(server: str, seconds: float) -> None:
+    """Send a small request through a running deployment, hand-off included; exit with 0 if all went well.
+
+    Its prompt is random and in a prefix-cache namespace of its own, so that it is computed and its pages are
+    pulled. Exits with 1 when no answer comes in time, or when there are prefill nodes and none was used.
+    A gateway does this by itself with --probe-every.
+
+    \b
+    Examples:
+      baton probe
+      baton probe --server 10.0.0.5:50050 --timeout 2
+    """
+    try:
+        answer = ask(server, seconds)
+    except BatonError as error:
+        fail(explain(error, server))
+    stats = answer.stats
+    assert stats is not None
+    if not stats.pulled_pages and any(node.role == "prefill" for node in asyncio.run(ask_deployment(server))):
+        fail(f"the prompt was not handed off: {stats.decode_address} computed it ('baton status' says why)")
+    way = f"prefill {stats.prefill_address} > " if stats.prefill_address else ""
+    pages = f", {stats.pulled_pages} pages by {stats.transport}" if stats.pulled_pages else ""
+    times = f"first token {milliseconds(stats.ttft)}, end {milliseconds(stats.total)}"
+    click.echo(f"ok: {way}decode {stats.decode_address}{pages}; {times}")

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import torch
 
-from baton.cli.child import ChildError
+from baton.cli.supervisor import ChildError
 from baton.kvcache.pool import KvLayout
 from baton.rpc.address import join_address, loopback
 from baton.rpc.channel import server_options

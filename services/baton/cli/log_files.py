@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.cli.child import Child
+from baton.cli.supervisor import Child
 
 KEPT_FOLDERS = 8
 """Of deployments that have ended. Older ones are removed when the next one starts."""

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import click
 
 from baton import __version__
-from baton.cli.lazy import LazyGroup
+
+Commands = Mapping[str, Mapping[str, tuple[str, str]]]
+"""Section -> command -> (module:attribute in baton.cli, short help)."""
+
+
+class LazyGroup(click.Group):
+    """`lazy`: its commands. Help lists them by section."""
+
+    def __init__(self, *args: Any, lazy: Commands, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for section in self._lazy.values() for name in section]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        for section in self._lazy.values():
+            if cmd_name in section:
+                module, attribute = section[cmd_name][0].split(":")
+                command = getattr(importlib.import_module(f"baton.cli.{module}"), attribute)
+                assert isinstance(command, click.Command)
+                return command
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, section in self._lazy.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, short) for name, (_, short) in section.items()])
+
 
 COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     "Run": {
@@ -18,11 +48,11 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Use": {
         "generate": ("generate:generate", "Stream the continuation of a prompt."),
-        "chat": ("chat:chat", "Talk with the model."),
+        "chat": ("generate:chat", "Talk with the model."),
     },
     "Inspect": {
         "status": ("status:status", "Every process of a running deployment, with health and load."),
-        "probe": ("probe:probe", "One small request through a running deployment, as an exit code."),
+        "probe": ("health:probe", "One small request through a running deployment, as an exit code."),
         "health": ("health:health", "Whether one process serves; for the probes of containers."),
         "bench": ("bench:bench", "Measure a deployment or the engine: serve, offline, step, profile."),
         "plan": ("plan:plan", "How many prefill and decode nodes a traffic needs."),

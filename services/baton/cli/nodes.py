@@ -1,15 +1,56 @@
-"""Asks running processes who they are and what they do (baton.v1.Node and gRPC health)."""
+"""Connects to the processes of a running deployment, and asks who they are and what they do."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+from typing import Any
 
 import grpc
+import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.dialing import Dialing
+from baton.cli import local_secret
+from baton.cli.options import fields_of
+from baton.client.access import Access
+from baton.config import NodeConfig
+from baton.rpc.channel import open_channel
+from baton.rpc.cluster import HEADER, Cluster
 from baton.v1 import node_pb2, node_pb2_grpc
+
+CLUSTER_FIELDS = ("cluster_secret_file", "cluster_cert", "cluster_key", "cluster_ca", "cluster_tls_name")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dialing:
+    """cluster: of the deployment. access: to its gateway, as any client has it."""
+
+    cluster: Cluster
+    access: Access
+
+    @classmethod
+    def to(cls, gateway: str) -> Dialing:
+        """To the deployment with this gateway: the secret that `baton up` drew for it here, else what the
+        environment names (BATON_CLUSTER_SECRET_FILE and the like). Raises BatonError."""
+        variables = {name: fields_of(NodeConfig)[name].variable for name in CLUSTER_FIELDS}
+        named: dict[str, Any] = {name: os.environ.get(variable, "") for name, variable in variables.items()}
+        secret = local_secret.find(gateway)
+        if secret:
+            named["cluster_secret_file"] = ""
+        cluster = Cluster.load(NodeConfig(**named))
+        return cls(dataclasses.replace(cluster, secret=secret or cluster.secret), Access.of(None, None))
+
+    def gateway(self, address: str) -> grpc.aio.Channel:
+        """To the gateway, as a client that also knows the deployment's secret."""
+        secret = ((HEADER, self.cluster.secret),) if self.cluster.secret else ()
+        metadata = (*self.access.metadata, *secret)
+        return open_channel(address, credentials=self.access.credentials, metadata=metadata)
+
+    def node(self, address: str) -> grpc.aio.Channel:
+        """To any other process."""
+        return self.cluster.dial(address)
+
 
 ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
 

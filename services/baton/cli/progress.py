@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from baton.cli.child import Child, State
+from baton.cli.supervisor import Child, State
 
 _COLOURS = {State.HEALTHY: "green", State.DIED: "red", State.LOADING: "yellow", State.STARTING: "yellow"}
 _PREAMBLE = re.compile(r"^((timestamp|level|role)=\S+\s+)+")

@@ -6,9 +6,9 @@ import contextlib
 
 import torch
 
+from baton.cli.deployment import visible_gpus
 from baton.cli.kv_owner import owner
 from baton.cli.kv_rates import Method, Rate, measure, open_method
-from baton.cli.placement import visible_gpus
 from baton.kvcache.pool import KvLayout
 from baton.plan.profile import PullCost
 from baton.rpc.ids import new_incarnation

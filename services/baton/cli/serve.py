@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import signal
 import sys
+import threading
+import time
 from typing import Any
 
 import click
 
-from baton.cli.lifeline import hold_lifeline
-from baton.cli.options import SectionedCommand, build, config_options
-from baton.cli.toml import ROLES, config_file_option
+from baton.cli.options import ROLES, SectionedCommand, build, config_file_option, config_options
+
+GRACE_SECONDS = 5.0
+"""From the supervisor's end to SIGKILL; before that SIGTERM, so that shared memory is removed."""
+
+
+def hold_lifeline(grace_seconds: float = GRACE_SECONDS) -> None:
+    """Ends this process when its standard input ends. Returns at once."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
 
 DEFAULT_PORTS = {
     "gateway": (50050, 8000),

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from baton.cli.answer import no_gateway
+from baton.cli.console import no_gateway
 from baton.cli.nodes import NodeReport, ask_deployment
 from baton.cli.options import F, fail
 from baton.cli.serve import DEFAULT_PORTS

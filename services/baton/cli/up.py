@@ -16,16 +16,22 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.child import Child
-from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.dialing import Dialing
-from baton.cli.nodes import ask, reachable
-from baton.cli.options import SectionedCommand, as_flags, config_options, fail, fields_of, given
-from baton.cli.placement import value_of
-from baton.cli.running import run_command
+from baton.cli.console import run_command
+from baton.cli.deployment import Deployment, DeploymentPlan, value_of
+from baton.cli.nodes import Dialing, ask, reachable
+from baton.cli.options import (
+    ROLES,
+    SectionedCommand,
+    as_flags,
+    config_file_option,
+    config_options,
+    fail,
+    fields_of,
+    given,
+)
 from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.status import default_server
-from baton.cli.toml import ROLES, config_file_option
+from baton.cli.supervisor import Child
 from baton.config import (
     DecodeConfig,
     GatewayConfig,

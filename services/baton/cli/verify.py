@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from collections.abc import Sequence
+from pydoc_data.topics import topics
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from baton.cli.asking import ask_all
+from baton.cli.console import Answer, collect_async, run_command
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of
-from baton.cli.running import run_command
-from baton.cli.texts import topic_prompts
 from baton.cli.up import OWN, fetch_model, pass_through
 from baton.client import AsyncClient, Options
 from baton.config import NodeConfig, WorkerConfig
+
+LENGTHS = (20, 2400, 300, 1200, 80, 3600, 600, 160)
+"""Characters; short and long ones alternate so that they share batches."""
+
+
+def topic_prompts(count: int) -> list[str]:
+    """`count` different prompts of mixed lengths. Every fourth begins like the one before it, so that prefix
+    caches take part."""
+    names = sorted(topics)
+    prompts: list[str] = []
+    for i in range(count):
+        text = " ".join(topics[names[i * 7 % len(names)]].split())
+        length = LENGTHS[i % len(LENGTHS)]
+        if i % 4 == 3:
+            prompts.append(f"{prompts[-1]} {text}"[: len(prompts[-1]) + length])
+        else:
+            prompts.append(f"{i}. {text}"[:length])
+    return prompts
+
+
+def topic_text(name: str, characters: int) -> str:
+    """The documentation from one topic on, cut after so many characters."""
+    names = sorted(topics)
+    start = names.index(name)
+    return "\n\n".join(topics[other].strip() for other in names[start : start + 8])[:characters]
+
+
+async def ask_all(
+    client: AsyncClient, questions: Sequence[dict[str, Any]], concurrency: int, name: str, console: Console
+) -> list[Answer]:
+    """The answers in the order of the questions (arguments of AsyncClient.stream).
+
+    Raises an ExceptionGroup of BatonError when a request fails; the others are then cancelled.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    slots = asyncio.Semaphore(concurrency)
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(name, total=len(questions))
+
+        async def one(question: dict[str, Any]) -> Answer:
+            async with slots:
+                answer = await collect_async(client.stream(**question))
+            progress.advance(bar)
+            return answer
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(question)) for question in questions]
+    return [task.result() for task in tasks]
+
 
 MODES: dict[str, Options] = {
     "greedy": {"temperature": 0.0},
