@@ -21,8 +21,8 @@ from baton.attention.fa3 import Fa3Attention
 from baton.attention.flashinfer_paged import FlashInferAttention
 from baton.attention.paged import HostRows, PagedAttention, PagedRows
 from baton.attention.triton_paged import TritonAttention
-from baton.bench.bandwidth import copy_bandwidth
 from baton.bench.machine import versions
+from baton.bench.steps import copy_bandwidth
 from baton.kvcache.pool import KvLayout, KvPool
 
 LAYERS, KV_HEADS, DIM, PAGE = 28, 8, 128, 64

@@ -19,13 +19,11 @@ from typing import Any
 
 import torch
 
-from baton.bench.bandwidth import copy_bandwidth, weight_bytes
 from baton.bench.engine import EngineBench, EngineRun
-from baton.bench.jobs import Job, Range
 from baton.bench.machine import machine, versions
 from baton.bench.shapes import write_shape
-from baton.bench.steps import Point, profile
-from baton.bench.workload import Workload
+from baton.bench.steps import Point, copy_bandwidth, profile, weight_bytes
+from baton.bench.workload import Job, Range, Workload
 from baton.config import WorkerConfig
 from baton.rpc.logs import configure
 

@@ -27,21 +27,19 @@ from typing import Any
 
 from rich.console import Console
 
-from baton.bench.clients import run_clients
+from baton.bench.clients import make_target, run_clients
 from baton.bench.engine import EngineBench
-from baton.bench.figures import Targets, summarize
-from baton.bench.jobs import Range
-from baton.bench.profile import fitted, grid, measure_all, problem
-from baton.bench.workload import Workload
+from baton.bench.profile import LIMIT, SPLIT, fitted, grid, measure_all, measure_host, problem
+from baton.bench.summary import summarize
+from baton.bench.transfer import pull_cost
+from baton.bench.workload import Range, Workload
 from baton.cli.bench_report import about, table
-from baton.cli.bench_running import make_target
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.host_cost import LIMIT, SPLIT, measure_host
-from baton.cli.pull_cost import pull_cost
 from baton.config import DecodeConfig, PrefillConfig, WorkerConfig
-from baton.plan.deployment import Layout, simulate
+from baton.latency import Targets
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, Profile, to_dict
+from baton.plan.simulation import Layout, simulate
 from baton.plan.traffic import Arrival, Traffic
 from baton.stepcost import StepCost
 

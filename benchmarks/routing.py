@@ -37,10 +37,9 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.bench.clients import Target, run_clients
-from baton.bench.figures import summarize
-from baton.bench.jobs import Range
 from baton.bench.machine import machine, versions
-from baton.bench.workload import Workload
+from baton.bench.summary import summarize
+from baton.bench.workload import Range, Workload
 from baton.gateway.routing import POLICIES
 
 PROFILE = {"fixed": 0.01, "row": 0.0005, "key": 0.0, "token": 0.0004, "pair": 0.0}

@@ -18,9 +18,8 @@ from deployment import Deployment
 from process import Process
 
 from baton.bench.client import Asker
-from baton.bench.jobs import Job, Range
-from baton.bench.record import Record
-from baton.bench.workload import Workload
+from baton.bench.workload import Job, Range, Workload
+from baton.latency import Record
 from baton.rpc.channel import open_channel
 from baton.stepcost import StepCost, StepLoad
 from baton.v1 import inference_pb2_grpc

@@ -12,16 +12,14 @@ import pytest
 from deployment import Deployment
 from process import ENVIRONMENT
 
-from baton.bench.clients import run_clients
-from baton.bench.figures import summarize
-from baton.bench.jobs import Range
-from baton.bench.workload import Workload
-from baton.cli.bench_running import make_target
-from baton.cli.host_cost import LIMIT, SPLIT, measure_host
+from baton.bench.clients import make_target, run_clients
+from baton.bench.profile import LIMIT, SPLIT, measure_host
+from baton.bench.summary import summarize
+from baton.bench.workload import Range, Workload
 from baton.config import DecodeConfig, PrefillConfig
-from baton.plan.deployment import Layout, simulate
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, Profile, PullCost, read_profile
+from baton.plan.simulation import Layout, simulate
 from baton.plan.traffic import Arrival, Traffic
 from baton.stepcost import StepCost
 

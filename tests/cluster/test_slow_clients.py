@@ -18,8 +18,8 @@ from checkpoints import make_model, save
 from deployment import Deployment
 from polling import until
 
-from baton.bench.record import tpot
 from baton.client import AsyncClient
+from baton.latency import tpot
 from baton.stepcost import StepCost
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 

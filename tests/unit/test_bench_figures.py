@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from baton.bench.figures import Targets, in_flight, spread, summarize
-from baton.bench.record import Record, itl, pauses, tpot
+from baton.bench.summary import in_flight, summarize
+from baton.latency import Record, Targets, itl, pauses, spread, tpot
 
 
 def record(

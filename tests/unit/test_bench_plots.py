@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from baton.bench.figures import DISTRIBUTION, distribution, summarize, too_few
-from baton.bench.jobs import Range
 from baton.bench.plots import draw, main
-from baton.bench.record import Record
-from baton.bench.workload import Workload
+from baton.bench.summary import DISTRIBUTION, distribution, summarize, too_few
+from baton.bench.workload import Range, Workload
 from baton.cli.bench_serve import few_requests
+from baton.latency import Record
 
 
 def run(work: Workload, load: str, pauses: list[float]) -> dict[str, Any]:

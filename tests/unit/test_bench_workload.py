@@ -10,8 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton.bench.jobs import Range
-from baton.bench.workload import Workload, poisson_arrivals
+from baton.bench.workload import Range, Workload, poisson_arrivals
 
 OPEN = Workload(prompt_tokens=Range(4, 9), output_tokens=Range(3, 3), rate=50.0, seconds=4.0)
 NANO = Workload(

@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from baton.cli.deployment import DRIVER
+from baton.bench.machine import DRIVER
 from baton.cli.doctor import process_id, run_checks
 from baton.cli.health import health
 from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace

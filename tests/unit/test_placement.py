@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton.cli.deployment import Deployment, DeploymentPlan, Place, place, value_of, visible_gpus, wants_gpu
+from baton.bench.machine import visible_gpus
+from baton.cli.deployment import Deployment, DeploymentPlan, Place, place, value_of, wants_gpu
 from baton.cli.up import process_table
 
 CUDA = dict.fromkeys(("prefill", "decode"), ("--device", "cuda", "--model", "demo"))
@@ -34,7 +35,7 @@ def test_visible_gpus(monkeypatch):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-aa, GPU-bb"}) == ["GPU-aa", "GPU-bb"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == ["1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
-    monkeypatch.setattr("baton.cli.deployment.DRIVER", (Path("/nonexistent"),))
+    monkeypatch.setattr("baton.bench.machine.DRIVER", (Path("/nonexistent"),))
     assert visible_gpus({}) == []
 
 

@@ -9,17 +9,14 @@ from dataclasses import asdict
 
 import pytest
 
-from baton.bench.profile import Measured, Shape, _rows, fitted, grid
-from baton.cli.host_cost import LOCAL, MANY, OUTPUT, REMOTE, STEP, solve
-from baton.cli.kv_rates import Rate
-from baton.cli.pull_cost import line
+from baton.bench.profile import LOCAL, MANY, OUTPUT, REMOTE, STEP, Measured, Shape, _rows, fitted, grid, solve
+from baton.bench.transfer import Rate, line
 from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.plan import step_load
-from baton.plan.deployment import Layout, simulate
-from baton.plan.lengths import Lengths
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost, read_profile, to_dict
-from baton.plan.traffic import Arrival, Traffic, poisson, read_trace
+from baton.plan.simulation import Layout, simulate
+from baton.plan.traffic import Arrival, Lengths, Traffic, poisson, read_trace
 from baton.stepcost import StepCost, StepLoad
 
 COST = StepCost(fixed=2e-3, row=1e-4, key=2e-8, token=5e-5, pair=1e-8)

@@ -7,12 +7,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from baton.bench.figures import Targets
-from baton.bench.record import Record
 from baton.cli.main import cli
 from baton.cli.plan_report import _words
-from baton.plan.deployment import Layout, NodeFigures, Simulated
+from baton.latency import Record, Targets
 from baton.plan.search import Goal, Kinds, impossible, search
+from baton.plan.simulation import Layout, NodeFigures, Simulated
 from baton.plan.traffic import Arrival, Traffic, Work
 from baton.stepcost import StepCost
 

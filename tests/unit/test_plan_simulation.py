@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from baton.bench.figures import Targets, summarize
+from baton.bench.summary import summarize
 from baton.config import DecodeConfig, PrefillConfig
-from baton.plan.deployment import Layout, simulate
-from baton.plan.lengths import Lengths
+from baton.latency import Targets
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, HostCost, Profile, PullCost
-from baton.plan.traffic import Arrival, Traffic, poisson
+from baton.plan.simulation import Layout, simulate
+from baton.plan.traffic import Arrival, Lengths, Traffic, poisson
 from baton.stepcost import StepCost, StepLoad
 
 COST = StepCost(fixed=10e-3, row=1e-4, key=1e-7, token=1e-4, pair=1e-9)

@@ -24,10 +24,9 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from baton.bench.jobs import Job
-from baton.bench.record import Record
-from baton.bench.workload import Workload
+from baton.bench.workload import Job, Workload
 from baton.client.access import Access
+from baton.latency import Record
 from baton.rpc.channel import open_channel
 from baton.rpc.client_stream import ClientStream
 from baton.rpc.errors import BatonError, from_status

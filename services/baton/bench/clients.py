@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from baton.bench.record import Record
 from baton.bench.workload import Workload
+from baton.client import AsyncClient
+from baton.latency import Record
 
 LEAD_SECONDS = 0.1
 """From the order to start to the start: enough for it to reach all clients."""
@@ -23,8 +24,8 @@ Progress = Callable[[int, int, int], None]
 """Called with requests ended, failed among them, under way."""
 
 
-class ClientError(Exception):
-    """A client process did not do its work; one line."""
+class BenchError(Exception):
+    """A process of the measurement did not do its work; one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,20 @@ class Run:
     """In the order of their sending."""
     busy: float
     """Part of a core that the busiest client used: near 1 it was the limit, and not the server."""
+
+
+async def make_target(server: str, clients: int, warmup: int, timeout: float) -> Target:
+    """Asks the deployment what it serves. Raises BatonError."""
+    async with AsyncClient(server) as client:
+        model = (await client.models())[0]
+    return Target(
+        server=server,
+        vocabulary=model.vocab_size,
+        context=model.context_length,
+        clients=clients,
+        warm_up=warmup,
+        timeout=timeout,
+    )
 
 
 class _Client:
@@ -92,21 +107,21 @@ class _Client:
             await self.process.stdin.drain()
 
     async def hear(self) -> dict[str, Any]:
-        """Raises ClientError when it has ended."""
+        """Raises BenchError when it has ended."""
         assert self.process.stdout is not None and self.process.stderr is not None
         line = await self.process.stdout.readline()
         if not line:
             said = (await self.process.stderr.read()).decode(errors="replace").strip().splitlines()
             code = await self.process.wait()
-            raise ClientError(f"a client process ended with code {code}: {said[-1] if said else 'no reason'}")
+            raise BenchError(f"a client process ended with code {code}: {said[-1] if said else 'no reason'}")
         found: dict[str, Any] = json.loads(line)
         return found
 
     async def ready(self) -> None:
-        """Raises ClientError for a warm-up that failed."""
+        """Raises BenchError for a warm-up that failed."""
         failures = (await self.hear())["ready"]
         if failures:
-            raise ClientError(f"a request to warm up failed: {failures[0]}")
+            raise BenchError(f"a request to warm up failed: {failures[0]}")
 
     async def collect(self, changed: Callable[[], None]) -> None:
         """Reads to the end."""
@@ -130,7 +145,7 @@ class _Client:
 
 
 async def run_clients(target: Target, work: Workload, progress: Progress) -> Run:
-    """Asks all of it. Raises ClientError; a request that fails is a record, and no error."""
+    """Asks all of it. Raises BenchError; a request that fails is a record, and no error."""
     clients: list[_Client] = []
 
     def changed() -> None:

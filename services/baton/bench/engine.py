@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from baton.bench.jobs import Job
+from baton.bench.workload import Job
 from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.batch import Step

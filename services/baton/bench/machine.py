@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import baton
 
 PACKAGES = ("grpcio", "protobuf", "uvloop", "torch", "transformers", "triton", "sglang-kernel", "nixl")
+DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+"""Devices of NVIDIA drivers; the second one is of WSL."""
 SECONDS = 10.0
 """For a program that is asked."""
 
@@ -72,3 +75,18 @@ def _lines(program: str, *arguments: str) -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES would name them. Imports torch only where
+    there is a driver."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        # What follows a number that is none of a device is not seen either.
+        return names[: names.index("-1")] if "-1" in names else names
+    if not any(path.exists() for path in DRIVER):
+        return []
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.figures import DISTRIBUTION, PERCENTILES, too_few
+from baton.bench.summary import DISTRIBUTION, too_few
+from baton.latency import PERCENTILES
 
 STYLES = dict(zip(PERCENTILES, ("o-", "s--", "^:"), strict=True))
 Run = dict[str, Any]

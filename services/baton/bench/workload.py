@@ -1,4 +1,8 @@
-"""What is asked, and when: the same for the same seed, whatever the answers are."""
+"""The requests of a measurement and their arrival times: the same for the same seed, whatever the answers.
+
+Prompts are random; or share beginnings as those of people do: conversations, and questions on documents. No
+sessions are used: only the deployment's caches and its routing can make use of what prompts share.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,105 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.jobs import Job, Range
-from baton.bench.mixes import conversation_jobs, documents_jobs
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A number of tokens: `low`, or drawn evenly from low to high, both included."""
+
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Range:
+        """ "128" or "100-1024". Raises ValueError saying what is wrong."""
+        first, dash, last = text.partition("-")
+        try:
+            found = cls(int(first), int(last if dash else first))
+        except ValueError:
+            raise ValueError(f"{text!r} is neither a number of tokens nor a range such as 100-1024") from None
+        if not 1 <= found.low <= found.high:
+            raise ValueError(f"{text!r} must be 1 or more, the smaller number first")
+        return found
+
+    @property
+    def mean(self) -> float:
+        return (self.low + self.high) / 2
+
+    def draw(self, source: np.random.Generator) -> int:
+        return int(source.integers(self.low, self.high + 1))
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request."""
+
+    at: float
+    """Seconds after the start; 0 in a closed loop. Of one that continues: when its thread begins."""
+    prompt: list[int]
+    output_tokens: int
+    seed: int
+    """Of its sampling."""
+    thread: int = 0
+    """Jobs of one thread are sent one after the other."""
+    continues: bool = False
+    """Its prompt is appended to that of the job before it in the thread, and to the answer."""
+    pause: float = 0.0
+    """Seconds between the end of the job before it and this one. Of a thread's first, in a closed loop: of
+    the thread before it."""
+
+
+KINDS = ("random", "conversation", "documents")
+
+
+def conversation_jobs(
+    work: Workload, times: list[float], vocabulary: int, context: int, seed: tuple[int, ...]
+) -> list[Job]:
+    """A conversation begins at each of the times. All begin with the same `shared_prefix` tokens (a system
+    prompt), and go on with `opening` of their own; each turn adds `prompt_tokens` to what has been said
+    before, answers included, after a pause of `think` seconds on average. One ends after its `turns`, or
+    before the first that the context does not hold."""
+    prefix = _tokens(np.random.default_rng((work.seed, work.shared_prefix)), vocabulary, work.shared_prefix)
+    jobs: list[Job] = []
+    for thread, at in enumerate(times):
+        draw = np.random.default_rng((*seed, thread))
+        said = 0
+        for turn in range(work.turns.draw(draw)):
+            size = work.prompt_tokens.draw(draw) + (0 if turn else work.opening)
+            new = _tokens(draw, vocabulary, size)
+            prompt = new if turn else [*prefix, *new]
+            output = work.output_tokens.draw(draw)
+            pause = float(draw.exponential(work.think))
+            said += len(prompt) + output
+            if said > context:
+                break
+            jobs.append(Job(at, prompt, output, len(jobs), thread, turn > 0, pause))
+    return jobs
+
+
+def documents_jobs(
+    work: Workload, times: list[float], vocabulary: int, context: int, seed: tuple[int, ...]
+) -> list[Job]:
+    """A question at each of the times: one of `documents` documents of `prompt_tokens` each, every one asked
+    as often as any other on average, and `question_tokens` behind it."""
+    made = [np.random.default_rng((*seed, 0, number)) for number in range(work.documents)]
+    documents = [_tokens(draw, vocabulary, work.prompt_tokens.draw(draw)) for draw in made]
+    jobs = []
+    for index, at in enumerate(times):
+        draw = np.random.default_rng((*seed, 1, index))
+        document = documents[int(draw.integers(work.documents))]
+        question = _tokens(draw, vocabulary, work.question_tokens.draw(draw))
+        prompt = [*document, *question][: max(1, context - work.output_tokens.high)]
+        jobs.append(Job(at, prompt, work.output_tokens.draw(draw), index, index))
+    return jobs
+
+
+def _tokens(draw: np.random.Generator, vocabulary: int, count: int) -> list[int]:
+    found: list[int] = draw.integers(vocabulary, size=count).tolist()
+    return found
+
 
 _PROMPTS, _ARRIVALS, _WARM_UP = range(3)
 """Independent streams of random numbers."""

@@ -19,11 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from baton import __version__
-from baton.checkpoint import CheckpointError, resolve
-from baton.cli.console import run_command
-from baton.cli.deployment import visible_gpus
-from baton.cli.kv_owner import owner
-from baton.cli.kv_rates import (
+from baton.bench.machine import visible_gpus
+from baton.bench.transfer import (
     Load,
     Rate,
     Slowdown,
@@ -31,7 +28,10 @@ from baton.cli.kv_rates import (
     measure_slowdown,
     methods_for,
     open_method,
+    owner,
 )
+from baton.checkpoint import CheckpointError, resolve
+from baton.cli.console import run_command
 from baton.cli.options import F, SectionedCommand, fail
 from baton.kvcache.pool import KvLayout, default_page_size
 from baton.models.config import ModelError, read_config

@@ -11,9 +11,9 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.bench.figures import ITL_COUNTING, summarize
-from baton.bench.jobs import Job, Range
-from baton.bench.workload import Workload
+from baton.bench.clients import make_target
+from baton.bench.summary import ITL_COUNTING, summarize
+from baton.bench.workload import Job, Range, Workload
 from baton.cli.bench_options import (
     Tokens,
     check_writable,
@@ -24,7 +24,7 @@ from baton.cli.bench_options import (
     report_options,
 )
 from baton.cli.bench_report import about, deployment_facts, save, warnings
-from baton.cli.bench_running import make_target, measured, open_engine, run_here, run_with_progress
+from baton.cli.bench_running import measured, open_engine, run_here, run_with_progress
 from baton.cli.console import run_command
 from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from baton.bench.jobs import Range
+from baton.bench.workload import Range
 from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import F, build, given
 from baton.cli.up import OWN, fetch_model, pass_through

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +13,14 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.bench.clients import ClientError
+from baton.bench.clients import BenchError
 from baton.cli.bench_options import Numbers, check_writable, engine_config, report_options
 from baton.cli.bench_report import about, save, shown, table
 from baton.cli.bench_running import open_engine, run_here
 from baton.cli.console import run_until_signal
+from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of
+from baton.cli.supervisor import ChildError
 from baton.config import NodeConfig, WorkerConfig
 from baton.plan.profile import EngineFacts, HostCost, Profile, to_dict
 
@@ -70,7 +74,7 @@ def _profile(config: WorkerConfig, measurement: Measurement, console: Console) -
         engine = _facts(bench)
         layout, device = bench.engine.pool.layout, bench.engine.device
 
-    from baton.cli.pull_cost import pull_cost
+    from baton.bench.transfer import pull_cost
 
     with console.status("Pulling pages from another process"):
         try:
@@ -100,14 +104,25 @@ def _run(main: Callable[[], Any]) -> Any:
 
 
 def _host(console: Console) -> HostCost:
-    from baton.cli.host_cost import host_cost
-    from baton.cli.supervisor import ChildError
-
     try:
         cost: HostCost = _run(lambda: host_cost(console))
-    except (ChildError, ClientError) as error:
+    except (ChildError, BenchError) as error:
         raise click.ClickException(f"the host's part cannot be measured: {error}") from None
     return cost
+
+
+async def host_cost(console: Console) -> HostCost:
+    """Starts a deployment for it. Raises ChildError, BenchError or BatonError."""
+    from baton.bench.profile import SPLIT, STEP, measure_host
+
+    with tempfile.TemporaryDirectory(prefix="baton-profile-") as folder:
+        profile = Path(folder) / "steps.json"
+        profile.write_text(json.dumps({"step": asdict(STEP)}))
+        worker = ("--step-profile", str(profile), "--device", "cpu", "--kv-tokens", "16384", "--threads", "1")
+        flags = {"prefill": worker, "decode": (*worker, *SPLIT)}
+        plan = DeploymentPlan(http_port=None, flags=flags, restart=False)
+        async with Deployment(plan, console) as deployment:
+            return await measure_host(deployment.address, STEP)
 
 
 def _facts(bench: Any) -> EngineFacts:

@@ -10,12 +10,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.bench.clients import ClientError, Run, Target, run_clients
+from baton.bench.clients import BenchError, Run, Target, run_clients
 from baton.bench.workload import Workload
 from baton.cli.console import explain
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import fail
-from baton.client import AsyncClient, BatonError
+from baton.client import BatonError
 from baton.config import WorkerConfig
 
 if TYPE_CHECKING:
@@ -57,20 +57,6 @@ def open_engine(config: WorkerConfig, console: Console) -> Iterator[EngineBench]
         bench.close()
 
 
-async def make_target(server: str, clients: int, warmup: int, timeout: float) -> Target:
-    """Asks the deployment what it serves. Raises BatonError."""
-    async with AsyncClient(server) as client:
-        model = (await client.models())[0]
-    return Target(
-        server=server,
-        vocabulary=model.vocab_size,
-        context=model.context_length,
-        clients=clients,
-        warm_up=warmup,
-        timeout=timeout,
-    )
-
-
 async def run_with_progress(target: Target, work: Workload, name: str, console: Console) -> Run:
     """Raises ClickException when nothing could be measured, or every request failed."""
     columns = (
@@ -91,7 +77,7 @@ async def run_with_progress(target: Target, work: Workload, name: str, console: 
 
         try:
             run = await run_clients(target, work, show)
-        except ClientError as error:
+        except BenchError as error:
             raise click.ClickException(str(error)) from None
         progress.update(bar, completed=len(run.records), state="")
     if run.records and all(record.error for record in run.records):

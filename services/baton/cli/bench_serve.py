@@ -11,9 +11,9 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.bench.clients import Target
-from baton.bench.figures import ITL_COUNTING, Targets, summarize, too_few
+from baton.bench.clients import Target, make_target
 from baton.bench.plots import NoPlots, plot, require
+from baton.bench.summary import ITL_COUNTING, summarize, too_few
 from baton.bench.workload import Workload
 from baton.cli.bench_options import (
     check_writable,
@@ -23,12 +23,13 @@ from baton.cli.bench_options import (
     report_options,
 )
 from baton.cli.bench_report import about, deployment_facts, save, shown, table, warnings
-from baton.cli.bench_running import make_target, measured, run_with_progress
+from baton.cli.bench_running import measured, run_with_progress
 from baton.cli.bench_workload import take_workload, workload_options
 from baton.cli.console import run_command
 from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import SectionedCommand, config_options, fields_of
 from baton.config import NodeConfig, WorkerConfig
+from baton.latency import Targets
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end"}
 DEFAULT_RATE = 1.0

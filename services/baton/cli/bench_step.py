@@ -137,7 +137,7 @@ def show_profiles(
 
 
 def _step(config: WorkerConfig, measurement: Measurement, console: Console) -> None:
-    from baton.bench.bandwidth import copy_bandwidth, weight_bytes
+    from baton.bench.steps import copy_bandwidth, weight_bytes
 
     report = about("step", measurement.commit)
     with open_engine(config, console) as bench:

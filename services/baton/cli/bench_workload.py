@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from baton.bench.mixes import KINDS
+from baton.bench.workload import KINDS
 from baton.cli.bench_options import Tokens, count
 from baton.cli.options import F
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
-from baton.bench.record import tpot
 from baton.cli.options import fail
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
 from baton.client.access import CA_VARIABLE
+from baton.latency import tpot
 
 
 class Answer:

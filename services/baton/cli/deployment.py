@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import os
 import random
 import socket
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from baton.bench.machine import visible_gpus
 from baton.cli.local_secret import LocalSecret
 from baton.cli.log_files import LogFolder, follow_logs, rotate_logs
 from baton.cli.nodes import CLUSTER_FIELDS
@@ -65,9 +65,6 @@ def free_ports(host: str, count: int) -> list[int]:
     raise OSError(f"{host} has no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")
 
 
-DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """A GPU, and what the worker's process is started with so that it sees that one alone."""
@@ -110,21 +107,6 @@ def value_of(flags: Sequence[str], role: str, name: str) -> str | None:
         values = read_config(Path(flags[flags.index("--config") + 1]), role)
         return str(values[name]) if name in values else None
     return None
-
-
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES would name them. Imports torch only where
-    there is a driver."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",") if name.strip()]
-        # What follows a number that is none of a device is not seen either.
-        return names[: names.index("-1")] if "-1" in names else names
-    if not any(path.exists() for path in DRIVER):
-        return []
-    import torch
-
-    return [str(index) for index in range(torch.cuda.device_count())]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from baton import __version__
-from baton.cli.deployment import DRIVER
+from baton.bench.machine import DRIVER
 from baton.cli.serve import DEFAULT_PORTS
 from baton.rpc.address import family_of, loopback
 from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace

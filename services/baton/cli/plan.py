@@ -11,18 +11,17 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from baton.bench.figures import Targets
 from baton.cli.bench_options import check_writable, count, report_options
 from baton.cli.options import F, SectionedCommand, config_options, fields_of, given
 from baton.cli.plan_report import report, show
 from baton.config import DecodeConfig, PrefillConfig
 from baton.gateway.routing import POLICIES
-from baton.plan.deployment import Layout, Simulated, simulate
-from baton.plan.lengths import Lengths
+from baton.latency import Targets
 from baton.plan.nodes import Setup
 from baton.plan.profile import EngineFacts, Profile, read_profile
 from baton.plan.search import Goal, Kinds, Plan, impossible, search
-from baton.plan.traffic import Traffic, poisson, read_trace
+from baton.plan.simulation import Layout, Simulated, simulate
+from baton.plan.traffic import Lengths, Traffic, poisson, read_trace
 
 WORKER = ("kv_tokens", "max_rows", "token_budget", "context_length")
 """What may differ from the engine that was measured."""

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from baton.bench.figures import Targets
 from baton.cli.bench_report import about, save, shown, table
-from baton.plan.deployment import Simulated
-from baton.plan.figures import figures
+from baton.latency import Targets
 from baton.plan.profile import to_dict
-from baton.plan.search import Goal, Plan
+from baton.plan.search import Goal, Plan, figures
+from baton.plan.simulation import Simulated
 from baton.plan.traffic import Traffic
 
 if TYPE_CHECKING:

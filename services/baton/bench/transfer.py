@@ -1,21 +1,109 @@
-"""Measures how fast pages come from another process's pool, and what that costs work beside it."""
+"""How fast KV pages are copied from another process's pool, and what that costs work beside it.
+
+`python -m baton.bench.transfer LAYERS KV_HEADS HEAD_DIM PAGE_SIZE DTYPE PAGES DEVICE` is that process:
+it owns a pool and publishes it as a prefill node does. It prints its endpoints (a NodeInfo in hexadecimal)
+and ends with its standard input.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import os
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Literal
 
+import grpc.aio
 import torch
 
+from baton.bench.clients import BenchError
+from baton.bench.machine import visible_gpus
 from baton.kvcache import PageAllocator
+from baton.kvcache.pool import KvLayout
+from baton.plan.profile import PullCost
+from baton.rpc.address import join_address, loopback
+from baton.rpc.channel import server_options
+from baton.rpc.ids import new_incarnation
 from baton.transport import PageStore, Receiver, open_receiver
+from baton.transport.page_source import PageSourceServicer
+from baton.transport.registry import DEFAULT_KINDS
 from baton.transport.ways import COPY_ENGINE, Way
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
+from baton.worker.published import make_pool
+
+EXIT_SECONDS = 10.0
+
+
+@contextlib.asynccontextmanager
+async def owner(
+    layout: KvLayout, pages: int, device: str, gpu: str
+) -> AsyncIterator[list[common_pb2.Endpoint]]:
+    """Starts the process and yields its endpoints. `gpu`: as CUDA_VISIBLE_DEVICES names it; empty: none of
+    its own. Raises BenchError."""
+    dtype = str(layout.dtype).removeprefix("torch.")
+    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_size, dtype, pages, device)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton.bench.transfer", *map(str, sizes)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})},
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    try:
+        line = await process.stdout.readline()
+        if not line:
+            said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+            raise BenchError(
+                f"the process that owns the pages ended: {said[-1] if said else 'without a word'}"
+            )
+        yield list(node_pb2.NodeInfo.FromString(bytes.fromhex(line.decode().strip())).endpoints)
+    finally:
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(EXIT_SECONDS):
+                await process.communicate()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def _serve(layout: KvLayout, pages: int, device: torch.device) -> None:
+    pool, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
+    server = grpc.aio.server(options=server_options())
+    prefill_pb2_grpc.add_PageSourceServicer_to_server(PageSourceServicer(published.pages), server)
+    address = join_address(loopback(), server.add_insecure_port(join_address(loopback(), 0)))
+    await server.start()
+    # Contents that no link could compress, and that are there: memory that nobody wrote need not be.
+    pool.raw.random_(0, 256)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    info = node_pb2.NodeInfo(endpoints=published.endpoints())
+    for endpoint in info.endpoints:
+        if endpoint.HasField("grpc"):
+            endpoint.grpc.address = address
+    print(info.SerializeToString().hex(), flush=True)
+    try:
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        await server.stop(None)
+        published.close()
+
+
+def main() -> None:
+    layers, heads, head_dim, page_size, dtype, pages, device = sys.argv[1:]
+    layout = KvLayout(int(layers), int(heads), int(head_dim), int(page_size), getattr(torch, dtype))
+    asyncio.run(_serve(layout, int(pages), torch.device(device)))
+
+
+if __name__ == "__main__":
+    main()
+
 
 LOAD_BYTES = {"cuda": 2**31, "cpu": 2**27}
 LOAD_SECONDS = 1.0
@@ -201,3 +289,48 @@ class Load:
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
+
+
+PAGES = (4, 128)
+"""A short prompt and a long one: what does not grow with the bytes is the latency."""
+REPEATS = 9
+SEEING = ("shm", "cuda_ipc")
+"""Transports whose receivers see the owner's generations."""
+
+
+async def pull_cost(layout: KvLayout, device: torch.device, transport: str) -> PullCost:
+    """transport: empty: what two workers of this host would use. Raises TransportError, SegmentError or
+    BenchError."""
+    kind = transport or ("shm" if device.type == "cpu" else "cuda_ipc")
+    pages = 2 * max(PAGES) + 1
+    gpus = visible_gpus() if device.type == "cuda" else []
+    gpu = (gpus[1] if len(gpus) > 1 else gpus[0]) if gpus else ""
+    _, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
+    with contextlib.closing(published):
+        async with owner(layout, pages, device.type, gpu) as endpoints:
+            method = Method(kind)
+            receiver = await open_method(method, endpoints, published.pages)
+            try:
+                rates = [
+                    await measure(
+                        method,
+                        receiver,
+                        published.pages,
+                        count * layout.page_size,
+                        layout.page_size,
+                        REPEATS,
+                        lambda: None,
+                    )
+                    for count in PAGES
+                ]
+            finally:
+                await receiver.close()
+    return line(rates[0], rates[1], kind)
+
+
+def line(short: Rate, long: Rate, kind: str) -> PullCost:
+    """Through two measured pulls."""
+    per_byte = max(0.0, (long.seconds - short.seconds) / (long.bytes - short.bytes))
+    latency = max(0.0, short.seconds - per_byte * short.bytes)
+    rate = 1.0 / per_byte if per_byte else float("inf")
+    return PullCost(latency, rate, kind in SEEING, kind)

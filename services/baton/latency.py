@@ -1,11 +1,15 @@
-"""What became of one request, as its client saw it."""
+"""Latencies of a request as its client measures them, and the targets that they are to meet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
 
 
 @dataclass(slots=True)
@@ -75,3 +79,36 @@ def itl(arrivals: Sequence[tuple[float, int]]) -> list[float]:
 def pauses(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     """Seconds between messages, however many tokens each carried."""
     return [now - before for (before, _), (now, _) in pairwise(arrivals)]
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """In milliseconds; None: anything will do."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+    def met(self, record: Record) -> bool:
+        """Whether the request finished, its first token came in time, and so did 99 % of its other tokens."""
+        if record.error or not record.arrivals:
+            return False
+        if self.ttft_ms is not None and record.ttft * 1e3 > self.ttft_ms:
+            return False
+        gaps = record.itl
+        if self.itl_ms is None or not gaps:
+            return True
+        return float(np.percentile(gaps, 99)) * 1e3 <= self.itl_ms
+
+
+def spread(seconds: Iterable[float | None]) -> dict[str, float | None]:
+    """Mean and percentiles (linear between ranks) in milliseconds; None without values."""
+    values = np.array([value for value in seconds if value is not None]) * 1e3
+    if not values.size:
+        return {"mean": None, **{f"p{p}": None for p in PERCENTILES}}
+    return {
+        "mean": float(values.mean()),
+        **{
+            f"p{p}": float(value)
+            for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
+        },
+    }

@@ -1,56 +1,21 @@
-"""Figures made of records. Latencies in milliseconds, rates per second."""
+"""Statistics of a run of requests. Latencies in milliseconds, rates per second."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from baton.bench.record import Record, pauses
+from baton.latency import PERCENTILES, Record, Targets, pauses, spread
 
-PERCENTILES = (50, 90, 99)
 DISTRIBUTION = (*(each / 2 for each in range(200)), 99.9)
 """The percentiles that tell a distribution; up to 99.9, so that one outlier does not squeeze a picture."""
 ITL_COUNTING = (
     "the pause before a message divided evenly over the tokens it carries, one value a token from the second "
     "message on, as SGLang's bench_serving; pause_ms counts each message once"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """In milliseconds; None: anything will do."""
-
-    ttft_ms: float | None = None
-    itl_ms: float | None = None
-
-    def met(self, record: Record) -> bool:
-        """Whether the request finished, its first token came in time, and so did 99 % of its other tokens."""
-        if record.error or not record.arrivals:
-            return False
-        if self.ttft_ms is not None and record.ttft * 1e3 > self.ttft_ms:
-            return False
-        gaps = record.itl
-        if self.itl_ms is None or not gaps:
-            return True
-        return float(np.percentile(gaps, 99)) * 1e3 <= self.itl_ms
-
-
-def spread(seconds: Iterable[float | None]) -> dict[str, float | None]:
-    """Mean and percentiles (linear between ranks) in milliseconds; None without values."""
-    values = np.array([value for value in seconds if value is not None]) * 1e3
-    if not values.size:
-        return {"mean": None, **{f"p{p}": None for p in PERCENTILES}}
-    return {
-        "mean": float(values.mean()),
-        **{
-            f"p{p}": float(value)
-            for p, value in zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
-        },
-    }
 
 
 def too_few(requests: int) -> list[int]:

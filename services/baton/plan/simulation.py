@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.bench.figures import Targets
-from baton.bench.record import Record
 from baton.decode.outputs import Done, Failed, Output, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
+from baton.latency import Record, Targets
 from baton.plan.gateway import Gateway
 from baton.plan.nodes import Setup, SimDecode, SimPrefill
 from baton.plan.traffic import Traffic
