@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,14 @@ import torch
 
 from baton.bench.engine import EngineBench, EngineRun
 from baton.bench.machine import machine, versions
-from baton.bench.shapes import write_shape
 from baton.bench.steps import Point, copy_bandwidth, profile, weight_bytes
 from baton.bench.workload import Job, Range, Workload
 from baton.config import WorkerConfig
 from baton.rpc.logs import configure
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+
+from make_shape import write_shape
 
 NANO = Workload(
     prompt_tokens=Range(100, 1024), output_tokens=Range(100, 1024), requests=256, temperature=0.6, nano=True

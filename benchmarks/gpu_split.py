@@ -18,8 +18,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.bench.shapes import write_shape
 from baton.cli.deployment import Deployment, DeploymentPlan
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+
+from make_shape import write_shape
 
 WORKER = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-rows", "256")
 

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ from typing import Any
 import torch
 
 from baton.bench.engine import EngineBench
-from baton.bench.gaps import trace_decode
 from baton.bench.machine import machine, versions
-from baton.bench.shapes import write_shape
 from baton.bench.steps import Point
 from baton.config import WorkerConfig
 from baton.rpc.logs import configure
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+
+from gaps import trace_decode
+from make_shape import write_shape
 
 
 def measure(model: str, batches: list[int], options: argparse.Namespace) -> dict[str, Any]:

@@ -26,11 +26,14 @@ from stamps import TURNS
 from timed import Ask, ask
 
 from baton.bench.machine import machine, versions
-from baton.bench.shapes import SHAPES, write_shape
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncClient
 from baton.rpc.errors import BatonError
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+
+from make_shape import SHAPES, write_shape
 
 OUTPUT_TOKENS = 4
 WARMUP = 2

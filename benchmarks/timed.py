@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +16,14 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from baton.bench.shapes import SHAPES, write_shape
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.client import AsyncClient
 from baton.client.types import Options
 from baton.stepcost import StepCost
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+
+from make_shape import SHAPES, write_shape
 
 H200_8B = StepCost(fixed=4e-3, row=5e-5, key=3e-8, token=2e-5, pair=1.5e-9)
 """About what steps of an 8B model take on an H200 (docs/performance.md): 4 ms for one row, 0.05 ms for each

@@ -8,17 +8,102 @@ The weights are then random, and always the same: fit to measure speed, not to r
 
 from __future__ import annotations
 
-import pathlib
+import itertools
+import json
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import click
 
-from baton.bench.shapes import SHAPES, write_shape
+END = "<|end|>"
+"""The last token of the vocabulary."""
+
+_QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960}
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": {
+        **_QWEN3,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        **_QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "vocab_size": 1024,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "tie_word_embeddings": True,
+    },
+}
+"""Qwen3's, and one for trying things out on a CPU."""
+
+
+def write_shape(shape: str, folder: Path) -> None:
+    """Makes `folder` what `--model` takes. Raises KeyError for an unknown shape, OSError."""
+    config = SHAPES[shape]
+    size = config["vocab_size"]
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": size - 1,
+        **config,
+    }
+    (folder / "config.json").write_text(json.dumps(whole, indent=2) + "\n")
+    _write_tokenizer(size, folder)
+
+
+def _write_tokenizer(size: int, folder: Path) -> None:
+    """A byte-level BPE in which every id up to `size` stands for text, so that detokenizing costs as much as
+    with a real one: the 256 bytes, then words of two and three letters."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {piece: index for index, piece in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = list(itertools.islice(_merges(), size - len(vocabulary) - 1))
+    for left, right in merges:
+        vocabulary[left + right] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END, special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _merges() -> Iterator[tuple[str, str]]:
+    letters = string.ascii_letters + string.digits
+    pairs = [(left, right) for left in letters for right in letters]
+    yield from pairs
+    for left, right in pairs:
+        for last in letters:
+            yield left + right, last
 
 
 @click.command()
 @click.argument("shape", type=click.Choice(list(SHAPES)))
-@click.argument("folder", type=click.Path(file_okay=False, path_type=pathlib.Path))
-def main(shape: str, folder: pathlib.Path) -> None:
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+def main(shape: str, folder: Path) -> None:
     """Make FOLDER a model directory of a SHAPE, for --load-format dummy."""
     write_shape(shape, folder)
     click.echo(f"{folder}: {', '.join(sorted(file.name for file in folder.iterdir()))}")

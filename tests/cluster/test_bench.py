@@ -15,7 +15,9 @@ import psutil
 import pytest
 from process import ENVIRONMENT
 
-from baton.bench.shapes import write_shape
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+
+from make_shape import write_shape
 
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "pause_ms", "e2e_ms", "lateness_ms")
 

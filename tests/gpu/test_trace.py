@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from baton.bench.engine import EngineBench
-from baton.bench.gaps import trace_decode
-from baton.bench.shapes import write_shape
 from baton.bench.steps import Point
 from baton.config import WorkerConfig
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from gaps import trace_decode
+from make_shape import write_shape
 
 
 @pytest.mark.timeout(180)

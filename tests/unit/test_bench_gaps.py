@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from baton.bench.gaps import LAST_OF_STEP, Kernel, gaps, kernels_of
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from gaps import LAST_OF_STEP, Kernel, gaps, kernels_of
 
 
 def steps(count: int, pause: float) -> list[Kernel]:

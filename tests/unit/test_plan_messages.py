@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.decode.outputs import Done, Output, Prompt, Stats, Tokens
-from baton.plan.gateway import Messages
+from baton.plan.messages import Messages
 from baton.sim.world import Actor, World
 
 GATHER = 0.005

@@ -11,12 +11,12 @@ from baton.cli.main import cli
 from baton.cli.plan_report import _words
 from baton.latency import Record, Targets
 from baton.plan.search import Goal, Kinds, impossible, search
-from baton.plan.simulation import Layout, NodeFigures, Simulated
+from baton.plan.simulation import Layout, NodeUsage, Simulated
 from baton.plan.traffic import Arrival, Traffic, Work
 from baton.stepcost import StepCost
 
 GOAL = Goal(Targets(ttft_ms=100, itl_ms=20), part=0.9)
-NODE = NodeFigures(0.5, 1, 2)
+NODE = NodeUsage(0.5, 1, 2)
 
 
 def outcome(layout, late, slow):

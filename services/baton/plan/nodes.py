@@ -30,7 +30,7 @@ from baton.handoff.prefill_side import PrefillSide
 from baton.handoff.pull_cost import PullMeter
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.tree_log import TreeEvents, TreeLog
-from baton.plan.gateway import Messages
+from baton.plan.messages import Messages
 from baton.plan.profile import Profile
 from baton.plan.runner import VirtualRunner
 from baton.prefill.core import PrefillCore, full_step

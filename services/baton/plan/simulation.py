@@ -39,7 +39,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFigures:
+class NodeUsage:
     """Of the nodes of one kind."""
 
     busy: float
@@ -57,8 +57,8 @@ class Simulated:
     """Of the requests that count, in the order of their arrival; as a client of `baton bench` has them."""
     seconds: float
     """In which these arrived."""
-    prefill: NodeFigures | None
-    decode: NodeFigures
+    prefill: NodeUsage | None
+    decode: NodeUsage
     retractions: int
 
     def met(self, targets: Targets) -> int:
@@ -66,7 +66,7 @@ class Simulated:
         return sum(map(targets.met, self.records))
 
 
-class Deployment:
+class Simulation:
     """`run` once."""
 
     def __init__(self, layout: Layout, setup: Setup, traffic: Traffic, progress: Progress) -> None:
@@ -109,9 +109,9 @@ class Deployment:
         for node in (*self._prefill.values(), *self._decode.values()):
             node.runner.stop_counting()
 
-    def _figures(self, nodes: list[SimPrefill] | list[SimDecode]) -> NodeFigures:
+    def _figures(self, nodes: list[SimPrefill] | list[SimDecode]) -> NodeUsage:
         busy = sum(node.runner.busy for node in nodes) / len(nodes) / max(self._traffic.end, 1e-9)
-        return NodeFigures(min(1.0, busy), max(node.most_pages for node in nodes), nodes[0].pages)
+        return NodeUsage(min(1.0, busy), max(node.most_pages for node in nodes), nodes[0].pages)
 
     def _place(self, number: int) -> Callable[[], None]:
         return lambda: self._start(number)
@@ -167,4 +167,4 @@ def simulate(
     layout: Layout, setup: Setup, traffic: Traffic, progress: Progress = lambda ended: None
 ) -> Simulated:
     """The same for the same arguments."""
-    return Deployment(layout, setup, traffic, progress).run()
+    return Simulation(layout, setup, traffic, progress).run()
