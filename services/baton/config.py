@@ -109,7 +109,8 @@ class WorkerConfig(NodeConfig):
     eviction: str = "lru"
     """lru, lfu, fifo or mru."""
     policy: str = "fcfs"
-    """Order of waiting requests: fcfs, lpm (longest prefix match) or priority."""
+    """Order of waiting requests of equal priority: fcfs (first come, first served) or lpm (longest prefix
+    match). A higher priority always goes first; `priority` is another name of fcfs."""
     overlap: bool | None = None
     """Launch step N+1 before reading step N; neither: on a GPU only."""
     transports: tuple[str, ...] = ()

@@ -1,7 +1,8 @@
 """A runner whose "model" is a hash: the next token depends on every token whose KV it finds in the pages.
 
 A stale, foreign or unwritten page changes the output, so equality with `reference` proves that the scheduler
-and the hand-off kept every page right. Implements engine.runner.Runner.
+and the hand-off kept every page right. With penalties the hash also depends on the prompt and the output that
+the slot knows of; the log-probability of a prompt token is its position. Implements engine.runner.Runner.
 """
 
 from __future__ import annotations
@@ -10,20 +11,32 @@ import zlib
 from collections import deque
 from dataclasses import dataclass
 
-from baton.engine.plan import RowResult, Sampled, StepPlan, StepResult
+from baton.engine.plan import Logprobs, RowResult, Sampled, StepPlan, StepResult
 
 VOCAB = 1000
 UNWRITTEN = -1
 
 
-def next_token(seen: list[int], seed: int) -> int:
-    return zlib.crc32(repr((seen, seed)).encode()) % VOCAB
+Penalized = tuple[tuple[int, ...], list[int]]
+"""Prompt, and output so far."""
 
 
-def reference(prompt: list[int], seed: int, count: int, stop: frozenset[int] = frozenset()) -> list[int]:
+def next_token(seen: list[int], seed: int, penalized: Penalized | None = None) -> int:
+    return zlib.crc32(repr((seen, seed, penalized)).encode()) % VOCAB
+
+
+def reference(
+    prompt: list[int],
+    seed: int,
+    count: int,
+    stop: frozenset[int] = frozenset(),
+    *,
+    penalized: bool = False,
+) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens, seed))
+        state = (tuple(prompt), tokens[len(prompt) :]) if penalized else None
+        tokens.append(next_token(tokens, seed, state))
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
@@ -45,6 +58,7 @@ class HashRunner:
         self.pool = [[UNWRITTEN] * page_size for _ in range(num_pages)]
         self.last = [UNWRITTEN] * max_slots
         self.seeds = [UNWRITTEN] * max_slots
+        self.penalized: list[Penalized | None] = [None] * max_slots
         self.steps: list[StepPlan] = []
         self.in_flight: deque[int] = deque()
 
@@ -54,6 +68,8 @@ class HashRunner:
             self.pool[target] = list(self.pool[source])
         for init in plan.inits:
             self.seeds[init.slot] = init.seed
+            known = (init.prompt, list(init.output)) if init.params.penalized else None
+            self.penalized[init.slot] = known
             if init.last_token is not None:
                 self.last[init.slot] = init.last_token
         inputs = [row.tokens if row.tokens is not None else (self.last[row.slot],) for row in plan.rows]
@@ -66,9 +82,14 @@ class HashRunner:
             seen = [self.pool[row.pages[p // self.page_size]][p % self.page_size] for p in range(end)]
             samples = []
             for slot in row.sample:
-                self.last[slot] = next_token(seen, self.seeds[slot])
+                known = self.penalized[slot]
+                self.last[slot] = next_token(seen, self.seeds[slot], known)
+                if known is not None:
+                    known[1].append(self.last[slot])
                 samples.append(Sampled(slot, self.last[slot]))
-            rows.append(RowResult(samples=tuple(samples)))
+            wanted = enumerate(row.prompt_logprobs or (), row.start + 1)
+            logprobs = tuple(Logprobs(token, float(position)) for position, token in wanted)
+            rows.append(RowResult(tuple(samples), logprobs))
         self.in_flight.append(plan.number)
         return Flight(plan.number, StepResult(plan.number, tuple(rows)))
 

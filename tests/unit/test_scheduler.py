@@ -99,7 +99,11 @@ def check_outputs(engine, requests, cancelled=()):
     for r in requests:
         for i in range(r.n):
             expected = reference(
-                list(r.prompt), r.params.seed + i, r.params.max_tokens, r.params.stop_token_ids
+                list(r.prompt),
+                r.params.seed + i,
+                r.params.max_tokens,
+                r.params.stop_token_ids,
+                penalized=r.params.penalized,
             )
             got = engine.tokens[(r.key, i)]
             if r.key in cancelled:
@@ -213,6 +217,98 @@ def test_retraction_recomputes_and_spares_the_oldest():
     assert requests[0].retractions == 0
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
+def test_a_lower_priority_is_retracted_before_a_younger_request(policy):
+    engine = Engine(pages=12, rows=8, output_margin=1, watermark=0, policy=policy)
+    requests = [request(i, [i * 10 + j for j in range(6)], max_tokens=30) for i in range(4)]
+    for r, priority in zip(requests, (0, -5, 7, 7), strict=True):
+        r.priority = priority
+        engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, requests)
+    assert requests[1].retractions > 0, "the least important one, though it is the second oldest"
+    assert requests[2].retractions == 0, "the oldest of the most important ones"
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
+def test_a_higher_priority_is_served_earlier(policy):
+    engine = Engine(rows=1, policy=policy)
+    requests = [request(i, [i * 10 + j for j in range(6)], max_tokens=3) for i in range(5)]
+    for r, priority in zip(requests, (0, -5, 0, 7, 0), strict=True):
+        r.priority = priority
+        engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, requests)
+    assert engine.ended == [3, 0, 2, 4, 1]
+
+
+class CountingTree(PrefixTree):
+    """Counts how often token ids are encoded, and how often the tree is searched."""
+
+    encoded = searched = 0
+
+    def _encode(self, tokens, max_pages):
+        self.encoded += not isinstance(tokens, bytes)
+        return super()._encode(tokens, max_pages)
+
+    def _descend(self, *arguments):
+        self.searched += 1
+        return super()._descend(*arguments)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_prompt_that_waits_is_encoded_once_and_searched_for_when_the_tree_has_changed(policy):
+    engine = Engine(pages=32, rows=4, output_margin=40, watermark=0, policy=policy)
+    engine.cache._tree = tree = CountingTree(4)
+    first = request("first", range(40), max_tokens=40)
+    engine.scheduler.submit(first)
+    engine.turn()
+    waiting = [request(key, range(key, key + 60), max_tokens=9) for key in (100, 200)]
+    for r in waiting:
+        engine.scheduler.submit(r)
+    for _ in range(3):
+        engine.turn()
+    tree.encoded = tree.searched = 0
+    for _ in range(20):
+        engine.turn()
+    assert len(engine.scheduler.waiting) == 2, "they wait for pages"
+    assert (tree.encoded, tree.searched) == (0, 0)
+    engine.run()
+    check_outputs(engine, [first, *waiting])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_penalties_know_the_whole_output_after_a_retraction_and_a_resume(overlap):
+    engine = Engine(pages=12, rows=8, output_margin=1, watermark=0, overlap=overlap)
+    requests = [
+        request(i, [i * 10 + j for j in range(6)], max_tokens=30, frequency_penalty=0.5) for i in range(4)
+    ]
+    for r in requests:
+        engine.scheduler.submit(r)
+    engine.run()
+    assert engine.scheduler.retractions > 0
+    check_outputs(engine, requests)
+    full = engine.tokens[(0, 0)]
+    again = Request("again", requests[0].prompt, requests[0].params, delivered=(tuple(full[:7]),))
+    engine.scheduler.submit(again)
+    engine.run()
+    assert engine.tokens[("again", 0)] == full[7:]
+
+
+def test_prompt_logprobs_come_once_each_when_the_prompt_is_queued_again():
+    engine = Engine(budget=8)
+    r = request("a", range(100, 120), prompt_logprobs=0)
+    engine.scheduler.submit(r)
+    engine.turn()
+    assert r.prompt_logprobs, "a part of the prompt has been computed"
+    engine.scheduler.requeue(r.sequences[0])
+    engine.run()
+    check_outputs(engine, [r])
+    assert [(entry.token, entry.logprob) for entry in r.prompt_logprobs] == [
+        (token, position) for position, token in enumerate(range(101, 120), 1)
+    ]
+
+
 @pytest.mark.parametrize(
     ("bad", "field"),
     [
@@ -265,7 +361,13 @@ def test_any_mix_of_arrivals_cancels_and_pressure(seed, overlap, pages, policy):
         n = rng.choice([1, 1, 1, 2, 3])
         stop = frozenset(rng.sample(range(1000), rng.choice([0, 0, 50])))
         r = request(
-            key, prompt, max_tokens=rng.randrange(1, 15), seed=rng.randrange(99), n=n, stop_token_ids=stop
+            key,
+            prompt,
+            max_tokens=rng.randrange(1, 15),
+            seed=rng.randrange(99),
+            n=n,
+            stop_token_ids=stop,
+            presence_penalty=rng.choice([0.0, 0.5]),
         )
         r.priority = rng.randrange(3)
         try:

@@ -39,12 +39,14 @@ class Sequence:
 
     __slots__ = (
         "computed",
+        "encoded",
         "epoch",
         "finish",
         "followers",
         "holding",
         "index",
         "last_step",
+        "match",
         "phase",
         "request",
         "reserved",
@@ -60,6 +62,10 @@ class Sequence:
         self.index = index
         self.tokens = tokens
         """Prompt and output, as far as it has been read from the device."""
+        self.encoded: bytes | None = None
+        """While it waits: its tokens, as the prefix tree compares them."""
+        self.match: tuple[int, int] | None = None
+        """While it waits: KvCache.version, and how many of its pages were cached then."""
         self.phase = Phase.WAITING
         self.finish: FinishReason | None = None
         self.slot: int | None = None
@@ -81,8 +87,9 @@ class Sequence:
         """Counts placements; results of a step launched in an earlier one are dropped."""
 
     @property
-    def age(self) -> tuple[int, int]:
-        return (self.request.order, self.index)
+    def rank(self) -> tuple[int, int, int]:
+        """The order of service: by priority, then by arrival. The last is retracted first."""
+        return (-self.request.priority, self.request.order, self.index)
 
     @property
     def num_output(self) -> int:
@@ -118,6 +125,7 @@ class Request:
     n: int = 1
     namespace: str = ""
     priority: int = 0
+    """Higher is served earlier and retracted later."""
     deadline: float = float("inf")
     """On the engine's monotonic clock, in seconds."""
     order: int = 0

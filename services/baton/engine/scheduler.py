@@ -2,34 +2,29 @@
 
 Pure: no clock, no I/O, no device. The caller alternates `plan`, launching, reading and `commit`; with overlap
 it plans and launches step N+1 before it commits step N. Page ownership goes through KvCache alone.
-
-        submit            admit (here)              last chunk retired
-    -> WAITING ---------------> PROMPT ---------------------------> RUNNING -> ENDED
-         ^  |                                                        ^  |
-         |  +---- admit (elsewhere) ----> HANDOFF --- arrive --------+  |
-         +------------- retract, requeue -----------+-------------------+
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from baton.engine.admission import Reservations, Slots, WaitingQueue
-from baton.engine.batch import Copy, Step, build_step
-from baton.engine.plan import StepResult
-from baton.engine.progress import commit_rows
+from baton.engine.batch import Record, Step, StepBuilder, divide_budget
+from baton.engine.plan import Logprobs, RowResult, StepResult
 from baton.engine.request import (
-    Event,
-    FailedEvent,
+    ChunkEvent,
+    FinishReason,
     Phase,
+    PromptEvent,
     Refused,
     Request,
     Sequence,
+    TokenEvent,
 )
-from baton.kvcache import KvCache, OutOfPages
+from baton.engine.scheduler_state import SchedulerState
+from baton.kvcache import KvCache
 
 
 class Route(Enum):
@@ -49,7 +44,7 @@ class SchedulerConfig:
     """Tokens of a step: decode rows first, prompt chunks with the rest."""
     max_rows: int
     full_step: int = sys.maxsize
-    """A step with so many tokens of prompts that end in it takes no younger prompt."""
+    """A step with so many tokens of prompts that end in it takes no further prompt."""
     max_waiting: int = 1024
     policy: str = "fcfs"
     output_margin: int = 64
@@ -60,8 +55,11 @@ class SchedulerConfig:
     """A prefill node: a prompt's pages are kept (Phase.LEASED) once its first tokens have been sampled."""
 
 
-class Scheduler:
+class Scheduler(SchedulerState):
     """Moves requests from submission to their last token.
+
+    Those of higher priority go first everywhere: at admission, in prompts' chunks, and they are retracted
+    last. Among equals it is the policy's order at admission, and elsewhere the order of arrival.
 
     `route` says where a prompt is computed; `abandon` is told before a sequence in HANDOFF loses its pages.
     """
@@ -76,32 +74,14 @@ class Scheduler:
     ) -> None:
         if config.token_budget < config.max_rows:
             raise ValueError("token_budget must be at least max_rows")
-        self.cache = cache
+        super().__init__(cache, config.policy, config.max_rows, abandon)
         self.config = config
-        self.slots = Slots(config.max_rows)
-        self.reservations = Reservations(cache)
-        self.requests: dict[Hashable, Request] = {}
-        self.waiting = WaitingQueue(
-            config.policy, lambda s: cache.match_length(s.tokens, s.request.namespace)
-        )
-        self.prompts: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.handoffs: list[Sequence] = []
-        self.copies: list[Copy] = []
-        self.events: list[Event] = []
         self.step_number = 0
-        self.retractions = 0
         self.computed_tokens = 0
         self.local_prompts = 0
         """Prompts whose computation here has begun."""
         self._route = route
-        self.abandon = abandon
         self._may_admit = may_admit
-        self._arrivals = 0
-        self._unentered: list[Sequence] = []
-        """Their prompt is final and not yet in the prefix tree."""
-
-    # --- entering and leaving ---------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises Refused when it could never run, or when too many wait."""
@@ -123,38 +103,7 @@ class Scheduler:
             raise Refused("DUPLICATE_REQUEST", "a request of this name is running", "request")
         if len(self.waiting) >= config.max_waiting:
             raise Refused("QUEUE_FULL", f"{config.max_waiting} requests are waiting")
-        self._arrivals += 1
-        request.order = self._arrivals
-        request.forked = request.n == 1 or bool(request.delivered)
-        self.requests[request.key] = request
-        for sequence in request.sequences if request.forked else request.sequences[:1]:
-            if sequence.phase is Phase.WAITING:
-                self.waiting.add(sequence)
-
-    def close(self, request: Request) -> None:
-        """Ends the request wherever it is (cancelled, out of time, lease over); no event follows."""
-        for sequence in request.sequences:
-            if sequence.phase is Phase.HANDOFF and sequence in self.handoffs:
-                self.abandon(sequence)
-            self.end(sequence)
-        self.forget(request)
-
-    def forget(self, request: Request) -> bool:
-        """All its sequences have ended. Unties it from them, so that it goes with the last reference to it,
-        prompt and all, rather than with a garbage collection. Returns whether it had been submitted."""
-        request.sequences.clear()
-        submitted = self.requests.get(request.key) is request
-        if submitted:
-            del self.requests[request.key]
-        return submitted
-
-    def fail(self, request: Request, reason: str, message: str) -> None:
-        self.close(request)
-        self.events.append(FailedEvent(request, reason, message))
-
-    def take_events(self) -> list[Event]:
-        events, self.events = self.events, []
-        return events
+        self.enqueue(request)
 
     @property
     def queued_tokens(self) -> int:
@@ -166,18 +115,18 @@ class Scheduler:
     # --- admission --------------------------------------------------------------------------------------
 
     def admit_elsewhere(self) -> None:
-        """Admits what is computed elsewhere, first come first served; `plan` does the rest.
+        """Admits what is computed elsewhere, in order; `plan` does the rest.
 
-        What is computed here waits for it, and all that came later with it: of a prompt more may be cached
-        by then. Under another policy all do, to be put in order among those that have come by then.
+        The first that is computed here waits for `plan`, and all behind it: of a prompt more may be cached by
+        then. Under longest prefix match all wait, to be put in order among those that have come by then.
         """
-        if self.config.policy == "fcfs":
+        if self.config.policy != "lpm":
             self._admit(elsewhere=True)
 
     def _admit(self, elsewhere: bool = False) -> None:
         if not self.slots.free or not self.waiting:
             return
-        self._enter_rest()
+        self.enter_pending()
         for sequence in self.waiting.in_order():
             if not self._may_admit(sequence.request) or self._tries_other_suspect(sequence.request):
                 continue
@@ -201,8 +150,8 @@ class Scheduler:
         known = len(leader.tokens)
         # At least one token is computed, for its logits; all of them where the prompt's logits are wanted.
         limit = 0 if request.wants_prompt_logprobs else (known - 1) // size
-        uncached = known - self.cache.match_length(leader.tokens, request.namespace, limit)
-        route = self._route(leader, uncached)
+        cached = min(self.cached_pages(leader), limit)
+        route = self._route(leader, known - cached * size)
         if route is Route.DEFER or leader.phase is not Phase.WAITING:
             return True
         if elsewhere and route is Route.LOCAL:
@@ -212,163 +161,141 @@ class Scheduler:
             0 if config.prompt_only else 1 + self.pages(margin)
         )
         need = min(need, self.cache.counts().total)
-        floor = config.watermark if self.prompts or self.running or self.handoffs else 0
-        if route is Route.LOCAL:
-            holding = self.cache.hold(leader.tokens, request.namespace, limit)
-            if self.reservations.headroom - floor < need - len(holding.pages):
-                self.cache.release(holding, 0)
+        spare = self.reservations.headroom
+        if self.prompts or self.running or self.handoffs:
+            spare -= config.watermark
+        if route is Route.REMOTE:
+            if spare < need:
                 return False
-            leader.holding = holding
-            need -= len(holding.pages)
-            leader.computed = leader.retired = len(holding.pages) * size
-            if request.cached_tokens is None:
-                request.cached_tokens = leader.computed
-                self.local_prompts += 1
-        elif self.reservations.headroom - floor < need:
-            return False
-        self.waiting.remove(leader)
-        self.reservations.set(leader, need)
-        leader.followers = followers
-        for sequence in (leader, *followers):
-            sequence.phase = Phase.PROMPT if route is Route.LOCAL else Phase.HANDOFF
-            sequence.slot = self.slots.take()
-            sequence.slot_ready = False
-        (self.prompts if route is Route.LOCAL else self.handoffs).append(leader)
-        return True
-
-    def pages(self, tokens: int) -> int:
-        return -(-tokens // self.cache.page_size)
-
-    # --- pages under way --------------------------------------------------------------------------------
-
-    def extend(self, sequence: Sequence, pages: int) -> bool:
-        """Brings an admitted sequence's page table to `pages` pages; False: there are none to be had now.
-
-        A sequence takes from its own reservation first and beyond it only what nobody has been promised.
-        """
-        assert sequence.holding is not None
-        count = pages - len(sequence.holding.pages)
-        if count <= 0:
+            self.place(leader, followers, need, None)
             return True
-        if count > sequence.reserved + max(0, self.reservations.headroom):
+        need -= cached
+        encoded = leader.encoded
+        assert encoded is not None
+        # What is cached costs room too, where nobody has locked it yet.
+        if spare < need or spare - self.cache.unlocked(encoded, request.namespace, cached) < need:
             return False
-        try:
-            self.cache.extend(sequence.holding, count)
-        except OutOfPages:
-            return False
-        self.reservations.use(sequence, count)
+        self.place(leader, followers, need, self.cache.hold(encoded, request.namespace, limit))
+        if request.cached_tokens is None:
+            request.cached_tokens = leader.computed
+            self.local_prompts += 1
         return True
-
-    def adopt_cached(self, sequence: Sequence, tokens: int) -> int:
-        """Gives a sequence in HANDOFF the pages that the prefix tree holds of its first `tokens` tokens.
-
-        Returns their number; what they cost is taken out of the reservation, which covers the whole prompt.
-        """
-        self._enter_rest()
-        request = sequence.request
-        known = sequence.tokens[:tokens]
-        sequence.holding = self.cache.hold(known, request.namespace, tokens // self.cache.page_size)
-        self.reservations.use(sequence, len(sequence.holding.pages))
-        return len(sequence.holding.pages)
-
-    def enter(self, sequence: Sequence) -> None:
-        """Enters the full pages of the sequence's final tokens into the prefix tree: all of them, or none
-        while that would lock pages that have been promised to others."""
-        assert sequence.holding is not None
-        tokens, spare = sequence.tokens[: sequence.retired], max(0, self.reservations.headroom)
-        self.cache.commit(sequence.holding, tokens, sequence.request.namespace, spare)
-
-    def enter_later(self, sequence: Sequence) -> None:
-        """As `enter`, but before the next prompt is matched or the next results are taken in: what is under
-        way now, first tokens and a launch, is not to wait for it."""
-        self._unentered.append(sequence)
-
-    def _enter_rest(self) -> None:
-        unentered, self._unentered = self._unentered, []
-        for sequence in unentered:
-            self.enter(sequence)
-
-    def extend_or_retract(self, sequence: Sequence, pages: int) -> bool:
-        """Like `extend`, at the cost of younger sequences. False: the sequence sits out this step."""
-        while not self.extend(sequence, pages):
-            if self.cache.pending:
-                return False  # pages are about to come back; retracting more would be rash
-            victim = max([*self.running, *self.prompts, *self.handoffs], key=lambda s: s.age)
-            self.retractions += 1
-            victim.request.retractions += 1
-            self.requeue(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def requeue(self, leader: Sequence) -> None:
-        """Takes an admitted sequence's pages and slot away; it waits to be admitted and computed again."""
-        if leader.phase is Phase.HANDOFF:
-            self.abandon(leader)
-        group = [leader, *leader.followers]
-        if not leader.request.reported:
-            leader.request.prompt_logprobs.clear()
-        for sequence in group:
-            self._vacate(sequence)
-            sequence.phase = Phase.WAITING
-        # Before the fork the followers have no life of their own.
-        for sequence in group if leader.request.forked else [leader]:
-            if sequence.finish is not None:
-                sequence.phase = Phase.ENDED
-            else:
-                self.waiting.add(sequence)
-
-    def _vacate(self, sequence: Sequence) -> None:
-        for queue in (self.prompts, self.running, self.handoffs):
-            if sequence in queue:
-                queue.remove(sequence)
-        if sequence.holding is not None:
-            if sequence.phase is not Phase.HANDOFF and sequence.retired:
-                self.enter(sequence)
-            if sequence in self._unentered:
-                self._unentered.remove(sequence)
-            self.cache.release(sequence.holding, sequence.last_step)
-            sequence.holding = None
-        if sequence.slot is not None:
-            self.slots.give_back(sequence.slot, sequence.last_step)
-            sequence.slot = None
-        self.reservations.set(sequence, 0)
-        sequence.followers = []
-        sequence.slot_ready = False
-        sequence.computed = sequence.retired = sequence.unread = 0
-        sequence.epoch += 1
-
-    def end(self, sequence: Sequence) -> None:
-        if sequence.phase is Phase.ENDED:
-            return
-        if sequence.phase is Phase.WAITING and sequence in list(self.waiting):
-            self.waiting.remove(sequence)
-        self._vacate(sequence)
-        sequence.phase = Phase.ENDED
 
     # --- steps ------------------------------------------------------------------------------------------
 
     def plan(self) -> Step | None:
-        """The next step, or None when there is nothing to compute."""
+        """The next step, or None when there is nothing to compute: one row for each running sequence, then
+        prompt chunks with what is left of the token budget."""
         self._admit()
-        return build_step(self)
+        config, size = self.config, self.cache.page_size
+        step = StepBuilder(self.step_number + 1)
+        # In the order of their rank, which a retraction relies on: no victim has a row already.
+        for sequence in list(self.running):
+            if sequence.phase is not Phase.RUNNING or not self._wants_token(sequence):
+                continue
+            if self.extend_or_retract(sequence, sequence.computed // size + 1):
+                step.add_decode(sequence)
+        budget = config.token_budget - len(step.records)
+        for sequence, count in divide_budget(self.prompts, budget, size, config.full_step):
+            if self.extend(sequence, self.pages(sequence.computed + count)):
+                step.add_chunk(sequence, count)
+        copies, self.copies = self.copies, []
+        wanted = [c for c in copies if c.epoch == c.sequence.epoch and c.sequence.phase is Phase.RUNNING]
+        pinned = tuple(copy.holding for copy in copies)
+        built = step.build(wanted, pinned)
+        if built is None:
+            for holding in pinned:
+                self.cache.unpin(holding)
+        else:
+            self.step_number = step.number
+        return built
+
+    def _wants_token(self, sequence: Sequence) -> bool:
+        """Whether another token is wanted, and could follow those in flight."""
+        return (
+            not sequence.request.paused
+            and sequence.num_output < sequence.request.params.max_tokens
+            and len(sequence.tokens) + sequence.unread < self.config.context_length
+        )
 
     def commit(self, step: Step, result: StepResult) -> None:
-        """Takes in a step's results and gives back what it was the last to use."""
-        self._enter_rest()
-        self.cache.retire(step.plan.number)
-        self.slots.retire(step.plan.number)
-        for holding in step.pinned:
-            self.cache.unpin(holding)
-        commit_rows(self, step, result)
+        """Takes in a step's results, in the order of its rows, and gives back what it was the last to use. A
+        row whose sequence has been placed anew or has ended since is dropped."""
+        self.retire(step.plan.number, step.pinned)
+        self.computed_tokens += step.plan.num_tokens
+        for record, row in zip(step.records, result.rows, strict=True):
+            sequence = record.sequence
+            if sequence.epoch != record.epoch or sequence.phase is Phase.ENDED:
+                continue
+            sequence.retired = record.end
+            if row.error is not None:
+                self.fail(sequence.request, "BAD_LOGITS", row.error)
+            elif sequence.phase is Phase.RUNNING:
+                sample = row.samples[0]
+                sequence.unread -= 1
+                self._take_token(sequence, sample.token, sample.logprobs)
+                if sequence.finish is not None:
+                    self.end_finished([sequence])
+            else:
+                self._commit_chunk(record, row)
 
     def fail_step(self, step: Step, message: str) -> None:
         """The step could not be executed: everything in it fails."""
-        self._enter_rest()
-        self.cache.retire(step.plan.number)
-        self.slots.retire(step.plan.number)
-        for holding in step.pinned:
-            self.cache.unpin(holding)
+        self.retire(step.plan.number, step.pinned)
         for request in {id(r.sequence.request): r.sequence.request for r in step.records}.values():
             if self.requests.get(request.key) is request:
                 self.fail(request, "STEP_FAILED", message)
+
+    def _commit_chunk(self, record: Record, row: RowResult) -> None:
+        leader = record.sequence
+        request = leader.request
+        request.prompt_logprobs.extend(row.prompt_logprobs)
+        if not record.targets:
+            self.enter(leader)
+            self.events.append(ChunkEvent(leader))
+            return
+        for sequence in record.targets:
+            sequence.unread -= 1
+        self._take_first_tokens(leader, [(sample.token, sample.logprobs) for sample in row.samples])
+        # After the tokens: a receiver whose request they finish need not begin to pull.
+        self.events.append(ChunkEvent(leader))
+        if self.config.prompt_only:
+            self.lease(leader)
+        else:
+            self.start_decoding(leader, self.config.output_margin)
+
+    def _take_first_tokens(self, leader: Sequence, tokens: list[tuple[int, Logprobs | None]]) -> None:
+        """Those of the leader and its followers, in order."""
+        request = leader.request
+        if not request.reported:
+            request.reported = True
+            self.events.append(PromptEvent(request))
+        for sequence, (token, logprobs) in zip([leader, *leader.followers], tokens, strict=True):
+            self._take_token(sequence, token, logprobs)
+        request.forked = True
+
+    def _take_token(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
+        """Appends a token to the sequence's log and decides whether it was the last."""
+        sequence.tokens.append(token)
+        params, context = sequence.request.params, self.config.context_length
+        if not self.config.prompt_only:
+            if token in params.stop_token_ids and sequence.num_read > params.min_tokens:
+                sequence.finish = FinishReason.STOP
+            elif min(params.max_tokens - sequence.num_read, context - len(sequence.tokens)) <= 0:
+                sequence.finish = FinishReason.LENGTH
+        self.events.append(TokenEvent(sequence, token, logprobs, sequence.finish))
+
+    # --- hand-offs --------------------------------------------------------------------------------------
+
+    def first_tokens(self, leader: Sequence, tokens: list[tuple[int, Logprobs | None]]) -> None:
+        """Tokens that a prefill node has sampled for a sequence in HANDOFF and its followers."""
+        self._take_first_tokens(leader, tokens)
+        group = [leader, *leader.followers]
+        if all(sequence.finish is not None for sequence in group):
+            self.abandon(leader)
+            self.end_finished(group)
+
+    def arrive(self, leader: Sequence) -> None:
+        """All KV but the last token's is in the leader's pages, confirmed: it joins the running batch."""
+        leader.computed = leader.retired = len(leader.tokens) - 1
+        self.start_decoding(leader, self.config.output_margin)

@@ -17,7 +17,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from baton.engine.progress import arrive, first_tokens
 from baton.engine.request import Sequence
 from baton.engine.scheduler import Scheduler
 from baton.handoff.messages import (
@@ -212,7 +211,7 @@ class DecodeSide:
         if request.cached_tokens is None:
             request.cached_tokens = min(message.cached_tokens, len(leader.tokens))
         request.prompt_logprobs = request.prompt_logprobs or list(message.prompt_logprobs)
-        first_tokens(self._scheduler, leader, list(message.tokens))
+        self._scheduler.first_tokens(leader, list(message.tokens))
         if leader in self._by_leader:
             self._advance(handoff, now)
 
@@ -292,7 +291,7 @@ class DecodeSide:
 
     def _arrive(self, handoff: Handoff) -> None:
         self._forget(handoff)
-        arrive(self._scheduler, handoff.leader)
+        self._scheduler.arrive(handoff.leader)
 
     # --- ends -------------------------------------------------------------------------------------------
 

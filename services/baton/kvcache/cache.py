@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.kvcache.node import Node
 from baton.kvcache.pages import AccountingError, OutOfPages, PageAllocator, PageCounts, PageState
-from baton.kvcache.prefix_tree import PrefixTree, TreeObserver
+from baton.kvcache.prefix_tree import PrefixTree, Tokens, TreeObserver
 
 
 class Holding:
@@ -71,7 +71,16 @@ class KvCache:
         self._retired = 0
         self._pending = 0
 
-    def hold(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> Holding:
+    def encode(self, tokens: Sequence[int]) -> bytes:
+        """For who asks about the same tokens several times: see PrefixTree.encode."""
+        return self._tree.encode(tokens)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever another prefix may be cached than before."""
+        return self._tree.version
+
+    def hold(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> Holding:
         """Begins a sequence: finds and locks the longest cached prefix, of `max_pages` pages at most."""
         match = self._tree.match(tokens, namespace, max_pages)
         self._tree.lock(match.node)
@@ -79,9 +88,13 @@ class KvCache:
         self._holdings.add(holding)
         return holding
 
-    def match_length(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> int:
+    def match_length(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> int:
         """Tokens of `tokens` that are cached, in whole pages; changes nothing."""
         return self._tree.match_length(tokens, namespace, max_pages) * self.page_size
+
+    def unlocked(self, tokens: Tokens, namespace: str, max_pages: int) -> int:
+        """By how many pages `hold` with these arguments would lower `available`; changes nothing."""
+        return self._tree.unlocked_length(tokens, max_pages, namespace)
 
     def observe(self, observer: TreeObserver | None) -> None:
         """See PrefixTree.observe."""

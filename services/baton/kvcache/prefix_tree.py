@@ -45,6 +45,10 @@ class TreeObserver(Protocol):
         """These have gone; likewise."""
 
 
+Tokens = Sequence[int] | bytes
+"""Token ids, or what `PrefixTree.encode` has made of them."""
+
+
 class PrefixTree:
     """Keys are a namespace and token ids (0 <= id < 2**32), values whole pages of `page_size` tokens."""
 
@@ -59,11 +63,17 @@ class PrefixTree:
         self._queue: EvictionQueue[Node] = EvictionQueue(self._policy)
         self._root = Node(None, ("", b""), b"", [])
         self._observer: TreeObserver | None = None
+        self.version = 0
+        """Counts changes of which pages are held."""
         self._now = 0
         self._cached = 0
         self._locked = 0
 
-    def match(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> Match:
+    def encode(self, tokens: Sequence[int]) -> bytes:
+        """For who searches for the same tokens several times. Raises OverflowError as `match` does."""
+        return self._encode(tokens, None)
+
+    def match(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> Match:
         """Finds the longest cached prefix in whole pages, and counts as a use of it. Locks nothing.
 
         Raises OverflowError for a token id that is out of range.
@@ -74,13 +84,14 @@ class PrefixTree:
         self._touch(node, hits=1)
         return Match(node, tuple(pages))
 
-    def match_length(self, tokens: Sequence[int], namespace: str = "", max_pages: int | None = None) -> int:
+    def match_length(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> int:
         """Pages that `match` would find; changes nothing."""
         return len(self._descend(self._root, self._encode(tokens, max_pages), namespace)[2])
 
-    def unlocked_length(self, tokens: Sequence[int], pages: int, namespace: str, after: Node) -> int:
-        """Of the first `pages` pages of tokens that follow `after`: those in the tree that nobody has locked.
-        Changes nothing."""
+    def unlocked_length(self, tokens: Tokens, pages: int, namespace: str, after: Node | None = None) -> int:
+        """Of the first `pages` pages of tokens that follow `after` (None: that begin a sequence): those in
+        the tree that nobody has locked. Changes nothing."""
+        after = self._root if after is None else after
         node, inside, _ = self._descend(after, self._encode(tokens, pages), namespace)
         count, size = 0, inside
         while node is not after and node.locks == 0:
@@ -134,6 +145,7 @@ class PrefixTree:
                 before = found or start.pages
                 self._observer.stored(before[-1] if before else None, namespace, rest, fresh)
             node = self._append(node, namespace, rest, fresh)
+            self.version += 1
         return Insertion(node, tuple(range(len(found), len(pages))))
 
     def evict(self, count: int) -> list[int]:
@@ -151,6 +163,7 @@ class PrefixTree:
             else:
                 self._remove(leaf)
         self._cached -= len(evicted)
+        self.version += bool(evicted)
         if evicted and self._observer is not None:
             self._observer.removed(evicted)
         return evicted
@@ -218,10 +231,13 @@ class PrefixTree:
         _require(len(seen) == cached, "a page is in the tree twice")
         _require((cached, locked) == (self._cached, self._locked), "pages in the tree were counted wrongly")
 
-    def _encode(self, tokens: Sequence[int], max_pages: int | None) -> bytes:
-        count = len(tokens) // self.page_size
+    def _encode(self, tokens: Tokens, max_pages: int | None) -> bytes:
+        encoded = isinstance(tokens, bytes)
+        count = len(tokens) // (self._stride if encoded else self.page_size)
         if max_pages is not None:
             count = min(count, max(0, max_pages))
+        if isinstance(tokens, bytes):
+            return tokens[: count * self._stride]
         return array("I", tokens[: count * self.page_size]).tobytes()
 
     def _descend(self, node: Node, key: bytes, namespace: str) -> tuple[Node, int, list[int]]:

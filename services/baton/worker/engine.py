@@ -16,9 +16,9 @@ from baton.attention.registry import NoBackend
 from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
-from baton.engine.admission import POLICIES
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.runner import Runner
+from baton.engine.scheduler_state import POLICIES
 from baton.engine.threads import TunedRunner
 from baton.engine.timed_runner import TimedRunner
 from baton.kvcache import KvCache, PageAllocator, PrefixTree

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.engine import scheduler as scheduler_module
-from baton.engine.admission import Slots
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
 from baton.engine.request import Phase, TokenEvent
 from baton.engine.scheduler import Scheduler
+from baton.engine.scheduler_state import Slots
 from baton.kvcache import Holding, KvCache
 from baton.sim.bugs.patching import Bug, Patch
 
@@ -36,7 +35,7 @@ def _row_reuse(patch: Patch) -> None:
 
 def _after_end(patch: Patch) -> None:
     def make(
-        commit_rows: Callable[[Scheduler, Step, StepResult], None],
+        commit: Callable[[Scheduler, Step, StepResult], None],
     ) -> Callable[[Scheduler, Step, StepResult], None]:
         def wrong(scheduler: Scheduler, step: Step, result: StepResult) -> None:
             for record, row in zip(step.records, result.rows, strict=True):
@@ -44,11 +43,11 @@ def _after_end(patch: Patch) -> None:
                 if sequence.phase is Phase.ENDED and sequence.finish is not None and row.samples:
                     late = row.samples[0].token
                     scheduler.events.append(TokenEvent(sequence, late, None, None))
-            commit_rows(scheduler, step, result)
+            commit(scheduler, step, result)
 
         return wrong
 
-    patch(scheduler_module, "commit_rows", make)
+    patch(Scheduler, "commit", make)
 
 
 STEP_BUGS = (

@@ -1,0 +1,394 @@
+"""The sequences that the scheduler knows, what each of them holds, and the moves between its queues.
+
+`SchedulerState` keeps the books: queues, batch slots, page reservations and page tables change here alone.
+Scheduler (scheduler.py) decides when they change.
+
+        enqueue            place (here)              last chunk retired
+    -> WAITING ---------------> PROMPT ---------------------------> RUNNING -> ENDED
+         ^  |                                                        ^  |
+         |  +---- place (elsewhere) ----> HANDOFF --- arrive --------+  |
+         +------------- retract, requeue -----------+-------------------+
+
+Reservations are numbers, not pages: `KvCache.available` (free or evictable pages) never falls below the sum
+of all reservations, so an admitted prompt always finds its pages and two pools cannot deadlock on each other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Callable, Hashable, Iterator
+
+from baton.engine.batch import Copy
+from baton.engine.request import Event, FailedEvent, FinishedEvent, Phase, Request, Sequence
+from baton.kvcache import Holding, KvCache, OutOfPages
+
+POLICIES = ("fcfs", "lpm", "priority")
+"""Orders of requests of equal priority; a higher one always goes first. "priority" is the same as "fcfs"."""
+
+LPM_WINDOW = 64
+"""Waiting sequences that longest-prefix-match looks at; beyond it, first come first served."""
+
+
+class WaitingQueue:
+    """Sequences that wait for admission, in the order of a policy.
+
+    Those that had been admitted before (retracted or failed hand-offs) keep their arrival number and so
+    come first under `fcfs`.
+    """
+
+    def __init__(self, policy: str, cached_pages: Callable[[Sequence], int]) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"unknown scheduling policy {policy!r}; choose {', '.join(POLICIES)}")
+        self._policy = policy
+        self._cached_pages = cached_pages
+        self._items: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        bisect.insort(self._items, sequence, key=lambda s: s.rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._items.remove(sequence)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(list(self._items))
+
+    def in_order(self) -> list[Sequence]:
+        """A snapshot, first to be admitted first."""
+        if self._policy != "lpm" or len(self._items) < 2:
+            return list(self._items)
+        # The first goes first whatever it matches: a stream of well-cached prompts cannot starve it.
+        head, window, rest = self._items[:1], self._items[1:LPM_WINDOW], self._items[LPM_WINDOW:]
+        window.sort(key=lambda s: (-s.request.priority, -self._cached_pages(s), s.rank))
+        return head + window + rest
+
+
+class Slots:
+    """Batch slots; one returns to the pool when the last step that uses it has retired (design rule 5)."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count))
+        self._leaving: list[tuple[int, int]] = []
+        self._retired = 0
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def in_use(self) -> int:
+        return self.count - len(self._free)
+
+    def is_free(self, slot: int) -> bool:
+        return slot in self._free
+
+    def take(self) -> int:
+        return heapq.heappop(self._free)
+
+    def give_back(self, slot: int, after_step: int) -> None:
+        heapq.heappush(self._leaving, (after_step, slot))
+        self.retire(self._retired)
+
+    def retire(self, step: int) -> None:
+        self._retired = max(self._retired, step)
+        while self._leaving and self._leaving[0][0] <= self._retired:
+            heapq.heappush(self._free, heapq.heappop(self._leaving)[1])
+
+
+class Reservations:
+    """The sum of pages promised and not yet taken."""
+
+    def __init__(self, cache: KvCache) -> None:
+        self._cache = cache
+        self.total = 0
+
+    @property
+    def headroom(self) -> int:
+        """Pages that may be promised or taken beyond all promises."""
+        return self._cache.available - self.total
+
+    def set(self, sequence: Sequence, pages: int) -> None:
+        self.total += pages - sequence.reserved
+        sequence.reserved = pages
+
+    def use(self, sequence: Sequence, pages: int) -> None:
+        """`pages` have been taken on behalf of the sequence, from its promise as far as it goes."""
+        self.set(sequence, max(0, sequence.reserved - pages))
+
+
+class SchedulerState:
+    """`abandon` is told before a sequence in HANDOFF loses its pages."""
+
+    def __init__(
+        self, cache: KvCache, policy: str, max_rows: int, abandon: Callable[[Sequence], None]
+    ) -> None:
+        self.cache = cache
+        self.slots = Slots(max_rows)
+        self.reservations = Reservations(cache)
+        self.requests: dict[Hashable, Request] = {}
+        self.waiting = WaitingQueue(policy, self.cached_pages)
+        self.prompts: list[Sequence] = []
+        self.running: list[Sequence] = []
+        """In the order of their rank: see `extend_or_retract`."""
+        self.handoffs: list[Sequence] = []
+        self.copies: list[Copy] = []
+        self.events: list[Event] = []
+        self.retractions = 0
+        self.abandon = abandon
+        self._arrivals = 0
+        self._unentered: list[Sequence] = []
+        """Their prompt is final and not yet in the prefix tree."""
+
+    # --- requests ---------------------------------------------------------------------------------------
+
+    def enqueue(self, request: Request) -> None:
+        self._arrivals += 1
+        request.order = self._arrivals
+        request.forked = request.n == 1 or bool(request.delivered)
+        self.requests[request.key] = request
+        for sequence in request.sequences if request.forked else request.sequences[:1]:
+            if sequence.phase is Phase.WAITING:
+                self.waiting.add(sequence)
+
+    def close(self, request: Request) -> None:
+        """Ends the request wherever it is (cancelled, out of time, lease over); no event follows."""
+        for sequence in request.sequences:
+            if sequence.phase is Phase.HANDOFF and sequence in self.handoffs:
+                self.abandon(sequence)
+            self.end(sequence)
+        self.forget(request)
+
+    def forget(self, request: Request) -> bool:
+        """All its sequences have ended. Unties it from them, so that it goes with the last reference to it,
+        prompt and all, rather than with a garbage collection. Returns whether it had been submitted."""
+        request.sequences.clear()
+        submitted = self.requests.get(request.key) is request
+        if submitted:
+            del self.requests[request.key]
+        return submitted
+
+    def fail(self, request: Request, reason: str, message: str) -> None:
+        self.close(request)
+        self.events.append(FailedEvent(request, reason, message))
+
+    def take_events(self) -> list[Event]:
+        events, self.events = self.events, []
+        return events
+
+    # --- pages ------------------------------------------------------------------------------------------
+
+    def pages(self, tokens: int) -> int:
+        return -(-tokens // self.cache.page_size)
+
+    def cached_pages(self, sequence: Sequence) -> int:
+        """Leading pages of a waiting sequence's tokens that the prefix tree holds. The tokens are encoded
+        once, and searched for again only when the tree has changed."""
+        if sequence.encoded is None:
+            sequence.encoded = self.cache.encode(sequence.tokens)
+        if sequence.match is None or sequence.match[0] != self.cache.version:
+            tokens = self.cache.match_length(sequence.encoded, sequence.request.namespace)
+            sequence.match = self.cache.version, tokens // self.cache.page_size
+        return sequence.match[1]
+
+    def extend(self, sequence: Sequence, pages: int) -> bool:
+        """Brings an admitted sequence's page table to `pages` pages; False: there are none to be had now.
+
+        A sequence takes from its own reservation first and beyond it only what nobody has been promised.
+        """
+        assert sequence.holding is not None
+        count = pages - len(sequence.holding.pages)
+        if count <= 0:
+            return True
+        if count > sequence.reserved + max(0, self.reservations.headroom):
+            return False
+        try:
+            self.cache.extend(sequence.holding, count)
+        except OutOfPages:
+            return False
+        self.reservations.use(sequence, count)
+        return True
+
+    def extend_or_retract(self, sequence: Sequence, pages: int) -> bool:
+        """Like `extend`, at the cost of sequences of a higher rank number: of lower priority, or younger.
+        False: the sequence gets no row in this step."""
+        while not self.extend(sequence, pages):
+            if self.cache.pending:
+                return False  # pages are about to come back; retracting more would be rash
+            victim = max([*self.running, *self.prompts, *self.handoffs], key=lambda s: s.rank)
+            self.retractions += 1
+            victim.request.retractions += 1
+            self.requeue(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def adopt_cached(self, sequence: Sequence, tokens: int) -> int:
+        """Gives a sequence in HANDOFF the pages that the prefix tree holds of its first `tokens` tokens.
+
+        Returns their number; what they cost is taken out of the reservation, which covers the whole prompt.
+        """
+        self.enter_pending()
+        known, namespace = sequence.tokens[:tokens], sequence.request.namespace
+        sequence.holding = self.cache.hold(known, namespace, tokens // self.cache.page_size)
+        self.reservations.use(sequence, len(sequence.holding.pages))
+        return len(sequence.holding.pages)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Enters the full pages of the sequence's final tokens into the prefix tree: all of them, or none
+        while that would lock pages that have been promised to others."""
+        assert sequence.holding is not None
+        tokens, spare = sequence.tokens[: sequence.retired], max(0, self.reservations.headroom)
+        self.cache.commit(sequence.holding, tokens, sequence.request.namespace, spare)
+
+    def enter_later(self, sequence: Sequence) -> None:
+        """As `enter`, at the next `enter_pending`: first tokens and a launch do not wait for it."""
+        self._unentered.append(sequence)
+
+    def enter_pending(self) -> None:
+        """Before the tree is searched, and before results are committed."""
+        unentered, self._unentered = self._unentered, []
+        for sequence in unentered:
+            self.enter(sequence)
+
+    def retire(self, step: int, pinned: tuple[Holding, ...]) -> None:
+        """The step has retired: gives back what it was the last to use."""
+        self.enter_pending()
+        self.cache.retire(step)
+        self.slots.retire(step)
+        for holding in pinned:
+            self.cache.unpin(holding)
+
+    # --- from one queue to another ----------------------------------------------------------------------
+
+    def place(
+        self, leader: Sequence, followers: list[Sequence], reserved: int, holding: Holding | None
+    ) -> None:
+        """Admits a waiting sequence, and the choices that will fork from it. `reserved`: pages promised.
+        `holding`: what is cached of its prompt, which is computed here; None: elsewhere."""
+        self.waiting.remove(leader)
+        leader.encoded = leader.match = None
+        leader.holding = holding
+        if holding is not None:
+            leader.computed = leader.retired = len(holding.pages) * self.cache.page_size
+        self.reservations.set(leader, reserved)
+        leader.followers = followers
+        for sequence in (leader, *followers):
+            sequence.phase = Phase.HANDOFF if holding is None else Phase.PROMPT
+            sequence.slot = self.slots.take()
+            sequence.slot_ready = False
+        (self.handoffs if holding is None else self.prompts).append(leader)
+
+    def requeue(self, leader: Sequence) -> None:
+        """Takes an admitted sequence's pages and slot away; it waits to be admitted and computed again."""
+        if leader.phase is Phase.HANDOFF:
+            self.abandon(leader)
+        group = [leader, *leader.followers]
+        if not leader.request.reported:
+            leader.request.prompt_logprobs.clear()
+        for sequence in group:
+            self._vacate(sequence)
+            sequence.phase = Phase.WAITING
+        # Before the fork the followers are not scheduled by themselves.
+        for sequence in group if leader.request.forked else [leader]:
+            if sequence.finish is not None:
+                sequence.phase = Phase.ENDED
+            else:
+                self.waiting.add(sequence)
+
+    def lease(self, leader: Sequence) -> None:
+        """The prompt is complete and its pages are kept; its slots and its reservation are given back."""
+        self.prompts.remove(leader)
+        self.enter_later(leader)
+        for sequence in (leader, *leader.followers):
+            self._give_slot_back(sequence)
+            self.reservations.set(sequence, 0)
+            sequence.phase = Phase.LEASED
+
+    def start_decoding(self, leader: Sequence, output_margin: int) -> None:
+        """The prompt is computed and the first tokens are known: forks the followers, which take a share of
+        the reservation for up to `output_margin` tokens each, and lets all choices run."""
+        (self.handoffs if leader.phase is Phase.HANDOFF else self.prompts).remove(leader)
+        group = [leader, *leader.followers]
+        prefix = leader.tokens[: leader.retired]
+        if leader.followers:
+            self.enter(leader)  # they share what the tree holds
+        else:
+            self.enter_later(leader)
+        for follower in leader.followers:
+            if follower.finish is None:
+                self._fork(leader, follower, prefix, output_margin)
+        leader.followers = []
+        if leader.finish is None:
+            leader.phase = Phase.RUNNING
+            self.running.append(leader)
+        self.running.sort(key=lambda s: s.rank)
+        self.end_finished(group)
+
+    def _fork(self, leader: Sequence, follower: Sequence, prefix: list[int], output_margin: int) -> None:
+        """Gives the follower the shared full pages and a copy of the last, partial one."""
+        assert leader.holding is not None
+        full = len(prefix) // self.cache.page_size
+        follower.phase = Phase.RUNNING
+        if leader.holding.committed < full:
+            # Not in the tree: it would lock what belongs to nobody it may take it from.
+            self.requeue(follower)
+            return
+        follower.holding = self.cache.hold(prefix, leader.request.namespace, full)
+        # Each choice takes its own page for the tail and its share of the output margin.
+        share = min(leader.reserved, 1 + self.pages(output_margin))
+        self.reservations.set(leader, leader.reserved - share)
+        self.reservations.set(follower, share)
+        partial = len(prefix) % self.cache.page_size != 0
+        if len(follower.holding.pages) < full or (partial and not self.extend(follower, full + 1)):
+            self.requeue(follower)
+            return
+        if partial:
+            self.cache.pin(leader.holding)
+            source, target = leader.holding.pages[full], follower.holding.pages[full]
+            self.copies.append(Copy(leader.holding, follower, follower.epoch, source, target))
+        follower.computed = follower.retired = len(prefix)
+        self.running.append(follower)
+
+    def end_finished(self, sequences: list[Sequence]) -> None:
+        """Ends those that have finished; reports a request whose choices have all finished."""
+        for sequence in sequences:
+            if sequence.finish is not None:
+                self.end(sequence)
+        request = sequences[0].request
+        if request.ended and self.forget(request):
+            self.events.append(FinishedEvent(request))
+
+    def end(self, sequence: Sequence) -> None:
+        if sequence.phase is Phase.ENDED:
+            return
+        if sequence.phase is Phase.WAITING and sequence in list(self.waiting):
+            self.waiting.remove(sequence)
+        self._vacate(sequence)
+        sequence.phase = Phase.ENDED
+
+    def _vacate(self, sequence: Sequence) -> None:
+        for queue in (self.prompts, self.running, self.handoffs):
+            if sequence in queue:
+                queue.remove(sequence)
+        if sequence.holding is not None:
+            if sequence.phase is not Phase.HANDOFF and sequence.retired:
+                self.enter(sequence)
+            if sequence in self._unentered:
+                self._unentered.remove(sequence)
+            self.cache.release(sequence.holding, sequence.last_step)
+            sequence.holding = None
+        self._give_slot_back(sequence)
+        self.reservations.set(sequence, 0)
+        sequence.followers = []
+        sequence.slot_ready = False
+        sequence.computed = sequence.retired = sequence.unread = 0
+        sequence.epoch += 1
+
+    def _give_slot_back(self, sequence: Sequence) -> None:
+        if sequence.slot is not None:
+            self.slots.give_back(sequence.slot, sequence.last_step)
+            sequence.slot = None
