@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
+import threading
+import time
 import urllib.error
 import urllib.request
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import certificates
@@ -13,16 +17,18 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import CollectorRegistry
 from test_node import EchoNode, Running, encode
 
 from baton.cli.health import check
 from baton.config import NodeConfig
 from baton.rpc import door as doors
+from baton.rpc import http_server
 from baton.rpc.address import is_loopback
 from baton.rpc.channel import open_channel
 from baton.rpc.cluster import HEADER, Cluster, ClusterTls
 from baton.rpc.errors import BatonError, from_rpc_error
-from baton.rpc.metrics_http import serve_metrics
+from baton.rpc.http_server import HttpServer, listen, metrics_app
 from baton.rpc.node import run_node
 from baton.transport import HostPages
 from baton.transport.grpc import GrpcReceiver
@@ -282,12 +288,11 @@ async def test_half_of_what_mutual_tls_needs(capsys, tmp_path):
     assert "--cluster-key and --cluster-ca" in capsys.readouterr().err
 
 
+def well() -> tuple[bool, list[str]]:
+    return True, []
+
+
 async def test_metrics_beyond_loopback_take_the_secret(tmp_path):
-    from prometheus_client import CollectorRegistry
-
-    def well() -> tuple[bool, list[str]]:
-        return True, []
-
     def scrape(port: int, scheme: str = "http", context=None, **headers: str) -> int:
         request = urllib.request.Request(f"{scheme}://127.0.0.1:{port}/metrics", headers=headers)
         try:
@@ -296,26 +301,54 @@ async def test_metrics_beyond_loopback_take_the_secret(tmp_path):
         except urllib.error.HTTPError as error:
             return error.code
 
-    port, close = serve_metrics(CollectorRegistry(), "127.0.0.1", 0, well, SECRET)
-    try:
+    async with served(metrics_app(CollectorRegistry(), well, SECRET)) as port:
         for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": SECRET}):
             assert await asyncio.to_thread(scrape, port, **given) == 401
         assert await asyncio.to_thread(scrape, port, Authorization=f"Bearer {SECRET}") == 200
-    finally:
-        await asyncio.to_thread(close)
     pem = certificates.make(tmp_path)
-    port, close = serve_metrics(
-        CollectorRegistry(), "127.0.0.1", 0, well, "", tls_of(pem.ca, pem.cert, pem.key)
-    )
-    try:
+    tls = tls_of(pem.ca, pem.cert, pem.key).http_context()
+    async with served(metrics_app(CollectorRegistry(), well), tls) as port:
         known, unknown = (ssl.create_default_context(cafile=pem.ca) for _ in range(2))
         known.load_cert_chain(pem.cert, pem.key)
         assert await asyncio.to_thread(scrape, port, "https", known) == 200
         with pytest.raises(OSError):
             await asyncio.to_thread(scrape, port, "https", unknown)
         assert await asyncio.to_thread(scrape, port, "https", known) == 200
+
+
+@asynccontextmanager
+async def served(app, tls=None):
+    server = HttpServer(app, [listen("127.0.0.1", 0)], tls, keep_alive=False)
+    server.start()
+    try:
+        yield server.port
     finally:
-        await asyncio.to_thread(close)
+        await server.stop()
+
+
+async def test_slow_clients_of_metrics_are_left_and_hold_no_thread(monkeypatch):
+    """They send nothing, or their headers byte by byte."""
+    monkeypatch.setattr(http_server, "IDLE_SECONDS", 1)
+
+    async def left(port: int, text: bytes) -> float:
+        started = time.monotonic()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionError):
+            for byte in text:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.2)
+            assert await reader.read() == b""
+        writer.close()
+        return time.monotonic() - started
+
+    async with served(metrics_app(CollectorRegistry(), well)) as port, asyncio.timeout(20):
+        threads = threading.active_count()
+        texts = (b"", b"GET /metrics HTTP/1.1\r\nHost: x" + b"y" * 60)
+        ends = asyncio.gather(*(left(port, text) for text in texts * 10))
+        await asyncio.sleep(0.5)
+        assert threading.active_count() <= threads
+        assert max(await ends) < 10
 
 
 def test_secrets_do_not_show():

@@ -11,6 +11,7 @@ from baton.gateway.door import PublicDoor
 from baton.gateway.openai_errors import ApiError
 from baton.rpc.door import bearer
 from baton.rpc.errors import BatonError
+from baton.rpc.http_server import authorization
 
 OPEN = ("/health",)
 """It says whether requests are served, and where there are keys nothing else."""
@@ -29,16 +30,24 @@ class HttpDoor:
         if scope["type"] != "http":
             return
         try:
-            self._check_size(scope)
-            scope.setdefault("state", {})["caller"] = self._admit(scope["path"], Headers(scope=scope))
+            headers = Headers(scope=scope)
+            self._check_headers(scope, headers)
+            scope.setdefault("state", {})["caller"] = self._admit(scope["path"], headers)
         except BatonError as error:
             await openai_errors.response(openai_errors.from_baton(error))(scope, receive, send)
         except ApiError as error:
-            await openai_errors.response(error)(scope, receive, send)
+            answer = openai_errors.response(error)
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _check_size(self, scope: Scope) -> None:
+    def _check_headers(self, scope: Scope, headers: Headers) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Where a proxy goes by the one and this server by the other, they see different requests
+            # (request smuggling; RFC 9112, section 6.3).
+            text = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            raise ApiError(400, text, None, "invalid_http")
         size = len(scope["raw_path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) for name, value in scope["headers"])
         if size > self._max_header_bytes:
@@ -47,11 +56,10 @@ class HttpDoor:
 
     def _admit(self, path: str, headers: Headers) -> Caller | None:
         """Raises BatonError."""
-        authorization = ",".join(headers.getlist("authorization"))  # see rpc.door.as_mapping
         if path in OPERATOR:
             if self._door.keys is not None:
-                self._door.check_operator(bearer(authorization))
+                self._door.check_operator(bearer(authorization(headers)))
             return None
         if path in OPEN:
             return None
-        return self._door.caller(authorization)
+        return self._door.caller(authorization(headers))

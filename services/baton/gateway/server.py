@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import ssl
 from collections.abc import Iterator, Sequence
 
 import grpc.aio
@@ -13,9 +14,11 @@ from baton.config import GatewayConfig
 from baton.gateway.door import PublicDoor
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_api import make_app
-from baton.gateway.http_server import HttpServer
-from baton.gateway.inference import InferenceServicer
-from baton.rpc.address import is_loopback
+from baton.gateway.inference import WRITE_SECONDS, InferenceServicer
+from baton.rpc.address import is_loopback, join_address, split_address
+from baton.rpc.bind import bind_http
+from baton.rpc.errors import failed_precondition, invalid
+from baton.rpc.http_server import HttpServer
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
 from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2
@@ -84,11 +87,33 @@ class GatewayNode:
                 "keys and prompts travel in clear: give --tls-cert, or a proxy in front that ends TLS"
             )
         if self._config.http_port is not None:
-            self._http = HttpServer(make_app(self.gateway, self.door), self._config)
+            self._http = self._make_http(self._config.http_port)
             self._http.start()
         self.gateway.start()
         if not await self.gateway.wait_until_usable(START_SECONDS):
             _log.warning("serving without all peers", missing="; ".join(self.gateway.missing()))
+
+    def _make_http(self, port: int) -> HttpServer:
+        """Binds. Raises BatonError when a port cannot be had or the certificate cannot be used."""
+        config = self._config
+        tls = None
+        if config.tls_cert:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            try:
+                tls.load_cert_chain(config.tls_cert, config.tls_key)
+            except ssl.SSLError as error:
+                text = f"--tls-cert and --tls-key cannot be used: {error.reason or error}"
+                raise failed_precondition(text, "BAD_CERTIFICATE") from None
+        unread_seconds = config.slow_reader_seconds + WRITE_SECONDS
+        sockets = [bind_http(config.host, port, unread_seconds=unread_seconds)]
+        if config.shared_http:
+            try:
+                host, port = split_address(config.shared_http)
+            except ValueError as error:
+                raise invalid("shared_http", f"--shared-http: {error}") from None
+            sockets.append(bind_http(host, port, "--shared-http", shared=True, unread_seconds=unread_seconds))
+        app = make_app(self.gateway, self.door)
+        return HttpServer(app, sockets, tls, max_header_bytes=config.max_header_bytes)
 
     async def drain(self, seconds: float) -> int:
         return await self.gateway.drain(seconds)
@@ -106,7 +131,7 @@ class GatewayNode:
     def info(self) -> node_pb2.NodeInfo:
         info = self.gateway.info()
         if self._http is not None:
-            info.http_address = self._http.address
+            info.http_address = join_address(self._config.host, self._http.port)
         # Not connected to: each gateway serves by itself. Named so that one can be asked for all.
         info.peers.extend(node_pb2.Peer(role="gateway", address=each) for each in self._config.siblings)
         return info

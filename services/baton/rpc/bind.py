@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import errno
 import socket
-import ssl
-from collections.abc import Callable
+from typing import Any
 
 import grpc
 import grpc.aio
-from prometheus_client import CollectorRegistry
 
-from baton.rpc.address import is_loopback, join_address, split_address
-from baton.rpc.cluster import Cluster
+from baton.rpc.address import join_address, split_address
 from baton.rpc.door import Door, check_address
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
-from baton.rpc.metrics_http import Health, serve_metrics
+from baton.rpc.http_server import listen
 
 
 def bind_grpc(server: grpc.aio.Server, host: str, port: int, door: Door, insecure: bool) -> str:
@@ -65,22 +62,12 @@ def bind_shared(server: grpc.aio.Server, address: str, door: Door, insecure: boo
         raise _cannot(host, port, why, "choose another with --shared") from error
 
 
-def bind_metrics(
-    registry: CollectorRegistry, host: str, port: int, cluster: Cluster, health: Health
-) -> tuple[str, Callable[[], None]]:
-    """Serves metrics and health; returns host:port as bound and what closes the server. Raises BatonError.
-
-    Beyond this machine readers of metrics must know the cluster's secret; everywhere they must show a
-    certificate, if it has any.
-    """
-    secret = "" if is_loopback(host) else cluster.secret
+def bind_http(host: str, port: int, flag: str = "--http-port", **how: Any) -> socket.socket:
+    """As http_server.listen, but raises BatonError, which names the flag."""
     try:
-        bound, close = serve_metrics(registry, host, port, health, secret, cluster.tls)
-    except ssl.SSLError as error:
-        raise failed_precondition(f"the cluster's certificate cannot be used: {error}") from error
-    except OSError as error:
-        raise _explain(host, port, error, "--http-port") from error
-    return join_address(host, bound), close
+        return listen(host, port, **how)
+    except (OSError, OverflowError) as error:
+        raise _explain(host, port, error, flag) from error
 
 
 def bind_problem(host: str, port: int, flag: str = "--port") -> BatonError | None:

@@ -7,8 +7,11 @@ read the connection, or takes the port of a process that is gone, learns it. Mut
 from __future__ import annotations
 
 import hmac
+import ssl
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -33,6 +36,21 @@ class ClusterTls:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_auth=True)
+
+    def http_context(self) -> ssl.SSLContext:
+        """Of an HTTP server whose clients must show a certificate of the CA. Raises BatonError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        with tempfile.TemporaryDirectory(prefix="baton-") as folder:  # readable by its user only
+            cert, key = Path(folder, "cert"), Path(folder, "key")
+            cert.write_bytes(self.cert)
+            key.write_bytes(self.key)
+            try:
+                context.load_verify_locations(cadata=self.ca.decode("latin-1"))
+                context.load_cert_chain(cert, key)
+            except ssl.SSLError as error:
+                raise failed_precondition(f"the cluster's certificate cannot be used: {error}") from error
+        return context
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)

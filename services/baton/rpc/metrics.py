@@ -51,10 +51,7 @@ GAUGES = {
 
 
 class LoadCollector(Collector):
-    """Turns the Load that `snapshot` returns into metrics, at each scrape.
-
-    `snapshot` is called on the thread that scrapes; it may raise TimeoutError, and the scrape is empty then.
-    """
+    """Turns the Load that `snapshot` returns into metrics, at each scrape. None if it raises."""
 
     def __init__(self, role: str, snapshot: Callable[[], node_pb2.Load]) -> None:
         self._role = role
@@ -66,8 +63,8 @@ class LoadCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         try:
             load = self._snapshot()
-        except TimeoutError:
-            return
+        except Exception:
+            return  # rpc.condition logs it
         for name, text in COUNTERS.items():
             counter = CounterMetricFamily(f"baton_{name}", text, labels=["role"])
             counter.add_metric([self._role], float(getattr(load, name)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 import grpc.aio
@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 import baton
 from baton.config import NodeConfig
 from baton.rpc import logs
-from baton.rpc.address import is_loopback
-from baton.rpc.bind import bind_grpc, bind_metrics, bind_shared
+from baton.rpc.address import is_loopback, join_address
+from baton.rpc.bind import bind_grpc, bind_http, bind_shared
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.cluster import Cluster
 from baton.rpc.condition import Condition, serves
@@ -25,6 +25,7 @@ from baton.rpc.door import ClusterDoor, Door, DoorKeeper
 from baton.rpc.errors import BatonError
 from baton.rpc.garbage import settle
 from baton.rpc.health import HealthServicer
+from baton.rpc.http_server import HttpServer, metrics_app
 from baton.rpc.interceptor import ReadyGate
 from baton.rpc.malformed import Malformed
 from baton.rpc.metrics import LoadCollector
@@ -171,7 +172,7 @@ class _Shell:
         """Why the process cannot go on; empty: it can."""
         self._ended = asyncio.Event()
         self._condition = Condition(self._health, self.load, self._end)
-        self._close_metrics = lambda: None
+        self._http: HttpServer | None = None
         self._http_address = ""
         self.address = ""
         limit = int(getattr(config, "max_message_bytes", MAX_MESSAGE_BYTES))
@@ -183,7 +184,6 @@ class _Shell:
 
     async def bind(self) -> None:
         """Binds both ports and serves health (NOT_SERVING), reflection and Node."""
-        loop = asyncio.get_running_loop()
         services = list(self._node.add_services(self._server))
         self._gate.guard(services)
         node_pb2_grpc.add_NodeServicer_to_server(_NodeServicer(self), self._server)
@@ -202,16 +202,21 @@ class _Shell:
             _log.warning("nothing keeps strangers out", who=who, missing=self._door.missing())
         self.address = self._config.advertise or bound
         await self._server.start()
-        self._registry.register(LoadCollector(self._node.role, self._load_from(loop)))
+        self._registry.register(LoadCollector(self._node.role, self.load))
         if self._serve_http:
-            assert self._config.http_port is not None
-            self._http_address, self._close_metrics = bind_metrics(
-                self._registry,
-                self._config.host,
-                self._config.http_port,
-                self._door.cluster,
-                self._health_from(loop),
-            )
+            self._start_http()
+
+    def _start_http(self) -> None:
+        """Beyond this machine readers of metrics must know the cluster's secret; everywhere they must show a
+        certificate, if the cluster has any."""
+        host, cluster = self._config.host, self._door.cluster
+        assert self._config.http_port is not None
+        app = metrics_app(self._registry, self._http_health, "" if is_loopback(host) else cluster.secret)
+        tls = cluster.tls.http_context() if cluster.tls is not None else None
+        listening = bind_http(host, self._config.http_port)
+        self._http = HttpServer(app, [listening], tls, keep_alive=False)
+        self._http_address = join_address(host, self._http.port)
+        self._http.start()
 
     async def start(self, stopping: asyncio.Event) -> bool:
         """Starts the node; False when told to stop before it had started."""
@@ -262,9 +267,9 @@ class _Shell:
             _log.error("stop takes too long; leaving", seconds=STOP_SECONDS)
         except Exception:
             _log.exception("stop failed")
-        await asyncio.gather(
-            self._server.stop(grace=0.0 if hurry.is_set() else 0.5), asyncio.to_thread(self._close_metrics)
-        )
+        await self._server.stop(grace=0.0 if hurry.is_set() else 0.5)
+        if self._http is not None:
+            await self._http.stop()
 
     def info(self) -> node_pb2.NodeInfo:
         info = self._node.info()
@@ -280,37 +285,12 @@ class _Shell:
         load.draining = load.draining or self._draining
         return load
 
-    def _load_from(self, loop: asyncio.AbstractEventLoop) -> Callable[[], node_pb2.Load]:
-        """load(), callable from any thread: nodes are used on their event loop only."""
-
-        async def snapshot() -> node_pb2.Load:
-            return self.load()
-
-        def call() -> node_pb2.Load:
-            try:
-                running = asyncio.get_running_loop()
-            except RuntimeError:
-                running = None
-            if running is loop:
-                return self.load()
-            return asyncio.run_coroutine_threadsafe(snapshot(), loop).result(timeout=2.0)
-
-        return call
-
-    def _health_from(self, loop: asyncio.AbstractEventLoop) -> Callable[[], tuple[bool, list[str]]]:
-        """Whether the process serves, and what is wrong with it; callable from any thread."""
-        load_now = self._load_from(loop)
-
-        def call() -> tuple[bool, list[str]]:
-            try:
-                load = load_now()
-            except TimeoutError:
-                return False, ["the event loop does not answer"]
-            except Exception as error:
-                return False, [f"the load is not known: {type(error).__name__}"]
-            return self._health.serving and serves(load), [problem.message for problem in load.problems]
-
-        return call
+    def _http_health(self) -> tuple[bool, list[str]]:
+        try:
+            load = self.load()
+        except Exception as error:
+            return False, [f"the load is not known: {type(error).__name__}"]
+        return self._health.serving and serves(load), [problem.message for problem in load.problems]
 
 
 class _NodeServicer(node_pb2_grpc.NodeServicer):

@@ -1,0 +1,152 @@
+"""HTTP: uvicorn in a process's event loop, with limits on what a client may hold; /metrics and /health."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+
+import h11
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from baton.rpc.address import family_of
+from baton.rpc.cluster import same
+from baton.rpc.door import bearer
+
+STOP_SECONDS = 2.0
+SEND_BYTES = 128 * 2**10
+"""What the kernel keeps of an answer that a client does not read."""
+UNREAD_SECONDS = 20.0
+IDLE_SECONDS = 20
+"""A request's headers must have arrived so long after the connection's start or the last answer."""
+MAX_HEADER_BYTES = 16 * 2**10
+
+Health = Callable[[], tuple[bool, list[str]]]
+"""Whether the process serves, and what is wrong with it."""
+
+
+class HttpServer:
+    """Serves an application from sockets until stop(). Signals are left alone."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        sockets: Sequence[socket.socket],
+        tls: ssl.SSLContext | None = None,
+        *,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+        keep_alive: bool = True,
+    ) -> None:
+        """max_header_bytes: the application answers 431 to more; beyond twice as many the answer is 400.
+        keep_alive False: a connection is closed after its first answer."""
+        self._sockets = list(sockets)
+        context = tls
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=_Protocol,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                proxy_headers=False,
+                server_header=False,
+                headers=[] if keep_alive else [("connection", "close")],
+                timeout_keep_alive=IDLE_SECONDS,
+                timeout_graceful_shutdown=int(STOP_SECONDS),
+                h11_max_incomplete_event_size=2 * max_header_bytes,
+                ssl_context_factory=(lambda _config, _default: context) if context is not None else None,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """Of the first socket."""
+        return int(self._sockets[0].getsockname()[1])
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=self._sockets), name="http")
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._task, STOP_SECONDS + 2.0)
+        for each in self._sockets:
+            each.close()
+
+
+def listen(
+    host: str, port: int, *, shared: bool = False, unread_seconds: float = UNREAD_SECONDS
+) -> socket.socket:
+    """shared: with other processes of this user. unread_seconds: the kernel resets a connection whose client
+    has taken nothing for so long. Raises OSError."""
+    host = host.strip("[]")
+    found = socket.create_server((host, port), family=family_of(host), backlog=1024, reuse_port=shared)
+    # Accepted connections inherit both.
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))
+    return found
+
+
+def metrics_app(registry: CollectorRegistry, health: Health, secret: str = "") -> Starlette:
+    """GET /metrics and GET /health (503 while the process does not serve).
+
+    secret: readers of metrics must send it, as `Authorization: Bearer SECRET`, and health tells no more than
+    its status; empty: none.
+    """
+
+    async def metrics(request: Request) -> Response:
+        if secret and not same(bearer(authorization(request.headers)), secret):
+            text = "send the cluster secret: Authorization: Bearer SECRET\n"
+            return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def healthy(request: Request) -> Response:
+        serving, problems = health()
+        body = {"status": "serving" if serving else "not serving"}
+        return JSONResponse(body if secret else {**body, "problems": problems}, 200 if serving else 503)
+
+    async def elsewhere(request: Request, error: Exception) -> Response:
+        return PlainTextResponse("see /metrics and /health\n", 404)
+
+    routes = [Route("/metrics", metrics), Route("/health", healthy)]
+    return Starlette(routes=routes, exception_handlers={404: elsewhere})
+
+
+def authorization(headers: Headers) -> str:
+    """All such headers as one value (see rpc.door.as_mapping): two credentials are none."""
+    return ",".join(headers.getlist("authorization"))
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Protocol(H11Protocol):
+    """Closes connections of clients that send nothing, or their headers byte by byte.
+
+    uvicorn's keep-alive timer begins with the first answer and ends with the next byte. This one begins with
+    the connection, and ends when the headers are complete.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(IDLE_SECONDS, self.timeout_keep_alive_handler)
+
+    def _unset_keepalive_if_required(self) -> None:
+        if self.conn.our_state is h11.SEND_RESPONSE or self.transport.is_closing():
+            super()._unset_keepalive_if_required()
