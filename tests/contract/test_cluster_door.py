@@ -12,7 +12,6 @@ import urllib.request
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import certificates
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 from test_node import EchoNode, Running, encode
 
+import certificates
 from baton.cli.health import check
 from baton.config import NodeConfig
 from baton.rpc import door as doors

@@ -9,7 +9,6 @@ import socket
 import ssl
 from pathlib import Path
 
-import certificates
 import grpc
 import httpx
 import pytest
@@ -17,6 +16,7 @@ from gateway_rig import Stream, gateway, kinds_of, until
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_decode import ScriptedDecode, endless, saying
 
+import certificates
 from baton.client import AsyncClient, BatonError, Client
 from baton.config import GatewayConfig
 from baton.gateway import api_keys as keys_module
