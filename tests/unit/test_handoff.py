@@ -13,12 +13,10 @@ from dataclasses import replace
 
 import pytest
 from hash_runner import HashRunner, reference
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from baton.decode.core import DecodeCore
 from baton.decode.entry import DecodePolicy, Key, Peer
-from baton.decode.outputs import Done, Failed, Prompt, Tokens
+from baton.decode.outputs import Done, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -257,14 +255,13 @@ class World:
         assert self.core.scheduler.reservations.total == self.core.scheduler.slots.in_use == 0
         assert self.core.handoffs.active == self.core.handoffs.pulls == 0
 
-    def check(self, request, partial=False):
+    def check(self, request):
         number = request.key.request
         for i in range(request.n):
             expected = reference(list(request.prompt), request.params.seed + i, request.params.max_tokens)
             got = self.tokens[(number, i)]
-            assert got == (expected[: len(got)] if partial else expected), (number, i)
-        if not partial:
-            assert isinstance(self.terminal[number], Done), self.terminal[number]
+            assert got == expected, (number, i)
+        assert isinstance(self.terminal[number], Done), self.terminal[number]
 
 
 def announced(world):
@@ -698,53 +695,6 @@ def test_deadline_ends_a_request_wherever_it_is():
         world.start(1, range(30), deadline=0.01 * stage + 0.005)
         world.run()
         assert isinstance(world.terminal[1], Done) or world.terminal[1].code == "DEADLINE_EXCEEDED"
-
-
-@settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32), visible=st.booleans(), ahead=st.booleans())
-def test_any_order_of_events_and_faults(seed, visible, ahead):
-    rng = random.Random(seed)
-    world = World(
-        rng,
-        prefill_pages=(rng.randrange(12, 30), rng.randrange(12, 30)),
-        decode_pages=rng.randrange(14, 40),
-        visible=visible,
-        ahead=ahead,
-        grace=rng.choice([0.5, 1e9]),
-        silence=rng.choice([0.5, 1e9]),
-    )
-    requests, cancelled = [], set()
-    prefixes = [[rng.randrange(900) for _ in range(rng.randrange(1, 24))] for _ in range(3)]
-    for number in range(1, rng.randrange(2, 14)):
-        prompt = rng.choice(prefixes) + [rng.randrange(900) for _ in range(rng.randrange(0, 8))]
-        candidates = tuple(rng.sample(["p0", "p1"], rng.choice([1, 2, 2])))
-        requests.append(
-            world.start(
-                number, prompt, rng.randrange(1, 9), rng.randrange(99), rng.choice([1, 1, 2]), candidates
-            )
-        )
-        for _ in range(rng.randrange(60)):
-            world.turn()
-        fault = rng.random()
-        if fault < 0.2:
-            victim = rng.choice(requests).key
-            if victim in world.core.entries:
-                cancelled.add(victim.request)
-            world.core.cancel(victim, world.now)
-        elif fault < 0.35:
-            world.disconnect(rng.choice(["p0", "p1"]))
-        elif fault < 0.45:
-            world.now += 1.0
-        for address in ("p0", "p1"):
-            if not world.nodes[address].up and rng.random() < 0.5:
-                world.connect(address)
-    world.run()
-    for request in requests:
-        number = request.key.request
-        ended = world.terminal[number]
-        if isinstance(ended, Failed):
-            assert number in cancelled or ended.code in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"), ended
-        world.check(request, partial=isinstance(ended, Failed))
 
 
 @pytest.mark.parametrize("ahead", [False, True])
