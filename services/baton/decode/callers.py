@@ -1,4 +1,4 @@
-"""The streams of Decode.Generate as seen from inside: what each has started and must still be told."""
+"""One stream of Decode.Generate: its running requests and its unsent messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to
 from baton.worker.node import status_of
 
 REMEMBERED = 8192
-"""Ended requests per stream whose late cancels are expected."""
+"""Number of ended requests per stream that are remembered; late cancels of these are expected."""
 
 
 class Caller:
-    """One stream. Used on the event loop; its identity names it to the core."""
+    """One stream. Used on the event loop; the object itself is the stream's key in the core."""
 
     def __init__(self, incarnation: int) -> None:
         self.incarnation = incarnation
@@ -46,8 +46,8 @@ class Caller:
         return request in self._ended
 
     def runs(self, request: int, attempt: int) -> bool:
-        """Whether a message about this attempt can be acted on. One that its terminal event has crossed is
-        expected; any other is refused."""
+        """Whether this attempt runs. If it ended recently, the message was under way and is dropped; any
+        other unknown attempt is refused."""
         known = self.attempt_of(request)
         if known == attempt:
             return True
@@ -57,24 +57,24 @@ class Caller:
         return False
 
     def half_closed(self) -> None:
-        """The caller sends no more; what it has started is still answered, then the stream ends."""
+        """The caller sends no more. Its running requests are still answered, then the stream ends."""
         self._half_closed = True
         self._close_if_done()
 
     def close(self, error: BatonError | None = None) -> None:
-        """What is unsent is still written; then the stream ends, with the error if there is one."""
+        """Unsent messages are still written; then the stream ends, with the error if there is one."""
         if error is not None:
             self.error = error
         self.outbox.close()
         self._news.set()
 
     async def messages(self, gather: float) -> AsyncIterator[decode_pb2.StepEvents]:
-        """What to write to the caller, until the outbox is closed and empty.
+        """Yields the messages to write, until the outbox is closed and empty.
 
-        After a message with everybody's tokens, tokens gather in the outbox, which merges them, for so many
-        seconds. What does not wait are events and first tokens; they take along what else is unsent of their
-        own requests, whose order thus stays, and leave the others' tokens to gather on. A message that holds
-        nothing else does not make the next step's tokens wait.
+        After a message with tokens, the next tokens gather in the outbox, which merges them, for `gather`
+        seconds. Events and first tokens do not wait. They leave together with the unsent tokens of their own
+        requests, so that the order stays; tokens of other requests keep gathering. A message with urgent
+        requests only does not start a new gathering time.
         """
         due = time.monotonic()
         async for message in self.outbox:
@@ -105,7 +105,8 @@ class Caller:
         self._news.set()
 
     def send(self, message: decode_pb2.StepEvents) -> bool:
-        """False: the caller does not read, and its stream ends; what it has started is of no use any more."""
+        """Returns False if the caller does not read. Its stream then ends, and its requests are to be
+        cancelled."""
         if self._tokenless:
             for delta in message.tokens:
                 if delta.request in self._tokenless:
@@ -171,7 +172,7 @@ def split(message: decode_pb2.StepEvents, requests: Set[int]) -> decode_pb2.Step
 
 
 def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) -> None:
-    """Appends what the core says to a message."""
+    """Appends an output of the core to a message."""
     if isinstance(output, Tokens):
         delta = message.tokens.add(
             request=output.request, attempt=output.attempt, choice=output.choice, token_ids=[output.token]

@@ -1,4 +1,4 @@
-"""The pure core of a decode node: requests, where their prompts are computed, and what callers are told."""
+"""The pure core of a decode node: requests, where their prompts are computed, and outputs to callers."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ step may be what fails."""
 STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
 """Reasons with which a prefill node fails prompts that were in such a step."""
 LOCAL_PREFILL_TOKENS = 32
-"""Where nobody says where a prompt is computed: at most so many tokens left are computed here."""
+"""Prompts with at most this many uncached tokens are computed here if neither caller nor configuration sets a
+limit."""
 CONNECT_SECONDS = 2.0
-"""How long a prompt waits for a prefill node whose connection is being made."""
+"""How long a prompt waits for a connection to a prefill node that is being opened."""
 
 
 Flush = Callable[[int, list[tuple[Hashable, Output]], list[DecodeEffect]], None]
@@ -49,7 +50,7 @@ Flush = Callable[[int, list[tuple[Hashable, Output]], list[DecodeEffect]], None]
 
 @dataclass(slots=True, eq=False)
 class DecodeCore:
-    """Driven by engine.loop.StepLoop; `flush_to` takes outputs and effects to the shell."""
+    """Driven by engine.loop.StepLoop; `flush_to` passes outputs and effects to the shell."""
 
     make_scheduler: Callable[..., Scheduler]
     policy: DecodePolicy
@@ -61,7 +62,7 @@ class DecodeCore:
     scheduler: Scheduler = field(init=False)
     handoffs: DecodeSide = field(init=False)
     _routes: dict[Sequence, str] = field(default_factory=dict)
-    """Where sequences that are being admitted go."""
+    """Prefill node chosen for each sequence that is being admitted."""
     _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
     _tries: OrderedDict[tuple[int, int, int], int] = field(default_factory=OrderedDict)
     _now: float = 0.0
@@ -91,16 +92,16 @@ class DecodeCore:
 
     @property
     def expecting(self) -> bool:
-        """Never beside a prefill node on the same GPU: two processes take turns there, and one that turns for
-        nothing takes as much of the other's time as if it had work."""
+        """Whether warm-up launches make sense now. Never while a prefill node shares this GPU: the GPU
+        switches between the two processes, and warm-up work would take time from the prompt."""
         if not self.handoffs.expecting:
             return False
         return not any(peer.up and peer.shares_gpu for peer in self.peers.values())
 
     @property
     def pressing(self) -> bool:
-        """All but releases that nobody waits for: to send one takes the interpreter from the launch that its
-        pages are for."""
+        """Whether something must be sent before the next launch. Releases that no request waits for can be
+        sent later: sending one would delay the launch that uses its pages."""
         effects = self.handoffs.effects
         idle = all(isinstance(effect, ReleaseLease) and not effect.awaited for effect in effects)
         return bool(self._outputs or self.scheduler.events or not idle)
@@ -117,8 +118,8 @@ class DecodeCore:
         now: float,
         local_tokens: int | None = None,
     ) -> None:
-        """A name in use must have been refused by the shell (`entries`). `local_tokens`: the caller's say in
-        where the prompt is computed, see DecodePolicy."""
+        """The shell must have refused a name in use (`entries`). `local_tokens`: the caller's limit for local
+        prefill, see DecodePolicy."""
         said = LOCAL_PREFILL_TOKENS if local_tokens is None else local_tokens
         own = self.policy.local_prefill_tokens
         entry = Entry(key, gateway, attempt, request, candidates, said if own is None else own)
@@ -136,21 +137,21 @@ class DecodeCore:
             self.peers.setdefault(address, Peer(up=False, since=now))
 
     def cancel(self, key: Key, now: float) -> None:
-        """A name that is not known has ended: its terminal event is on its way to the caller."""
+        """An unknown name has ended: its terminal event is under way to the caller."""
         entry = self.entries.get(key)
         if entry is not None:
             self.counters.cancelled += 1
             self._fail(entry, "CANCELLED", "CANCELLED", "cancelled by its caller")
 
     def pause(self, key: Key, paused: bool) -> None:
-        """A paused request keeps what it has and gets no more tokens."""
+        """A paused request keeps its rows and pages and gets no more tokens."""
         entry = self.entries.get(key)
         if entry is not None:
             entry.request.paused = paused
 
     @property
     def paused(self) -> int:
-        """How many are."""
+        """Number of paused requests."""
         return sum(entry.request.paused for entry in list(self.entries.values()))
 
     def caller_gone(self, caller: Hashable, now: float) -> None:
@@ -160,7 +161,7 @@ class DecodeCore:
             self.scheduler.close(entry.request)
 
     def hand_back(self, now: float) -> None:
-        """The node stops: what has not finished may go on elsewhere, from where it is."""
+        """The node stops: unfinished requests fail with UNAVAILABLE, to be resumed elsewhere."""
         for entry in list(self.entries.values()):
             self._fail(entry, "UNAVAILABLE", "DRAINING", "the node stops; the request may go on elsewhere")
 
@@ -170,7 +171,7 @@ class DecodeCore:
             self.handoffs.peer_down(address, reason)
 
     def forget_peer(self, address: str) -> None:
-        """No request names the node any more, and its connection has been closed."""
+        """No recent request names the node; its connection has been closed."""
         self.peers.pop(address, None)
         self.handoffs.peer_down(address, "no longer in use")
 
@@ -264,7 +265,8 @@ class DecodeCore:
     # --- where prompts are computed ---------------------------------------------------------------------
 
     def _route(self, leader: Sequence, uncached: int) -> Route:
-        """In the caller's order: the first prefill node that is connected and not yet given up; else here."""
+        """Chooses the first candidate, in the caller's order, that is connected and has not failed this
+        request; else this node."""
         entry = self._entry(leader)
         entry.address, entry.fallback, entry.admitted = "", False, self._now - self.meter.stalled
         if entry.request.failed_steps >= MAX_FAILED_STEPS:
@@ -293,8 +295,8 @@ class DecodeCore:
         return Route.LOCAL
 
     def _name(self, leader: Sequence, address: str) -> AttemptName:
-        """A request number is unique on its caller's stream only, and a caller may have several: tries are
-        counted over all of them, so that no two hand-offs ever have the same name."""
+        """A request number is unique only on its caller's stream, and a caller may have several streams.
+        Tries are counted over all streams of an incarnation, so that no two hand-offs have the same name."""
         entry = self._entry(leader)
         attempt = (entry.gateway, entry.key.request, entry.attempt)
         number = self._tries.pop(attempt, 0)

@@ -1,4 +1,4 @@
-"""What the core of a decode node keeps of a request, of prefill nodes and of itself. Plain data."""
+"""Plain data of a decode node's core: requests, prefill nodes, counters, policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Key:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A request from its start to its terminal event."""
+    """State of a request from its start to its terminal event."""
 
     key: Key
     gateway: int
@@ -26,13 +26,13 @@ class Entry:
     request: Request
     candidates: tuple[str, ...]
     local_tokens: int
-    """At most so many tokens left to compute: prefilled here rather than handed off."""
+    """A prompt with at most this many uncached tokens is prefilled here."""
     tried: int = 0
     """Candidates given up so far."""
     address: str = ""
     """Where the prompt is computed; empty: here."""
     fallback: bool = False
-    """Its prompt is computed here because no prefill node could be had."""
+    """The prompt is computed here because no prefill node could be used."""
     retries: int = 0
     """Hand-offs that failed."""
     pulled_pages: int = 0
@@ -46,13 +46,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A prefill node as the shell last saw it."""
+    """Last known state of a prefill node."""
 
     up: bool
     since: float
     transport: str = ""
     shares_gpu: bool = False
-    """With this node."""
+    """Whether it runs on this node's GPU."""
 
 
 @dataclass(slots=True)
@@ -64,15 +64,15 @@ class DecodeCounters:
     failed: int = 0
     cancelled: int = 0
     refused: int = 0
-    """For want of time."""
+    """Refused because their deadline could not be met."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePolicy:
     local_prefill_tokens: int | None
-    """At most so many tokens left to compute: prefilled here rather than handed off. None: as callers say."""
+    """A prompt with at most this many uncached tokens is prefilled here. None: callers decide."""
     fallback_tokens: int
-    """Tokens of prompts that may be prefilled here at a time because no prefill node could be had."""
+    """Limit of prompt tokens prefilled here at a time because no prefill node could be used."""
     silence_seconds: float
     pull_seconds: float
     """A pull that takes longer is given up."""

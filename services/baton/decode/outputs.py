@@ -1,4 +1,4 @@
-"""What a decode node tells the callers of its requests. Plain data; `callers` puts it on the wire."""
+"""Outputs of a decode node's core to its callers. Plain data; `callers` converts it to messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Prompt:
     attempt: int
     cached_tokens: int
     logprobs: tuple[Logprobs, ...] | None
-    """None: not asked for."""
+    """None: not requested."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a decode node knows of its own pace, and whom it refuses because of it."""
+"""Measured step times of a decode node, and refusal of requests that would miss their deadlines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.engine.request import Sequence
 from baton.engine.scheduler import Scheduler
 
 FORECAST_SECONDS = 0.2
-"""The waiting requests are looked at this often, and whenever one has come."""
+"""The prediction runs this often, and whenever a request has arrived."""
 REQUEST_WEIGHT = 0.1
 
 
@@ -21,7 +21,7 @@ class Overload:
         self.output = Average(REQUEST_WEIGHT)
         """Output tokens of a choice that has finished."""
         self.wait = 0.0
-        """Seconds that a request that came now would wait for a row."""
+        """Predicted seconds that a new request would wait for a row."""
         self._scheduler = scheduler
         self._next = 0.0
         self._blocked = False
@@ -35,17 +35,18 @@ class Overload:
             self.meter.planned(step, now)
 
     def _waiting(self) -> list[Sequence]:
-        """Those that wait for room, not for each other."""
+        """Sequences that wait for rows or pages, not for another suspect of a failed step."""
         return [sequence for sequence in self._scheduler.waiting if not sequence.request.failed_steps]
 
     def late(self, now: float) -> list[tuple[Sequence, float]]:
-        """Waiting sequences that would end after their deadline, and by how much. Asked at each turn."""
+        """Waiting sequences that would end after their deadline, and by how much. Called in each iteration of
+        the step loop."""
         if now < self._next:
             return []
         self._next = now + FORECAST_SECONDS
         scheduler = self._scheduler
         admitted = [*scheduler.running, *scheduler.prompts, *scheduler.handoffs]
-        # Where pages are what is short, as many can run as do now.
+        # If pages are short, no more sequences can run than do now.
         free = 0 if self._blocked else scheduler.slots.free
         rows = scheduler.slots.in_use if self._blocked else scheduler.slots.count
         rates = Rates(self.meter.step.value, self.first_token.value, self.output.value)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 MAX_PEERS = 256
 FORGET_SECONDS = 60.0
-"""A prefill node is left so long after the last request that could name it has ended; one of the process's
-own configuration never."""
+"""A prefill node is forgotten this long after the last request that could name it has ended; nodes of the
+process's own configuration are never forgotten."""
 
 _log = get_logger()
 
@@ -40,7 +40,7 @@ class PrefillPeers:
     """All prefill nodes that this decode node knows. Lives on the event loop."""
 
     def __init__(self, node: DecodeNode, config: DecodeConfig) -> None:
-        """Prefill nodes that the configuration names are never forgotten."""
+        """Prefill nodes of the configuration are never forgotten."""
         self._node = node
         self._own = frozenset(config.prefill)
         self._forget_seconds = config.request_seconds + FORGET_SECONDS
@@ -57,14 +57,14 @@ class PrefillPeers:
             raise invalid("prefill", f"this node connects to at most {MAX_PEERS} prefill nodes")
 
     def connect(self, address: str) -> None:
-        """A request names the node: begins to connect, unless that has been done."""
+        """Connects to a node that a request names, unless it is connected already."""
         if address not in self._peers:
             self._peers[address] = _Peer(self._node, address, self._silence)
         self._peers[address].named = time.monotonic()
 
     def _forget(self) -> None:
-        """Leaves the nodes that no request has named for long, so that those of a fleet that changes do not
-        add up."""
+        """Forgets nodes that no recent request has named, so that addresses of a changing fleet do not
+        accumulate."""
         oldest = time.monotonic() - self._forget_seconds
         for address, peer in list(self._peers.items()):
             if peer.named < oldest and address not in self._own:
@@ -81,7 +81,8 @@ class PrefillPeers:
         return {address for address, peer in self._peers.items() if peer.usable.is_set()}
 
     def lost(self) -> list[str]:
-        """Nodes that cannot be used, with the reason: the process's own, and those named within a minute."""
+        """Nodes that cannot be used, with the reason: configured ones, and those named within the last
+        minute."""
         recent = time.monotonic() - FORGET_SECONDS
         return [
             f"{address} ({peer.trouble})"
@@ -102,7 +103,7 @@ class PrefillPeers:
         ]
 
     async def wait_connected(self, seconds: float) -> None:
-        """Returns when every peer has been reached, or when the time is over: a missing one is no error."""
+        """Returns when every peer has been reached or the time is over; a missing peer is no error."""
         waits = [peer.usable.wait() for peer in self._peers.values()]
         try:
             async with asyncio.timeout(seconds):
@@ -112,9 +113,9 @@ class PrefillPeers:
             _log.warning("prefill nodes not reached; their prompts go elsewhere", missing=missing)
 
     def perform(self, effects: Sequence[DecodeEffect]) -> None:
-        """Does what the core has decided. A message to a lost peer is dropped: the core hears of the loss.
+        """Executes effects of the core. A message to a lost peer is dropped: the core learns of the loss.
 
-        Cancels go last: nothing is said of an attempt behind its cancel.
+        Cancels go last, so that no message about an attempt follows its cancel.
         """
         for effect in sorted(effects, key=lambda effect: isinstance(effect, CancelPrefill)):
             peer = self._peers.get(effect.address)
@@ -141,10 +142,10 @@ class PrefillPeers:
 
 
 class _Peer:
-    """One prefill node: up once its pool has been opened."""
+    """One prefill node. It is usable when its pool has been opened."""
 
     def __init__(self, node: DecodeNode, address: str, silence: float) -> None:
-        """silence: seconds without any answer after which the connection is opened anew."""
+        """silence: seconds without any answer after which the connection is reopened."""
         self.address = address
         self.receiver: Receiver | None = None
         self.usable = asyncio.Event()
@@ -152,7 +153,7 @@ class _Peer:
         self.named = 0.0
         """When a request last named it."""
         self._asked: float | None = None
-        """When the first heartbeat was sent since which nothing has come."""
+        """Time of the first heartbeat that is still unanswered."""
         self._node = node
         self._silence = silence
         self._session = 0
@@ -174,8 +175,8 @@ class _Peer:
         return error.message if error is not None else "not connected yet"
 
     def send(self, effect: DecodeEffect) -> None:
-        """Every heartbeat is answered. Where hand-offs fail for want of answers the connection may be at
-        fault: it is given up a little before they are, so that no prompt goes there until it is made anew."""
+        """Every heartbeat is answered. If answers are missing, the connection may be at fault. It is closed
+        shortly before the hand-offs time out, so that no prompt goes there until it is reopened."""
         if isinstance(effect, Beat):
             now = time.monotonic()
             if self._asked is None:

@@ -1,4 +1,4 @@
-"""A pull that the core has asked for, from its begin to the report of its end."""
+"""A pull that the core has started, until its end is reported."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _log = get_logger()
 
 class Pulling:
     def __init__(self, effect: StartPull, call: Callable[[Callable[[Any, float], None]], None]) -> None:
-        """`call`: StepLoop.call, of the loop whose core has asked."""
+        """`call`: StepLoop.call of the core's loop."""
         self.seconds: float | None = None
-        """What the copy took; None until it is complete."""
+        """Duration of the copy; None until it is complete."""
         self._effect = effect
         self._call = call
         self._told = self._stopped = False
         self._task: asyncio.Task[Any] | None = None
 
     def stop(self) -> None:
-        """It ends soon, without its step if it waits for that."""
+        """Stops the pull; if it still waits for its step, at once."""
         self._stopped = True
         if self._task is not None:
             self._task.cancel()
 
     async def run(self, receiver: Receiver | None) -> None:
-        """Reports the end of the copy whatever happens: the destination pages are pinned until then."""
+        """Reports the end of the copy in every case: the destination pages are pinned until then."""
         effect = self._effect
         error = "the pull was interrupted"
         self._task = asyncio.current_task()

@@ -27,7 +27,7 @@ from baton.worker.convert import check_start, delivered_from, sampling_from
 from baton.worker.node import WorkerNode
 
 HAND_BACK_SECONDS = 2.0
-"""How long a stopping node waits until its callers have been told of what it hands back."""
+"""How long a stopping node waits until its callers have got the terminal events of requests handed back."""
 CONNECT_SECONDS = 10.0
 """How long a starting node waits for the prefill nodes of its own configuration."""
 
@@ -78,7 +78,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         return info
 
     async def drain(self, seconds: float) -> int:
-        """Callers are told, so that they send nothing more here."""
+        """Callers get `draining`, so that they send no more requests."""
         for caller in self._callers:
             caller.send(decode_pb2.StepEvents(events=[_DRAINING]))
         return await super().drain(seconds)
@@ -98,12 +98,12 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         await super().stop()
 
     async def _hand_back(self) -> None:
-        """What still runs goes back to its callers, each request with its terminal event."""
+        """Hands running requests back to their callers, each with its terminal event."""
         if self.core_or_none is None or not self._callers:
             return
         self.steps.call(lambda core, now: core.hand_back(now))
         deadline = time.monotonic() + HAND_BACK_SECONDS
-        # The step thread does not signal; what it said must also have left the outboxes.
+        # The step thread does not signal. Its messages must also have left the outboxes.
         while time.monotonic() < deadline and (  # noqa: ASYNC110
             self.core_or_none.requests or self.unsent()
         ):
@@ -160,7 +160,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             self._drop(caller)
 
     async def _read(self, commands: Any, caller: Caller) -> None:
-        """Awaits nothing but the next message."""
+        """Awaits only the next message."""
         try:
             async for command in commands:
                 self._take(command, caller)
@@ -168,7 +168,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         except BatonError as error:
             caller.close(error)
         except STREAM_ENDED:
-            pass  # the writer's end of the call tells the core
+            pass  # the writer's end of the call informs the core
 
     def _take(self, message: decode_pb2.GenerateCommand, caller: Caller) -> None:
         if not message.HasField("several"):
@@ -198,7 +198,8 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             self.steps.call(lambda core, now: core.cancel(key, now))
 
     def _heartbeat(self, caller: Caller) -> None:
-        """The step thread must be alive: it answers itself, unless it is in a step that may take so long."""
+        """Answers at once while the step thread is within the time that its step may take; else leaves the
+        answer to the step thread."""
         if self.stuck(floor=0.0):
             self.steps.call(lambda core, now: self._answer(caller))
         else:
@@ -275,7 +276,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             load.pulls = core.handoffs.pulls
             load.pulled_pages = core.handoffs.counters.pulled_pages
             load.pulled_bytes = core.handoffs.counters.pulled_pages * self.page_bytes
-            # One call, since the step thread adds to it meanwhile.
+            # Copied in one call, because the step thread may add reasons meanwhile.
             load.handoff_retry_reasons.update(dict(core.handoffs.counters.retries))
             load.handoff_retries = sum(load.handoff_retry_reasons.values())
             load.messages = self.messages
@@ -300,6 +301,6 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
 async def serve(
     config: DecodeConfig, *, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
 ) -> int:
-    """Runs the process until it is told to stop. Returns its exit code."""
+    """Runs the process until it is stopped. Returns its exit code."""
     node = DecodeNode(config)
     return await run_node(node, config, door=ClusterDoor(node.cluster), ready=ready, stop=stop)

@@ -91,7 +91,7 @@ class Gateway:
         return [*missing, *self._search.places] if missing else []
 
     def problems(self) -> list[node_pb2.Problem]:
-        """What is wrong now. A decode node that is lost stops nothing while another one is left."""
+        """Current problems. A decode node that is lost stops nothing while another one is left."""
         problems = []
         if not self.tokenizer.connected:
             text = f"no tokenizer is reachable ({', '.join(self.tokenizer.nodes) or 'none is known'})"

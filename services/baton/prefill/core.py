@@ -27,8 +27,8 @@ Flush = Callable[[int, list[tuple[Hashable, PrefillOutput | Alive]]], None]
 
 @dataclass(slots=True, eq=False)
 class PrefillCore:
-    """A core for engine.loop.StepLoop. `flush_to` takes outputs to the shell; `observe` follows each time.
-    `retire` tells receivers that a step has retired, before anything else follows from it."""
+    """A core for engine.loop.StepLoop. `flush_to` passes outputs to the shell; `observe` is called after it.
+    `retire` publishes the number of a retired step to receivers before anything else."""
 
     side: PrefillSide
     flush_to: Flush
@@ -51,7 +51,7 @@ class PrefillCore:
 
     @property
     def expecting(self) -> bool:
-        """Nobody says beforehand that a prompt will come."""
+        """A prefill node cannot know that a prompt will arrive."""
         return False
 
     @property

@@ -134,17 +134,18 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
             self._drop(caller)
 
     async def _read(self, requests: Any, caller: _Caller) -> None:
-        """Awaits nothing but the next message."""
+        """Awaits only the next message."""
         try:
             async for message in requests:
                 self._take(message, caller)
-            # A caller that closes its side can neither pull nor release: what is not a mere first token ends.
+            # A caller that closed its side cannot release: only prompts without `keep_pages` continue to
+            # their end.
             self.steps.call(lambda core, now: self._when_idle(core, caller))
         except BatonError as error:
             caller.error = error
             caller.outbox.close()
         except STREAM_ENDED:
-            pass  # the writer's end of the call tells the core
+            pass  # the writer's end of the call informs the core
 
     def _when_idle(self, core: PrefillCore, caller: _Caller) -> None:
         def close() -> None:
@@ -294,6 +295,6 @@ def _event(output: PrefillOutput) -> prefill_pb2.PrefillEvent:
 async def serve(
     config: PrefillConfig, *, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
 ) -> int:
-    """Runs the process until it is told to stop. Returns its exit code."""
+    """Runs the process until it is stopped. Returns its exit code."""
     node = PrefillNode(config)
     return await run_node(node, config, door=ClusterDoor(node.cluster), ready=ready, stop=stop)

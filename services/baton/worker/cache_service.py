@@ -1,4 +1,4 @@
-"""Tells others what a worker's prefix tree holds, and its load: the shell around kvcache.tree_log."""
+"""Serves Cache.Watch, a worker's prefix tree and load: the shell around kvcache.tree_log."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ PROGRESS_SECONDS = 1.0
 
 @dataclass(slots=True)
 class Engine:
-    """What a worker computes with. `close` gives the pool's memory back."""
+    """A worker's engine. `close` frees the pool's memory."""
 
     config: WorkerConfig
-    """With a size of steps that suits the device where none was given."""
+    """With default step sizes for the device filled in."""
 
     runner: Runner[Any]
     cache: KvCache
@@ -70,13 +70,13 @@ class Engine:
         return self.published.pages
 
     def endpoints(self) -> list[common_pb2.Endpoint]:
-        """Page bytes are served where Prefill is: at whatever address a receiver has reached this node by."""
+        """The `grpc` endpoint has no address: pages are served where Prefill is."""
         return self.published.endpoints()
 
     async def open_receiver(
         self, endpoints: list[common_pb2.Endpoint], address: str, busy: Callable[[], bool], dial: Dial
     ) -> Opened:
-        """`busy`: whether steps are running; asked in other threads. Raises TransportError."""
+        """`busy`: whether steps are running; called in other threads. Raises TransportError."""
         return await open_receiver(endpoints, self.pages, self.kinds, address, busy, dial)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine tells of its work and its pace, as node_pb2.Load."""
+"""An engine's load and step cost as node_pb2.Load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.v1 import node_pb2
 
 
 def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
-    """Called in the step thread. `requests`: that the node holds in any state."""
+    """Called in the step thread. `requests`: number of requests in any state."""
     counts = scheduler.cache.counts()
     pages = node_pb2.PageCounts(
         total=counts.total,

@@ -11,17 +11,17 @@ from baton.rpc.errors import failed_precondition, invalid
 
 AUTO_KV_TOKENS = 65536
 AUTO_KV_BYTES = 2**30
-"""A pool on the host whose size nobody gave holds at most this much."""
+"""Default limit of a pool on the host."""
 LEAST_TOKENS = 1024
 """A pool on a GPU that holds less than this, or than one context, is not worth starting with."""
 FREE_FRACTION = 0.95
-"""A pool takes at most this part of what is free on a GPU: computing needs some too."""
+"""A pool takes at most this fraction of a GPU's free memory: activations need some too."""
 GIB = 2**30
 
 
 def num_pages(config: WorkerConfig, layout: KvLayout, context_length: int, device: torch.device) -> int:
-    """Of --kv-tokens; else on a GPU of what --memory-fraction leaves beside the weights, which are there by
-    now, and on a CPU enough for many contexts within a modest amount of memory. Raises BatonError."""
+    """Pages of --kv-tokens. By default, on a GPU, what --memory-fraction leaves beside the loaded weights; on
+    a CPU, enough for many contexts within 1 GiB. Raises BatonError."""
     size = layout.page_size
     if config.kv_tokens:
         if config.kv_tokens < size:

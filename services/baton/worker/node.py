@@ -1,4 +1,4 @@
-"""The shell that prefill and decode nodes share: an engine, its step thread, load figures, drain and stop."""
+"""The shell of prefill and decode nodes: an engine, its step thread, load, drain and stop."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _log = get_logger()
 DRAIN_POLL_SECONDS = 0.02
 SNAPSHOT_SECONDS = 0.02
 TELL_SECONDS = 0.5
-"""How long a process that has to end waits at most for what its callers are to be told."""
+"""How long a failing process waits at most until its callers have got their messages."""
 WRITE_SECONDS = 0.05
-"""From gRPC's taking a message to its leaving."""
+"""Time for gRPC to write a message that it has taken."""
 WATCH_SECONDS = 0.25
-"""How often the step thread is looked at."""
+"""How often the step thread is checked."""
 
 
 class WorkerCore(Core, Protocol):
-    """What the shell reads of a core, besides driving it."""
+    """What the shell needs of a core besides the step loop's interface."""
 
     @property
     def scheduler(self) -> Scheduler: ...
@@ -58,14 +58,14 @@ class WorkerCore(Core, Protocol):
     def meter(self) -> Meter: ...
 
     def node_failed(self, message: str) -> None:
-        """Tells callers of the requests with which the process ends."""
+        """Sends callers the failures of requests that may have ended the process."""
 
 
 C = TypeVar("C", bound=WorkerCore)
 
 
 class WorkerNode(Generic[C]):
-    """Base of the two worker processes. `role`, `make_core` and the services are theirs."""
+    """Base class of the two worker processes, which add `role`, `make_core` and their services."""
 
     role: str
     engine: Engine
@@ -118,7 +118,7 @@ class WorkerNode(Generic[C]):
         self._registration = register(self.config, self.role, self.incarnation, address)
 
     async def drain(self, seconds: float) -> int:
-        """Refuses new requests and waits for the running ones; returns how many are left."""
+        """Refuses new requests and waits for running ones; returns the number of those left."""
         self.draining = True
         deadline = time.monotonic() + seconds
         # The step thread does not signal: a poll costs nothing next to a drain.
@@ -140,17 +140,17 @@ class WorkerNode(Generic[C]):
             self.engine.close()
 
     def leave_callers(self, error: BatonError) -> None:
-        """Ends the streams of all callers with the error; they take their requests elsewhere."""
+        """Ends the streams of all callers with the error, so that they send their requests elsewhere."""
         raise AssertionError("each role has callers of its own")
 
     def require_turning(self) -> None:
-        """Raises BatonError while the step thread is stuck: no caller is taken then."""
+        """Raises BatonError while the step thread is stuck: callers are refused then."""
         if self.stuck():
             raise self._stuck_error()
 
     def stuck(self, floor: float | None = None) -> bool:
-        """Whether the step thread is in one turn for longer than its step can take, and longer than `floor`
-        seconds (None: --stuck-seconds)."""
+        """Whether the step thread's iteration takes longer than its step may, and longer than `floor` seconds
+        (None: --stuck-seconds)."""
         core = self.core_or_none
         least = self.config.stuck_seconds if floor is None else floor
         return core is not None and self.steps.turn_age > core.meter.limit(least)
@@ -166,9 +166,9 @@ class WorkerNode(Generic[C]):
             await asyncio.sleep(WATCH_SECONDS)
 
     def _crashed(self, error: BaseException) -> None:
-        """An error has escaped the core: a bug. Pages and leases are in doubt, so the process ends at once;
-        peers see the connection break, and a supervisor starts a new incarnation. Callers are told before
-        which requests may be the cause, for the next node to compute them one at a time."""
+        """An error has escaped the core: a bug. Pages and leases are in doubt, so the process ends at once.
+        Peers see the connection break, and a supervisor starts a new incarnation. First, callers learn which
+        requests may be the cause, so that the next node computes these one at a time."""
         _log.critical("the step thread has failed; the process ends", exc_info=error)
         try:
             self._tell_callers(error)
@@ -188,7 +188,7 @@ class WorkerNode(Generic[C]):
         time.sleep(WRITE_SECONDS)
 
     def unsent(self) -> bool:
-        """Whether callers are still to be sent something."""
+        """Whether messages to callers are still unsent."""
         raise AssertionError("each role has callers of its own")
 
     # --- what the roles use -----------------------------------------------------------------------------
@@ -250,8 +250,8 @@ class WorkerNode(Generic[C]):
         return info
 
     def observe(self) -> None:
-        """Takes a snapshot for `load`. Called in the step thread, whenever it has told what it decided; while
-        there is work, one is good for a while, since taking it costs as much as planning a step."""
+        """Takes a snapshot for `load`. Called in the step thread after each flush. While there is work, a
+        snapshot is reused for a while, because taking one costs as much as planning a step."""
         core, now = self.core_or_none, time.monotonic()
         if core is None or (core.requests and now - self.observed < SNAPSHOT_SECONDS):
             return
@@ -269,7 +269,7 @@ class WorkerNode(Generic[C]):
         return load
 
     def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
-        """What is wrong now."""
+        """Current problems."""
         if self.stuck():
             error = self._stuck_error()
             yield node_pb2.Problem(reason=error.reason, message=error.message, stops_serving=True)
@@ -282,7 +282,7 @@ class WorkerNode(Generic[C]):
             yield node_pb2.Problem(reason="PAGES_QUARANTINED", message=text)
 
     def check_idle(self, seconds: float = 5.0) -> None:
-        """Compares the books of the page pool; raises AccountingError unless nothing is held.
+        """Checks the page pool's accounting; raises AccountingError unless nothing is held.
 
         Waits for the step thread; TimeoutError when it does not answer.
         """
@@ -304,7 +304,7 @@ class WorkerNode(Generic[C]):
 
 
 class _LatePageSource(prefill_pb2_grpc.PageSourceServicer):
-    """Registered before the pool exists; no call comes in before the node is ready."""
+    """Registered before the pool exists; calls arrive only after the node is ready."""
 
     source: PageSourceServicer
 
@@ -316,6 +316,6 @@ class _LatePageSource(prefill_pb2_grpc.PageSourceServicer):
 def status_of(
     code: str, reason: str, message: str, field: str | None = None, retry_after_ms: int | None = None
 ) -> status_pb2.Status:
-    """A Status from a core's words."""
+    """A Status from code, reason and message of a core."""
     error = BatonError(grpc.StatusCode[code], reason, message, field=field, retry_after_ms=retry_after_ms)
     return to_status(error)

@@ -1,4 +1,4 @@
-"""A worker's KV pool as others can reach it: where it lies, and which endpoints it has."""
+"""A worker's KV pool in memory that peers can read, and its endpoints."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _log = get_logger()
 
 @dataclass(slots=True)
 class Published:
-    """`close` gives back what others have not mapped; the pool must not be used any more."""
+    """`close` frees the memory that others have not mapped; the pool must not be used afterwards."""
 
     pages: PageStore
     generations: MutableSequence[int]
-    """Of the pages; where others on this host can read them, if there is such a place."""
+    """Of the pages; in shared memory if peers on this host can read it."""
     segment: Segment | None
     """Holds the generations, and on a CPU the pages."""
     cuda_ipc: common_pb2.CudaIpcEndpoint | None
@@ -57,7 +57,7 @@ def make_pool(
     from baton.transport.cuda_pages import CudaPages
 
     pool = KvPool(layout, num_pages, device, spare=1)
-    # Kernels weigh what lies behind a sequence's end with 0, which what is not a number outlives.
+    # Kernels multiply entries behind a sequence's end by 0, and 0 times NaN is NaN: so no page may hold NaN.
     pool.raw.zero_()
     pages = CudaPages(pool.raw, num_pages)
     segment = _generations(num_pages, incarnation) if "cuda_ipc" in kinds else None
@@ -96,7 +96,7 @@ def _where(segment: Segment | None, num_pages: int) -> Any:
 
 
 def _generations(num_pages: int, incarnation: int) -> Segment | None:
-    """Without it hand-offs wait for the answer to `release`, and work all the same."""
+    """Without it hand-offs still work, but wait for the answer to `release`."""
     try:
         return Segment.create(num_pages, 0, incarnation)
     except SegmentError as error:

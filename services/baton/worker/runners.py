@@ -1,4 +1,4 @@
-"""Which runner a device gets."""
+"""Chooses the runner for a device."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def make_runner(
     context_length: int,
     batch_invariant: bool = False,
 ) -> ModelRunner | CudaRunner:
-    """The one with fused kernels and CUDA graphs where it can be had, else the plain one. Raises ValueError
-    where a batch-invariant one cannot be had."""
+    """CudaRunner (fused kernels and CUDA graphs) if it supports the model and device, else ModelRunner.
+    Raises ValueError if `batch_invariant` is set and CudaRunner cannot be used."""
     problem = unsuited(model, prefill, decode)
     if problem is not None:
         if batch_invariant:

@@ -1,4 +1,4 @@
-"""What an engine's steps cost, measured before it is used."""
+"""Measures the step cost of an engine before it serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = get_logger()
 
 
 def measure_steps(engine: Engine) -> StepCost:
-    """Takes a few steps: nothing may be in the pool yet. Blocks. Raises BatonError."""
+    """Runs a few steps; the pool must be empty. Blocks. Raises BatonError."""
     room = Room(
         token_budget=engine.config.token_budget,
         context_length=engine.model_info.context_length,
