@@ -60,10 +60,11 @@ LATE = 3.0
 @pytest.mark.parametrize("action", ["kill", "stall"])
 @pytest.mark.parametrize("role", ["decode", "tokenizer", "prefill"])
 async def test_no_survivor_of_a_kind(prepared, role, action):
-    """Without decode nodes or tokenizers each stream ends with a typed error within its deadline; without
-    prefill nodes decode nodes compute prompts themselves, and each gives its tokens."""
+    """Without decode nodes each stream ends with a typed error within its deadline. Without prefill nodes
+    decode nodes compute prompts themselves, and prompts of token ids need no tokenizer: each gives its
+    tokens."""
     cluster, victims = prepared.cluster, prepared.cluster.of(role)
-    served_on = role == "prefill"
+    served_on = role != "decode"
     deadline = 60.0 if served_on else DEADLINE
     outcomes: list[Outcome] = []
     load = Load(

@@ -28,11 +28,11 @@ async def until(condition: Callable[[], object], seconds: float) -> None:
 
 
 @asynccontextmanager
-async def tokenizer(port: int = 0) -> AsyncIterator[str]:
+async def tokenizer(port: int = 0, model: str = "demo") -> AsyncIterator[str]:
     """A tokenizer process's serve(), in this loop; yields its address."""
     port = port or free_port()
     ready, stop = asyncio.Event(), asyncio.Event()
-    config = TokenizerConfig(port=port, http_port=None, drain_seconds=0.1)
+    config = TokenizerConfig(model=model, port=port, http_port=None, drain_seconds=0.1)
     task = asyncio.create_task(serve_tokenizer(config, ready=ready, stop=stop))
     await asyncio.wait_for(ready.wait(), 30)
     try:
@@ -61,9 +61,7 @@ class Rig:
     async def idle(self) -> None:
         """Nothing is held any more; fails after 2 s."""
         gateway = self.node.gateway
-        await until(
-            lambda: not (gateway.load().requests or gateway.load().running or gateway.tokenizer.streams), 2
-        )
+        await until(lambda: not (gateway.load().requests or gateway.load().running), 2)
 
 
 @asynccontextmanager

@@ -1,13 +1,17 @@
 """What a gateway does when its peers fail: lost, silent, restarted, or sending garbage."""
 
 import asyncio
+import json
+import shutil
 
 import grpc
 import pytest
 from gateway_rig import Stream, gateway, text_of, tokenizer, until
 from scripted_decode import LENGTH, ScriptedDecode, endless, saying, silent
 
-from baton.rpc.errors import exhausted, from_status
+from baton.demo import model_path
+from baton.gateway.tokenizer import Tokenizer
+from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.v1 import decode_pb2
 from ports import free_port
 
@@ -146,34 +150,58 @@ async def test_tokens_of_an_unknown_request_are_answered_with_a_cancel():
         assert node.cancels == [999]
 
 
-async def test_a_tokenizer_that_stays_lost_fails_running_requests():
+async def test_prompts_of_text_fail_without_a_tokenizer():
     port = free_port()
-    async with ScriptedDecode(endless) as node:
+    async with ScriptedDecode(saying([40, 41])) as node:
         async with tokenizer(port) as address:
             rig_context = gateway(node, tokenizer_address=address, resume_wait_seconds=0.5)
             rig = await rig_context.__aenter__()
             stream = Stream(rig)
-            await stream.start(text="x", sampling={"max_tokens": 250})
-            await stream.next()
-            await stream.next()
+            await stream.start(text="x")
+            assert (await stream.until_end())[-1].HasField("finished")
         try:
-            error = failure((await stream.until_end())[-1])
-            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "TOKENIZER_UNAVAILABLE")
-            await rig.idle()
-            await until(lambda: node.cancels == [node.starts[0].request], 2)
             await stream.start("b", text="x")
-            assert failure((await stream.until_end("b"))[-1]).reason == "TOKENIZER_UNAVAILABLE"
-            await stream.start("t", tokens={"token_ids": [1]})  # its answer would have no text
-            assert failure((await stream.until_end("t"))[-1]).reason == "TOKENIZER_UNAVAILABLE"
+            error = failure((await stream.until_end("b"))[-1])
+            assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "TOKENIZER_UNAVAILABLE")
+            await stream.start("t", tokens={"token_ids": [1]})
+            assert (await stream.until_end("t"))[-1].HasField("finished")
             await rig.idle()
-            await until(lambda: node.cancels == [start.request for start in node.starts], 2)
             async with tokenizer(port):
                 assert await rig.node.gateway.wait_until_usable(10)
-                node.script = saying([40, 41])
                 await stream.start("c", text="x")
                 assert (await stream.until_end("c"))[-1].HasField("finished")
         finally:
             await rig_context.__aexit__(None, None, None)
+
+
+async def test_tokens_without_any_tokenizer_ever():
+    """Their answer would have no text."""
+    nowhere = f"127.0.0.1:{free_port()}"
+    tokenizers = Tokenizer(0.3)
+    tokenizers.add(nowhere)
+    with pytest.raises(BatonError) as error:
+        await tokenizers.ready(10.0)
+    assert error.value.reason == "TOKENIZER_UNAVAILABLE"
+    await tokenizers.close()
+
+
+async def test_a_tokenizer_with_another_vocabulary_is_not_used(tmp_path):
+    shutil.copytree(model_path(), tmp_path, dirs_exist_ok=True)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"][1]["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    async with tokenizer() as first, tokenizer(model=str(tmp_path)) as other:
+        tokenizers = Tokenizer(1.0)
+        tokenizers.add(first)
+        await until(lambda: tokenizers.connected, 5)
+        vocabulary = await tokenizers.ready(1.0)
+        tokenizers.add(other)
+        await until(lambda: "another vocabulary" in tokenizers.nodes[other].trouble.message, 5)
+        assert tokenizers.vocabulary is vocabulary and not tokenizers.nodes[other].connected
+        tokenizers.remove(first)  # then the other one's is taken
+        await until(lambda: tokenizers.nodes[other].connected, 10)
+        assert (await tokenizers.ready(1.0)).hash != vocabulary.hash
+        await tokenizers.close()
 
 
 async def test_a_node_with_another_model_is_not_used():

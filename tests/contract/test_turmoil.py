@@ -16,9 +16,14 @@ from test_node import EchoNode
 from test_node import Running as Served
 
 from baton.config import NodeConfig
+from baton.demo import model_path
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import from_status, unavailable
+from baton.rpc.health import HealthServicer
+from baton.tokenizer import hf
 from baton.v1 import common_pb2, node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
+
+VOCABULARY = hf.load(model_path()).vocabulary
 
 
 class HangingTokenizer(tokenizer_pb2_grpc.TokenizerServicer, node_pb2_grpc.NodeServicer):
@@ -31,6 +36,9 @@ class HangingTokenizer(tokenizer_pb2_grpc.TokenizerServicer, node_pb2_grpc.NodeS
         self._server = grpc.aio.server()
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self, self._server)
         node_pb2_grpc.add_NodeServicer_to_server(self, self._server)
+        health = HealthServicer()
+        health.add_to(self._server, [])
+        health.set_all(True)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         return f"127.0.0.1:{port}"
@@ -39,20 +47,16 @@ class HangingTokenizer(tokenizer_pb2_grpc.TokenizerServicer, node_pb2_grpc.NodeS
         await self._server.stop(None)
 
     async def GetInfo(self, request, context) -> node_pb2.NodeInfo:
-        model = node_pb2.ModelInfo(name="scripted", vocab_size=4096)
+        model = node_pb2.ModelInfo(name="scripted", vocab_size=4096, vocabulary_hash=VOCABULARY.hash)
         return node_pb2.NodeInfo(role="tokenizer", incarnation=1, model=model)
 
     async def Encode(self, request, context) -> None:
         self.asked += 1
         await asyncio.Event().wait()
 
-    async def Detokenize(self, requests, context):
-        async for request in requests:
-            yield tokenizer_pb2.DetokenizeResponse(
-                outputs=[
-                    tokenizer_pb2.DetokenizeOutput(id=item.id, finished=item.finish) for item in request.items
-                ]
-            )
+    async def Vocabulary(self, request, context):
+        for part in VOCABULARY.parts():
+            yield part
 
 
 async def test_a_prompt_at_a_tokenizer_that_is_removed_goes_to_another():

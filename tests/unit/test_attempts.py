@@ -9,6 +9,8 @@ from baton.rpc.errors import BatonError, exhausted, internal, unavailable
 from baton.v1 import common_pb2, decode_pb2
 from baton.worker.convert import delivered_from
 
+LENGTH = common_pb2.FINISH_REASON_LENGTH
+
 A, B = "a", "b"
 
 
@@ -34,8 +36,8 @@ def test_a_lost_node_is_left_for_another_with_all_that_was_received():
     log, made = attempts(n=3)
     assert placed(made, [A, B]) == "a" and made.delivered() == ()
     made.progress()
-    log.choices[0].receive([1, 2], last=False)
-    log.choices[1].receive([3], last=True)
+    log.choices[0].append([1, 2], "")
+    log.choices[1].append([3], "", finish_reason=LENGTH)
     made.ended(LOST, 1.0, lost=True)
     assert not made.current("a", 0)
     assert placed(made, [A, B], 1.0) == "b"
@@ -96,7 +98,7 @@ def test_what_ends_a_request_with_output(options, error, reason):
     log, made = attempts(**options)
     placed(made, [A])
     made.progress()
-    log.choices[0].receive([1], last=False)
+    log.choices[0].append([1], "")
     with pytest.raises(BatonError) as raised:
         made.ended(error, 0.0, lost=error is LOST)
     assert raised.value.reason == reason
@@ -105,7 +107,7 @@ def test_what_ends_a_request_with_output(options, error, reason):
 def test_with_every_last_token_there_is_nothing_to_resume():
     log, made = attempts()
     placed(made, [A])
-    log.choices[0].receive([1], last=True)
+    log.choices[0].append([1], "", finish_reason=LENGTH)
     made.ended(LOST, 0.0, lost=True)
     assert made.done and made.resumed == 0
 

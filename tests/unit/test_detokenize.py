@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from baton.tokenizer import vocabulary as vocabulary_module
 from baton.tokenizer.detokenize import Detokenizer, decode
-from baton.tokenizer.pieces import UnknownDecoder, read_pieces
+from baton.tokenizer.vocabulary import UnknownDecoder, Vocabulary, read_vocabulary
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, doesn't it? I'm sure they've seen 12,345 of them.",
@@ -81,14 +82,14 @@ for make in (byte_level, byte_fallback, unigram, word_piece, no_decoder):
     FAMILIES[make.__name__] = made
 
 
-def pieces_of(tokenizer):
+def vocabulary_of(tokenizer):
     special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
     state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else None
     tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
-    return read_pieces(tokens, special, None if state is None else json.loads(state))
+    return read_vocabulary(tokens, special, None if state is None else json.loads(state))
 
 
-PIECES = {name: pieces_of(tokenizer) for name, tokenizer in FAMILIES.items()}
+VOCABULARIES = {name: vocabulary_of(tokenizer) for name, tokenizer in FAMILIES.items()}
 TEXTS = st.lists(
     st.one_of(
         st.text(max_size=12),
@@ -114,9 +115,9 @@ TEXTS = st.lists(
 ).map(lambda parts: " ".join(parts))
 
 
-def in_pieces(pieces, ids, cuts, skip=True, context=()):
+def in_pieces(vocabulary, ids, cuts, skip=True, context=()):
     """Feeds ids cut at `cuts`; checks each delta on the way."""
-    stream = Detokenizer(pieces, context, skip)
+    stream = Detokenizer(vocabulary, context, skip)
     bounds = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     deltas = [stream.feed(ids[a:b]) for a, b in pairwise(bounds)]
     return deltas, stream.finish()
@@ -126,9 +127,9 @@ def in_pieces(pieces, ids, cuts, skip=True, context=()):
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=30), skip=st.booleans())
 def test_text_comes_back(family, text, cuts, skip):
-    tokenizer, pieces = FAMILIES[family], PIECES[family]
+    tokenizer, vocabulary = FAMILIES[family], VOCABULARIES[family]
     ids = tokenizer.encode(text).ids
-    deltas, rest = in_pieces(pieces, ids, cuts, skip)
+    deltas, rest = in_pieces(vocabulary, ids, cuts, skip)
     assert "".join(deltas) + rest == tokenizer.decode(ids, skip_special_tokens=skip)
     assert rest == ""  # whole characters went in: nothing may be held back at the end
     # (A byte-level decoder takes the added token "é!" for bytes of its alphabet; so does the library's own.)
@@ -141,10 +142,10 @@ def test_text_comes_back(family, text, cuts, skip):
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids_at_all(family, data, skip):
     """Random ids: broken characters, special tokens in the middle, undefined ids."""
-    tokenizer, pieces = FAMILIES[family], PIECES[family]
+    tokenizer, vocabulary = FAMILIES[family], VOCABULARIES[family]
     ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() + 3), max_size=60))
     cuts = data.draw(st.lists(st.integers(0, 60), max_size=60))
-    deltas, rest = in_pieces(pieces, ids, cuts, skip)
+    deltas, rest = in_pieces(vocabulary, ids, cuts, skip)
     assert "".join(deltas) + rest == tokenizer.decode(ids, skip_special_tokens=skip)
     assert len(rest) <= 1
 
@@ -155,13 +156,13 @@ def test_any_ids_at_all(family, data, skip):
     cuts=st.lists(st.integers(0, 60), max_size=60),
 )
 def test_byte_level_reads_invalid_bytes_as_utf8_decoders_do(parts, cuts):
-    pieces = PIECES["byte_level"]
+    vocabulary = VOCABULARIES["byte_level"]
     raw = b"".join(part.encode() if isinstance(part, str) else part for part in parts)
     token_of = {
-        piece: index for index, piece in enumerate(pieces.later) if piece is not None and len(piece) == 1
+        piece: index for index, piece in enumerate(vocabulary.tokens) if piece is not None and len(piece) == 1
     }
     ids = [token_of[bytes([byte])] for byte in raw]
-    deltas, rest = in_pieces(pieces, ids, cuts)
+    deltas, rest = in_pieces(vocabulary, ids, cuts)
     assert "".join(deltas) + rest == raw.decode("utf-8", "replace") == FAMILIES["byte_level"].decode(ids)
 
 
@@ -179,19 +180,19 @@ def test_byte_level_reads_invalid_bytes_as_utf8_decoders_do(parts, cuts):
 def test_byte_fallback_runs_of_one_kind(runs, cuts):
     """The family's decoder looks at a run of byte tokens as a whole; a wholly valid and a wholly invalid run
     are the same to a decoder that does not wait for the run's end."""
-    tokenizer, pieces = FAMILIES["byte_fallback"], PIECES["byte_fallback"]
+    tokenizer, vocabulary = FAMILIES["byte_fallback"], VOCABULARIES["byte_fallback"]
     ox = tokenizer.token_to_id("ox")
     ids = [token for run in runs for token in (*(tokenizer.token_to_id(f"<0x{b:02X}>") for b in run), ox)]
-    deltas, rest = in_pieces(pieces, ids, cuts)
+    deltas, rest = in_pieces(vocabulary, ids, cuts)
     assert "".join(deltas) + rest == tokenizer.decode(ids)
 
 
 def test_half_a_character_is_held_back_and_no_longer():
-    pieces = PIECES["byte_level"]
+    vocabulary = VOCABULARIES["byte_level"]
     token_of = {
-        piece: index for index, piece in enumerate(pieces.later) if piece is not None and len(piece) == 1
+        piece: index for index, piece in enumerate(vocabulary.tokens) if piece is not None and len(piece) == 1
     }
-    stream = Detokenizer(pieces)
+    stream = Detokenizer(vocabulary)
     assert [stream.feed([token_of[bytes([b])]]) for b in "é😀".encode()] == ["", "é", "", "", "", "😀"]
     assert stream.feed([token_of[b"\xf0"], token_of[b"\x9f"]]) == ""
     assert stream.feed([token_of[b"a"]]) == "\ufffda"
@@ -202,29 +203,29 @@ def test_half_a_character_is_held_back_and_no_longer():
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback", "unigram", "word_piece"])
 def test_context_yields_no_text_but_counts_as_before(family):
-    tokenizer, pieces = FAMILIES[family], PIECES[family]
+    tokenizer, vocabulary = FAMILIES[family], VOCABULARIES[family]
     ids = tokenizer.encode("the quick dog").ids
     whole = tokenizer.decode(ids)
     for cut in range(1, len(ids)):
-        stream = Detokenizer(pieces, context=ids[:cut])
+        stream = Detokenizer(vocabulary, context=ids[:cut])
         text = stream.feed(ids[cut:]) + stream.finish()
         assert tokenizer.decode(ids[:cut]) + text == whole
 
 
 def test_context_that_ends_inside_a_character():
-    pieces = PIECES["byte_level"]
+    vocabulary = VOCABULARIES["byte_level"]
     token_of = {
-        piece: index for index, piece in enumerate(pieces.later) if piece is not None and len(piece) == 1
+        piece: index for index, piece in enumerate(vocabulary.tokens) if piece is not None and len(piece) == 1
     }
     first, *others = (token_of[bytes([byte])] for byte in "😀".encode())
-    assert Detokenizer(pieces, context=[first]).feed(others) == "😀"
+    assert Detokenizer(vocabulary, context=[first]).feed(others) == "😀"
 
 
 def test_special_tokens_are_skipped_or_literal():
-    tokenizer, pieces = FAMILIES["byte_level"], PIECES["byte_level"]
+    tokenizer, vocabulary = FAMILIES["byte_level"], VOCABULARIES["byte_level"]
     ids = tokenizer.encode("<s>fox<tool call><|im_end|>").ids
-    assert decode(pieces, ids) == "fox<tool call>"
-    assert decode(pieces, ids, skip_special_tokens=False) == "<s>fox<tool call><|im_end|>"
+    assert decode(vocabulary, ids) == "fox<tool call>"
+    assert decode(vocabulary, ids, skip_special_tokens=False) == "<s>fox<tool call><|im_end|>"
 
 
 def test_own_bytes():
@@ -237,8 +238,8 @@ def test_own_bytes():
         ("unigram", "▁", b" "),
         ("unigram", "<s>", b"<s>"),
     ]:
-        assert PIECES[family].own(FAMILIES[family].token_to_id(token)) == expected, (family, token)
-    assert PIECES["unigram"].own(10**6) == b""
+        assert VOCABULARIES[family].bytes_of(FAMILIES[family].token_to_id(token)) == expected, (family, token)
+    assert VOCABULARIES["unigram"].bytes_of(10**6) == b""
 
 
 def test_a_decoder_of_another_form_is_refused():
@@ -248,4 +249,31 @@ def test_a_decoder_of_another_form_is_refused():
         decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 2, 0)]),
     ):
         with pytest.raises(UnknownDecoder):
-            read_pieces(["a"], frozenset(), json.loads(decoder.__getstate__()))
+            read_vocabulary(["a"], frozenset(), json.loads(decoder.__getstate__()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_vocabulary_travels_in_parts(family, monkeypatch):
+    monkeypatch.setattr(vocabulary_module, "PART_TOKENS", 64)
+    made = VOCABULARIES[family]
+    made = Vocabulary(
+        [*made.tokens, None, b""], [*made.first_tokens, None, b"x"], made.special, made.byte_fallback, 999
+    )
+    parts = list(made.parts())
+    assert len(parts) == -(-len(made.tokens) // 64)
+    copy = Vocabulary.of(parts)
+    assert copy == made and copy.hash == made.hash
+    with pytest.raises(ValueError, match="parts of a vocabulary"):
+        Vocabulary.of(parts[1:])
+
+
+def test_the_hash_is_of_everything():
+    made = [
+        Vocabulary(tokens, first, frozenset(special), fallback, size)
+        for tokens in ([b"ab", b"c"], [b"a", b"bc"], [b"abc", None], [b"abc", b""])
+        for first in (tokens, [b"x", b"y"])
+        for special in ((), (1,))
+        for fallback in (False, True)
+        for size in (2, 3)
+    ]
+    assert len({each.hash for each in made}) == len(made)

@@ -1,20 +1,12 @@
 """Token streams of one call: bounded, and each fails by itself."""
 
 from baton.rpc.errors import from_status
-from baton.tokenizer.pieces import Pieces
-from baton.tokenizer.streams import TokenStreams
+from baton.tokenizer.service import TokenStreams
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1.tokenizer_pb2 import DetokenizeItem, DetokenizeRequest
 
 LETTERS = [bytes([byte]) for byte in b"abcdefgh"]
-VOCABULARY = Vocabulary(
-    pieces=Pieces(LETTERS, LETTERS, frozenset(), False),
-    vocab_size=8,
-    eos_token_ids=(),
-    context_length=0,
-    chat=False,
-    _tokenizer=None,
-)
+VOCABULARY = Vocabulary(LETTERS, LETTERS, frozenset(), False, 8)
 
 
 def apply(streams, *items):

@@ -111,17 +111,14 @@ class Attempts:
         """
         if not self._log.has_output:
             return ()
-        return tuple(
-            None if choice.ended or choice.finished else tuple(choice.received)
-            for choice in self._log.choices
-        )
+        return tuple(None if choice.finished else tuple(choice.token_ids) for choice in self._log.choices)
 
     def ended(self, error: BatonError, now: float, *, lost: bool) -> None:
         """The attempt has ended before the request. lost: the node is gone or silent, and did not say so.
 
         Returns when the request is to be placed again, or is `done`. Raises BatonError, the request's end.
         """
-        if self._log.received_all:
+        if self._log.complete:
             self.done = True
             return
         address, self.address = self.address, ""

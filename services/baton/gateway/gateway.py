@@ -225,7 +225,9 @@ class Gateway:
         model = node_pb2.ModelInfo()
         model.CopyFrom(models[0])
         model.name = self.config.served_name or model.name
-        model.chat = self.tokenizer.chat
+        if self.tokenizer.model is not None:
+            model.chat = self.tokenizer.model.chat
+            model.vocabulary_hash = self.tokenizer.model.vocabulary_hash
         model.context_length = min(each.context_length for each in models)
         return model
 
@@ -240,11 +242,11 @@ class Gateway:
         """Refuses a decode node that is none, or that serves another model than the others."""
         if info.role != "decode" or not info.HasField("model"):
             raise failed_precondition(f"{info.address} is no decode node but {info.role or 'unknown'}")
-        tokenizer = self.tokenizer.info
-        if tokenizer is not None and tokenizer.model.vocab_size != info.model.vocab_size:
+        tokenizer = self.tokenizer.model
+        if tokenizer is not None and tokenizer.vocab_size != info.model.vocab_size:
             raise failed_precondition(
                 f"decode node {info.address} has a vocabulary of {info.model.vocab_size} tokens, the "
-                f"tokenizer one of {tokenizer.model.vocab_size}: start all with the same model",
+                f"tokenizer one of {tokenizer.vocab_size}: start all with the same model",
                 "MODEL_MISMATCH",
             )
         model = self._model()

@@ -20,8 +20,6 @@ class Asked:
     n: int = 1
     namespace: str = ""
     priority: int | None = None
-    stop: bool = False
-    """There are stop strings."""
     prompt_logprobs: bool = False
     hand_off: bool | None = None
     """The client's word in where its prompt is computed."""
@@ -32,7 +30,6 @@ class Asked:
             n=start.n if start.HasField("n") else 1,
             namespace=start.namespace,
             priority=start.priority if start.HasField("priority") else None,
-            stop=bool(start.sampling.stop),
             prompt_logprobs=start.sampling.HasField("prompt_logprobs"),
             hand_off=start.hand_off if start.HasField("hand_off") else None,
         )

@@ -121,8 +121,7 @@ class Nodes:
     def describe(self) -> Iterator[node_pb2.Peer]:
         """For NodeInfo."""
         for tokenizer in self.tokenizer.nodes.values():
-            info = tokenizer.info if tokenizer.connected else None
-            incarnation = info.incarnation if info is not None else 0
+            incarnation = tokenizer.info.incarnation if tokenizer.info is not None else 0
             yield node_pb2.Peer(
                 role="tokenizer",
                 address=tokenizer.address,

@@ -11,7 +11,6 @@ import grpc
 from baton.gateway import admission
 from baton.gateway.attempts import Attempts
 from baton.gateway.callers import Caller
-from baton.gateway.choice_stream import ChoiceStream
 from baton.gateway.endings import Ending
 from baton.gateway.messages import Asked, decode_start, finished, new_log
 from baton.gateway.placement import Placement
@@ -19,6 +18,7 @@ from baton.gateway.prompt import Prompt, encode_prompt
 from baton.gateway.reader import SlowReader
 from baton.gateway.session import Session
 from baton.gateway.timing import Timing
+from baton.gateway.token_log import fill_token_bytes
 from baton.rpc.errors import (
     BatonError,
     cancelled,
@@ -28,6 +28,7 @@ from baton.rpc.errors import (
     without_frames,
 )
 from baton.rpc.logs import get_logger
+from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Request:
             self,
         )
         self._accepted = self._prompt_done = False
-        self._streams: list[ChoiceStream] = []
+        self._vocabulary: Vocabulary | None = None
         self._stats: decode_pb2.RequestStats | None = None
         limit = gateway.config.request_seconds
         self._timing = Timing(
@@ -136,6 +137,7 @@ class Request:
             self._start = None
             if self.log.terminal is not None:
                 return
+            vocabulary = self._vocabulary = await self._gateway.tokenizer.ready(self._timing.remaining)
             model = self._gateway.model_or_last()
             if model is None:
                 raise self._gateway.no_decode_node()
@@ -145,26 +147,14 @@ class Request:
             )
             self.log.prompt_ids = self._prompt.token_ids
             way = self._gateway.way(self.number, self.log.prompt_ids, self._asked.namespace, self._session)
-            self._open_streams()
+            for choice in self.log.choices:
+                choice.begin(vocabulary, self.log.prompt_ids)
             self._placement.begin(way, model.fingerprint, self._asked.hand_off)
         except BatonError as error:
             self.fail(error)
         except Exception as error:
             _log.exception("request failed", request=self.name)
             self.fail(internal(f"{type(error).__name__} while preparing the request"))
-
-    def _open_streams(self) -> None:
-        self._streams = [
-            ChoiceStream(
-                self._gateway.tokenizer,
-                choice,
-                self.log.prompt_ids,
-                one_by_one=self._asked.stop,
-                on_progress=self._on_progress,
-                on_error=self.fail,
-            )
-            for choice in self.log.choices
-        ]
 
     # At decode nodes.
 
@@ -193,7 +183,7 @@ class Request:
             local_tokens,
         )
 
-    # From the decode node (TokenSink) and the detokenizer.
+    # From the decode node (TokenSink).
 
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
         self._attempts.progress()
@@ -203,8 +193,10 @@ class Request:
         self._prompt_done = True
         self.log.cached_tokens = prompt.cached_tokens
         if self._asked.prompt_logprobs:
+            assert self._vocabulary is not None
             logprobs = list(prompt.prompt_logprobs)
-            self._streams[0].fill_token_bytes(logprobs, lambda: self.log.set_prompt_logprobs(logprobs))
+            fill_token_bytes(logprobs, self._vocabulary)
+            self.log.set_prompt_logprobs(logprobs)
 
     def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None:
         if not self._attempts.current(address, delta.attempt):
@@ -212,15 +204,34 @@ class Request:
             return
         self._attempts.progress()
         self._timing.tokens(delta)
-        known = delta.choice < len(self._streams)
-        wrong = self._streams[delta.choice].wrong(delta, self._sampling) if known else "an unknown choice"
+        wrong = self._wrong(delta)
         if wrong:
             self.fail(internal(f"decode node {address} sent {wrong}", "BAD_PEER"))
-        else:
-            self._streams[delta.choice].push(delta)
+            return
+        self.log.choices[delta.choice].push(delta)
+        self._finish_if_complete()
+        if self.log.terminal is None:
+            self._reader.look(self.log.unread)
+        self._on_change()
+
+    def _wrong(self, delta: decode_pb2.TokenDelta) -> str:
+        """What a decode node must not send; empty: nothing is wrong."""
+        if delta.choice >= len(self.log.choices):
+            return "an unknown choice"
+        choice = self.log.choices[delta.choice]
+        if choice.finished and not choice.stop_matched:
+            return "tokens after a choice's last"
+        if len(choice.token_ids) + len(delta.token_ids) > self._sampling.max_tokens:
+            return "more tokens than max_tokens"
+        if self._sampling.HasField("logprobs") and len(delta.logprobs) != len(delta.token_ids):
+            return f"{len(delta.logprobs)} log-probabilities for {len(delta.token_ids)} tokens"
+        assert self._vocabulary is not None
+        if delta.token_ids and max(delta.token_ids) >= self._vocabulary.size:
+            return f"token {max(delta.token_ids)} of a vocabulary of {self._vocabulary.size}"
+        return ""
 
     def on_finished(self, stats: decode_pb2.RequestStats) -> None:
-        if not self.log.received_all:
+        if not self.log.complete:
             text = f"decode node {self._attempts.address} finished before its last token"
             self.fail(internal(text, "BAD_PEER"))
             return
@@ -242,12 +253,6 @@ class Request:
             self._finish_if_complete()
         else:
             self._placement.place()
-
-    def _on_progress(self) -> None:
-        self._finish_if_complete()
-        if self.log.terminal is None:
-            self._reader.look(self.log.unread)
-        self._on_change()
 
     def _finish_if_complete(self) -> None:
         """Ends the request well once all choices have finished and the decode node has nothing to add."""
@@ -280,9 +285,6 @@ class Request:
         self._reader.end()
         self._start = None
         self._placement.let_go()
-        for stream in self._streams:
-            stream.close()
-        self._streams = []
         if self._session is not None:
             self._session.end()
         self._gateway.forget(self, outcome)

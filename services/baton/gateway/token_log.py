@@ -6,29 +6,81 @@ from collections.abc import Sequence
 
 from google.rpc import status_pb2
 
-from baton.gateway.stop import StopMatcher
-from baton.v1 import common_pb2, inference_pb2
+from baton.tokenizer.detokenize import Detokenizer
+from baton.tokenizer.vocabulary import Vocabulary
+from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
+CONTEXT_TOKENS = 32
+"""Of the prompt: enough for a character that lies across its end, also with special tokens in it."""
 LOGPROBS_PER_DELTA = 512
 """Bounds the size of a merged delta: a position with 20 alternatives takes about 500 bytes."""
 
 
-class ChoiceLog:
-    """One choice: its output tokens, their log-probabilities and the text that is certain.
+class StopMatcher:
+    """Finds the first stop string in a text that comes in pieces, whatever the borders of the pieces.
 
-    Tokens are `received` from a decode node, then appended, once their text is known.
+    The first match is the one that ends first; of those that end at the same place, the longest. That makes
+    the outcome independent of how the text was cut into pieces. Only what may still become a stop string is
+    held back: the longest end of the text that a stop string starts with.
     """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._held = ""
+        self.matched = ""
+        """The stop string found; empty while there is none."""
+
+    def feed(self, text: str) -> str:
+        """Takes the next piece; returns what may be shown. After a match everything is swallowed."""
+        if self.matched:
+            return ""
+        if not self._stop:
+            return text
+        self._held += text
+        found = self._first_match()
+        if found is not None:
+            start, self.matched = found
+            shown, self._held = self._held[:start], ""
+            return shown
+        keep = self._undecided()
+        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return shown
+
+    def flush(self) -> str:
+        """Ends the text: what was held back can no longer become a stop string and is returned."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _first_match(self) -> tuple[int, str] | None:
+        # What is held never contains a whole stop string, so every match ends in the new piece.
+        matches = ((self._held.find(stop), stop) for stop in self._stop)
+        found = [(start + len(stop), start, stop) for start, stop in matches if start >= 0]
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
+
+    def _undecided(self) -> int:
+        """Characters at the end that are a proper beginning of a stop string."""
+        for size in range(min(self._longest - 1, len(self._held)), 0, -1):
+            end = self._held[-size:]
+            if any(len(stop) > size and stop.startswith(end) for stop in self._stop):
+                return size
+        return 0
+
+
+class ChoiceLog:
+    """One choice: its output tokens, their log-probabilities and the text that is certain."""
 
     def __init__(self, index: int, stop: Sequence[str], min_tokens: int) -> None:
         self.index = index
-        self.received: list[int] = []
-        """All that decode nodes have sent. None of these positions is ever sampled again."""
-        self.ended = False
-        """The last token has been received."""
         self.token_ids: list[int] = []
-        """Those whose text is known: the client's."""
+        """All that decode nodes have sent. None of these positions is ever sampled again."""
         self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        self._detokenizer: Detokenizer | None = None
         self._matcher = StopMatcher(stop)
+        self._one_by_one = bool(stop)
         self._min_tokens = min_tokens
         self._logprobs: list[common_pb2.PositionLogprobs] = []
         # Invariant: what lies before the marks has been taken by the client's writer.
@@ -55,10 +107,41 @@ class ChoiceLog:
     def stop_matched(self) -> str:
         return self._matcher.matched
 
-    def receive(self, token_ids: Sequence[int], last: bool) -> None:
-        """Takes tokens from a decode node; what their text is comes with `append`."""
-        self.received.extend(token_ids)
-        self.ended = self.ended or last
+    def begin(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
+        """Tokens that are pushed from now on are the vocabulary's."""
+        self._detokenizer = Detokenizer(vocabulary, prompt_ids[-CONTEXT_TOKENS:])
+
+    def push(self, delta: decode_pb2.TokenDelta) -> None:
+        """Appends tokens of a decode node, with their text. What follows a stop string is dropped: the node
+        goes on until all of the request is cancelled."""
+        token_ids, logprobs, finish_reason = delta.token_ids, delta.logprobs[:], delta.finish_reason
+        if not self._one_by_one or len(token_ids) <= 1:
+            if not self.finished:
+                self._append_tokens(token_ids[:], logprobs, finish_reason)
+            return
+        last = len(token_ids) - 1
+        for index, token in enumerate(token_ids):
+            if self.finished:
+                return
+            reason = finish_reason if index == last else common_pb2.FINISH_REASON_UNSPECIFIED
+            self._append_tokens([token], logprobs[index : index + 1], reason)
+
+    def _append_tokens(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        finish_reason: common_pb2.FinishReason,
+    ) -> None:
+        detokenizer = self._detokenizer
+        assert detokenizer is not None, "not begun"
+        # A token that ends the output (its own end of sequence, or one of stop_token_ids) has no text.
+        ended_by_token = finish_reason == common_pb2.FINISH_REASON_STOP
+        text = detokenizer.feed(token_ids[:-1] if ended_by_token else token_ids)
+        if finish_reason:
+            text += detokenizer.finish()
+        if logprobs:
+            fill_token_bytes(logprobs, detokenizer.vocabulary)
+        self.append(token_ids, text, logprobs, finish_reason)
 
     def append(
         self,
@@ -117,7 +200,7 @@ class TokenLog:
     """A request's prompt, output and terminal event.
 
     The log is the buffer between the decode node and the client: a slow client reads later, in larger deltas,
-    and with too much unread the request pauses (`reader`). `take` hands out every event exactly once:
+    and with too much unread the request pauses (`backpressure`). `take` hands out every event exactly once:
     accepted, deltas, and at last the one terminal event.
     """
 
@@ -149,12 +232,7 @@ class TokenLog:
     @property
     def has_output(self) -> bool:
         """A decode node has sent tokens."""
-        return any(choice.received for choice in self.choices)
-
-    @property
-    def received_all(self) -> bool:
-        """No choice wants another token."""
-        return all(choice.ended or choice.finished for choice in self.choices)
+        return any(choice.token_ids for choice in self.choices)
 
     @property
     def unread(self) -> int:
@@ -232,3 +310,12 @@ class TokenLog:
             deltas[0].delta.prompt_logprobs.extend(self._prompt_logprobs)
             self._prompt_logprobs, self._prompt_logprobs_due = None, False
         return deltas
+
+
+def fill_token_bytes(logprobs: Sequence[common_pb2.PositionLogprobs], vocabulary: Vocabulary) -> None:
+    """Fills in the bytes of the tokens."""
+    for position in logprobs:
+        if position.HasField("chosen"):
+            position.chosen.token_bytes = vocabulary.bytes_of(position.chosen.token_id)
+        for entry in position.top:
+            entry.token_bytes = vocabulary.bytes_of(entry.token_id)

@@ -1,90 +1,200 @@
-"""The Tokenizer service as the gateway uses it, whichever of its processes answers."""
+"""The Tokenizer service as the gateway uses it: prompts are encoded by any of its processes that answers, and
+their common vocabulary is fetched once, so that the gateway detokenizes by itself."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any
 
-from baton.gateway.tokenizer_node import TextSink, TokenizerNode
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from baton.rpc.channel import Dial, open_channel
-from baton.rpc.errors import BatonError, from_status, internal, unavailable
-from baton.v1 import node_pb2, tokenizer_pb2
+from baton.rpc.errors import (
+    BatonError,
+    failed_precondition,
+    from_rpc_error,
+    from_status,
+    internal,
+    unavailable,
+)
+from baton.rpc.logs import get_logger
+from baton.rpc.tasks import Tasks
+from baton.tokenizer.detokenize import decode
+from baton.tokenizer.vocabulary import Vocabulary
+from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
 RETRY_SECONDS = 0.1
 """Pause before a call is tried again while no tokenizer answers."""
+FIRST_BACKOFF_SECONDS = 0.05
+LAST_BACKOFF_SECONDS = 2.0
+CONNECT_SECONDS = 10.0
+"""A tokenizer must answer the first questions about itself within so long."""
+VOCABULARY_SECONDS = 60.0
+"""A vocabulary must have come within so long."""
 
-NO_STREAM = 0
-"""The id of a token stream that no tokenizer holds at the moment: what is pushed to it is dropped."""
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+"""Of a call. CANCELLED is of a tokenizer that stops."""
+
+_log = get_logger()
+
+
+class TokenizerNode:
+    """One tokenizer process. It is usable while its health is SERVING and `accept` has not refused it."""
+
+    def __init__(
+        self, address: str, accept: Callable[[TokenizerNode, node_pb2.NodeInfo], Awaitable[None]], dial: Dial
+    ) -> None:
+        self.address = address
+        self.info: node_pb2.NodeInfo | None = None
+        """None: not usable now."""
+        self.stub: Any = None
+        """Of Tokenizer, while there is a connection."""
+        self._accept = accept
+        self._dial = dial
+        self._error: BatonError | None = None
+        self._tasks = Tasks()
+
+    @property
+    def connected(self) -> bool:
+        return self.info is not None
+
+    @property
+    def trouble(self) -> BatonError:
+        """That it cannot be reached, and why."""
+        return self.gone(self._error)
+
+    def start(self) -> None:
+        self._tasks.spawn(self._run(), f"tokenizer {self.address}")
+
+    async def close(self) -> None:
+        self.info = None
+        await self._tasks.close()
+
+    def gone(self, cause: BatonError | None) -> BatonError:
+        why = f": {cause.message}" if cause is not None else ""
+        return unavailable(f"tokenizer {self.address} is not reachable{why}", "TOKENIZER_UNAVAILABLE", 1000)
+
+    async def _run(self) -> None:
+        backoff = FIRST_BACKOFF_SECONDS
+        while True:
+            try:
+                async with self._dial(self.address) as channel:
+                    self.stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+                    await self._watch(channel)
+            except grpc.aio.AioRpcError as error:
+                self._error = from_rpc_error(error)
+            except TimeoutError:
+                self._error = unavailable("it does not answer", "CONNECT_TIMEOUT")
+            except BatonError as error:
+                self._error = error
+            if self.connected:
+                backoff = FIRST_BACKOFF_SECONDS
+                _log.warning("tokenizer lost", address=self.address, error=self.trouble.message)
+            self.info = None
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+
+    async def _watch(self, channel: grpc.aio.Channel) -> None:
+        """Follows its health. Raises BatonError, AioRpcError or TimeoutError once it cannot be used."""
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                answer = await health.read()
+            while answer is not grpc.aio.EOF:
+                if answer.status != health_pb2.HealthCheckResponse.SERVING:
+                    self.info, self._error = None, unavailable("it is starting or draining", "NOT_SERVING")
+                elif self.info is None:
+                    ask = node_pb2_grpc.NodeStub(channel).GetInfo
+                    info = await ask(node_pb2.GetInfoRequest(), timeout=CONNECT_SECONDS)
+                    await self._accept(self, info)
+                    self.info = info
+                answer = await health.read()
+            raise unavailable("it closed the connection", "STREAM_CLOSED")
+        finally:
+            health.cancel()
 
 
 class Tokenizer:
-    """Several tokenizer processes as one. A token stream lives at one of them; when that one is lost, the
-    stream's sink opens it anew at another, or at the same one once it is back.
-
-    wait_seconds: how long calls and token streams wait while none can be reached.
-    """
+    """Several tokenizer processes as one. wait_seconds: how long calls wait while none can be reached."""
 
     def __init__(self, wait_seconds: float, dial: Dial = open_channel) -> None:
         self.nodes: dict[str, TokenizerNode] = {}
+        self.vocabulary: Vocabulary | None = None
+        """Of the tokenizers that are connected, or were last; None: none has been yet."""
+        self.model: node_pb2.ModelInfo | None = None
+        """Likewise."""
         self._wait_seconds = wait_seconds
         self._dial = dial
-        self._ids = count(1)
-        self._at: dict[int, TokenizerNode] = {}  # where each token stream lives
-        self._homeless: dict[TextSink, asyncio.TimerHandle] = {}
         self._turn = count()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.Lock()
+        self._closing = Tasks()
 
     # Which processes there are.
 
     def add(self, address: str) -> None:
         """Begins to connect. Idempotent."""
         if address not in self.nodes:
-            node = TokenizerNode(address, self._welcome, self._lost, self._dial)
-            self.nodes[address] = node
+            node = self.nodes[address] = TokenizerNode(address, self._accept, self._dial)
             node.start()
 
     def remove(self, address: str) -> None:
-        """Its token streams go on at others."""
+        """What it was asked is asked of others."""
         node = self.nodes.pop(address, None)
         if node is not None:
-            node.lose_streams(unavailable(f"tokenizer {address} was removed", "TOKENIZER_UNAVAILABLE"))
-            task = asyncio.get_running_loop().create_task(node.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing.spawn(node.close(), f"leave tokenizer {address}")
 
     async def close(self) -> None:
-        for timer in self._homeless.values():
-            timer.cancel()
-        await asyncio.gather(*(node.close() for node in self.nodes.values()), *self._closing)
-
-    @property
-    def info(self) -> node_pb2.NodeInfo | None:
-        return next((node.info for node in self.nodes.values() if node.connected), None)
+        await asyncio.gather(*(node.close() for node in self.nodes.values()))
+        await self._closing.close()
 
     @property
     def connected(self) -> bool:
         return any(node.connected for node in self.nodes.values())
 
-    @property
-    def chat(self) -> bool:
-        return self.info is not None and self.info.model.chat
+    def trouble(self) -> BatonError:
+        """That no tokenizer can be reached, and why."""
+        found = next((node.trouble for node in self.nodes.values() if not node.connected), None)
+        return found or unavailable("no tokenizer is known", "TOKENIZER_UNAVAILABLE", 1000)
 
-    @property
-    def streams(self) -> int:
-        """Token streams that are open, or wait for a tokenizer."""
-        return sum(len(node.sinks) for node in self.nodes.values()) + len(self._homeless)
+    async def _accept(self, node: TokenizerNode, info: node_pb2.NodeInfo) -> None:
+        """Makes `vocabulary` the node's. Raises BatonError for a node with another one than those that are
+        connected."""
+        async with self._accepting:
+            hash = info.model.vocabulary_hash
+            if self.vocabulary is None or self.vocabulary.hash != hash:
+                if self.connected:
+                    text = f"tokenizer {node.address} has another vocabulary than the others"
+                    raise failed_precondition(f"{text}: start all with the same model", "MODEL_MISMATCH")
+                call = node.stub.Vocabulary(tokenizer_pb2.VocabularyRequest(), timeout=VOCABULARY_SECONDS)
+                parts = [part async for part in call]
+                try:
+                    self.vocabulary = await asyncio.to_thread(Vocabulary.of, parts)
+                except ValueError as error:
+                    raise internal(str(error), "BAD_PEER") from error
+            self.model = info.model
 
     # Calls.
+
+    async def ready(self, timeout: float) -> Vocabulary:
+        """The vocabulary; waits for the first tokenizer. Raises BatonError: TOKENIZER_UNAVAILABLE."""
+        deadline = time.monotonic() + min(timeout, self._wait_seconds)
+        while self.vocabulary is None:
+            if time.monotonic() + RETRY_SECONDS >= deadline:
+                raise self.trouble()
+            await asyncio.sleep(RETRY_SECONDS)
+        return self.vocabulary
 
     async def encode(
         self, inputs: Sequence[tokenizer_pb2.EncodeInput], timeout: float
     ) -> list[tokenizer_pb2.EncodeResult]:
         """Encodes; raises the BatonError of the first input that cannot be."""
-        request = tokenizer_pb2.EncodeRequest(inputs=inputs)
-        response = await self._call(lambda node, left: node.encode(request, left), timeout)
+        response = await self._encode(tokenizer_pb2.EncodeRequest(inputs=inputs), timeout)
         for result in response.results:
             if result.HasField("error"):
                 error = from_status(result.error)
@@ -99,15 +209,15 @@ class Tokenizer:
 
     async def decode(self, token_ids: Sequence[int], timeout: float) -> str:
         """The text of a whole token sequence, special tokens left out."""
-        sequence = tokenizer_pb2.TokenSequence(token_ids=token_ids)
-        request = tokenizer_pb2.DecodeRequest(sequences=[sequence])
-        response = await self._call(lambda node, left: node.decode(request, left), timeout)
-        return str(response.texts[0])
+        return decode(await self.ready(timeout), token_ids)
 
-    async def _call(self, ask: Callable[[TokenizerNode, float], Awaitable[Any]], timeout: float) -> Any:
-        """Asks them in turn until one answers. Raises BatonError: TOKENIZER_UNAVAILABLE when none does."""
+    async def _encode(
+        self, request: tokenizer_pb2.EncodeRequest, timeout: float
+    ) -> tokenizer_pb2.EncodeResponse:
+        """Asks one after the other until one answers. Raises BatonError: TOKENIZER_UNAVAILABLE when none
+        does."""
         now = time.monotonic()
-        deadline, patience = now + timeout, now + self._wait_seconds
+        deadline, wait_until = now + timeout, now + self._wait_seconds
         while True:
             error = self.trouble()
             connected = [node for node in self.nodes.values() if node.connected]
@@ -117,66 +227,19 @@ class Tokenizer:
                 if not node.connected:
                     continue  # by now
                 try:
-                    return await ask(node, max(0.001, deadline - time.monotonic()))
-                except BatonError as failed:
-                    if failed.reason != "TOKENIZER_UNAVAILABLE":
+                    left = max(0.001, deadline - time.monotonic())
+                    response: tokenizer_pb2.EncodeResponse = await node.stub.Encode(request, timeout=left)
+                    return response
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    if task is not None and task.cancelling():
                         raise
-                    error = failed
-            if time.monotonic() + RETRY_SECONDS >= min(deadline, patience):
+                    error = node.gone(None)  # the connection has been closed on this side
+                except grpc.aio.AioRpcError as failed:
+                    error = from_rpc_error(failed)
+                    if error.code not in _GONE:
+                        raise error from failed
+                    error = node.gone(error)
+            if time.monotonic() + RETRY_SECONDS >= min(deadline, wait_until):
                 raise error
             await asyncio.sleep(RETRY_SECONDS)
-
-    def trouble(self) -> BatonError:
-        """That no tokenizer can be reached, and why."""
-        found = next((node.trouble for node in self.nodes.values() if not node.connected), None)
-        return found or unavailable("no tokenizer is known", "TOKENIZER_UNAVAILABLE", 1000)
-
-    # Token streams.
-
-    def open(self, sink: TextSink) -> int:
-        """A new token stream, opened by its first item; NO_STREAM: the sink is told when one can be had."""
-        nodes = [node for node in self.nodes.values() if node.connected]
-        node = min(nodes, key=lambda node: len(node.sinks), default=None)
-        if node is None:
-            self._wait_for_home(sink, self.trouble())
-            return NO_STREAM
-        id = next(self._ids)
-        node.sinks[id] = sink
-        self._at[id] = node
-        return id
-
-    def push(self, id: int) -> tokenizer_pb2.DetokenizeItem | None:
-        """An item to be filled in now. None: the stream has no tokenizer; once it has one, what is unanswered
-        is sent again."""
-        node = self._at.get(id)
-        return node.push(id) if node is not None and id in node.sinks else None
-
-    def close_stream(self, id: int, sink: TextSink) -> None:
-        """The owner wants no more text."""
-        timer = self._homeless.pop(sink, None)
-        if timer is not None:
-            timer.cancel()
-        node = self._at.pop(id, None)
-        if node is not None:
-            node.close_stream(id)
-
-    def _wait_for_home(self, sink: TextSink, error: BatonError) -> None:
-        if sink not in self._homeless:
-            loop = asyncio.get_running_loop()
-            self._homeless[sink] = loop.call_later(self._wait_seconds, self._give_up, sink, error)
-
-    def _give_up(self, sink: TextSink, error: BatonError) -> None:
-        if self._homeless.pop(sink, None) is not None:
-            sink.on_detokenizer_lost(error)
-
-    def _lost(self, sinks: list[TextSink], error: BatonError) -> None:
-        self._at = {id: node for id, node in self._at.items() if id in node.sinks}
-        for sink in sinks:
-            sink.on_tokenizer_changed()
-
-    def _welcome(self) -> None:
-        """A tokenizer has become usable."""
-        homeless, self._homeless = self._homeless, {}
-        for sink, timer in homeless.items():
-            timer.cancel()
-            sink.on_tokenizer_changed()

@@ -231,7 +231,6 @@ class SimGateway(Process):
             return
         unspecified = common_pb2.FINISH_REASON_UNSPECIFIED
         reason = FINISH_REASONS[tokens.finish] if tokens.finish is not None else unspecified
-        choice.receive([tokens.token], tokens.finish is not None)
         choice.append([tokens.token], text_of([tokens.token]), (), reason)
         if running.log.complete and any(choice.stop_matched for choice in running.log.choices):
             self._finish(running)

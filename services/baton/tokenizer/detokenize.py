@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from baton.tokenizer.pieces import Pieces
+from baton.tokenizer.vocabulary import Vocabulary
 
 
 def _each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -30,18 +30,20 @@ class Detokenizer:
     first, and a character that the context left unfinished comes out whole.
     """
 
-    __slots__ = ("_decoder", "_pieces", "_skip", "_started")
+    __slots__ = ("_decoder", "_skip", "_started", "vocabulary")
 
-    def __init__(self, pieces: Pieces, context: Iterable[int] = (), skip_special_tokens: bool = True) -> None:
-        self._pieces = pieces
+    def __init__(
+        self, vocabulary: Vocabulary, context: Iterable[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self.vocabulary = vocabulary
         self._skip = skip_special_tokens
         self._started = False
-        self._decoder = _utf8("baton.each_byte" if pieces.byte_fallback else "replace")
+        self._decoder = _utf8("baton.each_byte" if vocabulary.byte_fallback else "replace")
         self.feed(context)
 
     def feed(self, tokens: Iterable[int]) -> str:
         """The text that has become certain with these tokens. Ids outside the tables add nothing."""
-        table, special = self._pieces.later, self._pieces.special
+        table, special = self.vocabulary.tokens, self.vocabulary.special
         data = bytearray()
         for token in tokens:
             piece = table[token] if 0 <= token < len(table) else None
@@ -49,7 +51,7 @@ class Detokenizer:
                 continue
             if not self._started:
                 self._started = True
-                piece = self._pieces.first[token] or b""
+                piece = self.vocabulary.first_tokens[token] or b""
             data += piece
         return self._decoder.decode(bytes(data))
 
@@ -58,7 +60,7 @@ class Detokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-def decode(pieces: Pieces, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
+def decode(vocabulary: Vocabulary, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
     """The text of a whole sequence: what a Detokenizer gives out in all."""
-    stream = Detokenizer(pieces, skip_special_tokens=skip_special_tokens)
+    stream = Detokenizer(vocabulary, skip_special_tokens=skip_special_tokens)
     return stream.feed(tokens) + stream.finish()

@@ -15,7 +15,7 @@ from baton.discovery.registration import Registration, register
 from baton.rpc.errors import failed_precondition
 from baton.rpc.ids import new_incarnation
 from baton.rpc.node import run_node
-from baton.tokenizer import vocabulary
+from baton.tokenizer import hf
 from baton.tokenizer.service import TokenizerService
 from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -42,13 +42,13 @@ class TokenizerNode:
     async def start(self, address: str) -> None:
         self.address = address
 
-        def load() -> vocabulary.Vocabulary:
+        def load() -> hf.HFTokenizer:
             path = checkpoint.resolve(self._config.model, checkpoint.TOKENIZER_FILES)
-            return vocabulary.load(path, special_tokens_in_content=self._config.special_tokens_in_content)
+            return hf.load(path, special_tokens_in_content=self._config.special_tokens_in_content)
 
         loop = asyncio.get_running_loop()
         try:
-            self._service.vocabulary = await loop.run_in_executor(self._threads, load)
+            self._service.tokenizer = await loop.run_in_executor(self._threads, load)
         except checkpoint.CheckpointError as error:
             raise failed_precondition(str(error), "CHECKPOINT") from error
         self._registration = register(self._config, self.role, self._incarnation, address)
@@ -71,13 +71,14 @@ class TokenizerNode:
 
     def info(self) -> node_pb2.NodeInfo:
         info = node_pb2.NodeInfo(incarnation=self._incarnation)
-        loaded = self._service.vocabulary
+        loaded = self._service.tokenizer
         if loaded is not None:
             info.model.name = checkpoint.model_name(self._config.model)
             info.model.context_length = loaded.context_length
-            info.model.vocab_size = loaded.vocab_size
+            info.model.vocab_size = loaded.vocabulary.size
             info.model.eos_token_ids.extend(loaded.eos_token_ids)
             info.model.chat = loaded.chat
+            info.model.vocabulary_hash = loaded.vocabulary.hash
         return info
 
     def load(self) -> node_pb2.Load:

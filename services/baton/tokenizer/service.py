@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,14 +19,15 @@ from baton.rpc.errors import (
     exhausted,
     failed_precondition,
     invalid,
+    not_found,
     to_status,
     unavailable,
 )
 from baton.rpc.validate import check_token_ids
-from baton.tokenizer import detokenize
 from baton.tokenizer.chat import Rendered
-from baton.tokenizer.streams import TokenStreams, size
-from baton.tokenizer.vocabulary import NoChatTemplate, TemplateFailed, Vocabulary
+from baton.tokenizer.detokenize import Detokenizer, decode
+from baton.tokenizer.hf import HFTokenizer, NoChatTemplate, TemplateFailed
+from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -34,6 +36,8 @@ INLINE_TOKENS = 2048
 thread (about 0.2 microseconds a token, and 5 an item)."""
 WORK_SECONDS = 60.0
 """A piece of work in a thread may take so long."""
+MAX_STREAMS = 65536
+"""Open token streams on one call of Detokenize, and closed ones that are remembered."""
 MAX_WORK = 512
 """Pieces of work for the threads that wait or run; more are refused."""
 
@@ -41,10 +45,10 @@ T = TypeVar("T")
 
 
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
-    """`vocabulary` is set once it is loaded; until then no call arrives (run_node sees to it)."""
+    """`tokenizer` is set once it is loaded; until then no call arrives (run_node sees to it)."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self.vocabulary: Vocabulary | None = None
+        self.tokenizer: HFTokenizer | None = None
         self.draining = False
         self._counts = node_pb2.Load()
         self._streams: set[TokenStreams] = set()
@@ -56,9 +60,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Encode(
         self, request: tokenizer_pb2.EncodeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.EncodeResponse:
-        vocabulary = await self._vocabulary(context)
+        tokenizer = await self._loaded(context)
         with self._counted():
-            results = await self._work(context, lambda: encode_all(vocabulary, request.inputs))
+            results = await self._work(context, lambda: encode_all(tokenizer, request.inputs))
         failed = sum(result.HasField("error") for result in results)
         self._counts.failed += failed
         self._counts.finished += len(results) - failed
@@ -68,13 +72,13 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Decode(
         self, request: tokenizer_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.DecodeResponse:
-        vocabulary = await self._vocabulary(context)
+        vocabulary = (await self._loaded(context)).vocabulary
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
 
         def work() -> list[str]:
             for index, sequence in enumerate(request.sequences):
-                check_token_ids(sequence.token_ids, vocabulary.vocab_size, f"sequences[{index}].token_ids")
-            return [detokenize.decode(vocabulary.pieces, s.token_ids, skip) for s in request.sequences]
+                check_token_ids(sequence.token_ids, vocabulary.size, f"sequences[{index}].token_ids")
+            return [decode(vocabulary, s.token_ids, skip) for s in request.sequences]
 
         with self._counted():
             texts = await self._work(context, work)
@@ -87,14 +91,14 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         requests: AsyncIterator[tokenizer_pb2.DetokenizeRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
-        streams = TokenStreams(await self._vocabulary(context))
+        streams = TokenStreams((await self._loaded(context)).vocabulary)
         self._streams.add(streams)
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
         try:
             async for request in requests:
-                if sum(map(size, request.items)) <= INLINE_TOKENS:
+                if sum(map(_tokens_in, request.items)) <= INLINE_TOKENS:
                     yield streams.apply(request)
                 else:
                     yield await self._work(context, partial(streams.apply, request))
@@ -107,6 +111,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             streams.close()
             self._streams.discard(streams)
             _add(self._counts, streams.counts)
+
+    async def Vocabulary(
+        self, request: tokenizer_pb2.VocabularyRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[tokenizer_pb2.VocabularyPart]:
+        for part in (await self._loaded(context)).vocabulary.parts():
+            yield part
 
     def load(self) -> node_pb2.Load:
         """Of all calls. `requests`: Encode and Decode calls, and open token streams."""
@@ -124,10 +134,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         if calls:
             await asyncio.wait(calls, timeout=5.0)
 
-    async def _vocabulary(self, context: grpc.aio.ServicerContext) -> Vocabulary:
-        if self.vocabulary is None or self.draining:
+    async def _loaded(self, context: grpc.aio.ServicerContext) -> HFTokenizer:
+        if self.tokenizer is None or self.draining:
             await abort(context, unavailable("the tokenizer is draining; ask another", "DRAINING"))
-        return self.vocabulary
+        return self.tokenizer
 
     async def _work(self, context: grpc.aio.ServicerContext, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -154,8 +164,88 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             self._counts.requests -= 1
 
 
+class TokenStreams:
+    """Applies messages in order; used by one thread at a time. `counts` is its own share of the load."""
+
+    def __init__(self, vocabulary: Vocabulary, max_streams: int = MAX_STREAMS) -> None:
+        self.counts = node_pb2.Load()
+        self._vocabulary = vocabulary
+        self._max_streams = max_streams
+        self._open: dict[int, Detokenizer] = {}
+        self._closed: OrderedDict[int, None] = OrderedDict()
+
+    def apply(self, request: tokenizer_pb2.DetokenizeRequest) -> tokenizer_pb2.DetokenizeResponse:
+        """One output for each item, in order; each fails by itself."""
+        response = tokenizer_pb2.DetokenizeResponse()
+        for index, item in enumerate(request.items):
+            output = response.outputs.add(id=item.id)
+            try:
+                self._apply(item, output, f"items[{index}]")
+            except BatonError as error:
+                self.counts.failed += item.id in self._open
+                self._drop(item.id)
+                output.Clear()
+                output.id = item.id
+                output.finished = True
+                output.error.CopyFrom(to_status(error))
+        return response
+
+    def close(self) -> None:
+        """Drops every open stream."""
+        self.counts.cancelled += len(self._open)
+        self.counts.requests -= len(self._open)
+        self._open.clear()
+
+    def _apply(
+        self, item: tokenizer_pb2.DetokenizeItem, output: tokenizer_pb2.DetokenizeOutput, field: str
+    ) -> None:
+        size = self._vocabulary.size
+        check_token_ids(item.context, size, f"{field}.context")
+        check_token_ids(item.token_ids, size, f"{field}.token_ids")
+        check_token_ids(item.token_bytes_of, size, f"{field}.token_bytes_of")
+        stream = self._open.get(item.id)
+        if stream is None:
+            stream = self._open_stream(item)
+        elif item.context or item.HasField("skip_special_tokens"):
+            name = "context" if item.context else "skip_special_tokens"
+            raise invalid(f"{field}.{name}", f"{field}.{name}: only in the item that opens a token stream")
+        text = stream.feed(item.token_ids)
+        self.counts.output_tokens += len(item.token_ids)
+        if item.finish:
+            text += stream.finish()
+            self.counts.finished += 1
+            self._drop(item.id)
+        output.text = text
+        output.finished = item.finish
+        output.token_bytes.extend(self._vocabulary.bytes_of(token) for token in item.token_bytes_of)
+
+    def _open_stream(self, item: tokenizer_pb2.DetokenizeItem) -> Detokenizer:
+        if item.id in self._closed:
+            raise not_found(f"token stream {item.id} is closed; ids are unique on a call", "STREAM_CLOSED")
+        if len(self._open) >= self._max_streams:
+            raise exhausted(
+                f"{self._max_streams} token streams are open on this call; finish some", "STREAMS"
+            )
+        skip = item.skip_special_tokens if item.HasField("skip_special_tokens") else True
+        stream = self._open[item.id] = Detokenizer(self._vocabulary, item.context, skip)
+        self.counts.requests += 1
+        return stream
+
+    def _drop(self, name: int) -> None:
+        """Forgets the stream, but remembers for a while that it was: a late item must not open it anew."""
+        if self._open.pop(name, None) is not None:
+            self.counts.requests -= 1
+        self._closed[name] = None
+        if len(self._closed) > self._max_streams:
+            self._closed.popitem(last=False)
+
+
+def _tokens_in(item: tokenizer_pb2.DetokenizeItem) -> int:
+    return len(item.token_ids) + len(item.context) + len(item.token_bytes_of)
+
+
 def encode_all(
-    vocabulary: Vocabulary, inputs: Sequence[tokenizer_pb2.EncodeInput]
+    tokenizer: HFTokenizer, inputs: Sequence[tokenizer_pb2.EncodeInput]
 ) -> list[tokenizer_pb2.EncodeResult]:
     """One result for each input, in order; each fails by itself."""
     results = [tokenizer_pb2.EncodeResult() for _ in inputs]
@@ -168,7 +258,7 @@ def encode_all(
             if kind == "text":
                 texts[special].append((index, entry.text))
             elif kind == "chat":
-                rendered = _render(vocabulary, entry.chat, f"inputs[{index}].chat.messages")
+                rendered = _render(tokenizer, entry.chat, f"inputs[{index}].chat.messages")
                 result.rendered = rendered.text
                 rest = rendered.after(entry.encoded_text) if entry.encoded_text else None
                 result.continued = rest is not None
@@ -178,8 +268,8 @@ def encode_all(
         except BatonError as error:
             result.error.CopyFrom(to_status(error))
     for special in (False, True):
-        _fill(results, texts[special], lambda batch: vocabulary.encode(batch, special))  # noqa: B023
-        _fill(results, chats[special], lambda batch: vocabulary.encode_chats(batch, special))  # noqa: B023
+        _fill(results, texts[special], lambda batch: tokenizer.encode(batch, special))  # noqa: B023
+        _fill(results, chats[special], lambda batch: tokenizer.encode_chats(batch, special))  # noqa: B023
     return results
 
 
@@ -193,7 +283,7 @@ def _fill(
             results[index].token_ids.extend(token_ids)
 
 
-def _render(vocabulary: Vocabulary, chat: tokenizer_pb2.ChatPrompt, field: str) -> Rendered:
+def _render(tokenizer: HFTokenizer, chat: tokenizer_pb2.ChatPrompt, field: str) -> Rendered:
     if not chat.messages:
         raise invalid(field, f"{field} must not be empty")
     for index, message in enumerate(chat.messages):
@@ -202,9 +292,7 @@ def _render(vocabulary: Vocabulary, chat: tokenizer_pb2.ChatPrompt, field: str) 
             raise invalid(name, f"{name} is {message.role[:40]!r}; use one of {', '.join(ROLES)}")
     start_answer = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
     try:
-        return vocabulary.render(
-            [{"role": m.role, "content": m.content} for m in chat.messages], start_answer
-        )
+        return tokenizer.render([{"role": m.role, "content": m.content} for m in chat.messages], start_answer)
     except NoChatTemplate:
         raise failed_precondition("the model has no chat template; send text", "NO_CHAT_TEMPLATE") from None
     except TemplateFailed as error:

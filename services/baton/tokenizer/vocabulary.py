@@ -1,151 +1,242 @@
-"""A checkpoint's tokenizer and chat template. Everything here may take long: call it from a thread."""
+"""A model's vocabulary: the bytes that each token stands for. Imports neither torch nor transformers.
+
+The decoders of the tokenizer families that language models use share one form: a text is what its first token
+stands for at the start, followed by what each further token stands for, as bytes read as UTF-8. `Vocabulary`
+is that form; `read_vocabulary` derives it from a decoder's description in tokenizer.json (format and
+behaviour: https://github.com/huggingface/tokenizers, `tokenizers/src/decoders`). Processes get it from each
+other by Tokenizer.Vocabulary.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping, Sequence
+import hashlib
+import sys
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
-from baton.checkpoint import CheckpointError
-from baton.tokenizer.chat import ChatEncoder, Rendered
-from baton.tokenizer.pieces import Pieces, UnknownDecoder, read_pieces
+from baton.v1 import tokenizer_pb2
 
-SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
-"""Files that hold a vocabulary; a checkpoint needs one of them."""
+PART_TOKENS = 16384
+"""Tokens in a part of the vocabulary, as it is sent: a few hundred kilobytes."""
+
+Spec = dict[str, Any]
+
+_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
 
 
-class NoChatTemplate(Exception):
-    """The model has no chat template."""
+class UnknownDecoder(Exception):
+    """The decoder does not have the form described here."""
 
 
-class TemplateFailed(Exception):
-    """The chat template refused the messages; says why."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Vocabulary:
-    """Thread-safe: nothing changes after load()."""
+    """What each token stands for. Tables by token id, of one length; ids beyond it stand for nothing."""
 
-    pieces: Pieces
-    vocab_size: int
-    """The model's: ids from len(pieces.later) up exist as logits but stand for no text."""
-    eos_token_ids: tuple[int, ...]
-    context_length: int
-    """Positions that the checkpoint was made for; 0: config.json does not say."""
-    chat: bool
-    _tokenizer: Any
-    _chat_encoder: ChatEncoder | None = None
-    """None: special tokens that a message's content names become those tokens."""
+    tokens: Sequence[bytes | None]
+    """What a token adds to a text; None: the tokenizer leaves the id undefined."""
+    first_tokens: Sequence[bytes | None]
+    """What it adds as the first token of a text. The same object as `tokens` where there is no difference."""
+    special: frozenset[int]
+    """Tokens that are left out where special tokens are skipped."""
+    byte_fallback: bool
+    """Invalid UTF-8 yields one U+FFFD a byte, rather than one for each maximal part of a character."""
+    size: int
+    """The model's: ids from len(tokens) up exist as logits but stand for no text."""
 
-    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. An empty text has none but those that the tokenizer adds of its own accord.
+    def bytes_of(self, token: int) -> bytes:
+        """The token's own bytes; b"" for an id that the tokenizer leaves undefined."""
+        return (self.tokens[token] or b"") if 0 <= token < len(self.tokens) else b""
 
-        Strings such as "<|im_end|>" in a text become the special token that they name.
-        """
-        backend = self._tokenizer.backend_tokenizer
-        # The backend, rather than the tokenizer: the latter sets padding and truncation on it at every call,
-        # which fails when two threads do so at once.
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of all of the above, in hexadecimal."""
+        digest = hashlib.sha256(f"{self.size} {self.byte_fallback} {sorted(self.special)}".encode())
+        for table in (self.tokens, self.first_tokens):
+            lengths = array("i", [-1 if token is None else len(token) for token in table])
+            if sys.byteorder == "big":
+                lengths.byteswap()
+            digest.update(lengths.tobytes())
+            digest.update(b"".join(token or b"" for token in table))
+        return digest.hexdigest()
 
-    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> Rendered:
-        """A conversation, by the model's template in Jinja's sandbox.
-
-        Raises NoChatTemplate, or TemplateFailed.
-        """
-        if not self.chat:
-            raise NoChatTemplate
-
-        def render(messages: Sequence[Mapping[str, str]]) -> str:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+    def parts(self) -> Iterator[tokenizer_pb2.VocabularyPart]:
+        """As Tokenizer.Vocabulary sends it."""
+        for start in range(0, max(1, len(self.tokens)), PART_TOKENS):
+            end = min(start + PART_TOKENS, len(self.tokens))
+            tokens, first_tokens = self.tokens[start:end], self.first_tokens[start:end]
+            yield tokenizer_pb2.VocabularyPart(
+                tokens=[token or b"" for token in tokens],
+                first_tokens=[token or b"" for token in first_tokens] if first_tokens != tokens else (),
+                undefined=[start + index for index, token in enumerate(tokens) if token is None],
+                special=sorted(id for id in self.special if start <= id < end),
+                byte_fallback=self.byte_fallback,
+                size=self.size,
+                hash=self.hash,
             )
-            return text
 
-        try:
-            if self._chat_encoder is None:
-                text = render(messages)
-                return Rendered(text, text, {})
-            return self._chat_encoder.render(render, messages, str(self._tokenizer.chat_template))
-        except Exception as error:  # whatever a template may run into: it is the checkpoint's code
-            raise TemplateFailed(" ".join(str(error).split()) or type(error).__name__) from error
+    @classmethod
+    def of(cls, parts: Sequence[tokenizer_pb2.VocabularyPart]) -> Self:
+        """From all parts, in order. Raises ValueError for parts that are not whole."""
+        if not parts:
+            raise ValueError("the parts of a vocabulary have not come")
+        tokens: list[bytes | None] = []
+        first_tokens: list[bytes | None] = []
+        for part in parts:
+            tokens += part.tokens
+            first_tokens += part.first_tokens or part.tokens
+            for id in part.undefined:
+                if id < len(tokens):  # else parts are missing: the hash tells
+                    tokens[id] = first_tokens[id] = None
+        special = frozenset(id for part in parts for id in part.special)
+        same = tokens == first_tokens
+        last = parts[-1]
+        made = cls(tokens, tokens if same else first_tokens, special, last.byte_fallback, last.size)
+        if made.hash != last.hash:
+            raise ValueError(f"the parts of a vocabulary are not those of {last.hash}")
+        return made
 
-    def encode_chats(self, rendered: Sequence[Rendered], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each."""
-        if self._chat_encoder is None:
-            return self.encode([each.text for each in rendered], add_special_tokens)
-        return self._chat_encoder.encode(rendered, add_special_tokens)
 
+def read_vocabulary(
+    tokens: Sequence[str | None], special: frozenset[int], decoder: Spec | None, size: int | None = None
+) -> Vocabulary:
+    """Derives what tokens stand for from a tokenizer's decoder.
 
-def load(path: Path, *, special_tokens_in_content: bool = False) -> Vocabulary:
-    """Reads tokenizer files, config.json and generation_config.json. Raises CheckpointError.
-
-    special_tokens_in_content: see TokenizerConfig.
+    tokens: the vocabulary's strings by id (None: undefined); decoder: its description, None where the
+    tokenizer has none; size: the model's, None: as many as tokens. Raises UnknownDecoder.
     """
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
-
-    config = _read_json(path / "config.json")
-    if not any(any(path.glob(pattern)) for pattern in SOURCES):
-        # AutoTokenizer would make an empty tokenizer from config.json alone, and say nothing.
-        raise CheckpointError(f"{path} has no tokenizer files; tokenizer.json is the one to have")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the library raises whatever it runs into
-        raise CheckpointError(f"cannot read the tokenizer in {path}: {_one_line(error)}") from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise CheckpointError(f"{path} has no tokenizer.json, nor files that it can be made from")
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()
-    backend.no_truncation()
-    state = backend.decoder.__getstate__() if backend.decoder is not None else None
-    special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    try:
-        pieces = read_pieces(
-            [backend.id_to_token(index) for index in range(len(tokenizer))],
-            special,
-            None if state is None else json.loads(state),
-        )
-    except UnknownDecoder as error:
-        raise CheckpointError(f"cannot use the tokenizer in {path}: {error}") from error
-    return Vocabulary(
-        pieces=pieces,
-        vocab_size=int(config.get("vocab_size") or len(tokenizer)),
-        eos_token_ids=_eos(path, config, tokenizer),
-        context_length=int(config.get("max_position_embeddings") or 0),
-        chat=bool(tokenizer.chat_template),
-        _tokenizer=tokenizer,
-        _chat_encoder=None if special_tokens_in_content else ChatEncoder(backend, tokenizer.unk_token_id),
-    )
+    steps = _flatten(decoder)
+    kinds = [step["type"] for step in steps]
+    byte_fallback = False
+    first: Callable[[str], bytes]
+    later: Callable[[str], bytes]
+    if not steps:
+        first, later = str.encode, lambda token: f" {token}".encode()
+    elif "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}:
+        first = later = _byte_level()
+    elif kinds == ["WordPiece"]:
+        first, later = _word_piece(steps[0])
+    elif set(kinds) <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+        first, later = _sentence_piece(steps)
+        byte_fallback = "ByteFallback" in kinds
+    else:
+        raise UnknownDecoder(f"decoder {'+'.join(kinds)} is not supported")
+    table = [None if token is None else later(token) for token in tokens]
+    first_table = table if first is later else [None if token is None else first(token) for token in tokens]
+    return Vocabulary(table, first_table, special, byte_fallback, len(tokens) if size is None else size)
 
 
-def _eos(path: Path, config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """Of config.json and generation_config.json together, as workers have it; else the tokenizer's."""
-    generation = path / "generation_config.json"
-    found: dict[int, None] = {}
-    for source in (config, _read_json(generation) if generation.is_file() else {}):
-        value = source.get("eos_token_id")
-        if value is not None:
-            found.update(dict.fromkeys(value if isinstance(value, list) else [value]))
-    if not found and tokenizer.eos_token_id is not None:
-        found[tokenizer.eos_token_id] = None
-    return tuple(int(token) for token in found)
+def _flatten(decoder: Spec | None) -> list[Spec]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [step for inner in decoder["decoders"] for step in _flatten(inner)]
+    return [decoder]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {_one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"cannot read {path}: it is not a JSON object")
-    return content
+def _byte_level_alphabet() -> list[str]:
+    """The printable character that stands for each byte (GPT-2's `bytes_to_unicode`)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = 0
+    alphabet = []
+    for byte in range(256):
+        if byte in printable:
+            alphabet.append(chr(byte))
+        else:
+            alphabet.append(chr(0x100 + shifted))
+            shifted += 1
+    return alphabet
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+def _byte_level() -> Callable[[str], bytes]:
+    table = {char: byte for byte, char in enumerate(_byte_level_alphabet())}
+
+    def convert(token: str) -> bytes:
+        try:
+            return bytes(table[char] for char in token)
+        except KeyError:  # an added token, written as itself
+            return token.encode()
+
+    return convert
+
+
+def _word_piece(step: Spec) -> tuple[Callable[[str], bytes], Callable[[str], bytes]]:
+    prefix = step["prefix"]
+
+    def clean(text: str) -> str:
+        if step["cleanup"]:
+            for pattern, replacement in _CLEAN_UP:
+                text = text.replace(pattern, replacement)
+        return text
+
+    def first(token: str) -> bytes:
+        return clean(token).encode()
+
+    def later(token: str) -> bytes:
+        return clean(token.removeprefix(prefix) if token.startswith(prefix) else f" {token}").encode()
+
+    return first, later
+
+
+def _sentence_piece(steps: list[Spec]) -> tuple[Callable[[str], bytes], Callable[[str], bytes]]:
+    """Steps: Metaspace, Replace of a string, ByteFallback, Fuse; Strip of one leading space after Fuse."""
+    byte_fallback = False
+    strip = False
+    at_start: list[tuple[str, str]] = []
+    elsewhere: list[tuple[str, str]] = []
+    for index, step in enumerate(steps):
+        fused = any(earlier["type"] == "Fuse" for earlier in steps[:index])
+        match step:
+            case {"type": "Metaspace", "replacement": mark, **rest} if not fused:
+                at_start.append((mark, " " if rest.get("prepend_scheme") == "never" else ""))
+                elsewhere.append((mark, " "))
+            case {"type": "Replace", "pattern": {"String": pattern}, "content": content} if not fused:
+                at_start.append((pattern, content))
+                elsewhere.append((pattern, content))
+            case {"type": "ByteFallback"} if not fused:
+                byte_fallback = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Strip", "content": " ", "start": 0 | 1 as start, "stop": 0} if fused:
+                strip = strip or start == 1
+            case _:
+                raise UnknownDecoder(f"decoder step {step} is not supported here")
+
+    def convert(token: str, replacements: list[tuple[str, str]]) -> bytes:
+        for pattern, content in replacements:
+            token = token.replace(pattern, content)
+        byte = _fallback_byte(token) if byte_fallback else None
+        return token.encode() if byte is None else byte
+
+    def first(token: str) -> bytes:
+        piece = convert(token, at_start)
+        return piece.removeprefix(b" ") if strip else piece
+
+    def later(token: str) -> bytes:
+        return convert(token, elsewhere)
+
+    return first, later
+
+
+def _fallback_byte(piece: str) -> bytes | None:
+    """The byte that a token such as "<0x0A>" stands for."""
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        try:
+            return bytes([int(piece[3:5], 16)])
+        except ValueError:
+            return None
+    return None

@@ -1,0 +1,150 @@
+"""A checkpoint's tokenizer and chat template, by Hugging Face's libraries. For threads: calls take long."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.checkpoint import CheckpointError
+from baton.tokenizer.chat import ChatEncoder, Rendered
+from baton.tokenizer.vocabulary import UnknownDecoder, Vocabulary, read_vocabulary
+
+SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
+"""Files that hold a vocabulary; a checkpoint needs one of them."""
+
+
+class NoChatTemplate(Exception):
+    """The model has no chat template."""
+
+
+class TemplateFailed(Exception):
+    """The chat template refused the messages; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class HFTokenizer:
+    """Thread-safe: nothing changes after load()."""
+
+    vocabulary: Vocabulary
+    eos_token_ids: tuple[int, ...]
+    context_length: int
+    """Positions that the checkpoint was made for; 0: config.json does not say."""
+    chat: bool
+    _tokenizer: Any
+    _chat_encoder: ChatEncoder | None = None
+    """None: special tokens that a message's content names become those tokens."""
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text. An empty text has none but those that the tokenizer adds of its own accord.
+
+        Strings such as "<|im_end|>" in a text become the special token that they name.
+        """
+        backend = self._tokenizer.backend_tokenizer
+        # The backend, rather than the tokenizer: the latter sets padding and truncation on it at every call,
+        # which fails when two threads do so at once.
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> Rendered:
+        """A conversation, by the model's template in Jinja's sandbox.
+
+        Raises NoChatTemplate, or TemplateFailed.
+        """
+        if not self.chat:
+            raise NoChatTemplate
+
+        def render(messages: Sequence[Mapping[str, str]]) -> str:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+            return text
+
+        try:
+            if self._chat_encoder is None:
+                text = render(messages)
+                return Rendered(text, text, {})
+            return self._chat_encoder.render(render, messages, str(self._tokenizer.chat_template))
+        except Exception as error:  # whatever a template may run into: it is the checkpoint's code
+            raise TemplateFailed(" ".join(str(error).split()) or type(error).__name__) from error
+
+    def encode_chats(self, rendered: Sequence[Rendered], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each."""
+        if self._chat_encoder is None:
+            return self.encode([each.text for each in rendered], add_special_tokens)
+        return self._chat_encoder.encode(rendered, add_special_tokens)
+
+
+def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
+    """Reads tokenizer files, config.json and generation_config.json. Raises CheckpointError.
+
+    special_tokens_in_content: see TokenizerConfig.
+    """
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    config = _read_json(path / "config.json")
+    if not any(any(path.glob(pattern)) for pattern in SOURCES):
+        # AutoTokenizer would make an empty tokenizer from config.json alone, and say nothing.
+        raise CheckpointError(f"{path} has no tokenizer files; tokenizer.json is the one to have")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the library raises whatever it runs into
+        raise CheckpointError(f"cannot read the tokenizer in {path}: {_one_line(error)}") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(f"{path} has no tokenizer.json, nor files that it can be made from")
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    state = backend.decoder.__getstate__() if backend.decoder is not None else None
+    special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    try:
+        vocabulary = read_vocabulary(
+            [backend.id_to_token(index) for index in range(len(tokenizer))],
+            special,
+            None if state is None else json.loads(state),
+            int(config.get("vocab_size") or len(tokenizer)),
+        )
+    except UnknownDecoder as error:
+        raise CheckpointError(f"cannot use the tokenizer in {path}: {error}") from error
+    _ = vocabulary.hash  # computed here, in a thread
+    return HFTokenizer(
+        vocabulary=vocabulary,
+        eos_token_ids=_eos(path, config, tokenizer),
+        context_length=int(config.get("max_position_embeddings") or 0),
+        chat=bool(tokenizer.chat_template),
+        _tokenizer=tokenizer,
+        _chat_encoder=None if special_tokens_in_content else ChatEncoder(backend, tokenizer.unk_token_id),
+    )
+
+
+def _eos(path: Path, config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    """Of config.json and generation_config.json together, as workers have it; else the tokenizer's."""
+    generation = path / "generation_config.json"
+    found: dict[int, None] = {}
+    for source in (config, _read_json(generation) if generation.is_file() else {}):
+        value = source.get("eos_token_id")
+        if value is not None:
+            found.update(dict.fromkeys(value if isinstance(value, list) else [value]))
+    if not found and tokenizer.eos_token_id is not None:
+        found[tokenizer.eos_token_id] = None
+    return tuple(int(token) for token in found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"cannot read {path}: it is not a JSON object")
+    return content
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
