@@ -145,7 +145,7 @@ class Attempts:
         self.number += 1
 
     def _received(self) -> int:
-        return sum(len(choice.received) for choice in self._log.choices)
+        return sum(len(choice.token_ids) for choice in self._log.choices)
 
     def _in_vain(self) -> BatonError:
         wait = f"{self._policy.wait_seconds:g} s"
