@@ -345,8 +345,8 @@ class DecodeCore:
         return "INTERNAL", "REPEATED_STEP_FAILURE", _repeated(message)
 
     def node_failed(self, message: str) -> None:
-        """An error has escaped the core, and the process ends: tells the callers of all admitted requests,
-        one of which may be the cause. Changes nothing else, for nothing here can be relied on."""
+        """An error has escaped the core, and the process ends: fails all admitted requests, one of which
+        may be the cause. Changes nothing else, because the state cannot be relied on."""
         waiting = {sequence.request for sequence in self.scheduler.waiting}
         failed: list[tuple[Hashable, Output]] = []
         for entry in self.entries.values():

@@ -42,7 +42,7 @@ MAX_REASONS = 32
 
 @dataclass(slots=True, eq=False)
 class Handoff:
-    """A prompt under way from a prefill node."""
+    """State of one hand-off from a prefill node."""
 
     name: AttemptName
     address: str
@@ -55,24 +55,24 @@ class Handoff:
     step: int = 0
     """The pages announced so far are final once this step of the owner's has retired."""
     here: int | None = None
-    """Pages, from the front, that need no pulling any more; None until there was something to fetch."""
+    """Leading pages that have arrived or were cached; None before the first announcement."""
     pull: int | None = None
     first: bool = False
     released: bool = False
     seen: bool = True
-    """Generations could be compared after every copy; else the answer to the release must tell."""
+    """Whether generations were compared after every copy; else the answer to the release decides."""
 
 
 @dataclass(slots=True)
 class HandoffCounters:
     pulled_pages: int = 0
     retries: dict[str, int] = field(default_factory=dict)
-    """By the reason why they failed."""
+    """Number of retries by reason."""
     unknown: int = 0
-    """Messages that carried a name never heard of."""
+    """Messages with an unknown name."""
 
     def count_retry(self, reason: str) -> None:
-        """Reasons may be a peer's own words: those beyond MAX_REASONS count as OTHER."""
+        """Peers may send any reason: those beyond MAX_REASONS count as OTHER."""
         if reason not in self.retries and len(self.retries) >= MAX_REASONS:
             reason = "OTHER"
         self.retries[reason] = self.retries.get(reason, 0) + 1
@@ -105,7 +105,7 @@ class DecodeSide:
         self._next_beat = 0.0
         self._beat = HEARTBEAT_SECONDS
         self._heard: dict[str, float] = {}
-        """When each peer's step thread last said anything."""
+        """When each peer's step thread last sent anything."""
 
     @property
     def active(self) -> int:
@@ -122,18 +122,18 @@ class DecodeSide:
 
     @property
     def overdue(self) -> list[str]:
-        """Nodes out of whose pools a copy is overdue."""
+        """Addresses of nodes with an overdue copy from their pools."""
         return self._pulls.overdue
 
     def __contains__(self, leader: Sequence) -> bool:
         return leader in self._by_leader
 
     def knows(self, name: AttemptName) -> bool:
-        """Whether a hand-off under way has this name."""
+        """Whether a running hand-off has this name."""
         return name in self._by_name
 
     def under_way(self) -> list[tuple[AttemptName, str, int | None]]:
-        """Of each hand-off under way its name, the address of its node, and its pull under way, if any."""
+        """Name, node address and running pull (if any) of each running hand-off."""
         return [(handoff.name, handoff.address, handoff.pull) for handoff in self._by_leader.values()]
 
     def begin(self, leader: Sequence, address: str, now: float) -> None:
@@ -177,11 +177,11 @@ class DecodeSide:
         elif handoff.released and message.stood:
             self._arrive(handoff)
         else:
-            # Told to a peer that should know: one that says so too early would hold the pages on.
+            # The peer gets a cancel: after a wrong `finished` it might still hold the pages.
             self._lose(handoff, "LEASE_LOST", "the lease did not stand until the pages had been copied")
 
     def peer_down(self, address: str, reason: str) -> None:
-        """What it held is gone, and the numbers of its steps mean nothing any more."""
+        """The peer's pages are lost, and its step numbers start again."""
         self._heard.pop(address, None)
         for handoff in [h for h in self._by_leader.values() if h.address == address]:
             self._lose(handoff, "PEER_LOST", reason, tell=False)
@@ -218,7 +218,7 @@ class DecodeSide:
     # --- pulling ----------------------------------------------------------------------------------------
 
     def _advance(self, handoff: Handoff, now: float) -> None:
-        """Starts the next pull, or goes on to confirm once everything is here."""
+        """Starts the next pull, or releases the lease when all pages have arrived."""
         if handoff.pull is not None:
             return
         scheduler, leader = self._scheduler, handoff.leader
@@ -227,7 +227,7 @@ class DecodeSide:
         here = handoff.here or 0
         if here < len(handoff.pages) and (handoff.first or not self._one_token(leader)):
             if not scheduler.extend(leader, len(handoff.pages)):
-                # Reserved pages are always there; this is a prompt larger than was admitted.
+                # Reserved pages can always be taken: the announced prompt is larger than the admitted one.
                 self._lose(handoff, "NO_PAGES", "no pages left to pull into")
                 return
             assert leader.holding is not None
@@ -250,7 +250,7 @@ class DecodeSide:
 
     @staticmethod
     def _one_token(leader: Sequence) -> bool:
-        """Whether the first token is bound to be the last: then its pages are of no use here."""
+        """Whether the first token is also the last: then the pages are not needed here."""
         return leader.num_output + 1 >= leader.request.params.max_tokens
 
     def _prefix(self, handoff: Handoff) -> list[int]:
@@ -265,7 +265,7 @@ class DecodeSide:
             return
         handoff = pull.handoff
         if handoff.pull != number or self._by_name.get(handoff.name) is not handoff:
-            return  # the request has gone on without it, and its pages are free now
+            return  # the request continued without it; its pages are free now
         handoff.pull = None
         if error is not None:
             self._lose(handoff, "PULL_FAILED", error)
@@ -296,7 +296,7 @@ class DecodeSide:
     # --- ends -------------------------------------------------------------------------------------------
 
     def abandon(self, leader: Sequence) -> None:
-        """The scheduler takes the sequence away (cancelled, retracted, finished by its first token)."""
+        """Ends the hand-off of a sequence that was cancelled, retracted, or finished by its first token."""
         handoff = self._by_leader.get(leader)
         if handoff is not None:
             self._forget(handoff)
@@ -304,7 +304,7 @@ class DecodeSide:
                 self.effects.append(CancelPrefill(handoff.address, handoff.name))
 
     def _lose(self, handoff: Handoff, reason: str, message: str, tell: bool = True) -> None:
-        """This try has failed; the sequence is admitted again, to go elsewhere."""
+        """This try has failed: requeues the sequence, so that another node is tried."""
         self._forget(handoff)
         self.counters.count_retry(reason)
         if tell:
@@ -320,7 +320,7 @@ class DecodeSide:
             self._stop(handoff.pull, handoff.address)
 
     def _stop(self, pull: int, address: str) -> None:
-        """Its step may be long to come, and a pull pins its destination."""
+        """Stops a pull: its step may be far away, and a pull pins its destination pages."""
         for effect in self.effects:
             if isinstance(effect, StartPull) and effect.pull == pull:
                 self.effects.remove(effect)
@@ -330,11 +330,11 @@ class DecodeSide:
         self.effects.append(StopPull(address, pull))
 
     def hear(self, address: str, now: float) -> None:
-        """The peer's step thread has said something, if only that it heard a heartbeat."""
+        """The peer's step thread has sent something, perhaps only the answer to a heartbeat."""
         self._heard[address] = now
 
     def shorten_beat(self, grace: float) -> None:
-        """A peer's leases end `grace` seconds after a heartbeat: they are to come much more often."""
+        """A peer's leases end `grace` seconds after a heartbeat: heartbeats must be much more frequent."""
         self._beat = min(self._beat, grace / 4)
 
     def tick(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What the two sides of a hand-off tell each other and their shells; the shells put it on the wire."""
+"""Plain messages between the two sides of a hand-off and their shells, which send them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StartPrefill:
     name: AttemptName
     request: Request
     params: SamplingParams
-    """The request's, with the seed of the choice that is to be sampled first."""
+    """The request's parameters, with the seed of the first choice to sample."""
     token_ids: tuple[int, ...]
     """Prompt and delivered output."""
     delivered: int
@@ -38,7 +38,7 @@ class ReleaseLease:
     address: str
     name: AttemptName
     awaited: bool = True
-    """The request goes on once it has been answered; else it does so already."""
+    """Whether the request waits for the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class StartPull:
 
 @dataclass(frozen=True, slots=True)
 class StopPull:
-    """Nobody wants what this pull fetches any more: it is to end soon, without its step if it waits for that.
-    Its end is reported as any other's."""
+    """The pull is no longer wanted: it ends early; if it waits for its step, at once. Its end is reported
+    as usual."""
 
     address: str
     pull: int
@@ -81,7 +81,7 @@ class ChunkAnnounced:
     generations: tuple[int, ...]
     last: bool
     step: int = 0
-    """The pages are final once it has retired; 0: they are."""
+    """The pages are final once this step has retired; 0: they are final now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class PrefillFailed:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The step thread has heard a heartbeat. Belongs to no attempt."""
+    """The step thread has received a heartbeat. Belongs to no attempt."""
 
 
 PrefillOutput = ChunkAnnounced | FirstSampled | LeaseFinished | PrefillFailed
-"""What an attempt's holder is told."""
+"""Outputs for the holder of an attempt."""

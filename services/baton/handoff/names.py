@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class AttemptName:
-    """One try at a request, named so that nothing late or foreign can be taken for it."""
+    """Name of one try at a request; late or foreign messages have another name."""
 
     gateway: int
     """The incarnation of the caller at the decode node."""
@@ -21,7 +21,8 @@ class AttemptName:
 
 
 class RecentNames:
-    """The last names that ended here: what crosses their end on the wire is expected and needs no answer."""
+    """The last names that ended here: messages that were under way at that time are expected and need no
+    answer."""
 
     def __init__(self, limit: int = 8192) -> None:
         self._limit = limit

@@ -42,12 +42,13 @@ from baton.handoff.messages import (
 from baton.handoff.names import AttemptName, RecentNames
 
 REVOKE_AFTER_SECONDS = 2.0
-"""A prompt that waits this long for pages may take those of a lease that has been complete as long."""
+"""A prompt that has waited this long for pages may take the pages of a lease that has been complete as
+long."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A prompt that somebody has asked for."""
+    """State of one requested prompt."""
 
     name: AttemptName
     holder: Hashable
@@ -96,7 +97,7 @@ class PrefillSide:
         self._heard[holder] = now
 
     def disconnect(self, holder: Hashable, now: float) -> None:
-        """The holder's stream has ended: everything it held is dropped, and nobody is told."""
+        """The holder's stream has ended: drops everything that it held, without a message."""
         self._heard.pop(holder, None)
         for attempt in [a for a in self._attempts.values() if a.holder == holder]:
             self.counters.cancelled += 1
@@ -116,8 +117,8 @@ class PrefillSide:
         now: float,
         ahead: bool = False,
     ) -> None:
-        """Raises nothing. A name in use is refused: it is another holder's, for the shell lets no holder use
-        a name twice."""
+        """Raises nothing. A name in use is refused: it belongs to another holder, because the shell lets
+        no holder use a name twice."""
         self._heard[holder] = now
         if name in self._attempts:
             self.counters.failed += 1
@@ -145,7 +146,7 @@ class PrefillSide:
             self._fail(attempt, "CANCELLED", "CANCELLED", "cancelled by its holder")
 
     def release(self, holder: Hashable, name: AttemptName, now: float) -> None:
-        """The holder has its copies; the answer says that the lease stood until now."""
+        """The holder has its copies. The answer confirms that the lease stood until now."""
         attempt = self._owned(holder, name)
         if attempt is not None:
             self._finish(attempt)
@@ -192,8 +193,8 @@ class PrefillSide:
         self._take_events(0.0)
 
     def node_failed(self, message: str) -> None:
-        """An error has escaped the core, and the process ends: tells the holders of the prompts that were
-        being computed. Changes nothing else, for nothing here can be relied on."""
+        """An error has escaped the core, and the process ends: fails the prompts that were being computed.
+        Changes nothing else, because the state cannot be relied on."""
         for attempt in self._attempts.values():
             if attempt.request.sequences[0].phase is Phase.PROMPT:
                 failed = PrefillFailed(attempt.name, "UNAVAILABLE", "NODE_FAILED", message)
@@ -215,11 +216,11 @@ class PrefillSide:
         return max(0.0, now - min(since)) if since else 0.0
 
     def holds(self, holder: Hashable) -> bool:
-        """Whether anything of the holder's is left here."""
+        """Whether the holder has an attempt here."""
         return any(attempt.holder == holder for attempt in self._attempts.values())
 
     def knows(self, name: AttemptName) -> bool:
-        """Whether an attempt of this name has not ended here."""
+        """Whether an attempt of this name is running here."""
         return name in self._attempts
 
     def under_way(self) -> list[tuple[AttemptName, Hashable]]:
@@ -306,9 +307,10 @@ class PrefillSide:
         self.outputs.append((attempt.holder, PrefillFailed(attempt.name, code, reason, message)))
 
     def _revoke_under_pressure(self, now: float) -> None:
-        """A prompt blocked for long takes the pages of the least important lease that nobody fetches.
+        """A prompt that has been blocked for long takes the pages of the least important lease that is not
+        being pulled.
 
-        Once per request: what is here for a second try is left alone.
+        A request is revoked at most once: leases of second tries stay.
         """
         blocked = len(self.scheduler.waiting) > 0 and not self.scheduler.prompts
         if not blocked:

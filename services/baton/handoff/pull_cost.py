@@ -1,11 +1,11 @@
-"""What pulling pages takes, from the pulls that have ended. Pure."""
+"""The cost of pulls, fitted to completed ones. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 FORGET = 0.95
-"""A pull counts so much less with each one after it."""
+"""Factor by which a pull's weight falls with each later one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,9 @@ class PullCost:
 
 
 class PullMeter:
-    """The line through (tokens, seconds) whose relative errors are smallest, with neither coefficient below
-    0: weighted least squares over all pulls, older ones counting less. One that a lost packet held up weighs
-    next to nothing, being long. `cost` is None until there was one."""
+    """Fits a line through (tokens, seconds) with the smallest relative errors and non-negative
+    coefficients: weighted least squares over all pulls, older ones counting less. A pull delayed by a lost
+    packet has little weight, because it is long. `cost` is None before the first pull."""
 
     def __init__(self) -> None:
         self.cost: PullCost | None = None
@@ -30,7 +30,7 @@ class PullMeter:
         """Of u², uv, v², u and v, where u = 1 / seconds and v = tokens / seconds."""
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A pull of so many tokens' pages, > 0, has taken so long, > 0."""
+        """Adds a pull of `tokens` > 0 tokens' pages that took `seconds` > 0."""
         u, v = 1 / seconds, tokens / seconds
         new = (u * u, u * v, v * v, u, v)
         uu, uv, vv, su, sv = self._sums = tuple(
@@ -42,5 +42,5 @@ class PullMeter:
             if fixed >= 0 and token >= 0:
                 self.cost = PullCost(fixed, token)
                 return
-        # One of the two alone; what its errors leave is the count less this.
+        # Only one coefficient: the one with the smaller squared error.
         self.cost = PullCost(token=sv / vv) if sv * sv / vv >= su * su / uu else PullCost(fixed=su / uu)

@@ -1,7 +1,7 @@
-"""Copies under way into the local pool.
+"""Running copies into the local pool.
 
-Their destinations are pinned until the transport has reported the end, whatever becomes of the request
-meanwhile. One that takes too long is overdue: its destinations are quarantined until that report comes.
+Destination pages are pinned until the transport has reported the end, whatever happens to the request.
+Destination pages of an overdue copy are quarantined until that report.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Pull(Generic[H]):
     targets: tuple[int, ...]
     """Local pages; the holding owns them."""
     stop: int
-    """Pages of the prompt, from its front, that are here once this one has ended well."""
+    """Leading pages of the prompt that have arrived when this pull has succeeded."""
     generations: tuple[int, ...]
     """The owner's, as announced."""
     due: float
-    """inf while it may be waiting for the owner's step."""
+    """Infinite while the pull may wait for the owner's step."""
     abandoned: bool = False
-    """Nobody waits for it: it is to end soon."""
+    """No longer wanted: it is being stopped."""
     overdue: bool = False
 
 
@@ -45,7 +45,7 @@ class Pulls(Generic[H]):
 
     @property
     def overdue(self) -> list[str]:
-        """Addresses of the nodes out of whose pools a copy is overdue. May be asked from another thread than
+        """Addresses of nodes with an overdue copy from their pools. May be called in another thread than
         the core's."""
         return sorted({pull.address for pull in list(self.running.values()) if pull.overdue})
 
@@ -57,16 +57,17 @@ class Pulls(Generic[H]):
         return self.begun
 
     def wait_no_more(self, number: int, now: float) -> None:
-        """The step that the pull may have waited for has retired."""
+        """The step that the pull waited for has retired: its time counts from now."""
         pull = self.running[number]
         pull.due = min(pull.due, now + self.seconds)
 
     def abandon(self, number: int) -> None:
-        """It is being stopped. Its time counts from the next `expire`, if it did not yet."""
+        """Marks a pull that is being stopped. Its time counts from the next `expire` unless it counts
+        already."""
         self.running[number].abandoned = True
 
     def end(self, number: int) -> Pull[H] | None:
-        """No copy of this pull is running any more. None for a number not known."""
+        """No copy of this pull is running any more. Returns None for an unknown number."""
         pull = self.running.pop(number, None)
         if pull is not None:
             if pull.overdue:
@@ -75,7 +76,7 @@ class Pulls(Generic[H]):
         return pull
 
     def expire(self, now: float) -> list[Pull[H]]:
-        """Those that have become overdue since the last call."""
+        """Pulls that have become overdue since the last call."""
         for pull in self.running.values():
             if pull.abandoned:
                 pull.due = min(pull.due, now + self.seconds)

@@ -1,7 +1,7 @@
-"""The KV cache: which page belongs to whom. `pages` keeps each page in exactly one state, `prefix_tree` (made
-of `node`s) finds and evicts cached prefixes in an order of `eviction`, `cache` is the one place where pages
-change hands. All that is pure: synchronous, no I/O, no clock, for one thread. `pool` holds the tensors behind
-the page ids and is imported by itself."""
+"""The KV cache: which page belongs to which sequence. `pages` keeps each page in exactly one state.
+`prefix_tree` (made of `node`s) finds and evicts cached prefixes, in an order of `eviction`. Pages change
+owners only in `cache`. All of this is pure: synchronous, no I/O, no clock, for one thread. `pool` holds
+the tensors behind the page ids and is imported separately."""
 
 from baton.kvcache.cache import Holding, KvCache
 from baton.kvcache.node import Node

@@ -1,4 +1,4 @@
-"""Where pages change hands: between the allocator, the prefix tree and the sequences that hold them."""
+"""Moves pages between the allocator, the prefix tree and the sequences that hold them."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Holding:
         self.namespace = namespace
         self.owned: set[int] = set()
         self.pins = 0
-        """Leases on it, and pulls into it, that are still to end."""
+        """Leases and pulls that have not ended yet."""
         self.last_step = 0
         """Number of the last launched step that uses its pages; the scheduler keeps it."""
         self.release_step: int | None = None
-        """Once released: the step after which its pages go."""
+        """Set by the release: the step after which the pages are freed."""
         self._node = node
 
     @property
@@ -72,12 +72,12 @@ class KvCache:
         self._pending = 0
 
     def encode(self, tokens: Sequence[int]) -> bytes:
-        """For who asks about the same tokens several times: see PrefixTree.encode."""
+        """Encodes tokens that are looked up several times: see PrefixTree.encode."""
         return self._tree.encode(tokens)
 
     @property
     def version(self) -> int:
-        """Changes whenever another prefix may be cached than before."""
+        """Changes whenever the set of cached prefixes may have changed."""
         return self._tree.version
 
     def hold(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> Holding:
@@ -146,7 +146,7 @@ class KvCache:
             and self._tree.unlocked_length(fresh, len(pages), namespace, holding._node) > spare
         ):
             return
-        # Unlocked first, so that the tree may lengthen a node that nobody else has locked.
+        # Unlocked first, so that the tree may extend a node that no other holding has locked.
         self._tree.unlock(holding._node)
         try:
             insertion = self._tree.insert(fresh, pages, namespace, after=holding._node)
@@ -158,12 +158,12 @@ class KvCache:
         holding.owned.difference_update(entered)
 
     def pin(self, holding: Holding) -> None:
-        """A lease on the holding begins, or a pull into it."""
+        """A lease on the holding or a pull into it begins."""
         self._require_held(holding)
         holding.pins += 1
 
     def unpin(self, holding: Holding) -> None:
-        """It ended; a pull has ended when its transport has reported completion."""
+        """A lease or pull has ended; a pull ends when its transport has reported completion."""
         if holding.pins == 0:
             raise AccountingError("a holding was unpinned more often than pinned")
         holding.pins -= 1
@@ -171,8 +171,9 @@ class KvCache:
             self._let_go(holding)
 
     def release(self, holding: Holding, after_step: int) -> None:
-        """Gives the holding up, exactly once. Its pages go when step `after_step` and `holding.last_step`
-        have retired and the last pin is gone: at once if that is so now. 0 is before every step."""
+        """Gives the holding up, exactly once. Its pages are freed when step `after_step` and
+        `holding.last_step` have retired and the last pin is gone, perhaps at once. Step 0 is before every
+        step."""
         self._require_held(holding)
         holding.release_step = max(after_step, holding.last_step)
         self._pending += 1
@@ -183,7 +184,7 @@ class KvCache:
             heapq.heappush(self._waiting, (holding.release_step, self._serial, holding))
 
     def retire(self, step: int) -> None:
-        """This step and all launched before it have retired: performs the releases that waited for them."""
+        """This step and all earlier ones have retired: performs the releases that waited for them."""
         self._retired = max(self._retired, step)
         while self._waiting and self._waiting[0][0] <= self._retired:
             self._let_go(heapq.heappop(self._waiting)[2])

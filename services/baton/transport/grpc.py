@@ -81,7 +81,7 @@ class GrpcReceiver:
         copied(time.monotonic() - began)
 
     def generations(self, pages: Sequence[int]) -> None:
-        """Not to be seen from here."""
+        """The owner's generations cannot be read over this transport."""
 
     async def close(self) -> None:
         self._closed = True
@@ -92,5 +92,5 @@ class GrpcReceiver:
 
 
 async def _settle(requests: Iterable[Fetch]) -> None:
-    """Waits until nothing is written for them; how they ended is told elsewhere."""
+    """Waits until nothing is written for them; their results are reported elsewhere."""
     await asyncio.gather(*(request.writer.finish() for request in requests), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Another process's segment as a receiver sees it: mapped read-only."""
+"""Another process's segment, mapped read-only by a receiver."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from baton.v1 import common_pb2 as pb
 
 
 def boot_id() -> str:
-    """The same for all processes of this machine, in whatever container, until it boots again; "" when it
-    cannot be read."""
+    """The kernel's boot id: equal for all processes and containers of this machine until it reboots; "" if
+    it cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -49,8 +49,7 @@ def segment_endpoint(segment: Segment) -> pb.ShmEndpoint:
 
 
 class MappedSegment:
-    """`pages`: uint8 [page, byte], read-only. The owner's death ends nothing here: the mapping lasts until
-    `close`."""
+    """`pages`: uint8 [page, byte], read-only. The mapping outlives the owner and lasts until `close`."""
 
     def __init__(self, endpoint: pb.ShmEndpoint) -> None:
         """Raises TransportError when the segment cannot be opened or is not the endpoint's."""
@@ -72,7 +71,7 @@ class MappedSegment:
         return [int(self._generations[page]) for page in pages]
 
     def retired(self) -> int:
-        """The number of the owner's last retired step, as the owner's host has seen."""
+        """The number of the owner's last retired step."""
         return int(self._retired[0])
 
     def close(self) -> None:

@@ -19,9 +19,9 @@ from baton.transport.ways import runs_of
 from baton.v1 import common_pb2 as pb
 
 BATCH_BYTES = 64 * 2**20
-"""A pull reads so many bytes at a time: that is what a cancelled one waits for."""
+"""Bytes read at a time: a cancelled pull waits for the running batch."""
 STALL_SECONDS = 20.0
-"""For a batch. UCX itself sees a peer's death, and not that one is frozen."""
+"""Timeout of a batch. UCX detects a dead peer, but not a frozen one."""
 STOP_SECONDS = 2.0
 """For the batch that runs when a pull is cancelled, or its receiver closed."""
 OPEN_SECONDS = 5.0
@@ -120,7 +120,7 @@ class NixlReceiver:
         copied(time.monotonic() - began)
 
     def generations(self, pages: Sequence[int]) -> None:
-        """Not to be seen from here."""
+        """The owner's generations cannot be read over this transport."""
 
     async def close(self) -> None:
         """Fails the pulls that run, after `STOP_SECONDS` at most."""
@@ -137,7 +137,7 @@ class NixlReceiver:
 
     def _ended(self, copy: asyncio.Future[None]) -> None:
         del self._running[copy]
-        copy.exception()  # Seen, also where the pull was cancelled and nobody asks.
+        copy.exception()  # Retrieved also if the pull was cancelled, so that asyncio logs nothing.
 
     # --- in the receiver's thread -----------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ PIECE_BYTES = 2**20
 
 
 class PageSourceServicer(prefill_pb2_grpc.PageSourceServicer):
-    """Reads pages as they are at the moment: whether they were the right ones, the lease tells."""
+    """Reads pages as they are at the moment; the answer to `release` says whether they were valid."""
 
     def __init__(self, pages: PageStore) -> None:
         self._pages = pages

@@ -1,4 +1,4 @@
-"""What the transports share: a pool on the host, the check of page ids, waiting for copies."""
+"""Shared by the transports: a pool on the host, the check of page ids, waiting for copies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HostPages:
         return _HostWriter(self.rows())
 
     def close(self) -> None:
-        """It takes nothing."""
+        """There is nothing to free."""
 
 
 class _HostWriter:
@@ -50,7 +50,7 @@ class _HostWriter:
         self._rows[page][offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     async def finish(self) -> None:
-        """`write` has done it all."""
+        """`write` is synchronous: there is nothing left to do."""
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], peer_pages: int, local_pages: int) -> None:
@@ -71,8 +71,8 @@ def check_step(step: int, receiver: Receiver) -> None:
 async def until_done(
     copies: Collection[asyncio.Future[Any]], cancelled: Callable[[], None] = lambda: None
 ) -> None:
-    """Waits until none of the copies is running, whatever becomes of them. The caller may reuse their
-    destinations then, so that a cancellation is only passed on then; `cancelled` is called at once."""
+    """Waits until none of the copies is running, also if they fail. A cancellation is passed on only then,
+    because the caller may then reuse the destinations; `cancelled` is called at once."""
     stopped = False
     while running := [copy for copy in copies if not copy.done()]:
         try:

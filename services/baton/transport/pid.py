@@ -9,7 +9,7 @@ FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 
 def pid_namespace() -> str:
-    """The same for two processes that see each other's process ids; "" when it cannot be read."""
+    """An id that is equal for processes which see each other's process ids; "" if it cannot be read."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:

@@ -1,4 +1,4 @@
-"""The thread in which a receiver copies, and where pulls wait for their turn and for the owner's step."""
+"""The thread in which a receiver copies. Pulls wait there for earlier pulls and for the owner's step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from baton.transport.pages import until_done
 LEAST_POLL_SECONDS = 1e-4
 MOST_POLL_SECONDS = 1e-3
 POLL_SHARE = 0.005
-"""Of the time that a step has been waited for, between two looks whether it has retired."""
+"""Pause between two polls for a retired step, as a fraction of the time waited so far."""
 REHEARSAL_SECONDS = 2e-3
-"""Between two, while a pull waits."""
+"""Pause between two rehearsals while a pull waits."""
 REHEARSALS_SECONDS = 1.0
-"""A step that takes longer is not one whose milliseconds count."""
+"""Rehearsals stop after this time: for a longer step, milliseconds do not matter."""
 QUIET_SECONDS = 1e-3
-"""Between the end of a pull's work and what is told of it to the event loop, where no other pull has been
-asked for. Those who wait for the pages have been told by the work, and launch a step with them: the loop's
-waking would take the interpreter from that. Under load there is another pull, and another step to compute."""
+"""Pause between the end of a pull and the wake-up of the event loop, unless another pull waits. The work
+itself has informed the step thread, which launches a step with the pages; waking the event loop at once
+would delay that launch."""
 
 Work = Callable[[threading.Event], None]
-"""What a pull does in the thread. It may end early once the event is set."""
+"""The work of a pull in the thread. It may end early once the event is set."""
 
 
 @dataclass(order=True, slots=True)
@@ -41,17 +41,17 @@ class _Job:
     ended: Future[None] = field(compare=False, default_factory=Future)
 
     def give_up(self) -> None:
-        """It does not begin any more, or ends early."""
+        """Keeps the work from starting, or ends it early."""
         self.stop.set()
         self.ended.cancel()
 
 
 class PullThread:
-    """One pull runs at a time. Others wait their turn: the one of the owner's earliest step comes first, and
-    none begins before its step has retired."""
+    """One pull runs at a time. Of the waiting pulls the one of the owner's earliest step is next, and none
+    begins before its step has retired."""
 
     def __init__(self, name: str, retired: Callable[[], int] = lambda: 0) -> None:
-        """`retired` tells the last of the owner's steps that has retired; asked in the thread."""
+        """`retired` returns the number of the owner's last retired step; called in the thread."""
         self._retired = retired
         self._changed = threading.Condition()
         self._queue: list[_Job] = []
@@ -83,7 +83,7 @@ class PullThread:
         ended.result()
 
     async def settle(self) -> None:
-        """Ends what waits, and waits for what runs."""
+        """Ends waiting pulls and waits for the running one."""
         running = dict(self._running)
         for job in running.values():
             job.ended.cancel()
@@ -99,7 +99,7 @@ class PullThread:
     def _ended(self, ended: asyncio.Future[None]) -> None:
         del self._running[ended]
         if not ended.cancelled():
-            ended.exception()  # seen, also where the pull was cancelled and nobody asks
+            ended.exception()  # retrieved also if the pull was cancelled, so that asyncio logs nothing
 
     # --- in the thread ----------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class PullThread:
             self._changed.wait_for(lambda: bool(self._queue) or self._closed, QUIET_SECONDS)
 
     def _take(self) -> _Job | None:
-        """The next that may run, or was given up; None once closed."""
+        """The next job that may run or was given up; None once closed."""
         while True:
             with self._changed:
                 while not self._queue:
@@ -138,13 +138,13 @@ class PullThread:
         return job.step <= self._retired() or job.ended.cancelled()
 
     def _await(self, first: _Job) -> None:
-        """Until it is ready, or not the first any more. Each look is short: other threads need the
+        """Waits until the job is ready, or no longer the first. Each poll is short: other threads need the
         interpreter."""
         since = rehearsed = time.monotonic()
         while self._queue[0] is first and not self._ready(first):
             now = time.monotonic()
             if now - rehearsed >= REHEARSAL_SECONDS and now - since < REHEARSALS_SECONDS:
                 rehearsed = now
-                with contextlib.suppress(Exception):  # the pull itself will say so
+                with contextlib.suppress(Exception):  # the pull itself will fail likewise
                     first.rehearse()
             time.sleep(min(max(POLL_SHARE * (now - since), LEAST_POLL_SECONDS), MOST_POLL_SECONDS))

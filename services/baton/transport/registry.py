@@ -1,4 +1,4 @@
-"""Which transports there are, what an owner offers, and which offer a receiver takes."""
+"""The transports: which endpoints an owner offers, and which one a receiver takes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from baton.v1 import common_pb2 as pb
 KINDS = ("cuda_ipc", "shm", "nixl", "grpc")
 """Best first."""
 DEFAULT_KINDS = ("cuda_ipc", "shm", "grpc")
-"""`nixl` must be asked for: it listens on a port of UCX's, past the cluster's TLS and secret."""
+"""Without `nixl`: it listens on a port of UCX, which neither TLS nor the cluster secret protects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
     receiver: Receiver
     reason: str
-    """One line for the log: what was chosen, and why nothing better."""
+    """One line for the log: the chosen transport, and why no better one."""
 
 
 def check_kinds(kinds: Iterable[str]) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def offered(
 
 
 def share_gpu(ours: Iterable[pb.Endpoint], theirs: Iterable[pb.Endpoint]) -> bool:
-    """Whether two pools lie on the same GPU; False where one has no `cuda_ipc` endpoint to tell."""
+    """Whether two pools lie on the same GPU; False if one has no `cuda_ipc` endpoint."""
     one, other = ({e.cuda_ipc.device_uuid for e in each if e.HasField("cuda_ipc")} for each in (ours, theirs))
     return bool(one & other - {""})
 
@@ -103,12 +103,12 @@ async def _open(
     dial: Dial,
 ) -> Receiver:
     if kind == "cuda_ipc":
-        # Late: it imports torch, which nobody else here needs.
+        # Imported late: it imports torch, which nothing else here needs.
         from baton.transport.cuda_ipc import CudaIpcReceiver
 
         return await CudaIpcReceiver.open(endpoint.cuda_ipc, local, busy)
     if kind == "nixl":
-        # Late: it imports nixl, which need not be installed.
+        # Imported late: nixl may not be installed.
         from baton.transport.nixl import NixlReceiver
 
         return await NixlReceiver.open(endpoint.nixl, local)

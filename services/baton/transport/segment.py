@@ -31,13 +31,13 @@ _HEADER = struct.Struct("<8sQQQQQQ")
 
 
 class SegmentError(Exception):
-    """A segment cannot be made or is not what it should be. One line that says what to do."""
+    """A segment cannot be created or is invalid. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     token: int
-    """Random; proves that a file is the one an endpoint speaks of."""
+    """Random number that identifies the file of an endpoint."""
     num_pages: int
     page_bytes: int
     generations_offset: int
@@ -85,7 +85,8 @@ class Segment:
         self.path = path
         self.header = header
         self._descriptor = descriptor
-        # Populated: no page is faulted in while a request waits, and the process has its full size at once.
+        # Populated, so that no request waits for page faults, and the process has its full size from the
+        # start.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(descriptor, header.size, flags=flags)
         self._map[: _HEADER.size] = header.pack()
@@ -109,7 +110,7 @@ class Segment:
         except OSError as error:
             raise SegmentError(f"cannot create the KV pool {path}: {error.strerror}") from error
         try:
-            # Reserved now: a write for which a full tmpfs has no memory would kill the process (SIGBUS).
+            # Reserved now: later, a write to a full tmpfs would kill the process (SIGBUS).
             os.posix_fallocate(descriptor, 0, header.size)
             return cls(path, descriptor, header)
         except (OSError, OverflowError, ValueError) as error:
@@ -118,8 +119,8 @@ class Segment:
             raise SegmentError(_explain(error, header.size, directory)) from error
 
     def retire(self, step: int) -> None:
-        """This step and all before it have retired, as this host has seen: receivers may copy what they
-        wrote. Nothing once closed."""
+        """Publishes that this step and all earlier ones have retired: receivers may copy their pages. Does
+        nothing once closed."""
         with contextlib.suppress(ValueError):
             self._retired[0] = step
 
@@ -130,7 +131,7 @@ class Segment:
         self._closed = True
         self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
-        # A tensor over the pages keeps the mapping alive; it then goes with the last of them.
+        # Tensors over the pages keep the mapping alive; it ends with the last of them.
         with contextlib.suppress(BufferError):
             self._retired.release()
             self.generations.release()
@@ -139,7 +140,8 @@ class Segment:
 
 
 def reap_orphans(directory: Path = DIRECTORY) -> list[Path]:
-    """Removes this user's segments whose owner is gone, and returns them. For the start of every worker."""
+    """Removes this user's segments whose owner has died, and returns their paths. Called at the start of
+    every worker."""
     reaped = []
     for path in sorted(directory.glob(f"{_prefix()}*")):
         try:
@@ -165,7 +167,7 @@ def _create_locked(path: Path) -> int:
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        # Until the lock is ours another worker may take the file for an orphan: then it is gone afterwards.
+        # Before we hold the lock another worker may remove the file as an orphan; check that it still exists.
         while not _lock(descriptor):
             if time.monotonic() > deadline:
                 os.close(descriptor)
@@ -185,7 +187,8 @@ def _lock(descriptor: int) -> bool:
 
 
 def _is_named(descriptor: int) -> bool:
-    """Of a locked file. Names go only under the lock, so the name stays as long as the lock does."""
+    """Whether a locked file still has its name. Names are removed only under the lock, so it stays as long
+    as the lock."""
     return os.fstat(descriptor).st_nlink > 0
 
 

@@ -16,14 +16,14 @@ from baton.transport.pull_thread import PullThread
 from baton.v1 import common_pb2 as pb
 
 BATCH_BYTES = 2**20
-"""Small pages are copied so many bytes at a time: every copy releases the interpreter's lock, and may wait
-5 ms to get it back from a busy thread."""
+"""Small pages are copied in batches of this size: every copy releases the interpreter lock, and may wait 5
+ms to get it back."""
 
 Indexes = npt.NDArray[np.intp]
 
 
 class ShmReceiver:
-    """The peer's death ends nothing here: the mapping lasts until `close`."""
+    """The mapping outlives the peer and lasts until `close`."""
 
     kind = "shm"
 

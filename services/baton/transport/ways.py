@@ -1,4 +1,4 @@
-"""How pages are copied from one GPU pool to another: the choice, without any GPU."""
+"""Chooses how pages are copied from one GPU pool to another. Needs no GPU."""
 
 from __future__ import annotations
 
