@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from hash_runner import HashRunner
 
-from baton.decode.core import DecodeCore
-from baton.decode.entry import DecodePolicy, Key
+from baton.decode.core import DecodeCore, DecodePolicy, Key
 from baton.decode.outputs import Failed
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import SchedulerConfig
 from baton.engine.turns import Turns
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 
@@ -49,10 +48,10 @@ class Node:
         config = SchedulerConfig(context_length=512, token_budget=64, max_rows=max_rows)
         cache = KvCache(PageAllocator(PAGES), PrefixTree(SIZE))
         self.core = DecodeCore(
-            lambda **hooks: Scheduler(cache, config, **hooks),
+            cache,
+            config,
             DecodePolicy(None, 64, 10.0, 10.0),
             lambda step, outputs, effects: self.outputs.extend(output for _, output in outputs),
-            lambda: None,
         )
         self.turns = Turns(self.core, self.runner, False, lambda: self.now)
 

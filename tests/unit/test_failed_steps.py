@@ -101,7 +101,7 @@ def test_progress_clears_a_request(error):
         made.begin(A)
         if tokens:
             made.progress()
-            log.choices[0].receive([1] * tokens, last=False)
+            log.choices[0].append([1] * tokens, "")
         made.ended(error, 0.0, lost=False)
         assert made.failed_steps == failed_steps
 

@@ -1,10 +1,10 @@
-"""decode.forecast and engine.meter: how long a request would wait, and who is refused for it."""
+"""decode.overload and engine.meter: how long a request would wait, and who is refused for it."""
 
 from __future__ import annotations
 
 import pytest
 
-from baton.decode.forecast import MARGIN, Rates, forecast
+from baton.decode.overload import MARGIN, Rates, forecast
 from baton.engine.batch import Step
 from baton.engine.meter import Average, Meter
 from baton.engine.plan import PlanRow, StepPlan

@@ -14,8 +14,7 @@ from dataclasses import replace
 import pytest
 from hash_runner import HashRunner, reference
 
-from baton.decode.core import DecodeCore
-from baton.decode.entry import DecodePolicy, Key, Peer
+from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
 from baton.decode.outputs import Done, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
@@ -88,11 +87,8 @@ class World:
         policy = DecodePolicy(
             local_prefill_tokens=local, fallback_tokens=1000, silence_seconds=silence, pull_seconds=PULL
         )
-
-        def scheduler(**hooks):
-            return make_scheduler(decode_pages, output_margin=4, watermark=1, **hooks)
-
-        self.core = DecodeCore(scheduler, policy, self.flushed, lambda: None)
+        own = make_scheduler(decode_pages, output_margin=4, watermark=1)
+        self.core = DecodeCore(own.cache, own.config, policy, self.flushed)
         self.runner = HashRunner(decode_pages, SIZE, 8)
         self.pulls = []
         self.pressed = []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
 
-from baton.decode.entry import DecodeCounters, DecodePolicy, Entry, Key, Peer
+from baton.config import DecodeConfig
 from baton.decode.outputs import Done, Failed, Output, Prompt, Stats, Tokens
 from baton.decode.overload import Overload
 from baton.engine.batch import Step
@@ -24,10 +24,11 @@ from baton.engine.request import (
     Sequence,
     TokenEvent,
 )
-from baton.engine.scheduler import Route, Scheduler
+from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.handoff.decode_side import DecodeSide
-from baton.handoff.messages import DecodeEffect, ReleaseLease
+from baton.handoff.messages import DecodeEffect, PrefillOutput, ReleaseLease
 from baton.handoff.names import AttemptName
+from baton.kvcache import KvCache
 
 REMEMBERED_TRIES = 16384
 """Names whose tries are counted on. More than a prefill node remembers of one stream."""
@@ -45,17 +46,88 @@ CONNECT_SECONDS = 2.0
 """How long a prompt waits for a connection to a prefill node that is being opened."""
 
 
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A request's name at this node: the caller's stream and the number the caller gave."""
+
+    caller: Hashable
+    request: int
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """State of a request from its start to its terminal event."""
+
+    key: Key
+    gateway: int
+    attempt: int
+    request: Request
+    candidates: tuple[str, ...]
+    local_tokens: int
+    """A prompt with at most this many uncached tokens is prefilled here."""
+    tried: int = 0
+    """Candidates given up so far."""
+    address: str = ""
+    """Where the prompt is computed; empty: here."""
+    fallback: bool = False
+    """The prompt is computed here because no prefill node could be used."""
+    retries: int = 0
+    """Hand-offs that failed."""
+    pulled_pages: int = 0
+    output_tokens: int = 0
+    last_failure: str = ""
+    step_failure: str = ""
+    """With which of STEP_FAILURES a prefill node last failed it."""
+    admitted: float | None = None
+    """When its admission was last decided on, less the seconds that steps had stalled by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Last known state of a prefill node."""
+
+    up: bool
+    since: float
+    transport: str = ""
+    shares_gpu: bool = False
+    """Whether it runs on this node's GPU."""
+
+
+@dataclass(slots=True)
+class DecodeCounters:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    """Refused because their deadline could not be met."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePolicy:
+    local_prefill_tokens: int | None
+    """A prompt with at most this many uncached tokens is prefilled here. None: callers decide."""
+    fallback_tokens: int
+    """Limit of prompt tokens prefilled here at a time because no prefill node could be used."""
+    silence_seconds: float
+    pull_seconds: float
+    """A pull that takes longer is given up."""
+
+
 Flush = Callable[[int, list[tuple[Hashable, Output]], list[DecodeEffect]], None]
 
 
 @dataclass(slots=True, eq=False)
 class DecodeCore:
-    """Driven by engine.loop.StepLoop; `flush_to` passes outputs and effects to the shell."""
+    """Driven by a step loop; `flush_to` passes outputs and effects to the shell."""
 
-    make_scheduler: Callable[..., Scheduler]
+    cache: KvCache
+    config: SchedulerConfig
     policy: DecodePolicy
     flush_to: Flush
-    observe: Callable[[], None]
+    observe: Callable[[], None] = lambda: None
     entries: dict[Key, Entry] = field(default_factory=dict)
     peers: dict[str, Peer] = field(default_factory=dict)
     counters: DecodeCounters = field(default_factory=DecodeCounters)
@@ -69,8 +141,8 @@ class DecodeCore:
     overload: Overload = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scheduler = self.make_scheduler(
-            route=self._route, abandon=lambda leader: self.handoffs.abandon(leader)
+        self.scheduler = Scheduler(
+            self.cache, self.config, self._route, lambda leader: self.handoffs.abandon(leader)
         )
         self.handoffs = DecodeSide(
             self.scheduler,
@@ -164,6 +236,12 @@ class DecodeCore:
         """The node stops: unfinished requests fail with UNAVAILABLE, to be resumed elsewhere."""
         for entry in list(self.entries.values()):
             self._fail(entry, "UNAVAILABLE", "DRAINING", "the node stops; the request may go on elsewhere")
+
+    def receive(self, address: str, messages: Iterable[PrefillOutput], now: float) -> None:
+        """What a prefill node says; nothing but that its step thread is alive, perhaps."""
+        self.handoffs.hear(address, now)
+        for message in messages:
+            self.handoffs.receive(address, message, now)
 
     def peer_changed(self, address: str, peer: Peer, reason: str, now: float) -> None:
         self.peers[address] = peer
@@ -376,3 +454,28 @@ class DecodeCore:
 
 def _repeated(message: str) -> str:
     return f"the request was in {MAX_FAILED_STEPS} steps that failed, and is not tried again: {message}"
+
+
+def make_core(
+    config: DecodeConfig,
+    limits: SchedulerConfig,
+    cache: KvCache,
+    flush_to: Flush,
+    observe: Callable[[], None] = lambda: None,
+) -> DecodeCore:
+    """The core of a node with this configuration. `limits`: what the node can do; the rest of them is set
+    here."""
+    scheduling = replace(
+        limits,
+        max_waiting=config.max_waiting,
+        policy=config.policy,
+        output_margin=config.output_margin,
+        watermark=int(cache.counts().total * config.watermark),
+    )
+    policy = DecodePolicy(
+        local_prefill_tokens=config.local_prefill_tokens,
+        fallback_tokens=config.fallback_tokens,
+        silence_seconds=config.handoff_seconds,
+        pull_seconds=config.pull_seconds,
+    )
+    return DecodeCore(cache, scheduling, policy, flush_to, observe)

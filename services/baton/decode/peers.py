@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 
 from baton.config import DecodeConfig
-from baton.decode.entry import Peer
+from baton.decode.core import Peer
 from baton.decode.messages import events_from, request_for, several
 from baton.decode.pulling import Pulling
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
@@ -235,12 +235,7 @@ class _Peer:
             )
             return
 
-        def receive(core: Any, now: float) -> None:
-            core.handoffs.hear(address, now)
-            for message in messages:
-                core.handoffs.receive(address, message, now)
-
-        self._node.steps.call(receive)
+        self._node.steps.call(lambda core, now: core.receive(address, messages, now))
 
     def _lost(self, error: BatonError) -> None:
         self._session += 1

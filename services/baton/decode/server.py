@@ -11,8 +11,7 @@ import grpc.aio
 
 from baton.config import DecodeConfig
 from baton.decode.callers import Caller, add_output
-from baton.decode.core import DecodeCore
-from baton.decode.entry import DecodePolicy, Key
+from baton.decode.core import DecodeCore, Key, make_core
 from baton.decode.outputs import Output
 from baton.decode.peers import PrefillPeers
 from baton.engine.request import Request
@@ -52,19 +51,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         return [decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name, self.serve_cache(server)]
 
     def make_core(self) -> DecodeCore:
-        config = self._config
-        policy = DecodePolicy(
-            local_prefill_tokens=config.local_prefill_tokens,
-            fallback_tokens=config.fallback_tokens,
-            silence_seconds=config.handoff_seconds,
-            pull_seconds=config.pull_seconds,
-        )
-        watermark = int(self.engine.pool.num_pages * config.watermark)
-
-        def make_scheduler(**hooks: Any) -> Any:
-            return self.make_scheduler(output_margin=config.output_margin, watermark=watermark, **hooks)
-
-        return DecodeCore(make_scheduler, policy, self._flush, self.observe)
+        return make_core(self._config, self.limits(), self.engine.cache, self._flush, self.observe)
 
     async def start(self, address: str) -> None:
         await super().start(address)

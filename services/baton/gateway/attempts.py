@@ -91,7 +91,7 @@ class Attempts:
     def begin(self, address: str) -> None:
         """The attempt has been sent there."""
         self.address = address
-        self._begun_with = self._received()
+        self._begun_with = self._log.output_tokens
         self._progress = False
 
     def current(self, address: str, attempt: int) -> bool:
@@ -125,7 +125,7 @@ class Attempts:
         if error.code not in _RETRYABLE or (self._log.has_output and not self._resumable):
             raise error
         refused = not lost and not self._progress and error.reason not in STEP_FAILURES
-        if self._received() - self._begun_with >= PROVEN_TOKENS:
+        if self._log.output_tokens - self._begun_with >= PROVEN_TOKENS:
             self.failed_steps = 0
         self.failed_steps += error.reason in STEP_FAILURES
         if error.reason == "STEP_FAILED" and not self._retried_step:
@@ -143,9 +143,6 @@ class Attempts:
             self._since = now
         self._last = error
         self.number += 1
-
-    def _received(self) -> int:
-        return sum(len(choice.token_ids) for choice in self._log.choices)
 
     def _in_vain(self) -> BatonError:
         wait = f"{self._policy.wait_seconds:g} s"

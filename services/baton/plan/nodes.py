@@ -4,19 +4,17 @@ pulls take their time and never fail."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.decode.core import DecodeCore
-from baton.decode.entry import DecodePolicy, Key, Peer
+from baton.decode.core import DecodeCore, Key, Peer
+from baton.decode.core import make_core as make_decode_core
 from baton.decode.outputs import Output
 from baton.engine.batch import Step
 from baton.engine.request import Request
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import SchedulerConfig
 from baton.engine.turns import C, Turns
 from baton.handoff.messages import (
-    Alive,
     Beat,
     CancelPrefill,
     DecodeEffect,
@@ -26,18 +24,19 @@ from baton.handoff.messages import (
     StartPull,
     StopPull,
 )
-from baton.handoff.prefill_side import PrefillSide
 from baton.handoff.pull_cost import PullMeter
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.tree_log import TreeEvents, TreeLog
 from baton.plan.messages import Messages
 from baton.plan.profile import Profile
 from baton.plan.runner import VirtualRunner
-from baton.prefill.core import PrefillCore, full_step
+from baton.prefill.core import PrefillCore
+from baton.prefill.core import make_core as make_prefill_core
 from baton.sim.driver import StepDriver
 from baton.sim.world import Actor, World
 from baton.stepcost import CostCalibration
 from baton.v1 import cache_pb2, node_pb2
+from baton.worker.load import add_step_cost, snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +73,10 @@ class SimNode:
     def clock(self) -> float:
         return self.world.now
 
-    def make_scheduler(self, max_waiting: int, policy: str, hooks: Mapping[str, Any]) -> Scheduler:
-        """hooks: of a scheduler, and what else its configuration has."""
-        engine, options = self.profile.engine, dict(hooks)
-        callbacks = {k: options.pop(k) for k in ("route", "abandon", "may_admit") if k in options}
-        config = SchedulerConfig(
-            context_length=min(engine.context_length, self.pages * engine.page_size),
-            token_budget=engine.token_budget,
-            max_rows=engine.max_rows,
-            max_waiting=max_waiting,
-            policy=policy,
-            **options,
-        )
-        return Scheduler(self.cache, config, **callbacks)
+    def limits(self) -> SchedulerConfig:
+        engine = self.profile.engine
+        context = min(engine.context_length, self.pages * engine.page_size)
+        return SchedulerConfig(context, engine.token_budget, engine.max_rows)
 
     def drive(self, core: C) -> StepDriver[C]:
         return StepDriver(
@@ -116,21 +106,8 @@ class SimNode:
         )
 
     def load(self) -> node_pb2.Load:
-        """What routing looks at of what worker.node tells."""
-        scheduler, meter = self.core.scheduler, self.core.meter
-        load = node_pb2.Load(
-            queued_tokens=scheduler.queued_tokens,
-            available_pages=max(0, scheduler.reservations.headroom),
-            step_tokens=scheduler.config.token_budget,
-            keys=sum(len(sequence.tokens) for sequence in scheduler.running),
-            waiting=len(scheduler.waiting),
-            running=len(scheduler.running),
-            rows=scheduler.slots.in_use,
-            step_us=int(1e6 * meter.step.value),
-            prompt_tokens_per_second=int(meter.prompt_rate.value),
-        )
-        if meter.calibration is not None:
-            load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.calibration.cost)))
+        load = snapshot(self.core.scheduler, self.core.requests)
+        add_step_cost(load, self.core.meter)
         return load
 
     def after(self, seconds: float, function: Callable[[], None]) -> None:
@@ -147,20 +124,12 @@ class SimNode:
 class SimPrefill(SimNode):
     def __init__(self, world: World, name: str, setup: Setup) -> None:
         super().__init__(world, name, setup.profile)
-        config = setup.prefill
-        hooks = {
-            "prompt_only": True,
-            "full_step": full_step(setup.profile.engine.device),
-            "may_admit": lambda request: self.side.may_admit(request),
-        }
-        self.side: PrefillSide = PrefillSide(
-            self.make_scheduler(config.max_waiting, config.policy, hooks),
-            lease_grace=config.lease_grace_seconds,
-            max_leased_pages=int(self.pages * config.max_leased_fraction),
-        )
         self._retired = 0
         self._waiting: list[tuple[int, Callable[[], None]]] = []
-        self.core = PrefillCore(self.side, self._flush, lambda: None, self._retire)
+        device = setup.profile.engine.device
+        self.core = make_prefill_core(
+            setup.prefill, self.limits(), device, self.cache, self._flush, self._retire
+        )
         self.core.meter.calibration = CostCalibration(setup.profile.step)
         self.driver = self.drive(self.core)
 
@@ -182,34 +151,13 @@ class SimPrefill(SimNode):
 
     def take(self, node: SimDecode, effect: StartPrefill | CancelPrefill | ReleaseLease | Beat) -> None:
         """What a decode node says has arrived."""
-        if isinstance(effect, StartPrefill):
-            cut = len(effect.token_ids) - effect.delivered
-            request = Request(
-                key=effect.name,
-                prompt=effect.token_ids[:cut],
-                delivered=(effect.token_ids[cut:],) if effect.delivered else (),
-                params=effect.params,
-                n=effect.n,
-                deadline=self.clock() + effect.remaining,
-            )
-            ahead = self.profile.pull.seen
-            self.driver.call(lambda core, now: core.side.start(node, effect.name, request, True, now, ahead))
-        elif isinstance(effect, Beat):
-            self.driver.call(lambda core, now: core.side.heartbeat(node, now))
-        elif isinstance(effect, ReleaseLease):
-            self.driver.call(lambda core, now: core.side.release(node, effect.name, now))
-        else:
-            self.driver.call(lambda core, now: core.side.cancel(node, effect.name, now))
+        ahead = self.profile.pull.seen
+        self.driver.call(lambda core, now: core.receive(node, effect, ahead, now))
 
-    def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
-        batches: dict[SimDecode, list[PrefillOutput]] = {}
-        for holder, output in outputs:
-            assert isinstance(holder, SimDecode)
-            events = batches.setdefault(holder, [])
-            if not isinstance(output, Alive):
-                events.append(output)
-        for node, events in batches.items():
-            node.after(self.profile.host.hop, _hear(node, self.name, events))
+    def _flush(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
+        for node, told in outputs.items():
+            assert isinstance(node, SimDecode)
+            node.after(self.profile.host.hop, _hear(node, self.name, told))
 
 
 def _hear(node: SimDecode, address: str, events: list[PrefillOutput]) -> Callable[[], None]:
@@ -229,24 +177,10 @@ class SimDecode(SimNode):
     ) -> None:
         super().__init__(world, name, setup.profile)
         config = setup.decode
-        policy = DecodePolicy(
-            local_prefill_tokens=config.local_prefill_tokens,
-            fallback_tokens=config.fallback_tokens,
-            silence_seconds=config.handoff_seconds,
-            pull_seconds=config.pull_seconds,
-        )
-
-        def make_scheduler(**hooks: Any) -> Scheduler:
-            hooks |= {
-                "output_margin": config.output_margin,
-                "watermark": int(self.pages * config.watermark),
-            }
-            return self.make_scheduler(config.max_waiting, config.policy, hooks)
-
         self._prefill = prefill
         self._messages = Messages(world, self.actor, config.message_seconds, deliver)
         self._link_free = 0.0
-        self.core: DecodeCore = DecodeCore(make_scheduler, policy, self._flush, lambda: None)
+        self.core: DecodeCore = make_decode_core(config, self.limits(), self.cache, self._flush)
         self.core.meter.calibration = CostCalibration(setup.profile.step)
         self._pull_meter = PullMeter()
         self.driver = self.drive(self.core)
@@ -273,12 +207,7 @@ class SimDecode(SimNode):
         return Key(self.name, number)
 
     def hear(self, address: str, events: list[PrefillOutput]) -> None:
-        def receive(core: DecodeCore, now: float) -> None:
-            core.handoffs.hear(address, now)
-            for event in events:
-                core.handoffs.receive(address, event, now)
-
-        self.driver.call(receive)
+        self.driver.call(lambda core, now: core.receive(address, events, now))
 
     def _flush(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
         if outputs:

@@ -4,46 +4,80 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from baton.config import PrefillConfig
 from baton.engine.batch import Step
 from baton.engine.meter import Meter
 from baton.engine.plan import StepResult
-from baton.engine.scheduler import Scheduler
-from baton.handoff.messages import Alive, PrefillOutput
+from baton.engine.request import Request
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.handoff.messages import Alive, Beat, CancelPrefill, PrefillOutput, ReleaseLease, StartPrefill
 from baton.handoff.prefill_side import PrefillSide
+from baton.kvcache import KvCache
 
 FULL_STEP = 1024
 """Tokens: a GPU computes so many as fast, each, as it does more of them (measured on an H200, 8B)."""
 
 
-def full_step(device: str) -> int:
-    """SchedulerConfig.full_step of a prefill node on a device of this type."""
-    return sys.maxsize if device == "cpu" else FULL_STEP
-
-
-Flush = Callable[[int, list[tuple[Hashable, PrefillOutput | Alive]]], None]
+Flush = Callable[[dict[Hashable, list[PrefillOutput]]], None]
+"""Outputs by holder; an empty list tells that the step thread is alive."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillCore:
-    """A core for engine.loop.StepLoop. `flush_to` passes outputs to the shell; `observe` is called after it.
+    """Driven by a step loop. `flush_to` passes outputs to the shell; `observe` is called after it.
     `retire` publishes the number of a retired step to receivers before anything else."""
 
-    side: PrefillSide
+    cache: KvCache
+    config: SchedulerConfig
+    lease_grace: float
+    max_leased_pages: int
     flush_to: Flush
-    observe: Callable[[], None]
     retire: Callable[[int], None]
+    observe: Callable[[], None] = lambda: None
+    scheduler: Scheduler = field(init=False)
+    side: PrefillSide = field(init=False)
     meter: Meter = field(init=False)
     _presses: bool = False
     _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.meter = Meter(self.scheduler.config.token_budget)
+        config = replace(self.config, prompt_only=True)
+        self.scheduler = Scheduler(self.cache, config, may_admit=lambda request: self.side.may_admit(request))
+        self.side = PrefillSide(
+            self.scheduler, lease_grace=self.lease_grace, max_leased_pages=self.max_leased_pages
+        )
+        self.meter = Meter(config.token_budget)
 
-    @property
-    def scheduler(self) -> Scheduler:
-        return self.side.scheduler
+    def receive(
+        self,
+        holder: Hashable,
+        message: StartPrefill | CancelPrefill | ReleaseLease | Beat,
+        ahead: bool,
+        now: float,
+    ) -> None:
+        """What a decode node's hand-offs ask for, where both are simulated. `ahead`: see PrefillSide."""
+        if isinstance(message, StartPrefill):
+            cut = len(message.token_ids) - message.delivered
+            request = Request(
+                key=message.name,
+                prompt=message.token_ids[:cut],
+                delivered=(message.token_ids[cut:],) if message.delivered else (),
+                params=message.params,
+                n=message.n,
+                namespace=message.request.namespace,
+                priority=message.request.priority,
+                deadline=now + message.remaining,
+                failed_steps=message.request.failed_steps,
+            )
+            self.side.start(holder, message.name, request, True, now, ahead)
+        elif isinstance(message, CancelPrefill):
+            self.side.cancel(holder, message.name, now)
+        elif isinstance(message, ReleaseLease):
+            self.side.release(holder, message.name, now)
+        else:
+            self.side.heartbeat(holder, now)
 
     @property
     def requests(self) -> int:
@@ -90,12 +124,42 @@ class PrefillCore:
     def node_failed(self, message: str) -> None:
         self.side.outputs.clear()
         self.side.node_failed(message)
-        self.flush_to(0, self.side.outputs)
+        self._flush_outputs()
 
     def flush(self, step: int) -> None:
-        if self.side.outputs:
-            outputs, self.side.outputs = self.side.outputs, []
-            self.flush_to(step, outputs)
+        self._flush_outputs()
         for holder in [h for h in self._closing if not self.side.holds(h)]:
             self._closing.pop(holder)()
         self.observe()
+
+    def _flush_outputs(self) -> None:
+        if not self.side.outputs:
+            return
+        outputs, self.side.outputs = self.side.outputs, []
+        by_holder: dict[Hashable, list[PrefillOutput]] = {}
+        for holder, output in outputs:
+            told = by_holder.setdefault(holder, [])
+            if not isinstance(output, Alive):
+                told.append(output)
+        self.flush_to(by_holder)
+
+
+def make_core(
+    config: PrefillConfig,
+    limits: SchedulerConfig,
+    device: str,
+    cache: KvCache,
+    flush_to: Flush,
+    retire: Callable[[int], None],
+    observe: Callable[[], None] = lambda: None,
+) -> PrefillCore:
+    """The core of a node with this configuration. `limits`: what the node can do; the rest of them is set
+    here. `device`: its type."""
+    scheduling = replace(
+        limits,
+        max_waiting=config.max_waiting,
+        policy=config.policy,
+        full_step=sys.maxsize if device == "cpu" else FULL_STEP,
+    )
+    leased = int(cache.counts().total * config.max_leased_fraction)
+    return PrefillCore(cache, scheduling, config.lease_grace_seconds, leased, flush_to, retire, observe)

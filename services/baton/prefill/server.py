@@ -12,7 +12,6 @@ import grpc.aio
 from baton.config import PrefillConfig
 from baton.engine.request import Request
 from baton.handoff.messages import (
-    Alive,
     ChunkAnnounced,
     FirstSampled,
     LeaseFinished,
@@ -20,8 +19,7 @@ from baton.handoff.messages import (
     PrefillOutput,
 )
 from baton.handoff.names import RecentNames
-from baton.handoff.prefill_side import PrefillSide
-from baton.prefill.core import PrefillCore, full_step
+from baton.prefill.core import PrefillCore, make_core
 from baton.rpc.door import ClusterDoor
 from baton.rpc.errors import (
     BatonError,
@@ -69,32 +67,19 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         return [names["Prefill"].full_name, names["PageSource"].full_name, self.serve_cache(server)]
 
     def make_core(self) -> PrefillCore:
-        pages = int(self.engine.pool.num_pages * self._config.max_leased_fraction)
-        scheduler = self.make_scheduler(
-            prompt_only=True,
-            full_step=full_step(self.engine.device.type),
-            may_admit=lambda request: side.may_admit(request),
-        )
-        side: PrefillSide = PrefillSide(
-            scheduler, lease_grace=self._config.lease_grace_seconds, max_leased_pages=pages
-        )
         segment = self.engine.published.segment
         retire = segment.retire if segment is not None else lambda step: None
-        return PrefillCore(side, self._flush, self.observe, retire)
+        device, cache = self.engine.device.type, self.engine.cache
+        return make_core(self._config, self.limits(), device, cache, self._flush, retire, self.observe)
 
-    def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
+    def _flush(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
         self.loop.call_soon_threadsafe(self._deliver, outputs)
 
-    def _deliver(self, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
-        batches: dict[Hashable, list[prefill_pb2.PrefillEvent]] = {}
-        for holder, output in outputs:
-            events = batches.setdefault(holder, [])
-            if not isinstance(output, Alive):
-                events.append(_event(output))
-        for holder, events in batches.items():
+    def _deliver(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
+        for holder, told in outputs.items():
             assert isinstance(holder, _Caller)
             try:
-                holder.outbox.put(prefill_pb2.PrefillResponse(events=events))
+                holder.outbox.put(prefill_pb2.PrefillResponse(events=[_event(output) for output in told]))
             except OutboxFull as full:
                 holder.error = exhausted(f"the caller does not read: {full}", "SLOW_READER")
                 holder.outbox.close()

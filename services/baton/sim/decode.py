@@ -6,8 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from baton.decode.core import DecodeCore
-from baton.decode.entry import DecodePolicy, Key, Peer
+from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
 from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
 from baton.engine.request import Request
 from baton.handoff.decode_side import DecodeSide
@@ -101,12 +100,7 @@ class _Prefill:
     def _received(self, messages: tuple[Any, ...]) -> None:
         address = self.address
 
-        def receive(core: DecodeCore, now: float) -> None:
-            core.handoffs.hear(address, now)
-            for message in messages:
-                core.handoffs.receive(address, message, now)
-
-        self._node.driver.call(receive)
+        self._node.driver.call(lambda core, now: core.receive(address, messages, now))
 
     def _lost(self, reason: str) -> None:
         self._session += 1
@@ -139,7 +133,7 @@ class SimDecode(Worker):
         policy = DecodePolicy(
             settings.local_prefill_tokens, settings.fallback_tokens, settings.silence, settings.pull_seconds
         )
-        self.core = DecodeCore(self.make_scheduler, policy, self._flush, lambda: None)
+        self.core = DecodeCore(self.cache, self.scheduling(), policy, self._flush)
         self.scheduler = self.core.scheduler
         self.driver = self.drive(self.core)
         self.pull_pace = settings.pull_pace

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from baton.engine.request import Request
 from baton.handoff.messages import (
-    Alive,
     Beat,
     CancelPrefill,
     ChunkAnnounced,
@@ -20,7 +17,6 @@ from baton.handoff.messages import (
     StartPrefill,
 )
 from baton.handoff.names import AttemptName
-from baton.handoff.prefill_side import PrefillSide
 from baton.prefill.core import PrefillCore
 from baton.sim.network import Endpoint, Host, Network
 from baton.sim.process import HOP_SECONDS, Worker, WorkerSettings
@@ -52,15 +48,11 @@ class SimPrefill(Worker):
     ) -> None:
         super().__init__(network, name, life, worker)
         self.prefill = settings
-        self.scheduler = self.make_scheduler(
-            prompt_only=True, may_admit=lambda request: self.side.may_admit(request)
+        leased = int(worker.pages * settings.max_leased_fraction)
+        self.core = PrefillCore(
+            self.cache, self.scheduling(), settings.lease_grace, leased, self._flush, self.pool.retire
         )
-        self.side: PrefillSide = PrefillSide(
-            self.scheduler,
-            lease_grace=settings.lease_grace,
-            max_leased_pages=int(worker.pages * settings.max_leased_fraction),
-        )
-        self.core = PrefillCore(self.side, self._flush, lambda: None, self.pool.retire)
+        self.scheduler, self.side = self.core.scheduler, self.core.side
         self.driver = self.drive(self.core)
         self.babbles_until = 0.0
         """Until then it sends messages early, late, twice, wrong, and in the name of others."""
@@ -96,55 +88,29 @@ class SimPrefill(Worker):
     def _gone(self, holder: _Holder) -> None:
         self.driver.call(lambda core, now: core.side.disconnect(holder, now))
 
-    def _take(self, holder: _Holder, message: Any) -> None:
+    def _take(self, holder: _Holder, message: StartPrefill | CancelPrefill | ReleaseLease | Beat) -> None:
         if isinstance(message, StartPrefill):
-            self._start(holder, message)
-        elif isinstance(message, CancelPrefill):
-            self.driver.call(lambda core, now: core.side.cancel(holder, message.name, now))
-        elif isinstance(message, ReleaseLease):
-            self.driver.call(lambda core, now: core.side.release(holder, message.name, now))
-        else:
-            assert isinstance(message, Beat)
-            self.driver.call(lambda core, now: core.side.heartbeat(holder, now))
-
-    def _start(self, holder: _Holder, start: StartPrefill) -> None:
-        if start.name in holder.names:
-            raise Violation(f"names: {start.name} was started twice on one stream of {self.who}")
-        holder.names.add(start.name)
-        if self.draining:
-            failed = PrefillFailed(start.name, "UNAVAILABLE", "DRAINING", "this node is draining")
-            holder.endpoint.send((failed,))
-            return
-        cut = len(start.token_ids) - start.delivered
-        request = Request(
-            key=start.name,
-            prompt=start.token_ids[:cut],
-            delivered=(start.token_ids[cut:],) if start.delivered else (),
-            params=start.params,
-            n=start.n,
-            namespace=start.request.namespace,
-            priority=start.request.priority,
-            deadline=self.clock() + start.remaining,
-            failed_steps=start.request.failed_steps,
-        )
+            if message.name in holder.names:
+                raise Violation(f"names: {message.name} was started twice on one stream of {self.who}")
+            holder.names.add(message.name)
+            if self.draining:
+                failed = PrefillFailed(message.name, "UNAVAILABLE", "DRAINING", "this node is draining")
+                holder.endpoint.send((failed,))
+                return
         ahead = self.prefill.shared and self.prefill.ahead
-        self.driver.call(lambda core, now: core.side.start(holder, start.name, request, True, now, ahead))
+        self.driver.call(lambda core, now: core.receive(holder, message, ahead, now))
 
-    def _flush(self, step: int, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
+    def _flush(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
         self.world.at(HOP_SECONDS, self.loop, lambda: self._deliver(outputs))
 
-    def _deliver(self, outputs: list[tuple[Hashable, PrefillOutput | Alive]]) -> None:
-        batches: dict[Hashable, list[PrefillOutput]] = {}
-        for holder, output in outputs:
-            events = batches.setdefault(holder, [])
-            if not isinstance(output, Alive):
-                events.append(output)
-                if self.world.traced:
-                    self.world.note(self.who, f"says   {output}")
-        for holder, events in batches.items():
+    def _deliver(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
+        for holder, told in outputs.items():
             assert isinstance(holder, _Holder)
+            if self.world.traced:
+                for output in told:
+                    self.world.note(self.who, f"says   {output}")
             babbles = self.world.now < self.babbles_until
-            holder.endpoint.send(tuple(self._garbled(holder, events) if babbles else events))
+            holder.endpoint.send(tuple(self._garbled(holder, told) if babbles else told))
 
     def _garbled(self, holder: _Holder, events: list[PrefillOutput]) -> Iterator[PrefillOutput]:
         """Only what a receiver can tell to be wrong: tokens, generations and steps are right."""

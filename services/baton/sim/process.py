@@ -132,9 +132,9 @@ class Worker(Process):
         """The device does nothing for so long. Hangs that overlap end with the last of them."""
         self._device_free = self.hangs_until = max(self._device_free, self.world.now + seconds)
 
-    def make_scheduler(self, prompt_only: bool = False, **hooks: Any) -> Scheduler:
+    def scheduling(self) -> SchedulerConfig:
         settings = self.settings
-        config = SchedulerConfig(
+        return SchedulerConfig(
             context_length=settings.pages * settings.page_size,
             token_budget=settings.token_budget,
             max_rows=settings.max_rows,
@@ -142,9 +142,7 @@ class Worker(Process):
             policy=settings.policy,
             output_margin=settings.output_margin,
             watermark=settings.watermark,
-            prompt_only=prompt_only,
         )
-        return Scheduler(self.cache, config, **hooks)
 
     def drive(self, core: C) -> StepDriver[C]:
         rng = self.world.rng(f"steps {self.name}")

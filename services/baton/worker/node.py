@@ -193,17 +193,10 @@ class WorkerNode(Generic[C]):
 
     # --- what the roles use -----------------------------------------------------------------------------
 
-    def make_scheduler(self, **options: Any) -> Scheduler:
-        hooks = {k: options.pop(k) for k in ("route", "abandon", "may_admit") if k in options}
-        config = SchedulerConfig(
-            context_length=self.model_info.context_length,
-            token_budget=self.engine.config.token_budget,
-            max_rows=self.engine.config.max_rows,
-            max_waiting=self.config.max_waiting,
-            policy=self.config.policy,
-            **options,
-        )
-        return Scheduler(self.engine.cache, config, **hooks)
+    def limits(self) -> SchedulerConfig:
+        """What the engine can do; the rest of it is set by the role."""
+        config = self.engine.config
+        return SchedulerConfig(self.model_info.context_length, config.token_budget, config.max_rows)
 
     def serve_cache(self, server: grpc.aio.Server) -> str:
         """Registers Cache; returns its full name."""
