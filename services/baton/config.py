@@ -26,6 +26,8 @@ class NodeConfig:
     cluster_secret_file: str = ""
     """File with a secret that all processes of a deployment share: who does not know it can call none but the
     gateway's public services. Readable by its user only. `openssl rand -hex 32` makes one."""
+    cluster_secret_in_clear: bool = False
+    """Send the secret to other machines also without TLS. For networks that nobody else can read."""
     cluster_cert: str = ""
     """PEM file with this process's certificate for connections within the deployment (mutual TLS)."""
     cluster_key: str = ""

@@ -249,11 +249,40 @@ async def test_a_reachable_address_needs_a_secret_or_a_word(capsys, monkeypatch,
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "--cluster-secret-file" in err and "--insecure" in err
     # That it would go on: asked without binding, so that the test opens no port to others.
-    for config in (NodeConfig(cluster_secret_file=secret_file(tmp_path)), NodeConfig(insecure=True)):
+    secret = secret_file(tmp_path)
+    in_clear = NodeConfig(cluster_secret_file=secret, cluster_secret_in_clear=True)
+    for config in (in_clear, NodeConfig(insecure=True)):
         door = doors.ClusterDoor(Cluster.load(config))
         doors.check_address(host, door, config.insecure)
     with pytest.raises(BatonError):
         doors.check_address(host, doors.ClusterDoor(Cluster()), False)
+    with pytest.raises(BatonError, match="--cluster-secret-in-clear"):
+        doors.check_address(host, doors.ClusterDoor(Cluster(SECRET)), False)
+
+
+def test_the_secret_leaves_this_machine_over_tls_only():
+    tls = ClusterTls(b"ca", b"cert", b"key")
+    ours = ("127.0.0.1:1", "127.8.9.1:1", "localhost:1", "[::1]:1")
+    others = ("10.0.0.1:1", "node.example.org:1", "0.0.0.0:1", "[fd00::1]:1", "localhost.example.org:1", ":1")
+    sent = ((HEADER, SECRET),)
+    for address in (*ours, *others):
+        expected = sent if address in ours else ()
+        assert Cluster(SECRET).metadata(address, encrypted=False) == expected, address
+        assert Cluster(SECRET, tls).metadata(address, encrypted=True) == sent
+        assert Cluster(SECRET, secret_in_clear=True).metadata(address, encrypted=False) == sent
+        assert Cluster().metadata(address, encrypted=True) == ()
+
+
+async def test_the_secret_is_not_sent_to_another_machine(guarded):
+    """The process has another name here, which could be another machine's."""
+    port = guarded.node.address.rpartition(":")[2]
+    address = f"ipv4:127.0.0.1:{port}"  # no loopback address by its looks
+    for cluster, works in ((Cluster(SECRET), False), (Cluster(SECRET, secret_in_clear=True), True)):
+        async with cluster.dial(address) as channel:
+            if works:
+                await calls(channel)["GetInfo"](timeout=10)
+            else:
+                assert (await refusal(calls(channel)["GetInfo"], ())).reason == "CLUSTER_SECRET"
 
 
 def test_what_is_loopback():

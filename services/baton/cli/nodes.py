@@ -16,7 +16,7 @@ from baton.cli.options import fields_of
 from baton.client.access import Access
 from baton.config import NodeConfig
 from baton.rpc.channel import open_channel
-from baton.rpc.cluster import HEADER, Cluster
+from baton.rpc.cluster import Cluster
 from baton.v1 import node_pb2, node_pb2_grpc
 
 CLUSTER_FIELDS = ("cluster_secret_file", "cluster_cert", "cluster_key", "cluster_ca", "cluster_tls_name")
@@ -38,13 +38,14 @@ class Dialing:
         secret = local_secret.find(gateway)
         if secret:
             named["cluster_secret_file"] = ""
-        cluster = Cluster.load(NodeConfig(**named))
+        in_clear = os.environ.get("BATON_CLUSTER_SECRET_IN_CLEAR", "").lower() in ("1", "true", "yes", "on")
+        cluster = Cluster.load(NodeConfig(**named, cluster_secret_in_clear=in_clear))
         return cls(dataclasses.replace(cluster, secret=secret or cluster.secret), Access.of(None, None))
 
     def gateway(self, address: str) -> grpc.aio.Channel:
         """To the gateway, as a client that also knows the deployment's secret."""
-        secret = ((HEADER, self.cluster.secret),) if self.cluster.secret else ()
-        metadata = (*self.access.metadata, *secret)
+        encrypted = self.access.credentials is not None
+        metadata = (*self.access.metadata, *self.cluster.metadata(address, encrypted))
         return open_channel(address, credentials=self.access.credentials, metadata=metadata)
 
     def node(self, address: str) -> grpc.aio.Channel:

@@ -80,7 +80,7 @@ class PublicDoor:
             ("grpc.so_reuseport", int(bool(config.shared))),
         ]
 
-    def missing(self) -> str:
+    def missing(self, reachable: bool) -> str:
         return "" if self.keys is not None else "--api-keys FILE (and --tls-cert, --tls-key)"
 
 

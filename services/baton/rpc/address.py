@@ -34,6 +34,15 @@ def loopback() -> str:
     return "127.0.0.1"
 
 
+def is_loopback_address(address: str) -> bool:
+    """Whether host:port names this machine by "localhost" or a number. Other names are not looked up."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address; a name counts by all its addresses."""
     try:

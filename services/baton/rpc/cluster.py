@@ -1,7 +1,8 @@
 """What proves one process of a deployment to another: a secret that all know, certificates, or both.
 
-The secret travels with each call, as metadata. It keeps out who does not know it; without TLS whoever can
-read the connection, or takes the port of a process that is gone, learns it. Mutual TLS keeps these out too.
+The secret travels with each call, as metadata. Without TLS whoever reads the connection, or takes the port
+of a process that is gone, learns it. So it goes to other machines only over TLS, unless the configuration
+allows it in clear.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ import grpc
 import grpc.aio
 
 from baton.config import NodeConfig
+from baton.rpc.address import is_loopback_address
 from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from baton.rpc.errors import BatonError, failed_precondition, unauthenticated
+from baton.rpc.logs import get_logger
+from baton.rpc.metadata_channel import Metadata
 from baton.rpc.private_file import read_private, read_public
 
 HEADER = "baton-cluster-secret"
 MIN_SECRET_CHARACTERS = 16
+REMEDY = "--cluster-cert, --cluster-key and --cluster-ca (mutual TLS), or --cluster-secret-in-clear"
+
+_log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,8 @@ class Cluster:
 
     secret: str = field(default="", repr=False)
     tls: ClusterTls | None = None
+    secret_in_clear: bool = False
+    """Whether the secret may leave this machine without TLS."""
 
     @classmethod
     def load(cls, config: NodeConfig) -> Cluster:
@@ -81,7 +90,8 @@ class Cluster:
                 key=read_private(config.cluster_key, "--cluster-key"),
                 name=config.cluster_tls_name,
             )
-        return cls(read_secret(config.cluster_secret_file) if config.cluster_secret_file else "", tls)
+        secret = read_secret(config.cluster_secret_file) if config.cluster_secret_file else ""
+        return cls(secret, tls, config.cluster_secret_in_clear)
 
     def dial(self, address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, /) -> grpc.aio.Channel:
         """A connection to another process of the deployment, which proves who calls. See open_channel."""
@@ -90,14 +100,28 @@ class Cluster:
             max_message_bytes,
             credentials=self.tls.channel_credentials() if self.tls is not None else None,
             tls_name=self.tls.name if self.tls is not None else "",
-            metadata=((HEADER, self.secret),) if self.secret else (),
+            metadata=self.metadata(address, encrypted=self.tls is not None),
         )
+
+    def metadata(self, address: str, encrypted: bool) -> Metadata:
+        """What proves to the process at host:port who calls. Empty, with a line in the log, where the secret
+        would leave this machine in clear; the process then refuses the call."""
+        if not self.secret:
+            return ()
+        if not (encrypted or self.secret_in_clear or is_loopback_address(address)):
+            _log.warning("cluster secret not sent in clear", address=address, give=REMEDY)
+            return ()
+        return ((HEADER, self.secret),)
 
     def refusal(self, metadata: Mapping[str, str]) -> BatonError | None:
         """Why a call with this metadata is none of the deployment's; None: it is."""
         if not self.secret or same(metadata.get(HEADER, ""), self.secret):
             return None
-        told = "is another one" if HEADER in metadata else "is missing"
+        told = (
+            "is another one"
+            if HEADER in metadata
+            else "is missing (without TLS it is not sent to other machines)"
+        )
         return unauthenticated(
             f"this service is for processes of the same deployment, and the caller's cluster secret {told}: "
             "give both the same --cluster-secret-file",

@@ -10,7 +10,7 @@ import grpc.aio
 
 from baton.rpc.address import is_loopback
 from baton.rpc.channel import Options
-from baton.rpc.cluster import Cluster
+from baton.rpc.cluster import REMEDY, Cluster
 from baton.rpc.errors import BatonError, abort, failed_precondition
 
 HEALTH = "grpc.health.v1.Health"
@@ -34,8 +34,8 @@ class Door(Protocol):
         """More options for the server."""
         ...
 
-    def missing(self) -> str:
-        """What must be given before others may reach the process, for people; empty: nothing."""
+    def missing(self, reachable: bool) -> str:
+        """What must be given, for people; empty: nothing. reachable: other machines can connect."""
         ...
 
 
@@ -54,9 +54,12 @@ class ClusterDoor:
     def options(self) -> Options:
         return []
 
-    def missing(self) -> str:
-        if self.cluster.secret or self.cluster.tls is not None:
+    def missing(self, reachable: bool) -> str:
+        cluster = self.cluster
+        if cluster.tls is not None or (cluster.secret and (cluster.secret_in_clear or not reachable)):
             return ""
+        if cluster.secret:
+            return f"{REMEDY}: callers would send the secret in clear"
         return "--cluster-secret-file FILE (or --cluster-cert, --cluster-key and --cluster-ca)"
 
 
@@ -101,7 +104,7 @@ def check_address(host: str, door: Door, insecure: bool) -> None:
     """Raises BatonError when strangers could reach `host` and nothing would keep them out."""
     if insecure or is_loopback(host):
         return
-    if missing := door.missing():
+    if missing := door.missing(reachable=True):
         raise failed_precondition(
             f"{host or 'any address'} can be reached by strangers: give {missing}, or --insecure where only "
             "friends can connect",

@@ -197,9 +197,10 @@ class _Shell:
         shared = str(getattr(self._config, "shared", ""))
         if shared:
             bind_shared(self._server, shared, self._door, self._config.insecure)
-        if self._door.missing():
-            who = "any user of this machine" if is_loopback(self._config.host) else "anybody"
-            _log.warning("nothing keeps strangers out", who=who, missing=self._door.missing())
+        reachable = not is_loopback(self._config.host)
+        if missing := self._door.missing(reachable):
+            who = "anybody" if reachable else "any user of this machine"
+            _log.warning("nothing keeps strangers out", who=who, missing=missing)
         self.address = self._config.advertise or bound
         await self._server.start()
         self._registry.register(LoadCollector(self._node.role, self.load))

@@ -4,6 +4,11 @@
 {{- $gateway := eq .role "gateway" -}}
 - name: BATON_CLUSTER_SECRET_FILE
   value: /etc/baton/cluster/secret
+{{- if not $values.clusterTls.existingSecret }}
+# Without TLS between the pods the secret goes through the pod network in clear.
+- name: BATON_CLUSTER_SECRET_IN_CLEAR
+  value: "true"
+{{- end }}
 {{- if $values.clusterTls.existingSecret }}
 - name: BATON_CLUSTER_CERT
   value: /etc/baton/cluster-tls/tls.crt
