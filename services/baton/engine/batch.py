@@ -1,4 +1,4 @@
-"""What a step contains: its ragged batch, and for whom each row is computed. Pure functions of sequences."""
+"""Builds a step: its ragged batch, and which sequences each row belongs to. Pure functions of sequences."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Copy:
 
 @dataclass(slots=True)
 class Record:
-    """What a row was for."""
+    """What the scheduler must do with a row's result."""
 
     sequence: Sequence
     epoch: int
     end: int
     """Tokens whose KV is final once the row has retired."""
     targets: tuple[Sequence, ...]
-    """The sequences that each sample a token from the row."""
+    """Sequences that sample a token from the row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class StepBuilder:
         self.records.append(Record(sequence, sequence.epoch, end, targets))
 
     def build(self, copies: list[Copy], pinned: tuple[Holding, ...]) -> Step | None:
-        """The step, and what it changes in its sequences; None: nothing is to be computed."""
+        """Returns the step and applies its changes to the sequences; None: there is nothing to compute."""
         if not self._rows and not copies:
             return None
         for record in self.records:
@@ -116,12 +116,11 @@ def divide_budget(
 ) -> list[tuple[Sequence, int]]:
     """Divides a token budget among the prompts, in the order of their rank; tokens of each, at least 1.
 
-    Prompts that one step could hold are computed one after the other: their first tokens then come sooner, on
-    average, than if they were computed side by side. Once those that end in the step keep the device busy
-    (`full_step`), later ones wait for the next. Longer ones, however many, have half of the budget while
-    short ones wait, so that neither starve; each but the last takes half of what the others have left. What
-    remains goes round again. Chunks end on page borders where they can, because only full pages are announced
-    to a receiver.
+    Prompts that fit into one step are computed one after the other: their first tokens then come sooner, on
+    average, than side by side. Once those that end in the step keep the device busy (`full_step`), later ones
+    wait for the next. Longer ones, however many, have half of the budget while short ones wait, so that
+    neither starve; each but the last takes half of what the others have left. What remains goes round again.
+    Chunks end on page borders where they can, because only full pages are announced to a receiver.
     """
     prompts = sorted((s for s in prompts if not s.unread), key=lambda s: s.rank)
     counts = dict.fromkeys(prompts, 0)

@@ -1,7 +1,7 @@
 """CUDA graphs of small steps that hold prompt chunks: one per number of tokens, over static buffers.
 
-Launched kernel by kernel, such a step takes the host longer than the device. A step is padded with the tokens
-of one row more, which has the slot after the last: its page table names a spare page.
+Kernel by kernel, the host takes longer to launch such a step than the device to run it. A step is padded with
+the tokens of one more row, in the slot after the last, whose page table names a spare page.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from baton.engine.graphs import Progress, capture
 from baton.engine.ragged import Ragged
 
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens of a step. One of 512 takes an 8B model on an H200 longer to compute than the host to launch."""
+"""Tokens of a step. From 512 on, an 8B model on an H200 computes a step longer than the host launches it."""
 FEW_ROWS = 8
-"""Steps of at most so many rows have graphs of their own: with few rows attention is divided further."""
+"""Steps of at most this many rows have separate graphs: with few rows attention is split further."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class ChunkInputs:
 
 
 Work = Callable[[ChunkInputs], None]
-"""A step up to its logits."""
+"""The part of a step up to its logits."""
 
 
 class ChunkGraphs:
@@ -58,8 +58,8 @@ class ChunkGraphs:
         pool: Any,
         progress: Progress | None = None,
     ) -> None:
-        """`logits`: a buffer [num_slots, vocab]. `pool`: of memory that graphs replayed before or after these
-        work in too."""
+        """`logits`: a buffer [num_slots, vocab]. `pool`: a memory pool shared with graphs that never run
+        at the same time."""
         self._padding_slot = num_slots
         self._logits = logits
         device = logits.device
@@ -89,7 +89,7 @@ class ChunkGraphs:
         """Device memory that they took, and what torch reserved to warm up for them."""
 
     def shape(self, step: Ragged) -> tuple[int, int] | None:
-        """Tokens and rows of the graph for this step; None: there is none."""
+        """Tokens and rows of the graph for this step; None: no graph fits."""
         rows = max(len(step.rows), len(step.slots))
         fitting = ((size, most) for size, most in self._shapes if size >= step.tokens and most >= rows)
         return next(fitting, None)
@@ -102,7 +102,7 @@ class ChunkGraphs:
 
     @staticmethod
     def _lengths(size: int, rows: int) -> tuple[int, ...]:
-        """Of the fields of ChunkInputs, which lie one behind the other."""
+        """Lengths of the fields of ChunkInputs, which lie one behind the other."""
         return (size, size, size, rows + 1, rows + 1, rows + 2, rows)
 
     def _length(self, size: int, rows: int) -> int:
@@ -115,7 +115,7 @@ class ChunkGraphs:
         return ChunkInputs(ids, positions, token_slots, row_slots, lengths, starts, last, logits)
 
     def _fill(self, shape: tuple[int, int], step: Ragged | None) -> None:
-        """Enqueues the copy of a step's inputs; without one, of padding alone."""
+        """Enqueues the copy of a step's inputs; without a step, of padding only."""
         host = torch.zeros(self._length(*shape), dtype=torch.int32, pin_memory=True)
         lanes = np.split(host.numpy(), np.cumsum(self._lengths(*shape))[:-1])
         ids, positions, token_slots, row_slots, lengths, starts, last = lanes
@@ -127,7 +127,7 @@ class ChunkGraphs:
             row_slots[:count], lengths[:count] = step.row_slots, step.lengths
             starts[: count + 1] = step.starts
             last[: len(step.last)] = step.last
-        # One row more has all tokens that are left; those behind it have none.
+        # The padding row has all remaining tokens; rows behind it have none.
         left = len(ids) - tokens
         positions[tokens:] = np.arange(left)
         token_slots[tokens:] = self._padding_slot

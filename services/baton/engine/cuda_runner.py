@@ -1,8 +1,8 @@
 """Executes step plans on an NVIDIA GPU: fused kernels, paged attention, CUDA graphs for decode steps.
 
-Nothing in `launch` waits for the device. Ids of sampled tokens, page tables and all that a step computes stay
-there; a step of decode rows is one copy up (two when page tables or last tokens change) and one down, whose
-event `read` waits for.
+Nothing in `launch` waits for the device. Sampled token ids, page tables and all results stay on the device. A
+step of decode rows needs one copy to the device (two when page tables or last tokens change) and one copy
+back, whose event `read` waits for.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
 
 Fresh = dict[int, int]
-"""The last tokens of slots where the device does not have them yet."""
+"""Last tokens of slots that the device does not have yet."""
 
 
 @dataclass(slots=True)
 class CudaFlight:
-    """A launched step: what arrives in pinned memory once `done` has happened, and whose it is."""
+    """A launched step: its results, in pinned memory once `done` has occurred, and their rows."""
 
     number: int
     rows: tuple[PlanRow, ...]
@@ -42,7 +42,7 @@ class CudaFlight:
     result: torch.Tensor | None = None
     """int32 [sampled slots, 2]: the token, and the bits of the largest logit."""
     samples: Samples | None = None
-    """Of sampling that the result does not tell everything about."""
+    """Samples whose log-probabilities are needed too."""
     prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
@@ -65,9 +65,9 @@ class CudaRunner:
         batch_invariant: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """`batch_invariant`: matrix products in an order that the batch has no say in; with attention of that
-        kind a sequence's tokens depend on itself alone. `progress` is called as graphs are captured. Raises
-        ValueError for a pool without a spare page."""
+        """`batch_invariant`: matrix products in an order that does not depend on the batch; together with
+        batch-invariant attention, a sequence's tokens depend on the sequence alone. `progress` is called
+        as graphs are captured. Raises ValueError for a pool without a spare page."""
         from baton.layers.kernels.sampling import sample
         from baton.models.fused import FusedDecoder
 
@@ -96,7 +96,7 @@ class CudaRunner:
                     batch_sizes(max_slots), max_slots, logits, self._decode, self._sample_plain, progress
                 )
                 if self._chunks.graphs and not batch_invariant:
-                    # Theirs attend to rows of one token as to chunks.
+                    # Chunk graphs attend to rows of one token as to chunks.
                     self.chunk_graphs = ChunkGraphs(
                         max_slots, context_length, logits, self._small, self.graphs.pool, progress
                     )
@@ -125,8 +125,8 @@ class CudaRunner:
 
     @torch.inference_mode()
     def warm(self) -> None:
-        """Goes the way of a launched graph but for the graph, for StepLoop. Changes nothing that a sequence's
-        row sees."""
+        """Does everything that a launch does except replaying the graph, for StepLoop. Changes nothing
+        that a sequence sees."""
         self._update(self._slots.unchanging)
         none = np.zeros(0, np.int64)
         simple = self._sampler.simple(none, none)
@@ -139,7 +139,7 @@ class CudaRunner:
         return bool(flight.done.query())  # type: ignore[no-untyped-call]
 
     def read(self, flight: CudaFlight) -> StepResult:
-        """Waits for the step and yields its tokens."""
+        """Waits for the step and returns its tokens."""
         flight.done.synchronize()
         tokens: list[int] = []
         finite: list[bool] = []
@@ -190,7 +190,7 @@ class CudaRunner:
             self._sample(graphs.logits(len(rows)), slots, positions + 1, flight)
 
     def _decode(self, inputs: Inputs) -> None:
-        """A decode step up to its logits; captured."""
+        """A decode step up to its logits. Captured in a graph."""
         table = self._slots.tables.index_select(0, inputs.slots)
         paged = PagedRows(table, inputs.positions + 1)
         self._singles.plan(paged)
@@ -203,7 +203,7 @@ class CudaRunner:
         self._project_head(hidden, inputs.logits)
 
     def _sample_plain(self, inputs: Inputs) -> None:
-        """Sampling behind it, where it takes no more than a temperature; captured."""
+        """Sampling after it with a temperature only. Captured in a graph."""
         last = self._slots.last_token
         self._choose(inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, last, inputs.result)
 
@@ -234,7 +234,7 @@ class CudaRunner:
             self._sample(logits, step.slots, step.targets, flight)
 
     def _small(self, inputs: ChunkInputs) -> None:
-        """A small step up to its logits; captured."""
+        """A small step up to its logits. Captured in a graph."""
         table = self._slots.tables.index_select(0, inputs.row_slots)
         paged = PagedRows(table, inputs.lengths, inputs.starts, len(inputs.ids))
         self._chunks.plan(paged)
@@ -255,8 +255,8 @@ class CudaRunner:
         return torch.where(ids < 0, self._slots.last_token.index_select(0, slots), ids)
 
     def _eager(self, step: Ragged, wholly: bool, flight: CudaFlight) -> torch.Tensor:
-        """The logits [samples, vocab] of a step of any size. `wholly`: prompt log-probabilities are wanted,
-        which go into `flight`."""
+        """Returns the logits [samples, vocab] of a step of any size. `wholly`: also computes prompt
+        log-probabilities, into `flight`."""
         single = step.single
         upload = Upload()
         for array in (
@@ -313,5 +313,5 @@ class CudaRunner:
 
 
 def _is_decode(rows: Sequence[PlanRow]) -> bool:
-    """Whether each row goes on from its slot's last token and samples the next one for it."""
+    """Whether each row continues its slot by one token."""
     return all(row.tokens is None and row.sample == (row.slot,) for row in rows)

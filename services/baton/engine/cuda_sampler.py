@@ -1,8 +1,8 @@
-"""Sampling on a GPU: what the kernels in `layers.kernels` are told about each sampled slot of a step.
+"""Sampling on a GPU: prepares the inputs of the kernels in `layers.kernels` for each sampled slot.
 
-The same function as `engine.sampler.Sampler`, which says what it is; in a few launches, without sorting
-and without ever waiting for the device. Rounding differs: of a top-p, a token whose cumulative mass is within
-about 1e-6 of p may be kept here and not there, or the reverse; and noise may differ in its last bit.
+Computes the same function as `engine.sampler.Sampler` in a few launches, without sorting and without waiting
+for the device. Rounding differs: with top-p, a token whose cumulative mass is within about 1e-6 of p may be
+kept by one and dropped by the other, and noise may differ in its last bit.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Edits:
-    """Which rows' logits change before anything is sampled from them, beside penalties."""
+    """Changes to rows' logits before sampling, besides penalties."""
 
     rows: Ints
-    """Those that change at all, penalized ones included."""
+    """Rows that change, penalized ones included."""
     places: npt.NDArray[np.int32]
-    """Of every row: where it is in `rows`, or -1."""
+    """For every row: its index in `rows`, or -1."""
     at: Ints
     """Entries of a [len(rows), vocab] copy, flattened; none twice."""
     added: Floats
-    """What is added to them: a bias, or -inf for what min_tokens forbids."""
+    """Added to them: a bias, or -inf for tokens that min_tokens forbids."""
 
 
 def edits(states: SlotStates, slots: Slots) -> Edits:

@@ -1,4 +1,4 @@
-"""What the device knows of the batch slots, page tables and last tokens, kept up to date by what changes."""
+"""The device's page tables and last tokens of batch slots, updated by changed entries only."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class DeviceSlots:
         entries = self._first + (slots + 1) * width
         self._memory = torch.full((entries,), spare_page, dtype=torch.int32, device=device)
         self.last_token = self._memory[: slots + 1].zero_()
-        """int32 [slots + 1]: each slot's newest token; the last is of rows that pad a batch."""
+        """int32 [slots + 1]: each slot's newest token; the last entry is for padding rows."""
         self.tables = self._memory[self._first :].view(slots + 1, width)
-        """int32 [slots + 1, width]: page tables; that of padding names the spare page alone."""
+        """int32 [slots + 1, width]: page tables; that of padding rows names only the spare page."""
         self._known: list[tuple[int, ...]] = [()] * slots
         self.unchanging = _changes([slots], [0])
-        """Changes that no sequence's row sees: of the token that pads a batch."""
+        """Changes that no sequence sees: they write the padding row's token."""
 
     def changes(self, rows: Iterable[PlanRow], tokens: Mapping[int, int]) -> Changes | None:
-        """What is to be written before these rows are computed, `tokens` being last tokens of slots that
-        the device has not sampled; None: nothing.
+        """Changes to write before these rows are computed; None: none. `tokens`: last tokens of slots that
+        the device has not sampled itself.
 
         The caller must write it before the next step, in the order of the calls.
         """
@@ -58,7 +58,7 @@ class DeviceSlots:
         return _changes(entries, values) if values else None
 
     def forget(self) -> None:
-        """What was to be written may not have been: every row's pages are written anew."""
+        """Earlier changes may not have been written: every row's page table is written again."""
         self._known = [()] * len(self._known)
 
     def write(self, entries: torch.Tensor, values: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ Progress = Callable[[int, int], None]
 """Called with (graphs captured, graphs in all)."""
 
 Work = Callable[["Inputs"], None]
-"""Part of a decode step over the inputs' rows: up to their logits, or from these to their result."""
+"""Part of a decode step: up to the logits, or from the logits to the result."""
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def batch_sizes(most: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Inputs:
-    """Of the first rows of a step; views of the static buffers."""
+    """Inputs of the first rows of a step; views of the static buffers."""
 
     keys: torch.Tensor
     """int64: generator states."""
@@ -53,8 +53,9 @@ In = TypeVar("In")
 
 
 def capture(work: Callable[[In], None], inputs: In, pool: Any, device: torch.device) -> torch.cuda.CUDAGraph:
-    """The work's launches as a graph; the work is done once."""
-    # Libraries allocate and kernels compile at their first use, which a capture does not allow.
+    """Captures the work's launches as a graph; runs the work once before."""
+    # A first run outside the capture: libraries allocate and kernels compile at first use, which a capture
+    # does not allow.
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -94,7 +95,7 @@ class DecodeGraphs:
         started = time.monotonic()
         free = torch.cuda.mem_get_info(device)[0]
         self.pool: Any = torch.cuda.graph_pool_handle()
-        """Of the memory that a replay works in: for graphs that are never replayed at the same time."""
+        """Memory pool of replays, shared by graphs that never run at the same time."""
         for done, size in enumerate(reversed(self._sizes)):
             report(done, len(self._sizes))
             inputs = self._inputs(size)
@@ -129,7 +130,7 @@ class DecodeGraphs:
         self._static.copy_(host, non_blocking=True)
 
     def replay(self, rows: int, *, choose: bool) -> None:
-        """Enqueues a step of so many rows, of which `fill` has told; `choose`: its sampling too."""
+        """Enqueues a step of `rows` rows after `fill`; `choose`: with its sampling."""
         graph = self._graphs[self._sizes[bisect.bisect_left(self._sizes, rows)]]
         graph.forward.replay()
         if choose:
@@ -144,8 +145,8 @@ class DecodeGraphs:
         return self._result[:rows]
 
     def _host(self, rows: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-        """A host image of the static inputs, int32 [5, rows]: keys (two lanes), slots, positions,
-        temperatures; `rows` of it are going to be filled."""
+        """A host buffer for the static inputs, int32 [5, rows]: keys (two lanes), slots, positions,
+        temperatures; the caller fills `rows` of it."""
         host = torch.zeros(5, self._rows, dtype=torch.int32, pin_memory=True)
         lanes = host.numpy()
         lanes[2, rows:] = self._padding_slot

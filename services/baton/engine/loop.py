@@ -11,24 +11,24 @@ from baton.engine.runner import Runner
 from baton.engine.turns import CALLS_SECONDS, C, Launched, Turns
 
 TICK_SECONDS = 0.5
-"""An idle loop still looks at deadlines, leases and heartbeats this often."""
+"""An idle loop checks deadlines, leases and heartbeats this often."""
 POLL_SECONDS = 2e-4
-"""While a step is under way the loop looks so often whether it has ended."""
+"""While a step runs, the loop polls this often whether it has ended."""
 REST_SECONDS = 5e-4
-"""After a step whose end the loop has waited for it rests so long while the device has another: planning
-and launching the next one keep the interpreter for milliseconds; what the step yielded goes out before."""
+"""Rest after a step that the loop has waited for, if another step is queued on the device. Planning and
+launching the next one keep the interpreter for milliseconds; the step's messages leave before."""
 REST_SHARE = 0.25
-"""Of the time waited, at most: where steps are short there is none to spare."""
+"""Upper limit of the rest, as a fraction of the time waited: short steps leave no time."""
 WARM_SECONDS = 2e-3
-"""While a step is expected the loop turns so often: after a pause of 0.1 s, or even 10 ms, all that leads to
-a launch takes a host two to five times as long, its caches being cold."""
+"""While pages are expected, the loop runs a warm-up this often. After a pause of 10 ms or more a launch
+takes the host two to five times as long, because its caches are cold."""
 
 
 class StepLoop(Generic[C]):
-    """Runs `core` in a thread of its own. Other threads reach it through `call` alone.
+    """Runs `core` in its own thread. Other threads reach it only through `call`.
 
-    With `overlap`, step N+1 is planned and launched before step N's tokens are read. `crashed` is called,
-    in the step thread, when an error escapes the core: that is a bug, and the loop has ended.
+    With `overlap`, step N+1 is planned and launched before step N's tokens are read. `crashed` is called in
+    the step thread when an error escapes the core. That is a bug, and the loop has ended.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class StepLoop(Generic[C]):
         warm: Callable[[], None] | None = None,
         cooled: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """`warm` does to the device, in the step thread, what a launch does, and changes nothing; None: steps
-        are so long that it does not matter. `cooled` is called there with an error of it, after which it is
-        not tried again: if the device is broken the next step says so."""
+        """`warm` performs, in the step thread, the work of a launch and changes nothing; None: steps are
+        so long that it does not matter. `cooled` is called there with an error of `warm`, after which it
+        is not tried again: if the device is broken, the next step fails."""
         self._turns = Turns(core, runner, overlap, clock)
         self._clock = clock
         self._crashed = crashed
@@ -65,13 +65,16 @@ class StepLoop(Generic[C]):
 
     @property
     def broken(self) -> str:
-        """Why further steps would fail too; empty: they need not."""
+        """Why further steps would fail too; empty: they may succeed."""
         return self._turns.broken
 
     @property
     def turn_age(self) -> float:
-        """Seconds since the last turn began: at most TICK_SECONDS and a step, unless the thread is stuck."""
-        last = self._last_turn  # read first: a turn that begins meanwhile must not make the age negative
+        """Seconds since the last iteration began: at most TICK_SECONDS and a step, unless the thread is
+        stuck."""
+        last = (
+            self._last_turn
+        )  # read first: an iteration that begins meanwhile must not make the age negative
         return self._clock() - last
 
     def call(self, function: Callable[[C, float], None]) -> None:
@@ -109,7 +112,7 @@ class StepLoop(Generic[C]):
                 self._idle()
 
     def _idle(self) -> None:
-        """Until a call comes or it is time for the next turn."""
+        """Waits for a call or for the next iteration."""
         if self._warm is None or not self._turns.core.expecting:
             self._wake.wait(TICK_SECONDS)
         elif not self._wake.wait(WARM_SECONDS):
@@ -120,7 +123,7 @@ class StepLoop(Generic[C]):
                 self._cooled(error)
 
     def _wait_for(self, launched: Launched) -> float:
-        """Takes calls until the step has ended, or CALLS_SECONDS; returns the seconds that it took."""
+        """Takes calls until the step has ended, at most CALLS_SECONDS; returns the seconds waited."""
         turns, began, waited = self._turns, self._clock(), 0.0
         while waited < CALLS_SECONDS and not self._stopping and not turns.ended(launched):
             self._wake.clear()

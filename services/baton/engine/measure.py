@@ -1,8 +1,7 @@
-"""What steps cost on this very engine: a few are taken at its start, and timed.
+"""Measures the step cost of an engine: runs and times a few steps at its start.
 
-Sizes differ in each figure of a StepLoad, so that a fit tells them apart. The machine is quiet then, so each
-size's shortest time counts; CostCalibration corrects the
-cost in operation.
+The steps differ in every field of StepLoad, so that a fit separates their costs. Each step's shortest time
+counts; CostCalibration corrects the cost in operation.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from baton.engine.sampling import SamplingParams
 from baton.stepcost import StepCost, StepLoad, fit
 
 BUDGET_SECONDS = 0.2
-"""Of a round: a size that would not end in time is left out of it. That of all rounds is the whole time."""
+"""Time of a round: a step that would not end in time is left out."""
 ROUNDS = 6
-"""At most: where something else takes the processor, a later round may find it free."""
+"""Most rounds: if another program uses the processor, a later round may find it free."""
 ENOUGH = 3
-"""No more rounds once each size has been in so many."""
+"""Enough once each step has been measured this often."""
 REQUIRED = 2
-"""So many sizes are in the first two rounds whatever they take, and in later ones while any time is left."""
+"""This many steps are in the first two rounds whatever they take, and in later ones while any time is
+left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What steps may hold on an engine."""
+    """Limits of a step on an engine."""
 
     token_budget: int
     context_length: int
@@ -45,11 +45,12 @@ def measure(
     budget: float = BUDGET_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepCost:
-    """Writes to the pool's first pages: nothing may be in it yet. Blocks, for ROUNDS times `budget` seconds
-    unless single steps take that long. A size's first step warms up, and does not count."""
+    """Writes to the pool's first pages, so the pool must be empty. Blocks for at most ROUNDS times
+    `budget` seconds, unless single steps take longer. The first run of each step warms up and does not
+    count."""
     times: dict[StepLoad, list[float]] = {}
     number = 0
-    least, per_token = 0.0, math.inf  # what one row, and a prompt token, have taken at least
+    least, per_token = 0.0, math.inf  # shortest times of one row and of one prompt token
     sizes, began = _sizes(runner.max_slots, room), clock()
     for turn in range(ROUNDS):
         if len(times) == len(sizes) and min(map(len, times.values())) >= ENOUGH:
@@ -82,7 +83,7 @@ def _init(slot: int) -> SlotInit:
 
 def _sizes(slots: int, room: Room) -> list[tuple[PlanRow, ...]]:
     """Decode rows, few and many, of short and long contexts; prompt chunks, short and long, at a prompt's
-    beginning and deep in it. The first two tell a decode step's cost from a prompt token's."""
+    beginning and deep in it. The first two separate a decode step's cost from a prompt token's."""
     longest = max(2, min(room.context_length, room.pages * room.page_size) - 1)
     chunk = min(room.token_budget, longest)
     short = min(chunk, 32)

@@ -61,7 +61,7 @@ class Sequence:
         self.request = request
         self.index = index
         self.tokens = tokens
-        """Prompt and output, as far as it has been read from the device."""
+        """Prompt and the output read from the device so far."""
         self.encoded: bytes | None = None
         """While it waits: its tokens, as the prefix tree compares them."""
         self.match: tuple[int, int] | None = None
@@ -72,23 +72,23 @@ class Sequence:
         self.slot_ready = False
         self.holding: Holding | None = None
         self.reserved = 0
-        """Pages promised at admission and not yet taken."""
+        """Pages reserved at admission and not yet taken."""
         self.computed = 0
         """Tokens whose KV has been launched."""
         self.retired = 0
         """Tokens whose KV is final: their step has retired."""
         self.unread = 0
-        """Sampled tokens that have been launched and not yet read: with overlap two for a while."""
+        """Sampled tokens that have been launched and not yet read: up to two with overlap."""
         self.last_step = 0
         """The last launched step that uses its pages or its slot."""
         self.followers: list[Sequence] = []
-        """Of an admitted leader: the choices that will fork from its pages once the prompt is complete."""
+        """For an admitted leader: the choices that will fork from its pages once the prompt is complete."""
         self.epoch = 0
         """Counts placements; results of a step launched in an earlier one are dropped."""
 
     @property
     def rank(self) -> tuple[int, int, int]:
-        """The order of service: by priority, then by arrival. The last is retracted first."""
+        """Order of service: by priority, then by arrival. The last is retracted first."""
         return (-self.request.priority, self.request.order, self.index)
 
     @property
@@ -113,7 +113,7 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt and what is wanted of it."""
+    """A prompt with its parameters."""
 
     key: Hashable
     """The caller's name for it; opaque here."""
@@ -121,7 +121,7 @@ class Request:
     params: SamplingParams
     delivered: tuple[tuple[int, ...] | None, ...] = ()
     """On a resume, of each choice: the output that earlier attempts have delivered, which is never sampled
-    again; None: the choice has finished. Choices are then computed each by itself. Empty: no resume."""
+    again; None: the choice has finished. Choices are then computed separately. Empty: no resume."""
     n: int = 1
     namespace: str = ""
     priority: int = 0
@@ -137,11 +137,11 @@ class Request:
     reported: bool = False
     """Its PromptEvent has been emitted; there is one, however often the prompt is computed."""
     cached_tokens: int | None = None
-    """Prompt tokens that needed no computing; None until admission."""
+    """Prompt tokens found in the prefix tree; None until admission."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     retractions: int = 0
     paused: bool = False
-    """Its sequences that are running get no rows."""
+    """Its running sequences get no rows."""
     failed_steps: int = 0
     """Steps with it that failed, or with which their node ended. Above 0 it is suspected of being the cause:
     one suspect is admitted at a time."""
@@ -154,7 +154,8 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """They are still to be computed; then the whole prompt is, whatever the prefix tree holds."""
+        """Whether prompt log-probabilities are still to be computed; the whole prompt is then computed,
+        whatever the prefix tree holds."""
         return self.params.prompt_logprobs is not None and not self.reported
 
     @property
@@ -193,7 +194,7 @@ class FinishedEvent:
 
 @dataclass(frozen=True, slots=True)
 class FailedEvent:
-    """The engine could not go on with the request."""
+    """The engine could not continue the request."""
 
     request: Request
     reason: str
@@ -204,7 +205,7 @@ Event = PromptEvent | TokenEvent | ChunkEvent | FinishedEvent | FailedEvent
 
 
 class Refused(Exception):
-    """A request that is not taken. `field` names what is wrong with it; None: there is no room now."""
+    """A request is refused. `field` names the wrong field; None: there is no room now."""
 
     def __init__(self, reason: str, message: str, field: str | None = None) -> None:
         super().__init__(message)

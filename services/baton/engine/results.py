@@ -1,4 +1,4 @@
-"""From what a step sampled to the results of its rows."""
+"""Converts a step's samples to the results of its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface between the scheduler's plans and whatever executes them."""
+"""The interface that executes the scheduler's plans."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ F = TypeVar("F")
 class Runner(Protocol[F]):
     """Executes plans in the order of their launch. Used by one thread.
 
-    `launch` enqueues and returns; `read` waits for the step and yields its tokens, `done` says whether it
-    would wait. A caller may launch step N+1 before it reads step N; on a CPU `launch` does all the work.
+    `launch` enqueues and returns; `read` waits for the step and returns its tokens; `done` says whether
+    `read` would return at once. A caller may launch step N+1 before it reads step N. On a CPU `launch` does
+    all the work.
     """
 
     max_slots: int
     vocab_size: int
 
     def launch(self, plan: StepPlan) -> F:
-        """F is the runner's own record of a launched step."""
+        """F is the runner's record of a launched step."""
         ...
 
     def done(self, flight: F) -> bool: ...

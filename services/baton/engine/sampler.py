@@ -26,7 +26,7 @@ Slots = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities at some positions, still on the device."""
+    """Log-probabilities at some positions, on the device."""
 
     tokens: torch.Tensor
     """int64 [positions]"""
@@ -38,7 +38,7 @@ class TokenLogprobs:
     """float32 [positions, k], best first"""
 
     def read(self, wanted: Sequence[int]) -> list[Logprobs]:
-        """On the host; `wanted`: how many of the k each position asked for."""
+        """Copies them to the host; `wanted`: how many of the k each position requested."""
         chosen, tokens = self.chosen.tolist(), self.tokens.tolist()
         top_tokens, top = self.top_tokens.tolist(), self.top.tolist()
         return [
@@ -48,7 +48,8 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> TokenLogprobs:
-    """Of `tokens` [positions] and of the `top` most likely, under float32 logits [positions, vocab]."""
+    """Log-probabilities of `tokens` [positions] and of the `top` most likely tokens under float32 logits
+    [positions, vocab]."""
     total = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, tokens[:, None]) - total
     values, indices = logits.topk(min(top, logits.shape[1]), dim=-1)
@@ -57,14 +58,14 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Toke
 
 @dataclass(slots=True)
 class Samples:
-    """Results for the sampled slots, in their order, still on the device."""
+    """Results of the sampled slots, in their order, on the device."""
 
     tokens: torch.Tensor
     """int64 [slots]"""
     peaks: torch.Tensor
     """float32 [slots]: the largest logit; not finite where the logits were garbage."""
     logprob_rows: list[int]
-    """Which of the slots want log-probabilities."""
+    """Indices of the slots that want log-probabilities."""
     logprobs: TokenLogprobs | None = None
     wanted: tuple[int, ...] = ()
 
@@ -97,7 +98,7 @@ class Sampler:
     def _special(
         self, logits: torch.Tensor, slots: Slots, positions: Slots, special: Slots, result: Samples
     ) -> None:
-        """Everything but plain greedy, for the entries `special` of `slots`."""
+        """Samples the entries `special` of `slots`, which are not plain greedy."""
         states = self._states
         every = special.size == slots.size
         where = self._to_device(special)
@@ -123,7 +124,8 @@ class Sampler:
             result.logprobs = token_logprobs(raw[rows], tokens[rows], max(result.wanted))
 
     def _modify(self, logits: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Penalties, bias and min_tokens: a changed copy of the logits, or these themselves."""
+        """Applies penalties, bias and min_tokens: returns a changed copy of the logits, or the logits
+        themselves."""
         states = self._states
         waiting = states.output_length[slots] < states.min_tokens[slots]
         penalized = states.penalized[slots].nonzero()[0]
@@ -154,7 +156,7 @@ class Sampler:
 
     def _draw(self, logits: torch.Tensor, slots: Slots, positions: Slots) -> torch.Tensor:
         states = self._states
-        # Never 0 / 0: a temperature so small that float32 cannot hold the quotient is greedy.
+        # Avoids 0 / 0: a temperature so small that float32 cannot hold the quotient counts as greedy.
         logits = logits - logits.amax(-1, keepdim=True)
         logits = logits / self._to_device(states.temperature[slots])[:, None]
         top_k, top_p, min_p = states.top_k[slots], states.top_p[slots], states.min_p[slots]

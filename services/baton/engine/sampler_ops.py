@@ -55,7 +55,7 @@ def thresholds(
 def _thresholds(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the `width` largest logits alone; and whether they were enough."""
+    """The threshold from the `width` largest logits only, and whether they were enough."""
     vocab = logits.shape[1]
     largest = logits.topk(width, dim=-1).values if width < vocab else logits.sort(-1, descending=True).values
     limit = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
@@ -70,7 +70,7 @@ def _thresholds(
     kept[:, 0] = True
     result = largest.masked_fill(~kept, torch.inf).amin(-1)
     unrestricted = (limit >= vocab) & (top_p >= 1.0)
-    # Enough: all that top-k keeps, ties included, and something below the threshold, has been seen.
+    # Enough: the logits include all that top-k keeps, with ties, and one below the threshold.
     whole = (limit <= width) | (limit >= vocab)
     seen = whole & (largest[:, -1] < torch.where(limit < vocab, by_k.squeeze(1), result))
     covered = unrestricted | seen if width < vocab else torch.ones_like(unrestricted)
@@ -91,7 +91,7 @@ def draw(logits: torch.Tensor, floor: torch.Tensor | None, keys: torch.Tensor) -
     weights = logits.new_zeros(rows, groups * _GROUP)
     torch.exp(logits, out=weights[:, :vocab])
     if floor is not None:
-        # Not by exp of -inf, which is slow.
+        # Not exp(-inf), which is slow.
         weights[:, :vocab].mul_(logits >= floor[:, None])
     masses = weights.view(rows, groups, _GROUP).sum(-1)
     numbers = FIRST_GROUP + torch.arange(groups, device=logits.device)

@@ -1,4 +1,4 @@
-"""What sampling remembers of each batch slot."""
+"""Sampling state of the batch slots."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class SlotStates:
         self.frequency = np.zeros(max_slots, np.float32)
         self.seed = np.zeros(max_slots, np.uint64)
         self.output_length = np.zeros(max_slots, np.int64)
-        """Tokens sampled, those of launched steps included."""
+        """Sampled tokens, including those of launched steps."""
         self.min_tokens = np.zeros(max_slots, np.int64)
         self.penalized = np.zeros(max_slots, np.bool_)
         self.biased = np.zeros(max_slots, np.bool_)
         self.logprobs = np.full(max_slots, -1, np.int64)
-        """-1: none wanted."""
+        """-1: not requested."""
         self.plain = np.ones(max_slots, np.bool_)
         """Greedy, and nothing else asked for (but min_tokens, perhaps)."""
         self.simple = np.ones(max_slots, np.bool_)

@@ -1,4 +1,4 @@
-"""Sampling parameters as the engine sees them: complete, checked, immutable."""
+"""Sampling parameters of the engine: complete, checked, immutable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler: which tokens of which sequences the next step computes, and what becomes of its results.
+"""The scheduler: chooses the tokens that the next step computes, and applies its results.
 
 Pure: no clock, no I/O, no device. The caller alternates `plan`, launching, reading and `commit`; with overlap
 it plans and launches step N+1 before it commits step N. Page ownership goes through KvCache alone.
@@ -33,7 +33,7 @@ class Route(Enum):
     LOCAL = auto()
     REMOTE = auto()
     DEFER = auto()
-    """Not known yet; ask again."""
+    """Not decided yet; ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class SchedulerConfig:
     """Tokens of a step: decode rows first, prompt chunks with the rest."""
     max_rows: int
     full_step: int = sys.maxsize
-    """A step with so many tokens of prompts that end in it takes no further prompt."""
+    """A step in which prompts of this many tokens end takes no further prompt."""
     max_waiting: int = 1024
     policy: str = "fcfs"
     output_margin: int = 64
@@ -61,7 +61,8 @@ class Scheduler(SchedulerState):
     Those of higher priority go first everywhere: at admission, in prompts' chunks, and they are retracted
     last. Among equals it is the policy's order at admission, and elsewhere the order of arrival.
 
-    `route` says where a prompt is computed; `abandon` is told before a sequence in HANDOFF loses its pages.
+    `route` decides where a prompt is computed; `abandon` is called before a sequence in HANDOFF loses its
+    pages.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Scheduler(SchedulerState):
         self.step_number = 0
         self.computed_tokens = 0
         self.local_prompts = 0
-        """Prompts whose computation here has begun."""
+        """Prompts whose prefill began here."""
         self._route = route
         self._may_admit = may_admit
 
@@ -131,7 +132,7 @@ class Scheduler(SchedulerState):
             if not self._may_admit(sequence.request) or self._tries_other_suspect(sequence.request):
                 continue
             if sequence.phase is Phase.WAITING and not self._try_admit(sequence, elsewhere):
-                # Nobody overtakes for want of room: small requests must not starve a large one.
+                # No request overtakes one that lacks room: small requests must not starve a large one.
                 break
 
     def _tries_other_suspect(self, request: Request) -> bool:
@@ -141,14 +142,14 @@ class Scheduler(SchedulerState):
         return any(s.request.failed_steps and s.request is not request for s in admitted)
 
     def _try_admit(self, leader: Sequence, elsewhere: bool) -> bool:
-        """False: there is no room for it now, or it is computed here and `elsewhere` is wanted. True:
-        admitted, or not to be admitted for another reason."""
+        """Returns False if there is no room now, or if `elsewhere` is set and the prompt is computed here.
+        Returns True if it was admitted, or cannot be for another reason."""
         request, config, size = leader.request, self.config, self.cache.page_size
         followers = [] if request.forked else request.sequences[1:]
         if self.slots.free < 1 + len(followers):
             return False
         known = len(leader.tokens)
-        # At least one token is computed, for its logits; all of them where the prompt's logits are wanted.
+        # At least one token is computed, for its logits; all of them if the prompt's logits are wanted.
         limit = 0 if request.wants_prompt_logprobs else (known - 1) // size
         cached = min(self.cached_pages(leader), limit)
         route = self._route(leader, known - cached * size)
@@ -172,7 +173,7 @@ class Scheduler(SchedulerState):
         need -= cached
         encoded = leader.encoded
         assert encoded is not None
-        # What is cached costs room too, where nobody has locked it yet.
+        # Cached pages that nobody has locked yet cost room too.
         if spare < need or spare - self.cache.unlocked(encoded, request.namespace, cached) < need:
             return False
         self.place(leader, followers, need, self.cache.hold(encoded, request.namespace, limit))
@@ -189,7 +190,7 @@ class Scheduler(SchedulerState):
         self._admit()
         config, size = self.config, self.cache.page_size
         step = StepBuilder(self.step_number + 1)
-        # In the order of their rank, which a retraction relies on: no victim has a row already.
+        # In the order of rank: a retraction relies on its victim having no row yet.
         for sequence in list(self.running):
             if sequence.phase is not Phase.RUNNING or not self._wants_token(sequence):
                 continue
@@ -211,7 +212,7 @@ class Scheduler(SchedulerState):
         return built
 
     def _wants_token(self, sequence: Sequence) -> bool:
-        """Whether another token is wanted, and could follow those in flight."""
+        """Whether the sequence wants another token after those in flight."""
         return (
             not sequence.request.paused
             and sequence.num_output < sequence.request.params.max_tokens
@@ -219,8 +220,8 @@ class Scheduler(SchedulerState):
         )
 
     def commit(self, step: Step, result: StepResult) -> None:
-        """Takes in a step's results, in the order of its rows, and gives back what it was the last to use. A
-        row whose sequence has been placed anew or has ended since is dropped."""
+        """Applies a step's results in the order of its rows, and frees what the step was the last to use.
+        A row is dropped if its sequence has been placed again or has ended since."""
         self.retire(step.plan.number, step.pinned)
         self.computed_tokens += step.plan.num_tokens
         for record, row in zip(step.records, result.rows, strict=True):
@@ -257,7 +258,7 @@ class Scheduler(SchedulerState):
         for sequence in record.targets:
             sequence.unread -= 1
         self._take_first_tokens(leader, [(sample.token, sample.logprobs) for sample in row.samples])
-        # After the tokens: a receiver whose request they finish need not begin to pull.
+        # After the tokens, so that a receiver whose request they finish does not begin to pull.
         self.events.append(ChunkEvent(leader))
         if self.config.prompt_only:
             self.lease(leader)
@@ -265,7 +266,7 @@ class Scheduler(SchedulerState):
             self.start_decoding(leader, self.config.output_margin)
 
     def _take_first_tokens(self, leader: Sequence, tokens: list[tuple[int, Logprobs | None]]) -> None:
-        """Those of the leader and its followers, in order."""
+        """First tokens of the leader and its followers, in order."""
         request = leader.request
         if not request.reported:
             request.reported = True
@@ -275,7 +276,7 @@ class Scheduler(SchedulerState):
         request.forked = True
 
     def _take_token(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
-        """Appends a token to the sequence's log and decides whether it was the last."""
+        """Appends a token to the sequence and decides whether it is the last."""
         sequence.tokens.append(token)
         params, context = sequence.request.params, self.config.context_length
         if not self.config.prompt_only:
@@ -296,6 +297,6 @@ class Scheduler(SchedulerState):
             self.end_finished(group)
 
     def arrive(self, leader: Sequence) -> None:
-        """All KV but the last token's is in the leader's pages, confirmed: it joins the running batch."""
+        """The leader's pages hold the confirmed KV of all tokens but the last: it joins the running batch."""
         leader.computed = leader.retired = len(leader.tokens) - 1
         self.start_decoding(leader, self.config.output_margin)

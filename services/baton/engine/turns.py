@@ -70,7 +70,7 @@ class Turns(Generic[C]):
         self._clock = clock
         self._pending: Launched | None = None
         self.broken = ""
-        """Why further steps would fail too; empty: they need not."""
+        """Why further steps would fail too; empty: they may succeed."""
         self._failed_steps = 0
         """Steps that failed since one succeeded."""
         self._unlaunched: tuple[Step, str] | None = None
