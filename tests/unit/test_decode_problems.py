@@ -18,6 +18,7 @@ def test_an_overdue_pull_stops_serving_only_where_no_other_prefill_node_is_left(
     node = DecodeNode(DecodeConfig())
     node.core_or_none = SimpleNamespace(handoffs=SimpleNamespace(overdue=["a:1"]))
     monkeypatch.setattr(node, "stuck", lambda: False)
+    monkeypatch.setattr(node, "steps", SimpleNamespace(broken=""), raising=False)
     monkeypatch.setattr(node, "_peers", SimpleNamespace(usable=usable, lost=list))
     (problem,) = node.problems(node_pb2.Load())
     assert (problem.reason, problem.stops_serving) == ("PULL_STUCK", stops)
@@ -28,4 +29,5 @@ def test_nothing_is_wrong_where_no_pull_is_overdue(monkeypatch):
     node = DecodeNode(DecodeConfig())
     node.core_or_none = SimpleNamespace(handoffs=SimpleNamespace(overdue=[]))
     monkeypatch.setattr(node, "stuck", lambda: False)
+    monkeypatch.setattr(node, "steps", SimpleNamespace(broken=""), raising=False)
     assert list(node.problems(node_pb2.Load())) == []

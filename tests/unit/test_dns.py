@@ -49,7 +49,7 @@ async def test_the_finder_follows_a_name_and_keeps_what_it_knows_while_none_answ
     monkeypatch.setattr(dns, "REFRESH_SECONDS", 0.01)
     monkeypatch.setattr(dns, "HOLD_SECONDS", 0.0)
     changes = []
-    finder = Finder("decode", ["10.0.0.9:1", "dns:decode:1"], [], "/baton", changes.append)
+    finder = Finder("decode", ["10.0.0.9:1", "dns:decode:1"], None, changes.append)
     finder.start()
     try:
         await asyncio.wait_for(asked.wait(), 10)
