@@ -97,8 +97,9 @@ class WorkerConfig(NodeConfig):
     """Size of the KV pool; 0: on a CPU 65536, or what fits into 1 GiB, if that is less, but one context at
     least; on a GPU what --memory-fraction leaves."""
     memory_fraction: float = 0.9
-    """Part of a GPU's memory for this process's weights and KV pool; the rest is for activations and CUDA
-    graphs. `baton up` divides the default by the workers that share a GPU."""
+    """Part of a GPU's memory for this process: weights, activations, sampling, CUDA graphs, and the KV pool,
+    which gets what these leave; the rest is for the driver. `baton up` divides the default by the workers
+    that share a GPU."""
     max_rows: int = 0
     """Sequences in a batch at most; 0: 64 on a CPU, 256 on a GPU, and never more than --token-budget."""
     token_budget: int = 0

@@ -14,6 +14,7 @@ pytest.importorskip("structlog")
 from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
+from baton.engine.sampling import SamplingParams
 from baton.rpc.errors import BatonError
 from baton.worker.engine import build_engine
 
@@ -36,6 +37,40 @@ def test_engine(checkpoint):
     assert [endpoint.WhichOneof("kind") for endpoint in engine.endpoints()] == ["cuda_ipc", "grpc"]
     prompts = prompts_of(5, 100, 33)
     assert_greedy(checkpoint, prompts, generate(engine.runner, engine.cache, prompts, greedy(3)), 0.3)
+
+
+PENALIZED = SamplingParams(
+    top_p=0.9,
+    repetition_penalty=1.1,
+    frequency_penalty=0.2,
+    logit_bias={3: 1.0},
+    logprobs=20,
+    prompt_logprobs=20,
+    max_tokens=40,
+)
+
+
+def test_the_worst_batch_fits_into_what_was_promised_at_the_start(tmp_path):
+    """A large vocabulary, and more sequences at a time than the model's size lets one expect: sampling takes
+    gigabytes. torch refuses what exceeds the promised fraction."""
+    (tmp_path / "config.json").write_text(json.dumps({**_CONFIG, "vocab_size": 150_000}))
+    fraction, total = 0.2, torch.cuda.mem_get_info()[1]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(fraction)
+    try:
+        options = {"load_format": "dummy", "memory_fraction": fraction, "max_rows": 256}
+        engine = build_engine(config(tmp_path, **options), 1, "decode")
+        before = torch.cuda.memory_reserved()
+        assert before > 0.97 * fraction * total, "the pool takes what is left"
+        torch.cuda.reset_peak_memory_stats()
+        prompts = prompts_of(*[100] * 255, 900)
+        found = generate(engine.runner, engine.cache, prompts, [PENALIZED] * 256, budget=2048)
+        assert [len(tokens) for tokens in found] == [40] * 256
+        assert torch.cuda.max_memory_reserved() - before < 2**27, "next to nothing after the start"
+        del engine
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
 
 
 def test_float32_gets_the_plain_runner(checkpoint):

@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import pytest
 import torch
+from random_checkpoints import VARIANTS, save_checkpoint
 
-from baton.kvcache.pool import KvLayout
+from baton.attention.registry import BACKENDS
+from baton.engine.measure import Room, largest_steps
+from baton.engine.model_runner import ModelRunner
+from baton.engine.plan import SlotInit
+from baton.engine.sampler_state import SlotStates
+from baton.engine.sampling import SamplingParams
+from baton.kvcache.pool import KvLayout, KvPool
+from baton.models.loader import load_model
 from baton.rpc.errors import BatonError
-from baton.worker.memory import fitting
+from baton.worker.memory import fitting, run_largest_steps
 
 GIB = 2**30
 LAYOUT = KvLayout(32, 8, 128, 64, torch.bfloat16)
 """Pages of 8 MiB: 128 to a GiB."""
 
 
-def pages(own: float, free: float, fraction: float, total: float = 100) -> int:
-    return fitting(int(own * GIB), int(free * GIB), int(total * GIB), fraction, LAYOUT, 1024)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_checkpoint(next(iter(VARIANTS)), path)
+    return path
+
+
+def pages(own: float, free: float, fraction: float, total: float = 100, working: float = 0) -> int:
+    return fitting(
+        int(own * GIB), int(working * GIB), int(free * GIB), int(total * GIB), fraction, LAYOUT, 1024
+    )
 
 
 def test_the_fraction_counts_what_is_the_processs_own():
@@ -26,6 +43,46 @@ def test_the_fraction_counts_what_is_the_processs_own():
 
 def test_never_more_than_most_of_what_is_free():
     assert pages(own=0, free=10, fraction=0.9) == int(9.5 * 128) - 1
+
+
+def test_what_computing_takes_is_left_free():
+    assert pages(own=20, free=80, fraction=0.9, working=3) == 67 * 128 - 1
+    assert pages(own=0, free=10, fraction=0.9, working=3) == int(6.5 * 128) - 1
+    with pytest.raises(BatonError, match=r"computing takes 71\.00 GiB.*lower --token-budget"):
+        pages(own=20, free=80, fraction=0.9, working=71)
+
+
+def test_penalties_allocate_nothing_after_the_start():
+    states = SlotStates(2, 50, torch.device("cpu"))
+    before = states.counts.data_ptr(), states.prompt.data_ptr()
+    states.init(SlotInit(1, SamplingParams(presence_penalty=1.0), 0, prompt=(3,), output=(4, 4)))
+    assert before == (states.counts.data_ptr(), states.prompt.data_ptr())
+    assert states.counts[1, 4] == 2 and states.prompt[1, 3] and not states.counts[0].any()
+
+
+@pytest.mark.parametrize(
+    ("slots", "room"), [(8, Room(64, 200, 16, 1)), (1, Room(16, 32, 16, 1)), (16, Room(16, 256, 128, 1))]
+)
+def test_the_largest_steps_are_as_large_as_any_and_can_be_computed(slots, room, checkpoint):
+    steps = largest_steps(slots, room)
+    assert max(step.num_tokens for step in steps) == min(room.token_budget, slots * room.context_length)
+    assert max(len(step.rows) for step in steps) == max(len(step.inits) for step in steps) == slots
+    assert any(all(row.tokens is None for row in step.rows) and len(step.rows) == slots for step in steps)
+    for step in steps:
+        assert step.num_tokens <= room.token_budget
+        for row in step.rows:
+            assert row.start + row.count <= min(room.context_length, len(row.pages) * room.page_size)
+    model = load_model(checkpoint, torch.float32, "cpu")
+    shape = model.config
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, room.page_size, torch.float32)
+    runner = ModelRunner(
+        model,
+        KvPool(layout, 1),
+        max_slots=slots,
+        prefill_attention=BACKENDS["torch"],
+        decode_attention=BACKENDS["torch"],
+    )
+    run_largest_steps(runner, room)
 
 
 def test_too_little_is_an_error_that_says_what_to_do():

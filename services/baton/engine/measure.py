@@ -1,7 +1,7 @@
-"""Measures the step cost of an engine: runs and times a few steps at its start.
+"""Steps that an engine runs at its start: some are timed for the step cost, some need the most memory.
 
-The steps differ in every field of StepLoad, so that a fit separates their costs. Each step's shortest time
-counts; CostCalibration corrects the cost in operation.
+The timed steps differ in every field of StepLoad, so that a fit separates their costs. Each step's shortest
+time counts; CostCalibration corrects the cost in operation.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ ENOUGH = 3
 REQUIRED = 2
 """This many steps are in the first two rounds whatever they take, and in later ones while any time is
 left."""
+
+MAX_LOGPROBS = 20
+"""As in the contract."""
+DECODE_CONTEXT = 1024
+"""Of the decode rows of `largest_steps`, at most: the pool would not hold the longest context for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,50 @@ def measure(
             elif load.decode_sequences == 1:
                 least = seconds
     return fit([(load, min(found[1:])) for load, found in times.items() if len(found) > 1])
+
+
+def largest_steps(max_slots: int, room: Room) -> list[StepPlan]:
+    """Steps that together need as much device memory as any: full of prompt tokens, in one chunk and in
+    many, with decode rows in all slots, and with both; all that sampling knows is asked for in every row.
+
+    All read and write page 0 alone: nothing may be in the pool yet, and one page is enough.
+    """
+    params = SamplingParams(
+        temperature=1.0,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={0: 1.0},
+        logprobs=MAX_LOGPROBS,
+        prompt_logprobs=MAX_LOGPROBS,
+    )
+    longest, budget = room.context_length, room.token_budget
+    table = (0,) * -(-longest // room.page_size)
+
+    def decode(slot: int) -> PlanRow:
+        return PlanRow(slot, None, min(longest, DECODE_CONTEXT) - 1, table, (slot,))
+
+    def chunk(slot: int, count: int) -> PlanRow:
+        count = min(count, longest)
+        wanted = (0,) * (count - 1)
+        return PlanRow(slot, (0,) * count, longest - count, table, (slot,), wanted, MAX_LOGPROBS)
+
+    batches = [
+        [chunk(0, budget)],
+        [chunk(slot, max(1, budget // max_slots)) for slot in range(max_slots)],
+        [decode(slot) for slot in range(max_slots)],
+        [*map(decode, range(max_slots - 1)), chunk(max_slots - 1, budget - max_slots + 1)],
+    ]
+    return [
+        StepPlan(
+            number,
+            tuple(rows),
+            tuple(SlotInit(row.slot, params, 0, (0,), (0,), last_token=0) for row in rows),
+        )
+        for number, rows in enumerate(batches, 1)
+    ]
 
 
 def _init(slot: int) -> SlotInit:

@@ -133,7 +133,7 @@ class Sampler:
         if not (waiting.any() or penalized.size or biased.size):
             return logits
         logits = logits.clone()
-        if penalized.size and states.counts is not None and states.prompt is not None:
+        if penalized.size:
             rows, own = self._to_device(penalized), slots[penalized]
             part = logits[rows]
             at = self._to_device(own)

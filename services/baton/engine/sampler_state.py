@@ -11,10 +11,8 @@ from baton.engine.upload import to_device
 
 
 class SlotStates:
-    """Parameters of every slot on the host, as columns; occurrence counts on the device, for penalties.
-
-    The counts are allocated when the first penalized sequence arrives: max_slots * vocab * 5 bytes.
-    """
+    """Parameters of every slot on the host, as columns; occurrence counts on the device, for penalties, of
+    max_slots * vocab_size * 5 bytes."""
 
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -41,9 +39,11 @@ class SlotStates:
         """A temperature, and nothing else asked for (but min_tokens, perhaps)."""
         self.stop_tokens: list[list[int]] = [[]] * max_slots
         self.bias: list[tuple[list[int], list[float]]] = [([], [])] * max_slots
-        self.counts: torch.Tensor | None = None
+        # By way of numpy: on a CPU these pages take no memory before they are written.
+        shape = (max_slots, vocab_size)
+        self.counts = torch.from_numpy(np.zeros(shape, np.float32)).to(device)
         """float32 [max_slots, vocab]: how often each token was output."""
-        self.prompt: torch.Tensor | None = None
+        self.prompt = torch.from_numpy(np.zeros(shape, np.bool_)).to(device)
         """bool [max_slots, vocab]: whether it is in the prompt."""
 
     def init(self, init: SlotInit) -> None:
@@ -72,10 +72,6 @@ class SlotStates:
             self._count(init)
 
     def _count(self, init: SlotInit) -> None:
-        if self.counts is None or self.prompt is None:
-            shape = (len(self.params), self.vocab_size)
-            self.counts = torch.zeros(shape, dtype=torch.float32, device=self._device)
-            self.prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
         counts, prompt = self.counts[init.slot].zero_(), self.prompt[init.slot].zero_()
         if init.output:
             tokens = to_device(np.array(init.output), self._device)
@@ -87,7 +83,7 @@ class SlotStates:
         """One more token [slots] was sampled for each slot; no slot occurs twice."""
         self.output_length[slots] += 1
         wanted = self.penalized[slots].nonzero()[0]
-        if self.counts is not None and wanted.size:
+        if wanted.size:
             rows = to_device(slots[wanted], self._device)
             tokens = tokens[to_device(wanted, self._device)]
             self.counts.index_put_((rows, tokens), torch.ones((), device=self._device), accumulate=True)

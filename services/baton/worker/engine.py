@@ -17,6 +17,7 @@ from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
+from baton.engine.measure import Room
 from baton.engine.runner import Runner
 from baton.engine.scheduler_state import POLICIES
 from baton.engine.threads import TunedRunner
@@ -33,7 +34,7 @@ from baton.rpc.logs import get_logger
 from baton.stepcost import read_cost
 from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
 from baton.v1 import common_pb2, node_pb2
-from baton.worker.memory import check_weights, free_and_total, num_pages
+from baton.worker.memory import check_weights, free_and_total, num_pages, run_largest_steps
 from baton.worker.published import Published, make_pool
 from baton.worker.runners import make_runner
 
@@ -90,7 +91,8 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     except (CheckpointError, ModelError, NoBackend, SegmentError) as error:
         raise failed_precondition(str(error)) from error
     except torch.OutOfMemoryError as error:
-        raise failed_precondition(f"not enough device memory: {error}; lower --kv-tokens") from error
+        text = f"not enough device memory: {error}; lower --kv-tokens, --token-budget or --max-rows"
+        raise failed_precondition(text) from error
 
 
 def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
@@ -113,17 +115,22 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     shape = model.config
     size = config.page_size or default_page_size(device)
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, model.dtype)
-    pages = num_pages(config, layout, shape.context_length, device)
-    pool, published = make_pool(layout, pages, device, kinds, incarnation)
-    cache = KvCache(PageAllocator(pages, published.generations), PrefixTree(size, config.eviction))
     prefill, why_prefill = resolve_attention(config.prefill_attention, device, model.dtype, shape.head_dim)
     decode, why_decode = resolve_attention(config.decode_attention, device, model.dtype, shape.head_dim)
-    context = min(config.context_length or shape.context_length, shape.context_length, pages * size)
-    runner = (
-        _timed(config, shape.vocab_size)
-        if config.step_profile
-        else _computing(config, model, pool, (prefill, decode), context)
-    )
+    context = min(config.context_length or shape.context_length, shape.context_length)
+
+    def computing(pool: KvPool) -> Runner[Any]:
+        return _computing(config, model, pool, (prefill, decode), context)
+
+    measured = None if config.step_profile else computing
+    pages = num_pages(config, layout, shape.context_length, device, measured)
+    context = min(context, pages * size)
+    pool, published = make_pool(layout, pages, device, kinds, incarnation)
+    cache = KvCache(PageAllocator(pages, published.generations), PrefixTree(size, config.eviction))
+    runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool)
+    if device.type == "cuda" and not config.step_profile:
+        # After this nothing of consequence is allocated any more.
+        run_largest_steps(runner, Room(config.token_budget, context, size, pages))
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture.name,

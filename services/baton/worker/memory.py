@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import psutil
 import torch
 
 from baton.config import WorkerConfig
-from baton.kvcache.pool import KvLayout
+from baton.engine.measure import Room, largest_steps
+from baton.engine.runner import Runner
+from baton.kvcache.pool import KvLayout, KvPool
 from baton.rpc.errors import failed_precondition, invalid
 
 AUTO_KV_TOKENS = 65536
@@ -15,13 +21,20 @@ AUTO_KV_BYTES = 2**30
 LEAST_TOKENS = 1024
 """A pool on a GPU that holds less than this, or than one context, is not worth starting with."""
 FREE_FRACTION = 0.95
-"""A pool takes at most this fraction of a GPU's free memory: activations need some too."""
+"""A process takes at most this part of what is free on a GPU: the driver needs some too."""
 GIB = 2**30
 
 
-def num_pages(config: WorkerConfig, layout: KvLayout, context_length: int, device: torch.device) -> int:
-    """Pages of --kv-tokens. By default, on a GPU, what --memory-fraction leaves beside the loaded weights; on
-    a CPU, enough for many contexts within 1 GiB. Raises BatonError."""
+def num_pages(
+    config: WorkerConfig,
+    layout: KvLayout,
+    context_length: int,
+    device: torch.device,
+    make_runner: Callable[[KvPool], Runner[Any]] | None,
+) -> int:
+    """Pages of --kv-tokens. By default, on a GPU, what --memory-fraction leaves beside the loaded weights and
+    the working memory, which is measured with a runner (None: there is none); on a CPU, enough for many
+    contexts within 1 GiB. Raises BatonError."""
     size = layout.page_size
     if config.kv_tokens:
         if config.kv_tokens < size:
@@ -29,9 +42,15 @@ def num_pages(config: WorkerConfig, layout: KvLayout, context_length: int, devic
         return config.kv_tokens // size
     context = min(config.context_length or context_length, context_length)
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         own = torch.cuda.memory_reserved(device)
-        return fitting(own, free, total, config.memory_fraction, layout, min(context, LEAST_TOKENS))
+        working = 0
+        if make_runner is not None:
+            room = Room(config.token_budget, context, size, pages=1)
+            working = working_bytes(make_runner, layout, room, device)
+        least = min(context, LEAST_TOKENS)
+        return fitting(own, working, free, total, config.memory_fraction, layout, least)
     fitting_host = AUTO_KV_BYTES // layout.page_bytes
     return max(min(AUTO_KV_TOKENS // size, fitting_host), -(-min(context, AUTO_KV_TOKENS) // size))
 
@@ -60,18 +79,46 @@ def check_weights(needed: int, free: int, total: int, fraction: float, device: t
         )
 
 
-def fitting(own: int, free: int, total: int, fraction: float, layout: KvLayout, least: int) -> int:
-    """Pages, a spare one among them not counted, for a process that holds `own` bytes of a GPU, of whose
-    `total` bytes `free` are free: others may use it too, so that a fraction counts what is this process's
-    own. Raises BatonError."""
-    room = min(int(total * fraction) - own, int(free * FREE_FRACTION))
+def run_largest_steps(runner: Runner[Any], room: Room) -> None:
+    """Makes the runner allocate all that steps may need. Nothing may be in the pool yet. Blocks."""
+    for plan in largest_steps(runner.max_slots, room):
+        runner.read(runner.launch(plan))
+
+
+def working_bytes(
+    make_runner: Callable[[KvPool], Runner[Any]], layout: KvLayout, room: Room, device: torch.device
+) -> int:
+    """What a runner takes of a GPU beside weights and KV pool: activations, sampling, CUDA graphs. Measured
+    with one over a pool of a single page, which is given up again. Blocks."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    pool = KvPool(layout, 1, device, spare=1)
+    pool.raw.zero_()
+    runner = make_runner(pool)
+    run_largest_steps(runner, room)
+    torch.cuda.synchronize(device)
+    taken = torch.cuda.max_memory_reserved(device) - before - pool.raw.nbytes
+    del runner, pool
+    gc.collect()
+    torch.cuda.empty_cache()
+    return max(0, taken)
+
+
+def fitting(
+    own: int, working: int, free: int, total: int, fraction: float, layout: KvLayout, least: int
+) -> int:
+    """Pages, a spare one among them not counted, for a process that holds `own` bytes of a GPU and computes
+    in `working` bytes more; of the GPU's `total` bytes `free` are free. Others may use it too, so that the
+    fraction counts what is this process's own. Raises BatonError."""
+    room = min(int(total * fraction) - own, int(free * FREE_FRACTION)) - working
     pages = room // layout.page_bytes - 1
     if pages * layout.page_size < least:
         token = layout.page_bytes / layout.page_size
         raise failed_precondition(
             f"the model does not fit: its weights take {own / GIB:.1f} of the GPU's {total / GIB:.1f} GiB, "
-            f"of which this process may use {fraction:.0%} and {free / GIB:.1f} GiB are free, and {least} "
-            f"tokens of KV take {least * token / GIB:.2f} GiB; free memory, raise --memory-fraction, or take "
-            "a smaller model or dtype"
+            f"of which this process may use {fraction:.0%} and {free / GIB:.1f} GiB are free, computing "
+            f"takes {working / GIB:.2f} GiB, and {least} tokens of KV take {least * token / GIB:.2f} GiB; "
+            "free memory, raise --memory-fraction, lower --token-budget or --max-rows, or take a smaller "
+            "model or dtype"
         )
     return pages
