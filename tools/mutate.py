@@ -126,7 +126,7 @@ def mutations() -> Iterator[tuple[Path, ast.Module, ast.AST, ast.AST]]:
                 yield from ((path, tree, node, new) for new in variants(node))
 
 
-def tests_of(path: Path) -> list[str]:
+def tests_of(there: Path, path: Path) -> list[str]:
     """Unit tests that import a module, those that import the fewest others first."""
     module = "baton." + ".".join(path.relative_to(ROOT / "services/baton").with_suffix("").parts)
     package = module.rpartition(".")[0]
@@ -134,9 +134,9 @@ def tests_of(path: Path) -> list[str]:
         rf"^from ({re.escape(module)}|{re.escape(package)}) import|^import {re.escape(module)}$", re.M
     )
     found = [
-        (test.read_text().count("from baton."), test) for test in (ROOT / "tests/unit").glob("test_*.py")
+        (test.read_text().count("from baton."), test) for test in (there / "tests/unit").glob("test_*.py")
     ]
-    return [str(test.relative_to(ROOT)) for _, test in sorted(found) if wanted.search(test.read_text())]
+    return [str(test.relative_to(there)) for _, test in sorted(found) if wanted.search(test.read_text())]
 
 
 def run_tests(tests: list[str]) -> bool:
@@ -181,7 +181,7 @@ def passes(there: Path, what: Callable[[], bool], seconds: float) -> bool:
 def killed_by(there: Path, path: Path, seeds: int, seconds: float) -> str:
     """Which check fails in the tree `there`; empty: none. What is likely to fail soon comes first."""
     few = min(seeds, FIRST_SEEDS)
-    tests = tests_of(path)
+    tests = tests_of(there, path)
     checks: list[tuple[str, Callable[[], bool]]] = [
         ("a seed", lambda: run_seeds(range(few))),
         ("a unit test", lambda: not tests or run_tests(tests)),
@@ -211,7 +211,7 @@ def main() -> int:
         for number, (path, tree, old, new) in enumerate(chosen, 1):
             place = there / path.relative_to(ROOT)
             line = getattr(old, "lineno", 0)
-            original = path.read_text()
+            original = place.read_text()
             change = f"{ast.unparse(old).splitlines()[0]}  ->  {ast.unparse(new).splitlines()[0]}"
             nodes = list(ast.walk(tree))
             changed = copy.deepcopy(tree)
