@@ -392,10 +392,12 @@ class DecodeCore:
         entry = self._entry(leader)
         entry.retries += 1
         entry.last_failure = f"{address}: {reason}: {message}"
-        entry.tried = max(entry.tried, entry.candidates.index(address) + 1)
-        if reason in STEP_FAILURES:
+        tried = entry.candidates.index(address) + 1
+        # Choices that are computed each by itself may have been in the same step there: it counts once.
+        if reason in STEP_FAILURES and tried > entry.tried:
             entry.step_failure = reason
             entry.request.failed_steps += 1
+        entry.tried = max(entry.tried, tried)
 
     def _entry(self, leader: Sequence) -> Entry:
         return self.entries[leader.request.key]  # type: ignore[index]
