@@ -123,7 +123,7 @@ def mutations() -> Iterator[tuple[Path, ast.Module, ast.AST, ast.AST]]:
                 continue
             tree = ast.parse(path.read_text())
             for node in runs(tree):
-                yield from ((path, tree, node, new) for new in variants(node))
+                yield from ((path, tree, node, ast.fix_missing_locations(new)) for new in variants(node))
 
 
 def tests_of(there: Path, path: Path) -> list[str]:

@@ -31,8 +31,7 @@ from baton.rpc.errors import BatonError, from_rpc_error
 from baton.rpc.http_server import HttpServer, listen, metrics_app
 from baton.rpc.node import run_node
 from baton.transport import HostPages
-from baton.transport.grpc import GrpcReceiver
-from baton.transport.page_source import PageSourceServicer
+from baton.transport.grpc import GrpcReceiver, PageSourceServicer
 from baton.v1 import (
     cache_pb2,
     cache_pb2_grpc,

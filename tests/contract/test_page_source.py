@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from baton.transport import HostPages, TransportError
-from baton.transport.grpc import GrpcReceiver
-from baton.transport.page_source import PIECE_BYTES, PageSourceServicer
+from baton.transport.grpc import PIECE_BYTES, GrpcReceiver, PageSourceServicer
 from baton.v1 import prefill_pb2 as pb
 from baton.v1 import prefill_pb2_grpc
 
@@ -247,7 +246,7 @@ async def test_an_idle_stream_does_not_time_out() -> None:
 SERVER = """
 import asyncio, grpc.aio
 from baton.transport import HostPages
-from baton.transport.page_source import PageSourceServicer
+from baton.transport.grpc import PageSourceServicer
 from baton.v1 import prefill_pb2_grpc
 
 async def main():

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from baton.transport import HostPages, Segment, TransportError, check_kinds, offered, open_receiver
-from baton.transport.page_source import PageSourceServicer
+from baton.transport.grpc import PageSourceServicer
 from baton.v1 import common_pb2, prefill_pb2_grpc
 
 PAGE_BYTES, PAGES = 4096, 4

@@ -15,9 +15,8 @@ from pool_owner import Load, page_content
 
 from baton.transport import TransportError
 from baton.transport import cuda_copy as cuda_copy_module
-from baton.transport.cuda_copy import PageCopier
+from baton.transport.cuda_copy import COPY_ENGINE, PageCopier, Way
 from baton.transport.cuda_ipc import CudaIpcReceiver
-from baton.transport.ways import COPY_ENGINE, Way
 
 PAGES = 40
 MB = 2**20

@@ -11,8 +11,7 @@ import torch
 
 from baton.transport import HostPages, TransportError
 from baton.transport.cuda_pages import CudaPages
-from baton.transport.grpc import GrpcReceiver
-from baton.transport.page_source import PageSourceServicer
+from baton.transport.grpc import GrpcReceiver, PageSourceServicer
 from baton.v1 import prefill_pb2_grpc
 
 PAGES = 24

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.sim.bugs import BUGS
-from baton.sim.run import run_seed
-from baton.sim.soak import run_many
+from baton.sim.run import run_many, run_seed
 
 TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
 

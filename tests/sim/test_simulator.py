@@ -14,16 +14,15 @@ from pathlib import Path
 import pytest
 
 from baton.gateway.figures import NodeFigures
-from baton.sim.audit import EVERY_SECONDS, TOLERATED_SECONDS
 from baton.sim.bugs import BUGS, planted
+from baton.sim.checks import EVERY_SECONDS, TOLERATED_SECONDS
 from baton.sim.cluster import Cluster
 from baton.sim.gateway import SimGateway
 from baton.sim.model import SimPool, reference
 from baton.sim.network import Network
-from baton.sim.run import run_scenario, run_seed
+from baton.sim.run import run_many, run_scenario, run_seed
 from baton.sim.scenario import CALM_SECONDS, FAULTS, Fault, make_scenario
 from baton.sim.shrink import shrink
-from baton.sim.soak import run_many
 from baton.sim.transport import LATEST_FIRST_LOOK_SECONDS
 from baton.sim.world import Actor, Violation, World
 
@@ -226,7 +225,7 @@ def test_a_killed_run_leaves_nothing():
     """Its processes hold none of its descriptors, and end with it."""
     run = textwrap.dedent("""
         import os
-        from baton.sim.soak import run_many
+        from baton.sim.run import run_many
         outcomes = run_many(range(4000), jobs=2)
         next(outcomes)
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]

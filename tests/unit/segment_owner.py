@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.transport.mapped import segment_endpoint
-from baton.transport.segment import Segment
+from baton.transport.shm import Segment, segment_endpoint
 
 
 def page_content(page: int, page_bytes: int) -> bytes:

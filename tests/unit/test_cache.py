@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from kv_model import TreeModel
 
 from baton.kvcache import AccountingError, Holding, KvCache, OutOfPages, PageAllocator, PrefixTree
-from baton.kvcache.eviction import POLICIES
+from baton.kvcache.prefix_tree import POLICIES
 
 PAGE, TOTAL = 2, 12
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from baton.bench.machine import DRIVER
 from baton.cli.doctor import process_id, run_checks
 from baton.cli.health import health
-from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace
+from baton.transport.shm import FIRST_PID_NAMESPACE, pid_namespace
 
 ENTRY = ["python", "-m", "baton.cli.entry", "baton", "serve", "decode"]
 SERVE = ["python", "/opt/baton/bin/baton", "serve", "decode"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kvcache.free_runs import FreeRuns
+from baton.kvcache.page_allocator import FreeRuns
 
 
 def runs_of(pages: list[int]) -> int:

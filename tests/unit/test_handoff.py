@@ -20,8 +20,16 @@ from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.handoff.decode_side import MAX_REASONS, HandoffCounters
-from baton.handoff.messages import Alive, Beat, CancelPrefill, ReleaseLease, StartPrefill, StartPull, StopPull
-from baton.handoff.names import AttemptName
+from baton.handoff.messages import (
+    Alive,
+    AttemptName,
+    Beat,
+    CancelPrefill,
+    ReleaseLease,
+    StartPrefill,
+    StartPull,
+    StopPull,
+)
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 

@@ -10,6 +10,7 @@ from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import (
+    AttemptName,
     CancelPrefill,
     ChunkAnnounced,
     FirstSampled,
@@ -19,7 +20,6 @@ from baton.handoff.messages import (
     StartPrefill,
     StartPull,
 )
-from baton.handoff.names import AttemptName
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 

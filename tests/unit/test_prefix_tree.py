@@ -16,10 +16,8 @@ from hypothesis.stateful import (
 )
 from kv_model import Prefix, TreeModel
 
-from baton.kvcache.eviction import POLICIES, make_policy
-from baton.kvcache.node import Node
-from baton.kvcache.pages import AccountingError
-from baton.kvcache.prefix_tree import PrefixTree
+from baton.kvcache.page_allocator import AccountingError
+from baton.kvcache.prefix_tree import POLICIES, Node, PrefixTree, make_policy
 
 PAGE = 2
 tokens_strategy = st.lists(st.integers(0, 1), max_size=6 * PAGE + 1)

@@ -10,7 +10,7 @@ from baton.gateway.figures import NodeFigures
 from baton.gateway.router import Router, Way
 from baton.gateway.routing import order_prefill, pick_decode
 from baton.gateway.sent import Sent, Work
-from baton.kvcache.digests import PromptDigests
+from baton.kvcache.kv_events import PromptDigests
 from baton.rpc.errors import BatonError
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
 

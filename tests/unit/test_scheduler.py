@@ -22,7 +22,7 @@ from baton.engine.request import (
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.pages import PageState
+from baton.kvcache.page_allocator import PageState
 
 
 class Engine:

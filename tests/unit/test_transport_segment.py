@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from baton.transport import segment as segment_module
-from baton.transport.segment import ALIGNMENT, Header, Segment, SegmentError, reap_orphans
+from baton.transport import shm as segment_module
+from baton.transport.shm import ALIGNMENT, Header, Segment, SegmentError, reap_orphans
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_an_incarnation_is_used_once(directory: Path) -> None:
 
 OWNER = """
 import sys, pathlib, time
-from baton.transport.segment import Segment
+from baton.transport.shm import Segment
 segment = Segment.create(4, 4096, int(sys.argv[2]), pathlib.Path(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)

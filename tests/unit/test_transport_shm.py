@@ -16,9 +16,7 @@ import pytest
 from segment_owner import page_content
 
 from baton.transport import HostPages, TransportError
-from baton.transport.mapped import host_id, segment_endpoint
-from baton.transport.segment import Segment, reap_orphans
-from baton.transport.shm import ShmReceiver
+from baton.transport.shm import Segment, ShmReceiver, host_id, reap_orphans, segment_endpoint
 from baton.v1 import common_pb2 as pb
 
 PAGES = 32

@@ -10,7 +10,7 @@ from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.engine.turns import Turns
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.pages import PageState
+from baton.kvcache.page_allocator import PageState
 
 SIZE = 4
 

@@ -30,9 +30,9 @@ from baton.rpc.address import join_address, loopback
 from baton.rpc.channel import server_options
 from baton.rpc.ids import new_incarnation
 from baton.transport import PageStore, Receiver, open_receiver
-from baton.transport.page_source import PageSourceServicer
+from baton.transport.cuda_copy import COPY_ENGINE, Way
+from baton.transport.grpc import PageSourceServicer
 from baton.transport.registry import DEFAULT_KINDS
-from baton.transport.ways import COPY_ENGINE, Way
 from baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
 from baton.worker.published import make_pool
 

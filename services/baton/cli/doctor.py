@@ -24,7 +24,7 @@ from baton import __version__
 from baton.bench.machine import DRIVER
 from baton.cli.serve import DEFAULT_PORTS
 from baton.rpc.address import family_of, loopback
-from baton.transport.pid import FIRST_PID_NAMESPACE, pid_namespace
+from baton.transport.shm import FIRST_PID_NAMESPACE, pid_namespace
 
 Verdict = Literal["ok", "note", "absent", "bad"]
 """ok: works. note: works without it, or less well. absent: is for GPUs, and there is none. bad: Baton cannot
@@ -139,7 +139,7 @@ def transports() -> Iterator[Check]:
 
 def _nixl() -> Check:
     """Makes an agent; whether others reach its port, a deployment tells."""
-    from baton.transport.nixl_agent import problem
+    from baton.transport.nixl import problem
 
     why_not = problem()
     if why_not is not None:

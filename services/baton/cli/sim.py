@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.sim.bugs import BUGS, planted
-from baton.sim.run import Outcome, run_scenario
+from baton.sim.run import Outcome, run_many, run_scenario
 from baton.sim.scenario import Scenario, make_scenario
 from baton.sim.shrink import shrink
-from baton.sim.soak import run_many
 
 LINE_SECONDS = 10.0
 """How often progress is said where there is no terminal."""

@@ -26,8 +26,7 @@ from baton.engine.request import (
 )
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.handoff.decode_side import DecodeSide
-from baton.handoff.messages import DecodeEffect, PrefillOutput, ReleaseLease
-from baton.handoff.names import AttemptName
+from baton.handoff.messages import AttemptName, DecodeEffect, PrefillOutput, ReleaseLease
 from baton.kvcache import KvCache
 
 REMEMBERED_TRIES = 16384

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.kvcache.digests import PromptDigests
+from baton.kvcache.kv_events import PromptDigests
 from baton.v1 import cache_pb2, node_pb2
 
 FRESH_SECONDS = 5.0

@@ -20,6 +20,7 @@ from math import inf
 from baton.engine.request import Sequence
 from baton.engine.scheduler import Scheduler
 from baton.handoff.messages import (
+    AttemptName,
     Beat,
     CancelPrefill,
     ChunkAnnounced,
@@ -28,12 +29,12 @@ from baton.handoff.messages import (
     LeaseFinished,
     PrefillFailed,
     PrefillOutput,
+    RecentNames,
     ReleaseLease,
     StartPrefill,
     StartPull,
     StopPull,
 )
-from baton.handoff.names import AttemptName, RecentNames
 from baton.handoff.pulls import Pull, Pulls
 
 HEARTBEAT_SECONDS = 1.0

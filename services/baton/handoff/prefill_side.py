@@ -33,13 +33,14 @@ from baton.engine.request import (
 from baton.engine.scheduler import Scheduler
 from baton.handoff.messages import (
     Alive,
+    AttemptName,
     ChunkAnnounced,
     FirstSampled,
     LeaseFinished,
     PrefillFailed,
     PrefillOutput,
+    RecentNames,
 )
-from baton.handoff.names import AttemptName, RecentNames
 
 REVOKE_AFTER_SECONDS = 2.0
 """A prompt that has waited this long for pages may take the pages of a lease that has been complete as

@@ -5,9 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from baton.kvcache.node import Node
-from baton.kvcache.pages import AccountingError, OutOfPages, PageAllocator, PageCounts, PageState
-from baton.kvcache.prefix_tree import PrefixTree, Tokens, TreeObserver
+from baton.kvcache.page_allocator import AccountingError, OutOfPages, PageAllocator, PageCounts, PageState
+from baton.kvcache.prefix_tree import Node, PrefixTree, Tokens, TreeObserver
 
 
 class Holding:

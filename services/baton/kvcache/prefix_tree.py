@@ -5,14 +5,161 @@ After the radix tree of SGLang's RadixAttention (Zheng et al., 2023, arXiv:2312.
 
 from __future__ import annotations
 
+import heapq
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from baton.kvcache.eviction import EvictionQueue, make_policy
-from baton.kvcache.node import Node
-from baton.kvcache.pages import AccountingError
+from baton.kvcache.page_allocator import AccountingError
+
+
+class Usage(Protocol):
+    """What policies look at. Times are values of one counter."""
+
+    created: int
+    last_used: int
+    hits: int
+
+
+Policy = Callable[[Usage], tuple[int, ...]]
+"""Orders candidates: the smallest is evicted first."""
+
+POLICIES: dict[str, Policy] = {
+    "lru": lambda usage: (usage.last_used,),
+    "lfu": lambda usage: (usage.hits, usage.last_used),
+    "fifo": lambda usage: (usage.created,),
+    "mru": lambda usage: (-usage.last_used,),
+}
+
+
+def make_policy(name: str) -> Policy:
+    """Raises ValueError for an unknown name."""
+    if name not in POLICIES:
+        raise ValueError(f"unknown eviction policy {name!r}: use one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]
+
+
+T = TypeVar("T", bound=Usage)
+
+
+class EvictionQueue(Generic[T]):
+    """Candidates in a policy's order. Operations take amortized O(log n).
+
+    A heap whose outdated entries stay until they surface; it is rebuilt when they outnumber the valid ones.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[tuple[int, ...], int, T]] = []
+        self._valid: dict[T, int] = {}
+        self._serial = 0
+
+    def put(self, candidate: T) -> None:
+        """Adds a candidate, or moves it to where its usage now belongs."""
+        self._serial += 1
+        self._valid[candidate] = self._serial
+        heapq.heappush(self._heap, (self._policy(candidate), self._serial, candidate))
+        if len(self._heap) > 2 * len(self._valid) + 64:
+            self._heap = [entry for entry in self._heap if self._valid.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, candidate: T) -> None:
+        self._valid.pop(candidate, None)
+
+    def first(self) -> T | None:
+        """The next to evict; stays in the queue."""
+        while self._heap:
+            _, serial, candidate = self._heap[0]
+            if self._valid.get(candidate) == serial:
+                return candidate
+            heapq.heappop(self._heap)
+        return None
+
+    def __contains__(self, candidate: T) -> bool:
+        return candidate in self._valid
+
+    def __len__(self) -> int:
+        return len(self._valid)
+
+
+class Node:
+    """A run of pages that share their usage and their locks, so that the tree behaves as if every page were a
+    node of its own. A node object goes on ending at the same page when its run is split: the upper part is
+    new.
+    """
+
+    __slots__ = (
+        "children",
+        "created",
+        "hits",
+        "key",
+        "last_used",
+        "locks",
+        "own_locks",
+        "pages",
+        "parent",
+        "slot",
+    )
+
+    def __init__(self, parent: Node | None, slot: tuple[str, bytes], key: bytes, pages: list[int]) -> None:
+        self.parent = parent
+        """None: the root, or a node that was evicted."""
+        self.slot = slot
+        """Where the parent keeps it: namespace, and the first page's tokens."""
+        self.key = key
+        """Tokens of its pages, 4 bytes each."""
+        self.pages = pages
+        self.children: dict[tuple[str, bytes], Node] = {}
+        self.own_locks = 0
+        """Locks on exactly this end."""
+        self.locks = 0
+        """Locks on it and on its descendants."""
+        self.created = self.last_used = self.hits = 0
+
+    def split(self, pages: int, stride: int) -> Node:
+        """Cuts the run after so many of its pages, of `stride` key bytes each; returns the new upper part."""
+        parent = self.parent
+        assert parent is not None, "the root has no pages to split"
+        border = pages * stride
+        upper = Node(parent, self.slot, self.key[:border], self.pages[:pages])
+        upper.locks, upper.created = self.locks, self.created
+        upper.last_used, upper.hits = self.last_used, self.hits
+        parent.children[self.slot] = upper
+        self.parent, self.key, self.pages = upper, self.key[border:], self.pages[pages:]
+        self.slot = (self.slot[0], self.key[:stride])
+        upper.children[self.slot] = self
+        return upper
+
+    def common_pages(self, key: bytes, offset: int, stride: int) -> int:
+        """How many of its pages hold the tokens of `key` from `offset` on; the first does."""
+        if key.startswith(self.key, offset):
+            return len(self.pages)
+        # Bisection: a shorter prefix of a common prefix is common too.
+        low, high = 1, min(len(self.pages), (len(key) - offset) // stride)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if key.startswith(self.key[: middle * stride], offset):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def path(self) -> Iterator[Node]:
+        """It and all above it, the root last."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def subtree(self) -> Iterator[Node]:
+        """It and all below it."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            waiting.extend(node.children.values())
+            yield node
+
 
 TOKEN_BYTES = array("I").itemsize
 

@@ -26,7 +26,7 @@ from baton.handoff.messages import (
 )
 from baton.handoff.pull_cost import PullMeter
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.tree_log import TreeEvents, TreeLog
+from baton.kvcache.kv_events import TreeEvents, TreeLog
 from baton.plan.messages import Messages
 from baton.plan.profile import Profile
 from baton.plan.runner import VirtualRunner

@@ -17,8 +17,8 @@ from baton.handoff.messages import (
     LeaseFinished,
     PrefillFailed,
     PrefillOutput,
+    RecentNames,
 )
-from baton.handoff.names import RecentNames
 from baton.prefill.core import PrefillCore, make_core
 from baton.rpc.door import ClusterDoor
 from baton.rpc.errors import (

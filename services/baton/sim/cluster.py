@@ -6,13 +6,11 @@ from collections.abc import Callable
 
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
-from baton.handoff.messages import CancelPrefill, ReleaseLease, StartPrefill
-from baton.handoff.names import AttemptName
+from baton.handoff.messages import AttemptName, CancelPrefill, ReleaseLease, StartPrefill
 from baton.kvcache import Holding
-from baton.sim.audit import Audit
+from baton.sim.checks import Audit, Ledger
 from baton.sim.decode import SimDecode
 from baton.sim.gateway import SimGateway
-from baton.sim.ledger import Ledger
 from baton.sim.network import Endpoint, Network
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import Process, Worker

@@ -17,7 +17,7 @@ from baton.gateway.pulse import Pulse
 from baton.gateway.routing import order_prefill, pick_decode
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, unavailable
-from baton.sim.ledger import Ledger, text_of
+from baton.sim.checks import Ledger, text_of
 from baton.sim.network import Network, SimLink
 from baton.sim.process import Process
 from baton.sim.scenario import GatewaySettings, RequestSpec

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from baton.handoff.messages import (
+    AttemptName,
     Beat,
     CancelPrefill,
     ChunkAnnounced,
@@ -16,7 +17,6 @@ from baton.handoff.messages import (
     ReleaseLease,
     StartPrefill,
 )
-from baton.handoff.names import AttemptName
 from baton.prefill.core import PrefillCore
 from baton.sim.network import Endpoint, Host, Network
 from baton.sim.process import HOP_SECONDS, Worker, WorkerSettings

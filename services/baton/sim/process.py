@@ -11,7 +11,7 @@ from baton.engine.plan import StepPlan
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.turns import C, Turns
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.pages import PageState
+from baton.kvcache.page_allocator import PageState
 from baton.sim.driver import StepDriver
 from baton.sim.model import Flight, SimPool, SimRunner
 from baton.sim.network import Endpoint, Network, SimLink

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from baton.kvcache.pages import PageState
+from baton.kvcache.page_allocator import PageState
 from baton.sim.model import SimPool
 from baton.sim.world import Violation
 

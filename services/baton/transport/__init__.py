@@ -1,12 +1,11 @@
-"""How KV pages travel: the owner of a pool publishes endpoints, a receiver opens one and pulls pages. `base`
-is the interface, `registry` chooses; `cuda_ipc` (memory of GPUs, by `cuda_copy`), `shm` (a `segment` in
-/dev/shm), `nixl` (by a `nixl_agent`) and `grpc` (from a `page_source`) do it. A pool's bytes are a page
-store: `pages` on the host, `cuda_pages` on a GPU. A transport knows nothing of requests or leases."""
+"""How KV pages travel. The owner of a pool publishes endpoints; a receiver opens one and pulls pages.
+`base` is the interface, `registry` chooses, and `shm` (a file in /dev/shm), `cuda_ipc` (memory of GPUs, by
+`cuda_copy`), `nixl` and `grpc` are the transports. A pool's bytes are a page store: on the host (`base`) or
+on a GPU (`cuda_pages`). A transport knows nothing of requests or leases."""
 
-from baton.transport.base import EndpointRefused, PageStore, Receiver, Refusal, TransportError
-from baton.transport.pages import HostPages
+from baton.transport.base import EndpointRefused, HostPages, PageStore, Receiver, Refusal, TransportError
 from baton.transport.registry import Opened, check_kinds, offered, open_receiver, share_gpu
-from baton.transport.segment import Segment, SegmentError, reap_orphans
+from baton.transport.shm import Segment, SegmentError, reap_orphans
 
 __all__ = [
     "EndpointRefused",

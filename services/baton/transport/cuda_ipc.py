@@ -10,15 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 from baton.transport import cuda
-from baton.transport.base import EndpointRefused, PageStore, Refusal, TransportError, unheard
-from baton.transport.cuda_copy import PageCopier, kernel_available
+from baton.transport.base import (
+    EndpointRefused,
+    PageStore,
+    Refusal,
+    TransportError,
+    check_pairs,
+    check_step,
+    unheard,
+)
+from baton.transport.cuda_copy import PageCopier, Way, choose_way, kernel_available, runs_of
 from baton.transport.cuda_pages import CudaPages
-from baton.transport.mapped import MappedSegment, boot_id, segment_endpoint
-from baton.transport.pages import check_pairs, check_step
-from baton.transport.pid import pid_namespace
 from baton.transport.pull_thread import PullThread
-from baton.transport.segment import Segment
-from baton.transport.ways import Way, choose_way, runs_of
+from baton.transport.shm import MappedSegment, Segment, boot_id, pid_namespace, segment_endpoint
 from baton.v1 import common_pb2 as pb
 
 

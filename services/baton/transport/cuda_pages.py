@@ -11,9 +11,8 @@ from typing import TypeVar, TypeVarTuple
 import numpy as np
 import torch
 
-from baton.transport.base import TransportError
+from baton.transport.base import TransportError, until_done
 from baton.transport.cuda import one_line
-from baton.transport.pages import until_done
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")

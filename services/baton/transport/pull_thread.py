@@ -11,8 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from baton.transport.base import TransportError, nothing
-from baton.transport.pages import until_done
+from baton.transport.base import TransportError, nothing, until_done
 
 LEAST_POLL_SECONDS = 1e-4
 MOST_POLL_SECONDS = 1e-3

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from baton.rpc.channel import Dial, open_channel
 from baton.transport.base import EndpointRefused, PageStore, Receiver, Refusal, TransportError
 from baton.transport.grpc import GrpcReceiver
-from baton.transport.mapped import segment_endpoint
-from baton.transport.segment import Segment
-from baton.transport.shm import ShmReceiver
+from baton.transport.shm import Segment, ShmReceiver, segment_endpoint
 from baton.v1 import common_pb2 as pb
 
 KINDS = ("cuda_ipc", "shm", "nixl", "grpc")

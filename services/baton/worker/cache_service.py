@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from baton.kvcache.tree_log import TreeEvents, TreeLog
+from baton.kvcache.kv_events import TreeEvents, TreeLog
 from baton.rpc.errors import BatonError, abort, exhausted, unavailable
 from baton.v1 import cache_pb2, cache_pb2_grpc
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from baton.engine.plan import Logprobs
 from baton.engine.request import FinishReason
 from baton.engine.sampling import SamplingParams
-from baton.handoff.names import AttemptName
+from baton.handoff.messages import AttemptName
 from baton.rpc.errors import invalid
 from baton.rpc.validate import check_choices, check_sampling, check_token_ids
 from baton.v1 import common_pb2, decode_pb2

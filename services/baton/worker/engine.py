@@ -23,8 +23,8 @@ from baton.engine.scheduler_state import POLICIES
 from baton.engine.threads import TunedRunner
 from baton.engine.timed_runner import TimedRunner
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
-from baton.kvcache.eviction import make_policy
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
+from baton.kvcache.prefix_tree import make_policy
 from baton.models.config import ModelError
 from baton.models.decoder import Model
 from baton.models.loader import fingerprint, load_model, weight_bytes

@@ -26,7 +26,7 @@ from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
 from baton.stepcost import CostCalibration
 from baton.transport.base import Receiver
-from baton.transport.page_source import PageSourceServicer
+from baton.transport.grpc import PageSourceServicer
 from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.cache_service import CacheServicer
 from baton.worker.engine import Engine, build_engine

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.kvcache.pages import AccountingError, OutOfPages, PageAllocator, PageCounts, PageState
+from baton.kvcache.page_allocator import AccountingError, OutOfPages, PageAllocator, PageCounts, PageState
 
 
 def test_take_gives_distinct_pages_and_bumps_generations_in_place() -> None:

@@ -16,7 +16,7 @@ from baton.transport import (
     open_receiver,
     share_gpu,
 )
-from baton.transport.ways import COPY_ENGINE, Way, choose_way, item_bytes, runs_of
+from baton.transport.cuda_copy import COPY_ENGINE, Way, choose_way, item_bytes, runs_of
 from baton.v1 import common_pb2 as pb
 
 KB, MB = 2**10, 2**20

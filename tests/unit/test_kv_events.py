@@ -13,9 +13,8 @@ from kv_model import Prefix
 from test_prefix_tree import PAGE, TreeMachine
 
 from baton.gateway.cache_view import CacheView, Gap, PromptPages
-from baton.kvcache.digests import PromptDigests
+from baton.kvcache.kv_events import Changes, PromptDigests, TreeEvents, TreeLog
 from baton.kvcache.prefix_tree import PrefixTree
-from baton.kvcache.tree_log import Changes, TreeEvents, TreeLog
 from baton.v1 import cache_pb2
 
 
