@@ -17,7 +17,7 @@ from baton.cli.main import main
 from baton.decode import peers
 from baton.decode.pulling import Pulling
 from baton.engine.batch import Step
-from baton.engine.turns import Turns
+from baton.engine.step_loop import StepPipeline
 from baton.handoff.messages import FirstSampled
 from baton.handoff.prefill_side import PrefillSide
 from baton.prefill import server
@@ -31,7 +31,7 @@ _commit = PrefillSide.commit
 _event = server._event
 _events_from = peers.events_from
 _copied = Pulling._copied
-_launch = Turns._launch
+_launch = StepPipeline._launch
 
 
 def stamped(file: int) -> None:
@@ -63,7 +63,7 @@ def stamped(file: int) -> None:
         stamp("pulled", now)
         _copied(self, receiver, seconds)
 
-    def launch(self: Turns[Any], step: Step) -> Any:
+    def launch(self: StepPipeline[Any], step: Step) -> Any:
         decodes = any(row.tokens is None for row in step.plan.rows)
         if decodes:
             stamp("launching")
@@ -76,7 +76,7 @@ def stamped(file: int) -> None:
     server._event = event
     peers.events_from = events_from  # type: ignore[attr-defined]
     Pulling._copied = copied  # type: ignore[method-assign]
-    Turns._launch = launch  # type: ignore[method-assign]
+    StepPipeline._launch = launch  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

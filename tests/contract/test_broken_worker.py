@@ -40,8 +40,8 @@ async def started(node):
     ready = asyncio.Event()
     task = asyncio.create_task(run_node(node, node.config, ready=ready, stop=asyncio.Event()))
     await asyncio.wait_for(ready.wait(), 60)
-    node.steps._turns._runner = Broken(node.engine.runner)
-    return task, node.steps._turns._runner
+    node.steps._pipeline._runner = Broken(node.engine.runner)
+    return task, node.steps._pipeline._runner
 
 
 MADE = {"http_port": 0, "kv_tokens": 2048, "threads": 1, "transports": ("grpc",)}

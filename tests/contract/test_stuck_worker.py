@@ -61,7 +61,7 @@ async def running(role: str, stuck_seconds: float, step_seconds: float = 0.0, de
     ready, stop = asyncio.Event(), asyncio.Event()
     task = asyncio.create_task(run_node(node, node.config, ready=ready, stop=stop))
     await asyncio.wait_for(ready.wait(), 60)
-    wedge = node.steps._turns._runner = Wedge(node.engine.runner, step_seconds, device)
+    wedge = node.steps._pipeline._runner = Wedge(node.engine.runner, step_seconds, device)
     try:
         yield node, wedge
     finally:
@@ -87,7 +87,7 @@ async def test_a_stuck_step_thread_is_seen_and_forgiven(role, device):
         info = await about.GetInfo(node_pb2.GetInfoRequest(), timeout=5)
         assert await _health(info.http_address) == 503
         wedge.open.set()
-        await until(lambda: node.steps.turn_age < STUCK, 10)
+        await until(lambda: node.steps.step_age < STUCK, 10)
         async with asyncio.timeout(5):
             while await _health(info.http_address) != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)

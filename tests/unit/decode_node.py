@@ -9,7 +9,7 @@ from baton.decode.outputs import Failed
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
-from baton.engine.turns import Turns
+from baton.engine.step_loop import StepPipeline
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 
 STEP = 0.02
@@ -53,7 +53,7 @@ class Node:
             DecodePolicy(None, 64, 10.0, 10.0),
             lambda step, outputs, effects: self.outputs.extend(output for _, output in outputs),
         )
-        self.turns = Turns(self.core, self.runner, False, lambda: self.now)
+        self.pipeline = StepPipeline(self.core, self.runner, False, lambda: self.now)
 
     def start(self, number, max_tokens=100, seconds=60.0, failed_steps=0):
         params = SamplingParams(max_tokens=max_tokens, seed=number)
@@ -64,11 +64,11 @@ class Node:
 
     def run(self, turns):
         for _ in range(turns):
-            due = self.turns.begin()
+            due = self.pipeline.begin()
             if due is not None:
                 self.now += STEP + self.stall
                 self.stall = 0.0
-                self.turns.finish(due)
+                self.pipeline.finish(due)
 
     @property
     def refused(self):

@@ -8,7 +8,7 @@ from test_attempts import A, B, attempts, placed
 
 from baton.decode.core import MAX_FAILED_STEPS
 from baton.decode.outputs import Done, Failed
-from baton.engine.turns import MAX_FAILED_STEPS as MAX_IN_A_ROW
+from baton.engine.step_loop import MAX_FAILED_STEPS as MAX_IN_A_ROW
 from baton.gateway.attempts import PROVEN_TOKENS
 from baton.rpc.errors import BatonError, unavailable
 
@@ -80,7 +80,7 @@ def test_a_device_is_given_up_when_its_steps_keep_failing(errors, broken, where)
     for number in range(len(errors)):
         node.start(number, max_tokens=1)
         node.run(2)
-    assert node.turns.broken.startswith(broken) and bool(node.turns.broken) == bool(broken)
+    assert node.pipeline.broken.startswith(broken) and bool(node.pipeline.broken) == bool(broken)
 
 
 def test_the_gateway_retries_a_failed_step_once_at_no_cost():

@@ -1,4 +1,4 @@
-"""decode.overload and engine.meter: how long a request would wait, and who is refused for it."""
+"""decode.overload and engine.step_stats: how long a request would wait, and who is refused for it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import pytest
 
 from baton.decode.overload import MARGIN, Rates, forecast
 from baton.engine.batch import Step
-from baton.engine.meter import Average, Meter
 from baton.engine.plan import PlanRow, StepPlan
 from baton.engine.request import Phase, Request
 from baton.engine.sampling import SamplingParams
+from baton.engine.step_stats import MovingAverage, StepStats
 
 RATES = Rates(step=0.01, first=0.5, output=20.0)
 STOP = frozenset({0})
@@ -86,25 +86,25 @@ def chunk(tokens):
 
 
 def test_the_meter_takes_each_step_for_the_time_after_the_one_before():
-    meter = Meter(token_budget=100)
+    stats = StepStats(token_budget=100)
     decode = PlanRow(0, None, 5, (0,), (0,))
     first, second, third = step(1, decode), step(2, chunk(80)), step(3, chunk(10))
-    meter.planned(first, 1.0)
-    meter.planned(second, 1.1)  # launched before the first was read
-    meter.ended(first, 1.5)
-    meter.ended(second, 1.9)
-    assert meter.step.value == pytest.approx(0.5)
-    assert meter.prompt_rate.value == pytest.approx(80 / 0.4)
-    meter.planned(third, 9.0)
-    meter.ended(third, 9.1)
-    assert meter.prompt_rate.value == pytest.approx(200.0), "a step that is nearly empty tells nothing"
-    meter.planned(step(4, decode), 10.0)
-    meter.failed(step(4, decode))
-    assert not meter._planned
+    stats.planned(first, 1.0)
+    stats.planned(second, 1.1)  # launched before the first was read
+    stats.ended(first, 1.5)
+    stats.ended(second, 1.9)
+    assert stats.step.value == pytest.approx(0.5)
+    assert stats.prompt_rate.value == pytest.approx(80 / 0.4)
+    stats.planned(third, 9.0)
+    stats.ended(third, 9.1)
+    assert stats.prompt_rate.value == pytest.approx(200.0), "a step that is nearly empty tells nothing"
+    stats.planned(step(4, decode), 10.0)
+    stats.failed(step(4, decode))
+    assert not stats._planned
 
 
 def test_an_average_begins_with_its_first_value():
-    average = Average(0.5)
+    average = MovingAverage(0.5)
     average.add(4.0)
     average.add(2.0)
     assert average.value == 3.0

@@ -26,7 +26,7 @@ from baton.kvcache.page_allocator import PageState
 
 
 class Engine:
-    """Drives a scheduler and a HashRunner as engine.turns does, with or without overlap."""
+    """Drives a scheduler and a HashRunner as engine.step_loop.StepPipeline does, with or without overlap."""
 
     def __init__(self, pages=64, size=4, rows=8, budget=32, overlap=False, **config):
         self.allocator = PageAllocator(pages)

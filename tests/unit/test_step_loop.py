@@ -1,4 +1,4 @@
-"""engine.loop: what other threads may ask of it at any moment."""
+"""engine.step_loop: what other threads may ask of it at any moment."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.engine.loop import REST_SECONDS, WARM_SECONDS, StepLoop
 from baton.engine.plan import StepPlan, StepResult
-from baton.engine.turns import CALLS_SECONDS
+from baton.engine.step_loop import CALLS_SECONDS, REST_SECONDS, WARM_SECONDS, StepLoop
 
 
 def test_the_age_of_a_turn_that_begins_meanwhile_is_not_negative():
@@ -23,7 +22,7 @@ def test_the_age_of_a_turn_that_begins_meanwhile_is_not_negative():
         return looked
 
     loop._clock = begins_a_turn
-    assert loop.turn_age >= 0.0
+    assert loop.step_age >= 0.0
 
 
 class Device:
@@ -113,7 +112,7 @@ def test_a_device_that_hangs_gives_no_sign_of_life():
         called = threading.Event()
         loop.call(lambda core, now: called.set())
         assert not called.wait(0.3)
-        assert loop.turn_age > CALLS_SECONDS
+        assert loop.step_age > CALLS_SECONDS
     finally:
         device.end.set()
         assert loop.stop()
@@ -178,7 +177,7 @@ def test_what_a_step_yields_goes_out_before_the_next_is_planned(monkeypatch):
         rests.append(seconds)
         core.taken.wait(1.0)
 
-    monkeypatch.setattr("baton.engine.loop.time", SimpleNamespace(monotonic=time.monotonic, sleep=rest))
+    monkeypatch.setattr("baton.engine.step_loop.time", SimpleNamespace(monotonic=time.monotonic, sleep=rest))
     loop = StepLoop(core, Steady(), name="steps", overlap=True, crashed=lambda error: None)
     loop.start()
     for _ in range(40):

@@ -11,7 +11,6 @@ from baton.config import DecodeConfig
 from baton.decode.outputs import Done, Failed, Output, Prompt, Stats, Tokens
 from baton.decode.overload import Overload
 from baton.engine.batch import Step
-from baton.engine.meter import Meter
 from baton.engine.plan import StepResult
 from baton.engine.request import (
     ChunkEvent,
@@ -25,6 +24,7 @@ from baton.engine.request import (
     TokenEvent,
 )
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
+from baton.engine.step_stats import StepStats
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import AttemptName, DecodeEffect, PrefillOutput, ReleaseLease
 from baton.kvcache import KvCache
@@ -154,8 +154,8 @@ class DecodeCore:
         self.overload = Overload(self.scheduler)
 
     @property
-    def meter(self) -> Meter:
-        return self.overload.meter
+    def step_stats(self) -> StepStats:
+        return self.overload.step_stats
 
     @property
     def requests(self) -> int:
@@ -285,11 +285,11 @@ class DecodeCore:
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         self._now = now
-        self.overload.meter.ended(step, now)
+        self.overload.step_stats.ended(step, now)
         self.scheduler.commit(step, result)
 
     def fail_step(self, step: Step, message: str) -> None:
-        self.overload.meter.failed(step)
+        self.overload.step_stats.failed(step)
         self.scheduler.fail_step(step, message)
 
     def flush(self, step: int) -> None:
@@ -313,7 +313,7 @@ class DecodeCore:
         caller, number = entry.key.caller, entry.key.request
         if isinstance(event, TokenEvent):
             if not entry.output_tokens and entry.admitted is not None:
-                first_tokens.append(self._now - self.meter.stalled - entry.admitted)
+                first_tokens.append(self._now - self.step_stats.stalled - entry.admitted)
             if event.finish is not None:
                 self.overload.output.add(event.sequence.num_output)
             entry.output_tokens += 1
@@ -345,7 +345,7 @@ class DecodeCore:
         """Chooses the first candidate, in the caller's order, that is connected and has not failed this
         request; else this node."""
         entry = self._entry(leader)
-        entry.address, entry.fallback, entry.admitted = "", False, self._now - self.meter.stalled
+        entry.address, entry.fallback, entry.admitted = "", False, self._now - self.step_stats.stalled
         if entry.request.failed_steps >= MAX_FAILED_STEPS:
             self._fail(entry, "INTERNAL", "REPEATED_STEP_FAILURE", _repeated(entry.last_failure))
             return Route.DEFER

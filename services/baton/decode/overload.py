@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.engine.batch import Step
-from baton.engine.meter import Average, Meter
 from baton.engine.request import Sequence
 from baton.engine.scheduler import Scheduler
+from baton.engine.step_stats import MovingAverage, StepStats
 
 MARGIN = 1.15
 """Factor on the predicted wait: a request that misses its deadline wastes time of others."""
@@ -87,10 +87,10 @@ def forecast(
 
 class Overload:
     def __init__(self, scheduler: Scheduler) -> None:
-        self.meter = Meter(scheduler.config.token_budget)
-        self.first_token = Average(REQUEST_WEIGHT)
+        self.step_stats = StepStats(scheduler.config.token_budget)
+        self.first_token = MovingAverage(REQUEST_WEIGHT)
         """Seconds from a request's admission to its first token."""
-        self.output = Average(REQUEST_WEIGHT)
+        self.output = MovingAverage(REQUEST_WEIGHT)
         """Output tokens of a choice that has finished."""
         self.wait = 0.0
         """Predicted seconds that a new request would wait for a row."""
@@ -104,7 +104,7 @@ class Overload:
     def planned(self, step: Step | None, now: float) -> None:
         self._blocked = bool(self._waiting())
         if step is not None:
-            self.meter.planned(step, now)
+            self.step_stats.planned(step, now)
 
     def _waiting(self) -> list[Sequence]:
         """Sequences that wait for rows or pages, not for another suspect of a failed step."""
@@ -121,7 +121,7 @@ class Overload:
         # If pages are short, no more sequences can run than do now.
         free = 0 if self._blocked else scheduler.slots.free
         rows = scheduler.slots.in_use if self._blocked else scheduler.slots.count
-        rates = Rates(self.meter.step.value, self.first_token.value, self.output.value)
+        rates = Rates(self.step_stats.step.value, self.first_token.value, self.output.value)
         found = forecast(self._waiting(), admitted, rows, free, rates, now)
         self.wait = found.wait
         return found.refused

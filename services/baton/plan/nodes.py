@@ -13,7 +13,7 @@ from baton.decode.outputs import Output
 from baton.engine.batch import Step
 from baton.engine.request import Request
 from baton.engine.scheduler import SchedulerConfig
-from baton.engine.turns import C, Turns
+from baton.engine.step_loop import C, StepPipeline
 from baton.handoff.messages import (
     Beat,
     CancelPrefill,
@@ -82,7 +82,7 @@ class SimNode:
         return StepDriver(
             self.world,
             self.actor,
-            Turns(core, self.runner, self.profile.engine.overlap, self.clock),
+            StepPipeline(core, self.runner, self.profile.engine.overlap, self.clock),
             done_at=lambda flight: float(flight.ends),
             hop=0.0,
             pause=self._pause,
@@ -107,7 +107,7 @@ class SimNode:
 
     def load(self) -> node_pb2.Load:
         load = snapshot(self.core.scheduler, self.core.requests)
-        add_step_cost(load, self.core.meter)
+        add_step_cost(load, self.core.step_stats)
         return load
 
     def after(self, seconds: float, function: Callable[[], None]) -> None:
@@ -130,7 +130,7 @@ class SimPrefill(SimNode):
         self.core = make_prefill_core(
             setup.prefill, self.limits(), device, self.cache, self._flush, self._retire
         )
-        self.core.meter.calibration = CostCalibration(setup.profile.step)
+        self.core.step_stats.calibration = CostCalibration(setup.profile.step)
         self.driver = self.drive(self.core)
 
     def when_retired(self, step: int, begin: Callable[[], None]) -> None:
@@ -181,7 +181,7 @@ class SimDecode(SimNode):
         self._messages = Messages(world, self.actor, config.message_seconds, deliver)
         self._link_free = 0.0
         self.core: DecodeCore = make_decode_core(config, self.limits(), self.cache, self._flush)
-        self.core.meter.calibration = CostCalibration(setup.profile.step)
+        self.core.step_stats.calibration = CostCalibration(setup.profile.step)
         self._pull_meter = PullMeter()
         self.driver = self.drive(self.core)
         peer = Peer(up=True, since=0.0, transport=setup.profile.pull.transport)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from baton.config import PrefillConfig
 from baton.engine.batch import Step
-from baton.engine.meter import Meter
 from baton.engine.plan import StepResult
 from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.step_stats import StepStats
 from baton.handoff.messages import Alive, Beat, CancelPrefill, PrefillOutput, ReleaseLease, StartPrefill
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache
@@ -38,7 +38,7 @@ class PrefillCore:
     observe: Callable[[], None] = lambda: None
     scheduler: Scheduler = field(init=False)
     side: PrefillSide = field(init=False)
-    meter: Meter = field(init=False)
+    step_stats: StepStats = field(init=False)
     _presses: bool = False
     _closing: dict[Hashable, Callable[[], None]] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class PrefillCore:
         self.side = PrefillSide(
             self.scheduler, lease_grace=self.lease_grace, max_leased_pages=self.max_leased_pages
         )
-        self.meter = Meter(config.token_budget)
+        self.step_stats = StepStats(config.token_budget)
 
     def receive(
         self,
@@ -107,18 +107,18 @@ class PrefillCore:
         self._presses = bool(self.side.outputs)
         step = self.side.plan(now)
         if step is not None:
-            self.meter.planned(step, now)
+            self.step_stats.planned(step, now)
         return step
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         self.retire(step.plan.number)
-        self.meter.ended(step, now)
+        self.step_stats.ended(step, now)
         self.side.commit(step, result, now)
 
     def fail_step(self, step: Step, message: str) -> None:
         # What waits for it would wait for ever. The pages are of no use to anybody: their prompts fail.
         self.retire(step.plan.number)
-        self.meter.failed(step)
+        self.step_stats.failed(step)
         self.side.fail_step(step, message)
 
     def node_failed(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Drives engine.turns in virtual time, as engine.loop does in a thread."""
+"""Drives engine.step_loop.StepPipeline in virtual time, as StepLoop does in a thread."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, Generic
 
 from baton.engine.batch import Step
-from baton.engine.loop import TICK_SECONDS
-from baton.engine.turns import CALLS_SECONDS, C, Launched, Turns
+from baton.engine.step_loop import CALLS_SECONDS, TICK_SECONDS, C, Launched, StepPipeline
 from baton.sim.model import Escaped
 from baton.sim.world import Actor, World
 
@@ -29,7 +28,7 @@ class StepDriver(Generic[C]):
         self,
         world: World,
         actor: Actor,
-        turns: Turns[C],
+        pipeline: StepPipeline[C],
         *,
         done_at: Callable[[Any], float],
         hop: float,
@@ -37,7 +36,7 @@ class StepDriver(Generic[C]):
         turned: Callable[[Step | None], None],
         crashed: Callable[[Escaped], None] = _crash,
     ) -> None:
-        self.turns = turns
+        self.pipeline = pipeline
         self._world = world
         self._actor = actor
         self._done_at = done_at
@@ -53,7 +52,7 @@ class StepDriver(Generic[C]):
 
     def call(self, function: Callable[[C, float], None]) -> None:
         """As StepLoop.call: in the step thread, at the beginning of its next turn or while it waits."""
-        self.turns.inbox.append(function)
+        self.pipeline.inbox.append(function)
         if not self._busy:
             self._busy = True
             self._schedule(self._hop)
@@ -72,15 +71,15 @@ class StepDriver(Generic[C]):
 
     def _turn(self) -> None:
         self._busy = True
-        called = bool(self.turns.inbox)
-        due = self.turns.begin()
+        called = bool(self.pipeline.inbox)
+        due = self.pipeline.begin()
         if called or due is not None:
             self._turned(None)
         if due is not None:
-            self._since = self._world.now if self.turns.overlap else None
+            self._since = self._world.now if self.pipeline.overlap else None
             delay = max(0.0, self._done_at(due[1]) - self._world.now) + self._hop
             self._world.at(delay, self._actor, lambda: self._finish(due))
-        elif self.turns.idle and not self.turns.inbox:
+        elif self.pipeline.idle and not self.pipeline.inbox:
             self._busy = False
             self._schedule(TICK_SECONDS)
         else:
@@ -88,14 +87,14 @@ class StepDriver(Generic[C]):
 
     def _between(self) -> None:
         waits = self._since is not None and self._world.now - self._since < CALLS_SECONDS
-        if waits and self.turns.inbox:
-            self.turns.between()
+        if waits and self.pipeline.inbox:
+            self.pipeline.between()
             self._turned(None)
 
     def _finish(self, due: Launched) -> None:
         self._since = None
         try:
-            self.turns.finish(due)
+            self.pipeline.finish(due)
         except Escaped as error:
             self._crashed(error)
             return

@@ -61,7 +61,7 @@ class SimPrefill(Worker):
     @property
     def busy(self) -> str:
         """What it still holds; empty: nothing."""
-        held = (self.side.requests, len(self.flights), len(self.driver.turns.inbox))
+        held = (self.side.requests, len(self.flights), len(self.driver.pipeline.inbox))
         return "{} attempts, {} steps, {} calls".format(*held) if any(held) else ""
 
     def under_way(self) -> list[tuple[AttemptName, Host]]:

@@ -9,7 +9,7 @@ from typing import Any
 from baton.engine.batch import Step
 from baton.engine.plan import StepPlan
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.turns import C, Turns
+from baton.engine.step_loop import C, StepPipeline
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState
 from baton.sim.driver import StepDriver
@@ -149,7 +149,7 @@ class Worker(Process):
         return StepDriver(
             self.world,
             self.steps,
-            Turns(core, self.runner, self.settings.overlap, self.clock),
+            StepPipeline(core, self.runner, self.settings.overlap, self.clock),
             done_at=lambda flight: float(flight.done_at),
             hop=HOP_SECONDS,
             pause=lambda step: rng.uniform(0.0001, 0.001),

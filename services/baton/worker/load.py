@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from baton.engine.meter import Meter
 from baton.engine.scheduler import Scheduler
+from baton.engine.step_stats import StepStats
 from baton.v1 import node_pb2
 
 
@@ -38,8 +38,8 @@ def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
     )
 
 
-def add_step_cost(load: node_pb2.Load, meter: Meter) -> None:
-    load.step_us = int(1e6 * meter.step.value)
-    load.prompt_tokens_per_second = int(meter.prompt_rate.value)
-    if meter.calibration is not None:
-        load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(meter.calibration.cost)))
+def add_step_cost(load: node_pb2.Load, stats: StepStats) -> None:
+    load.step_us = int(1e6 * stats.step.value)
+    load.prompt_tokens_per_second = int(stats.prompt_rate.value)
+    if stats.calibration is not None:
+        load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(stats.calibration.cost)))

@@ -15,10 +15,9 @@ from google.rpc import status_pb2
 
 from baton.config import WorkerConfig
 from baton.discovery.registration import Registration, register
-from baton.engine.loop import StepLoop
-from baton.engine.meter import Meter
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.turns import Core
+from baton.engine.step_loop import Core, StepLoop
+from baton.engine.step_stats import StepStats
 from baton.rpc.cluster import Cluster
 from baton.rpc.errors import BatonError, to_status, unavailable
 from baton.rpc.ids import new_incarnation
@@ -55,7 +54,7 @@ class WorkerCore(Core, Protocol):
     def requests(self) -> int: ...
 
     @property
-    def meter(self) -> Meter: ...
+    def step_stats(self) -> StepStats: ...
 
     def node_failed(self, message: str) -> None:
         """Sends callers the failures of requests that may have ended the process."""
@@ -102,7 +101,7 @@ class WorkerNode(Generic[C]):
             self._page_source.source = PageSourceServicer(self.engine.pages)
         cost = await asyncio.to_thread(measure_steps, self.engine)
         core = self.core_or_none = self.make_core()
-        core.meter.calibration = CostCalibration(cost)
+        core.step_stats.calibration = CostCalibration(cost)
         self.steps = StepLoop(
             core,
             self.engine.runner,
@@ -153,10 +152,10 @@ class WorkerNode(Generic[C]):
         (None: --stuck-seconds)."""
         core = self.core_or_none
         least = self.config.stuck_seconds if floor is None else floor
-        return core is not None and self.steps.turn_age > core.meter.limit(least)
+        return core is not None and self.steps.step_age > core.step_stats.limit(least)
 
     def _stuck_error(self) -> BatonError:
-        text = f"the step thread has been in one step for {self.steps.turn_age:.1f} s"
+        text = f"the step thread has been in one step for {self.steps.step_age:.1f} s"
         return unavailable(text, "STEP_THREAD_STUCK", 1000)
 
     async def _watch_steps(self) -> None:
@@ -256,8 +255,8 @@ class WorkerNode(Generic[C]):
         load.CopyFrom(self._load)
         load.draining = self.draining
         if self.core_or_none is not None:
-            load.step_age_ms = int(1000 * self.steps.turn_age)
-            add_step_cost(load, self.core_or_none.meter)
+            load.step_age_ms = int(1000 * self.steps.step_age)
+            add_step_cost(load, self.core_or_none.step_stats)
             load.problems.extend(self.problems(load))
         return load
 

@@ -1,21 +1,25 @@
-"""How fast an engine is, measured while it works: moving averages. Pure."""
+"""Times of a node's steps, measured while it works: averages, the calibrated cost, a watchdog. Pure."""
 
 from __future__ import annotations
 
 from baton.engine.batch import Step
-from baton.engine.patience import Patience
 from baton.engine.plan import step_load
 from baton.stepcost import CostCalibration
 
 STEP_WEIGHT = 0.05
+"""Weight of a new step in moving averages."""
 STALL = 4.0
 """A value of more than so many times the average is an accident, such as a machine that slept, and is cut to
 that."""
 LOOK_SECONDS = 0.02
 """Steps without prompt tokens are taken into the calibration at most this often: they are many, and alike."""
+WATCHDOG_FACTOR = 4.0
+"""A step is stuck after this many times its expected time: other programs use the machine, contexts grow."""
+FIRST_STEP_SECONDS = 60.0
+"""Limit of the first step: nothing is known of it, and kernels may be compiled in it."""
 
 
-class Average:
+class MovingAverage:
     """An exponential moving average; 0 until there is a value. Values are cut to STALL times the average."""
 
     def __init__(self, weight: float) -> None:
@@ -29,11 +33,39 @@ class Average:
             self.value += self._weight * (min(value, STALL * self.value) - self.value)
 
 
-class Meter:
+class StepWatchdog:
+    """Says after how many seconds a step counts as stuck, from the times of earlier steps.
+
+    It averages these by size, in powers of two. A step takes no longer than one of more tokens, nor than the
+    smaller ones that together have its tokens.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        """Least tokens of a size -> moving average."""
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens, at least 1, has ended."""
+        size = 1 << (tokens.bit_length() - 1)
+        known = self._seconds.get(size, seconds)
+        self._seconds[size] = known + STEP_WEIGHT * (seconds - known)
+
+    def limit(self, tokens: int, floor: float) -> float:
+        """Seconds, at least `floor`, after which a step of so many tokens is stuck. May be asked from another
+        thread than the one that calls `took`."""
+        if tokens <= 0:
+            return floor
+        bounds = [seconds * max(1.0, tokens / size) for size, seconds in list(self._seconds.items())]
+        return max(floor, WATCHDOG_FACTOR * min(bounds) if bounds else FIRST_STEP_SECONDS)
+
+
+class StepStats:
+    """What a node knows of its own steps. Used in the step thread, but for `limit`."""
+
     def __init__(self, token_budget: int) -> None:
-        self.step = Average(STEP_WEIGHT)
+        self.step = MovingAverage(STEP_WEIGHT)
         """Seconds of a step that has decode rows."""
-        self.prompt_rate = Average(STEP_WEIGHT)
+        self.prompt_rate = MovingAverage(STEP_WEIGHT)
         """Prompt tokens a second in steps that are at least half full of them; others tell of the step's own
         cost."""
         self.stalled = 0.0
@@ -43,7 +75,7 @@ class Meter:
         self._enough = token_budget / 2
         self._planned: dict[int, tuple[float, int]] = {}
         """Step -> when it was planned, and its tokens."""
-        self._patience = Patience()
+        self._watchdog = StepWatchdog()
         self._last = 0.0
         self._look = 0.0
 
@@ -58,7 +90,7 @@ class Meter:
         if seconds <= 0:
             return
         if tokens:
-            self._patience.took(tokens, seconds)
+            self._watchdog.add(tokens, seconds)
         prompt = sum(row.count for row in step.plan.rows if row.tokens is not None)
         usual = 0.0 if prompt else self.step.value
         if self.calibration is not None and (prompt or now >= self._look):
@@ -74,9 +106,9 @@ class Meter:
             self.prompt_rate.add(prompt / seconds)
 
     def limit(self, floor: float) -> float:
-        """Seconds, at least `floor`, after which what is being computed counts as stuck. May be asked from
-        another thread than the step thread."""
-        return self._patience.limit(sum(tokens for _, tokens in list(self._planned.values())), floor)
+        """Seconds, at least `floor`, after which the steps in flight count as stuck. May be called from
+        another thread."""
+        return self._watchdog.limit(sum(tokens for _, tokens in list(self._planned.values())), floor)
 
     def failed(self, step: Step) -> None:
         self._planned.pop(step.plan.number, None)

@@ -1,4 +1,4 @@
-"""engine.turns: what the step loop does, without its thread."""
+"""engine.pipeline: what the step loop does, without its thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hash_runner import HashRunner, reference
 from baton.engine.request import FailedEvent, Request, TokenEvent
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
-from baton.engine.turns import Turns
+from baton.engine.step_loop import StepPipeline
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState
 
@@ -74,26 +74,26 @@ class Core:
 
 def make(overlap):
     core, runner = Core(), Runner(32)
-    turns = Turns(core, runner, overlap, lambda: 7.0)
+    pipeline = StepPipeline(core, runner, overlap, lambda: 7.0)
     request = Request("a", tuple(range(10)), SamplingParams(max_tokens=6, seed=1))
-    turns.inbox.append(lambda core, now: core.scheduler.submit(request))
-    return core, runner, turns
+    pipeline.inbox.append(lambda core, now: core.scheduler.submit(request))
+    return core, runner, pipeline
 
 
-def run(turns):
+def run(pipeline):
     for _ in range(30):
-        due = turns.begin()
+        due = pipeline.begin()
         if due is not None:
-            turns.finish(due)
-        if turns.idle and not turns.inbox:
+            pipeline.finish(due)
+        if pipeline.idle and not pipeline.inbox:
             return
     raise AssertionError("never idle")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_turns_go_on_until_there_is_nothing_to_do(overlap):
-    core, _, turns = make(overlap)
-    run(turns)
+    core, _, pipeline = make(overlap)
+    run(pipeline)
     tokens = [event.token for event in core.events if isinstance(event, TokenEvent)]
     assert tokens == reference(list(range(10)), 1, 6)
     assert set(core.calls) == {7.0}
@@ -103,12 +103,12 @@ def test_turns_go_on_until_there_is_nothing_to_do(overlap):
 @pytest.mark.parametrize(("pressing", "overlap"), [(True, True), (False, True), (False, False)])
 def test_what_presses_is_flushed_before_a_launch_and_the_rest_behind_it(pressing, overlap):
     """But before one that may be the whole step."""
-    core, runner, turns = make(overlap)
+    core, runner, pipeline = make(overlap)
     core.pressing = pressing
     order, flush, launch = [], core.flush, runner.launch
     core.flush = lambda step: (order.append("flush"), flush(step))
     runner.launch = lambda plan: (order.append("launch"), launch(plan))[1]
-    turns.begin()
+    pipeline.begin()
     assert order == (["launch", "flush"] if overlap and not pressing else ["flush", "launch"])
 
 
@@ -116,13 +116,13 @@ def test_what_presses_is_flushed_before_a_launch_and_the_rest_behind_it(pressing
 @pytest.mark.parametrize("where", ["fail_launch", "fail_read"])
 @pytest.mark.parametrize("turn", range(5))
 def test_a_step_that_fails_fails_its_requests_and_frees_everything(overlap, where, turn):
-    core, runner, turns = make(overlap)
+    core, runner, pipeline = make(overlap)
     for _ in range(turn):
-        due = turns.begin()
+        due = pipeline.begin()
         if due is not None:
-            turns.finish(due)
+            pipeline.finish(due)
     setattr(runner, where, True)
-    run(turns)
+    run(pipeline)
     failed = [event for event in core.events if isinstance(event, FailedEvent)]
     assert [event.reason for event in failed] == ["STEP_FAILED"]
     core.scheduler.cache.check(idle=True)
@@ -130,38 +130,38 @@ def test_a_step_that_fails_fails_its_requests_and_frees_everything(overlap, wher
 
 
 def test_a_launch_that_fails_frees_nothing_that_the_step_in_flight_uses():
-    core, runner, turns = make(overlap=True)
-    assert turns.begin() is None  # the prompt's step is launched
-    turns.finish(turns.begin())
-    assert turns.begin() is None  # step 2 is launched; its read is due after step 3's launch
+    core, runner, pipeline = make(overlap=True)
+    assert pipeline.begin() is None  # the prompt's step is launched
+    pipeline.finish(pipeline.begin())
+    assert pipeline.begin() is None  # step 2 is launched; its read is due after step 3's launch
     pages = runner.steps[1].rows[0].pages
     runner.fail_launch = True
-    due = turns.begin()
+    due = pipeline.begin()
     assert due is not None and due[0].plan.number == 2 and not runner.fail_launch
     assert all(core.allocator.state(page) is not PageState.FREE for page in pages), "freed in flight"
     assert not core.scheduler.slots.is_free(runner.steps[1].rows[0].slot)
-    turns.finish(due)
+    pipeline.finish(due)
     assert any(isinstance(event, FailedEvent) for event in core.events)
-    run(turns)
+    run(pipeline)
     core.scheduler.cache.check(idle=True)
 
 
 def test_calls_between_launch_and_read_are_made_and_told():
     """At every turn another request; and all tokens as if nobody had come."""
-    core, _, turns = make(overlap=True)
+    core, _, pipeline = make(overlap=True)
     for number in range(30):
-        due = turns.begin()
+        due = pipeline.begin()
         if due is None:
             continue
         if number < 12:
             prompt, params = tuple(range(number, number + 9)), SamplingParams(max_tokens=3, seed=number)
             request = Request(number, prompt, params)
-            turns.inbox.append(lambda core, now, request=request: core.scheduler.submit(request))
+            pipeline.inbox.append(lambda core, now, request=request: core.scheduler.submit(request))
             before = core.admissions
-            turns.between()
-            assert not turns.inbox and core.admissions == before + 1
-        turns.finish(due)
-    run(turns)
+            pipeline.between()
+            assert not pipeline.inbox and core.admissions == before + 1
+        pipeline.finish(due)
+    run(pipeline)
     tokens = {}
     for event in core.events:
         if isinstance(event, TokenEvent):
@@ -174,17 +174,17 @@ def test_calls_between_launch_and_read_are_made_and_told():
 
 
 def test_a_prompt_that_comes_between_finds_what_the_step_under_way_computes():
-    _, _, turns = make(overlap=True)
-    turns.begin()
-    assert turns.ahead
-    due = turns.begin()
+    _, _, pipeline = make(overlap=True)
+    pipeline.begin()
+    assert pipeline.ahead
+    due = pipeline.begin()
     again = Request("b", tuple(range(10)), SamplingParams(max_tokens=2, seed=1))
-    turns.inbox.append(lambda core, now: core.scheduler.submit(again))
-    turns.between()
-    turns.finish(due)
-    run(turns)
+    pipeline.inbox.append(lambda core, now: core.scheduler.submit(again))
+    pipeline.between()
+    pipeline.finish(due)
+    run(pipeline)
     assert again.cached_tokens == 8
-    assert not turns.ahead
+    assert not pipeline.ahead
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "lpm"])
@@ -203,21 +203,21 @@ def test_what_is_computed_elsewhere_is_admitted_between_if_it_comes_first(policy
 
 
 def test_what_fails_between_is_told_before_the_step_has_ended():
-    core, _, turns = make(overlap=True)
-    turns.begin()
-    due = turns.begin()
-    turns.inbox.append(lambda core, now: core.scheduler.fail(core.scheduler.requests["a"], "WHY", "why"))
-    turns.between()
+    core, _, pipeline = make(overlap=True)
+    pipeline.begin()
+    due = pipeline.begin()
+    pipeline.inbox.append(lambda core, now: core.scheduler.fail(core.scheduler.requests["a"], "WHY", "why"))
+    pipeline.between()
     assert [event.reason for event in core.events if isinstance(event, FailedEvent)] == ["WHY"]
-    turns.finish(due)
-    run(turns)
+    pipeline.finish(due)
+    run(pipeline)
     core.scheduler.cache.check(idle=True)
 
 
 def test_a_step_that_cannot_be_looked_at_is_read():
-    _, runner, turns = make(overlap=True)
-    turns.begin()
-    due = turns.begin()
-    assert turns.ended(due)
+    _, runner, pipeline = make(overlap=True)
+    pipeline.begin()
+    due = pipeline.begin()
+    assert pipeline.ended(due)
     runner.fail_read = True
-    assert turns.ended(due)
+    assert pipeline.ended(due)

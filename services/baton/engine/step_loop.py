@@ -1,7 +1,9 @@
-"""What a step loop does, without the thread: one turn after the other, around a core and its runner."""
+"""The step loop: the thread that owns a node's core and its runner, and the pipeline of steps it drives."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -9,6 +11,19 @@ from typing import Any, Generic, Protocol, TypeVar
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
 from baton.engine.runner import Runner
+
+TICK_SECONDS = 0.5
+"""An idle loop checks deadlines, leases and heartbeats this often."""
+POLL_SECONDS = 2e-4
+"""While a step runs, the loop polls this often whether it has ended."""
+REST_SECONDS = 5e-4
+"""Rest after a step that the loop has waited for, if another step is queued on the device. Planning and
+launching the next one keep the interpreter for milliseconds; the step's messages leave before."""
+REST_SHARE = 0.25
+"""Upper limit of the rest, as a fraction of the time waited: short steps leave no time."""
+WARM_SECONDS = 2e-3
+"""While pages are expected, the loop runs a warm-up this often. After a pause of 10 ms or more a launch
+takes the host two to five times as long, because its caches are cold."""
 
 
 class Core(Protocol):
@@ -52,8 +67,8 @@ Launched = tuple[Step, Any]
 """A step and the runner's record of it."""
 
 
-class Turns(Generic[C]):
-    """A turn is `begin`, then, where that returns something, `finish` of it.
+class StepPipeline(Generic[C]):
+    """What the step loop does, without its thread: `begin`, then, if that returns something, `finish` of it.
 
     With `overlap`, step N+1 is planned and launched before step N's tokens are read: whoever waits for a step
     need not read it at once, and may call `between` meanwhile.
@@ -62,9 +77,9 @@ class Turns(Generic[C]):
     def __init__(self, core: C, runner: Runner[Any], overlap: bool, clock: Callable[[], float]) -> None:
         self.core = core
         self.inbox: deque[Callable[[C, float], None]] = deque()
-        """Calls into the core, made at the beginning of the next turn or by `between`, in order."""
+        """Calls into the core, made at the next `begin` or by `between`, in order."""
         self.idle = False
-        """The last turn found nothing to do: without a new call, the next may wait."""
+        """The last `begin` found nothing to do: without a new call, the next may wait."""
         self.overlap = overlap
         self._runner = runner
         self._clock = clock
@@ -78,7 +93,7 @@ class Turns(Generic[C]):
         for what it would have used may be in use by the other."""
 
     def begin(self) -> Launched | None:
-        """Calls, deadlines, the next step's launch. Returns the step to be read before the next turn."""
+        """Calls, deadlines, the next step's launch. Returns the step to be read before the next `begin`."""
         core, now = self.core, self._take_calls()
         core.tick(now)
         step = core.plan(now)
@@ -158,3 +173,113 @@ class Turns(Generic[C]):
         if self._unlaunched is not None:
             unlaunched, self._unlaunched = self._unlaunched, None
             self.core.fail_step(*unlaunched)
+
+
+class StepLoop(Generic[C]):
+    """Runs `core` in its own thread. Other threads reach it only through `call`.
+
+    With `overlap`, step N+1 is planned and launched before step N's tokens are read. `crashed` is called in
+    the step thread when an error escapes the core. That is a bug, and the loop has ended.
+    """
+
+    def __init__(
+        self,
+        core: C,
+        runner: Runner[Any],
+        *,
+        name: str,
+        overlap: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        crashed: Callable[[BaseException], None],
+        warm: Callable[[], None] | None = None,
+        cooled: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        """`warm` performs, in the step thread, the work of a launch and changes nothing; None: steps are
+        so long that it does not matter. `cooled` is called there with an error of `warm`, after which it
+        is not tried again: if the device is broken, the next step fails."""
+        self._pipeline = StepPipeline(core, runner, overlap, clock)
+        self._clock = clock
+        self._crashed = crashed
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._last_begin = clock()
+        self._warm = warm
+        self._cooled = cooled
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def broken(self) -> str:
+        """Why further steps would fail too; empty: they may succeed."""
+        return self._pipeline.broken
+
+    @property
+    def step_age(self) -> float:
+        """Seconds since the last iteration began: at most TICK_SECONDS and a step, unless the thread is
+        stuck."""
+        # Read first: an iteration that begins meanwhile must not make the age negative.
+        last = self._last_begin
+        return self._clock() - last
+
+    def call(self, function: Callable[[C, float], None]) -> None:
+        """Runs `function(core, now)` in the step thread, between steps or, with overlap, while it waits for
+        one; in order, from any thread."""
+        self._pipeline.inbox.append(function)
+        self._wake.set()
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """Ends the thread after the step in flight; False if it did not end in time."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._run_until_stopped()
+        except BaseException as error:
+            self._crashed(error)
+
+    def _run_until_stopped(self) -> None:
+        pipeline = self._pipeline
+        while not self._stopping:
+            self._wake.clear()
+            self._last_begin = self._clock()
+            due = pipeline.begin()
+            if due is not None:
+                waited = self._wait_for(due) if pipeline.overlap else 0.0
+                pipeline.finish(due)
+                if waited and pipeline.ahead:
+                    time.sleep(min(REST_SECONDS, REST_SHARE * waited))
+            if pipeline.idle and not pipeline.inbox:
+                self._idle()
+
+    def _idle(self) -> None:
+        """Waits for a call or for the next iteration."""
+        if self._warm is None or not self._pipeline.core.expecting:
+            self._wake.wait(TICK_SECONDS)
+        elif not self._wake.wait(WARM_SECONDS):
+            try:
+                self._warm()
+            except Exception as error:
+                self._warm = None
+                self._cooled(error)
+
+    def _wait_for(self, launched: Launched) -> float:
+        """Takes calls until the step has ended, at most CALLS_SECONDS; returns the seconds waited."""
+        pipeline, began, waited = self._pipeline, self._clock(), 0.0
+        while waited < CALLS_SECONDS and not self._stopping and not pipeline.ended(launched):
+            self._wake.clear()
+            if pipeline.inbox:
+                pipeline.between()
+            else:
+                self._wake.wait(POLL_SECONDS)
+            waited = self._clock() - began
+        return waited
