@@ -133,7 +133,7 @@ class CostCalibration:
         )
 
     def add(self, load: StepLoad, seconds: float) -> None:
-        """Takes in a step that lasted `seconds`, > 0."""
+        """Updates the factors with a step that took `seconds` > 0."""
         cost = self.cost
         expected = cost.seconds(load)
         if expected <= 0:

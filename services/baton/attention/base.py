@@ -1,4 +1,4 @@
-"""What an attention backend is."""
+"""The interface of attention backends."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class AttentionBackend(Protocol):
     def available(
         device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
     ) -> str | None:
-        """None if it works here, with keys of this dtype and heads of this size if given; else why not."""
+        """None if the backend works here (with this dtype and head size, if given); else why not."""
         ...
 
     def __init__(self, pool: KvPool, num_heads: int) -> None: ...
 
     def prepare(self, rows: Sequence[AttentionRow]) -> None:
-        """Takes in a step's rows, those of one token first; tokens are flattened in this order."""
+        """Prepares a step's rows, those of one token first; tokens are flattened in this order."""
         ...
 
     def forward(

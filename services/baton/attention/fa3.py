@@ -1,4 +1,4 @@
-"""FlashAttention-3 (Shah et al., arXiv:2407.08608) from sgl_kernel, over the paged pool as it lies."""
+"""FlashAttention-3 (Shah et al., arXiv:2407.08608) from sgl_kernel, directly on the paged pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Fa3Attention(PagedAttention):
-    """Weighs what lies behind a row's end in its last tile with 0, which what is not a number outlives."""
+    """Multiplies entries behind a row's end in its last tile by 0; so the pool must not hold NaN."""
 
     name = "fa3"
 
@@ -49,7 +49,7 @@ class Fa3Attention(PagedAttention):
         self._attend: Any = flash_attn_with_kvcache
 
     def plan(self, rows: PagedRows) -> None:
-        """How the device divides rows of one token among its multiprocessors: else found anew per layer."""
+        """Computes once for all layers how rows of one token are split among multiprocessors."""
         if rows.starts is not None:
             return
         layout = self._layout

@@ -1,4 +1,4 @@
-"""FlashAttention-3 whose every row is added up in the same order, whatever shares its step."""
+"""FlashAttention-3 that sums every row in the same order, whatever else is in the step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from baton.attention.paged import PagedRows
 
 _HEAD_DIM = 128
 _LEAST = 2
-"""Tokens of a row, as FA3 is told: rows of one token would else get a kernel of their own."""
+"""Least row length passed to FA3: rows of one token would otherwise get another kernel."""
 
 
 class FixedFa3Attention(Fa3Attention):
-    """A row's keys are not divided among programs, and rows of one token are chunks of one: a token's outcome
-    depends on its own query and keys alone. Long contexts of few rows take longer so.
+    """A row's keys are not split among programs, and rows of one token are chunks of one: a token's result
+    depends only on its own query and keys. Few rows with long contexts are slower.
 
     One program passes over all keys of a tile of queries, in blocks that start at multiples of the block's
     size; those behind a query's own position weigh nothing.
@@ -35,7 +35,7 @@ class FixedFa3Attention(Fa3Attention):
         return None
 
     def plan(self, rows: PagedRows) -> None:
-        """How chunks are divided among multiprocessors: else found anew per layer."""
+        """Computes once for all layers how chunks are split among multiprocessors."""
         layout = self._layout
         count, pages = rows.table.shape
         starts = self._starts_of(rows)

@@ -1,4 +1,4 @@
-"""FlashInfer's paged attention (Ye et al., arXiv:2501.01005), over the paged pool as it lies."""
+"""FlashInfer's paged attention (Ye et al., arXiv:2501.01005), directly on the paged pool."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _LEAST_CAPABILITY = (8, 0)
 _TILE, _BLOCKS = 128, 2
 """FlashInfer's: rows of a tile of queries at most, blocks of a multiprocessor."""
 _PLANS = 2
-"""Steps that may be under way at a time, the one that is being launched included."""
+"""Steps in flight at a time, including the one being launched."""
 
 
 @dataclass(slots=True)
 class _Planner:
     wrapper: Any
     uploaded: torch.cuda.Event
-    """Its last plan has left the pinned memory that the next one is written to."""
+    """Occurs when the last plan has left the pinned memory, which the next plan overwrites."""
 
 
 class FlashInferAttention(PagedAttention):
-    """Plans on the host, before each step: no CUDA graph can hold that, so its steps are launched kernel by
+    """Plans on the host before each step. No CUDA graph can hold that, so steps are launched kernel by
     kernel. The kernels are compiled at first use."""
 
     name = "flashinfer"
@@ -84,11 +84,11 @@ class FlashInferAttention(PagedAttention):
         size, width = self._layout.page_size, rows.table.shape[1]
         pages = -(-host.lengths // size)
         indptr = _indptr(pages)
-        # Where each row's pages lie in its table: a row's first entry, and so many behind it.
+        # Entries of each row's pages in the table: its first entry and the following ones.
         first = np.repeat(np.arange(len(pages)) * width - indptr[:-1], pages)
         entries = to_device(first + np.arange(indptr[-1]), self._pool.device)
         planner = next(self._planners)
-        # The step that it was for last has ended, as a rule: this waits for the copy of its plan alone.
+        # Usually the earlier step has ended; this waits only for the copy of its plan.
         planner.uploaded.synchronize()
         planner.wrapper.plan(
             _pinned(_indptr(host.counts)),
@@ -112,7 +112,7 @@ class FlashInferAttention(PagedAttention):
 
 
 def workspace_bytes(heads: int, kv_heads: int, head_dim: int, processors: int) -> int:
-    """What a plan takes at most for the parts of rows whose keys are divided: results and their scales in
+    """Most memory of a plan for the parts of rows whose keys are split: results and their scales in
     float32, for as many tiles as run at a time (`PrefillPlan` in its scheduler.cuh)."""
     tiles = -(-_BLOCKS * processors // kv_heads)
     aligned = 1024  # for where each of the two begins

@@ -1,4 +1,4 @@
-"""Which sglang-kernel works with which torch: its wheels are built for one torch release each."""
+"""Which sglang-kernel fits which torch: its wheels are built for one torch release each."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ _PAIRS = {"2.11": ("0.4.4",), "2.13": ("0.4.7", "0.4.8"), "2.14": ("0.4.9", "0.4
 
 
 def mismatch(torch_version: str | None = None, kernel_version: str | None = None) -> str | None:
-    """One line that says what to install, if the two installed versions (or those given) are known not to go
-    together; None if they do, if the torch release is not known here, or if either is not installed."""
+    """One line that says what to install if the two installed (or given) versions do not fit; None if they
+    fit, if the torch release is unknown here, or if either is not installed."""
     try:
         torch_version = torch_version or version("torch")
         kernel_version = kernel_version or version("sglang-kernel")

@@ -1,4 +1,4 @@
-"""The two fast backends of a Hopper GPU, each where it is the faster one."""
+"""Combines the two fast backends of a Hopper GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over the paged pool as it lies, by kernels that follow page tables on the device."""
+"""Base of attention backends whose kernels follow page tables on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.kvcache.pool import KvPool
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """What the host knows of a step's rows."""
+    """A step's rows on the host."""
 
     counts: npt.NDArray[Any]
     """int [rows]: tokens."""
@@ -28,7 +28,7 @@ class HostRows:
 
 @dataclass(slots=True)
 class PagedRows:
-    """Rows of a step on the device: what a kernel needs beside queries and pages, the same for all layers."""
+    """A step's rows on the device: a kernel's inputs besides queries and pages, the same for all layers."""
 
     table: torch.Tensor
     """int32 [rows, pages]; entries behind a row's end may name any page."""
@@ -39,13 +39,13 @@ class PagedRows:
     longest: int = 1
     """Tokens of the longest row."""
     host: HostRows | None = None
-    """None where a CUDA graph is to be replayed for rows not known yet."""
+    """None in a CUDA graph, which is replayed for other rows."""
     plan: Any = None
-    """Of `PagedAttention.plan`."""
+    """Result of `PagedAttention.plan`."""
 
 
 def gpu_problem(device: torch.device) -> str | None:
-    """Why no kernel for NVIDIA GPUs can run on the device; None if one may."""
+    """Why kernels for NVIDIA GPUs cannot run on the device; None if they can."""
     if device.type != "cuda":
         return f"needs an NVIDIA GPU, not {device.type}"
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
@@ -59,7 +59,7 @@ class PagedAttention(ABC):
 
     name: str
     graphs = True
-    """Whether a CUDA graph can hold `plan` and `attend`; if not, `plan` needs what the host knows."""
+    """Whether a CUDA graph can hold `plan` and `attend`; if not, `plan` needs `PagedRows.host`."""
 
     @staticmethod
     @abstractmethod
@@ -80,7 +80,7 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def plan(self, rows: PagedRows) -> None:
-        """Computes into `rows.plan` what all layers share; once before their `attend`."""
+        """Computes data shared by all layers into `rows.plan`; called once before their `attend`."""
 
     @abstractmethod
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:

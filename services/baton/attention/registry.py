@@ -34,7 +34,7 @@ def resolve(
 ) -> tuple[type[AttentionBackend], str]:
     """The backend called `name`, or for "auto" the best that works on `device`, and why it was chosen.
 
-    `dtype` and `head_dim` None: whatever they will be. Raises NoBackend.
+    `dtype` and `head_dim` None: not known yet. Raises NoBackend.
     """
     if name == "auto":
         reasons: list[str] = []

@@ -1,4 +1,4 @@
-"""Baton's own Triton kernels, over the paged pool as it lies."""
+"""Baton's own Triton kernels, directly on the paged pool."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _HEAD_DIMS = (64, 128)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST_CAPABILITY = (8, 0)
 _PROGRAMS = 2
-"""Programs for each multiprocessor that a few rows' keys are divided among."""
+"""Programs per multiprocessor among which a few rows' keys are split."""
 
 
 class TritonAttention(PagedAttention):
-    """One launch for rows of one token, one for chunks. Loads nothing from behind a row's end."""
+    """One launch for rows of one token, one for chunks. Reads nothing behind a row's end."""
 
     name = "triton"
 
@@ -47,7 +47,7 @@ class TritonAttention(PagedAttention):
         self._most = most_splits(num_heads // pool.layout.num_kv_heads)
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._programs = _PROGRAMS * processors
-        # Zeros between any two launches. Beyond so many rows nothing is divided, and nothing counted.
+        # Zero between any two launches. Above this many rows nothing is split, so nothing is counted.
         self._counters = torch.zeros(self._programs, dtype=torch.int32, device=pool.device)
         self._pdl = torch.cuda.get_device_capability(pool.device) >= (9, 0)
 

@@ -16,12 +16,12 @@ from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
 
 _LOGITS_ROWS = 64
-"""Prompt log-probabilities are computed for so many positions at a time, to bound their memory."""
+"""Prompt log-probabilities are computed for this many positions at a time, to bound their memory."""
 
 
 @dataclass(slots=True)
 class Flight:
-    """A launched step: what to read, and to which rows it belongs."""
+    """A launched step: its results, and the rows they belong to."""
 
     number: int
     rows: tuple[PlanRow, ...]
@@ -149,7 +149,7 @@ class ModelRunner:
         return True
 
     def read(self, flight: Flight) -> StepResult:
-        """Waits for the step and brings its tokens to the host."""
+        """Waits for the step and copies its tokens to the host."""
         samples = flight.samples
         tokens: list[int] = [] if samples is None else samples.tokens.tolist()
         finite: list[bool] = [] if samples is None else samples.peaks.isfinite().tolist()

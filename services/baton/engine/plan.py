@@ -1,9 +1,9 @@
-"""What a scheduler asks of a model runner for one step, and what it gets back.
+"""The scheduler's plan of one step, and the runner's results.
 
 A plan is plain data (integers, tuples, dataclasses): it can be serialized and executed by followers on other
 devices. A step is a ragged batch: decode rows (one token) and prompt chunks (many) side by side, in the order
-of `rows`. Nobody changes any of it. What every row has is not frozen all the same: that would take most of a
-microsecond each, several times for each of hundreds of rows a step.
+of `rows`. Plans are never changed. Per-row classes are nevertheless not frozen: a frozen dataclass takes
+almost a microsecond more to make, several times for each of hundreds of rows.
 
 Batch slots. A *slot* (0 <= slot < max_slots) is a place in the runner's persistent device buffers: the last
 token sampled for it, and the state that sampling needs (penalty counts). `SlotInit` prepares a slot; until
@@ -33,7 +33,7 @@ class SlotInit:
     output: tuple[int, ...]
     """Tokens sampled so far; likewise."""
     last_token: int | None = None
-    """What the slot holds as last token, where the next row reads it from the slot."""
+    """The slot's last token, if the next row reads it from the slot."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class PlanRow:
 
 
 def step_load(rows: Iterable[PlanRow]) -> StepLoad:
-    """What the rows cost, for StepCost.seconds."""
+    """The rows' load, for StepCost.seconds."""
     decode = context = prefill = pairs = 0
     for row in rows:
         if row.tokens is None:
@@ -117,7 +117,7 @@ class Sampled:
 
 @dataclass(slots=True)
 class RowResult:
-    """What a row yielded: one entry of `samples` for each slot in `PlanRow.sample`, in order."""
+    """A row's results: one entry of `samples` for each slot in `PlanRow.sample`, in order."""
 
     samples: tuple[Sampled, ...] = ()
     prompt_logprobs: tuple[Logprobs, ...] = ()

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, on a GPU, on their way to the host."""
+"""Log-probabilities of a prompt's own tokens, on a GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from baton.engine.sampler import TokenLogprobs, token_logprobs
 from baton.engine.upload import to_device, to_host
 
 _ROWS = 64
-"""Logits are computed for so many positions at a time, to bound their memory."""
+"""Logits are computed for this many positions at a time, to bound their memory."""
 
 
 def prompt_logprobs(
     project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, row: PlanRow
 ) -> list[TokenLogprobs]:
-    """Enqueues what the row wants. `hidden`: its states, [tokens, hidden]; `project` makes logits of them."""
+    """Enqueues the row's log-probabilities. `hidden`: its states, [tokens, hidden]; `project` computes
+    logits from them."""
     assert row.prompt_logprobs is not None
     targets = to_device(np.array(row.prompt_logprobs, np.int64), hidden.device)
     parts = zip(torch.split(hidden[: len(targets)], _ROWS), torch.split(targets, _ROWS), strict=True)

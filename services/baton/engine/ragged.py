@@ -1,4 +1,4 @@
-"""A step's rows as flat arrays on the host: what kernels need beside weights and pages."""
+"""A step's rows as flat arrays on the host: inputs of kernels besides weights and pages."""
 
 from __future__ import annotations
 

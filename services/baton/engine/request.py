@@ -1,4 +1,4 @@
-"""What the scheduler moves through its queues: requests and their sequences."""
+"""Requests and their sequences, which the scheduler moves through its queues."""
 
 from __future__ import annotations
 

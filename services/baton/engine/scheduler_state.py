@@ -1,7 +1,7 @@
-"""The sequences that the scheduler knows, what each of them holds, and the moves between its queues.
+"""The scheduler's state: its sequences, what each of them holds, and the moves between the queues.
 
-`SchedulerState` keeps the books: queues, batch slots, page reservations and page tables change here alone.
-Scheduler (scheduler.py) decides when they change.
+Queues, batch slots, page reservations and page tables change only in `SchedulerState`. Scheduler
+(scheduler.py) decides when they change.
 
         enqueue            place (here)              last chunk retired
     -> WAITING ---------------> PROMPT ---------------------------> RUNNING -> ENDED
@@ -27,7 +27,7 @@ POLICIES = ("fcfs", "lpm", "priority")
 """Orders of requests of equal priority; a higher one always goes first. "priority" is the same as "fcfs"."""
 
 LPM_WINDOW = 64
-"""Waiting sequences that longest-prefix-match looks at; beyond it, first come first served."""
+"""Number of waiting sequences that longest prefix match looks at; beyond it, first come first served."""
 
 
 class WaitingQueue:
@@ -60,14 +60,14 @@ class WaitingQueue:
         """A snapshot, first to be admitted first."""
         if self._policy != "lpm" or len(self._items) < 2:
             return list(self._items)
-        # The first goes first whatever it matches: a stream of well-cached prompts cannot starve it.
+        # The oldest always goes first, so that a stream of well-cached prompts cannot starve it.
         head, window, rest = self._items[:1], self._items[1:LPM_WINDOW], self._items[LPM_WINDOW:]
         window.sort(key=lambda s: (-s.request.priority, -self._cached_pages(s), s.rank))
         return head + window + rest
 
 
 class Slots:
-    """Batch slots; one returns to the pool when the last step that uses it has retired (design rule 5)."""
+    """Batch slots. A slot becomes free when the last step that uses it has retired (design rule 5)."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -100,7 +100,7 @@ class Slots:
 
 
 class Reservations:
-    """The sum of pages promised and not yet taken."""
+    """The sum of pages reserved and not yet taken."""
 
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
@@ -108,7 +108,7 @@ class Reservations:
 
     @property
     def headroom(self) -> int:
-        """Pages that may be promised or taken beyond all promises."""
+        """Pages that may be reserved or taken beyond all reservations."""
         return self._cache.available - self.total
 
     def set(self, sequence: Sequence, pages: int) -> None:
@@ -116,12 +116,12 @@ class Reservations:
         sequence.reserved = pages
 
     def use(self, sequence: Sequence, pages: int) -> None:
-        """`pages` have been taken on behalf of the sequence, from its promise as far as it goes."""
+        """The sequence has taken `pages` pages, from its reservation as far as that goes."""
         self.set(sequence, max(0, sequence.reserved - pages))
 
 
 class SchedulerState:
-    """`abandon` is told before a sequence in HANDOFF loses its pages."""
+    """`abandon` is called before a sequence in HANDOFF loses its pages."""
 
     def __init__(
         self, cache: KvCache, policy: str, max_rows: int, abandon: Callable[[Sequence], None]
@@ -141,7 +141,7 @@ class SchedulerState:
         self.abandon = abandon
         self._arrivals = 0
         self._unentered: list[Sequence] = []
-        """Their prompt is final and not yet in the prefix tree."""
+        """Sequences whose prompt is final and not yet in the prefix tree."""
 
     # --- requests ---------------------------------------------------------------------------------------
 
@@ -163,8 +163,8 @@ class SchedulerState:
         self.forget(request)
 
     def forget(self, request: Request) -> bool:
-        """All its sequences have ended. Unties it from them, so that it goes with the last reference to it,
-        prompt and all, rather than with a garbage collection. Returns whether it had been submitted."""
+        """All its sequences have ended. Removes their references to it, so that it is freed with its last
+        reference and not by the garbage collector. Returns whether it had been submitted."""
         request.sequences.clear()
         submitted = self.requests.get(request.key) is request
         if submitted:
@@ -213,11 +213,11 @@ class SchedulerState:
         return True
 
     def extend_or_retract(self, sequence: Sequence, pages: int) -> bool:
-        """Like `extend`, at the cost of sequences of a higher rank number: of lower priority, or younger.
-        False: the sequence gets no row in this step."""
+        """Like `extend`, but may retract sequences of later rank: of lower priority, or younger. Returns
+        False if the sequence gets no row in this step."""
         while not self.extend(sequence, pages):
             if self.cache.pending:
-                return False  # pages are about to come back; retracting more would be rash
+                return False  # pages are about to be freed; do not retract more
             victim = max([*self.running, *self.prompts, *self.handoffs], key=lambda s: s.rank)
             self.retractions += 1
             victim.request.retractions += 1
@@ -239,23 +239,23 @@ class SchedulerState:
 
     def enter(self, sequence: Sequence) -> None:
         """Enters the full pages of the sequence's final tokens into the prefix tree: all of them, or none
-        while that would lock pages that have been promised to others."""
+        while that would lock pages reserved for others."""
         assert sequence.holding is not None
         tokens, spare = sequence.tokens[: sequence.retired], max(0, self.reservations.headroom)
         self.cache.commit(sequence.holding, tokens, sequence.request.namespace, spare)
 
     def enter_later(self, sequence: Sequence) -> None:
-        """As `enter`, at the next `enter_pending`: first tokens and a launch do not wait for it."""
+        """Like `enter`, but at the next `enter_pending`, so that first tokens and a launch do not wait."""
         self._unentered.append(sequence)
 
     def enter_pending(self) -> None:
-        """Before the tree is searched, and before results are committed."""
+        """Called before the tree is searched, and before results are committed."""
         unentered, self._unentered = self._unentered, []
         for sequence in unentered:
             self.enter(sequence)
 
     def retire(self, step: int, pinned: tuple[Holding, ...]) -> None:
-        """The step has retired: gives back what it was the last to use."""
+        """The step has retired: frees what it was the last to use."""
         self.enter_pending()
         self.cache.retire(step)
         self.slots.retire(step)
@@ -267,8 +267,8 @@ class SchedulerState:
     def place(
         self, leader: Sequence, followers: list[Sequence], reserved: int, holding: Holding | None
     ) -> None:
-        """Admits a waiting sequence, and the choices that will fork from it. `reserved`: pages promised.
-        `holding`: what is cached of its prompt, which is computed here; None: elsewhere."""
+        """Admits a waiting sequence and the choices that will fork from it. `reserved`: pages reserved.
+        `holding`: the cached pages of a prompt computed here; None: it is computed elsewhere."""
         self.waiting.remove(leader)
         leader.encoded = leader.match = None
         leader.holding = holding
@@ -283,7 +283,8 @@ class SchedulerState:
         (self.handoffs if holding is None else self.prompts).append(leader)
 
     def requeue(self, leader: Sequence) -> None:
-        """Takes an admitted sequence's pages and slot away; it waits to be admitted and computed again."""
+        """Takes an admitted sequence's pages and slot away and queues it to be admitted and computed
+        again."""
         if leader.phase is Phase.HANDOFF:
             self.abandon(leader)
         group = [leader, *leader.followers]
@@ -292,7 +293,7 @@ class SchedulerState:
         for sequence in group:
             self._vacate(sequence)
             sequence.phase = Phase.WAITING
-        # Before the fork the followers are not scheduled by themselves.
+        # Before the fork the followers are not scheduled.
         for sequence in group if leader.request.forked else [leader]:
             if sequence.finish is not None:
                 sequence.phase = Phase.ENDED
@@ -300,7 +301,7 @@ class SchedulerState:
                 self.waiting.add(sequence)
 
     def lease(self, leader: Sequence) -> None:
-        """The prompt is complete and its pages are kept; its slots and its reservation are given back."""
+        """The prompt is complete: keeps its pages, frees its slots and its reservation."""
         self.prompts.remove(leader)
         self.enter_later(leader)
         for sequence in (leader, *leader.followers):
@@ -315,7 +316,7 @@ class SchedulerState:
         group = [leader, *leader.followers]
         prefix = leader.tokens[: leader.retired]
         if leader.followers:
-            self.enter(leader)  # they share what the tree holds
+            self.enter(leader)  # they share the tree's pages
         else:
             self.enter_later(leader)
         for follower in leader.followers:
@@ -334,7 +335,7 @@ class SchedulerState:
         full = len(prefix) // self.cache.page_size
         follower.phase = Phase.RUNNING
         if leader.holding.committed < full:
-            # Not in the tree: it would lock what belongs to nobody it may take it from.
+            # Not from the tree: that would lock pages outside its reservation.
             self.requeue(follower)
             return
         follower.holding = self.cache.hold(prefix, leader.request.namespace, full)
@@ -354,7 +355,7 @@ class SchedulerState:
         self.running.append(follower)
 
     def end_finished(self, sequences: list[Sequence]) -> None:
-        """Ends those that have finished; reports a request whose choices have all finished."""
+        """Ends finished sequences; reports a request whose choices have all finished."""
         for sequence in sequences:
             if sequence.finish is not None:
                 self.end(sequence)

@@ -31,18 +31,17 @@ class Core(Protocol):
 
     @property
     def expecting(self) -> bool:
-        """Whether a step may be wanted within milliseconds, though there is none yet, and the device is to be
-        kept warm for it."""
+        """Whether a step is expected within milliseconds, so that the device should be kept warm."""
 
     @property
     def pressing(self) -> bool:
-        """Whether anything that `flush` would hand over should not wait for a launch."""
+        """Whether `flush` has something that should not wait for a launch."""
 
     def tick(self, now: float) -> None:
-        """Looks at deadlines and heartbeats."""
+        """Checks deadlines and heartbeats."""
 
     def admit(self, now: float) -> None:
-        """Admits what need not wait for the next step's plan; a step is under way."""
+        """Admits what need not wait for the next plan, while a step runs."""
 
     def plan(self, now: float) -> Step | None: ...
 
@@ -51,17 +50,17 @@ class Core(Protocol):
     def fail_step(self, step: Step, message: str) -> None: ...
 
     def flush(self, step: int) -> None:
-        """Hands everything decided since the last call to the shell; must not block."""
+        """Passes all outputs since the last call to the shell; must not block."""
 
 
 C = TypeVar("C", bound=Core)
 
 CALLS_SECONDS = 0.5
-"""Calls are made for so long while a step is awaited. A device that takes longer may hang: peers that ask its
-node for a sign of life get none then."""
+"""Calls are made for at most this long while a step is awaited. If the device takes longer it may hang:
+heartbeats are then left unanswered."""
 
 MAX_FAILED_STEPS = 3
-"""Steps that fail one after the other: the device, rather than a request, is taken to be at fault."""
+"""After this many failed steps in a row the device, not a request, counts as the cause."""
 
 Launched = tuple[Step, Any]
 """A step and the runner's record of it."""
@@ -70,8 +69,8 @@ Launched = tuple[Step, Any]
 class StepPipeline(Generic[C]):
     """What the step loop does, without its thread: `begin`, then, if that returns something, `finish` of it.
 
-    With `overlap`, step N+1 is planned and launched before step N's tokens are read: whoever waits for a step
-    need not read it at once, and may call `between` meanwhile.
+    With `overlap`, step N+1 is planned and launched before step N's tokens are read. Before it reads a step,
+    the caller may call `between`.
     """
 
     def __init__(self, core: C, runner: Runner[Any], overlap: bool, clock: Callable[[], float]) -> None:
@@ -89,15 +88,15 @@ class StepPipeline(Generic[C]):
         self._failed_steps = 0
         """Steps that failed since one succeeded."""
         self._unlaunched: tuple[Step, str] | None = None
-        """A step whose launch failed while the one before it is in flight: it fails after that has retired,
-        for what it would have used may be in use by the other."""
+        """A step whose launch failed while the step before it is in flight. It fails after that step has
+        retired, because they may use the same pages."""
 
     def begin(self) -> Launched | None:
         """Calls, deadlines, the next step's launch. Returns the step to be read before the next `begin`."""
         core, now = self.core, self._take_calls()
         core.tick(now)
         step = core.plan(now)
-        # Without overlap the launch may be the whole step.
+        # Without overlap the launch may run the whole step.
         first = step is None or core.pressing or not self.overlap
         if first:
             core.flush(0)
@@ -109,25 +108,25 @@ class StepPipeline(Generic[C]):
             due, self._pending = self._pending, launched
         if due is None:
             self._fail_unlaunched()
-        # What is about to be read may free what the next step lacked.
+        # The step about to be read may free what the next step lacked.
         self.idle = step is None and due is None
         return due
 
     @property
     def ahead(self) -> bool:
-        """Whether a step is launched behind the one that is to be read next: the device has work."""
+        """Whether another step is launched behind the one to be read next."""
         return self._pending is not None
 
     def ended(self, launched: Launched) -> bool:
-        """Whether `finish` would not wait."""
+        """Whether `finish` would return without waiting."""
         try:
             return self._runner.done(launched[1])
         except Exception:
-            return True  # reading it will say what is wrong
+            return True  # reading it will raise the error
 
     def between(self) -> None:
-        """Makes the calls, and tells at once what follows from them: a prompt that another node is to
-        compute, or its first token, would else wait here for up to a step."""
+        """Makes the calls and flushes at once: a prompt for another node, or its first token, would
+        otherwise wait for up to a step."""
         now = self._take_calls()
         self.core.admit(now)
         self.core.flush(0)
@@ -163,7 +162,7 @@ class StepPipeline(Generic[C]):
     def _count_failure(self, error: Exception) -> None:
         self._failed_steps += 1
         text = str(error)
-        # After such an error every call into CUDA fails until the process ends; not so for want of memory.
+        # After such an error every CUDA call fails until the process ends, except after out of memory.
         lost = "CUDA error" in text and "out of memory" not in text
         if lost or self._failed_steps >= MAX_FAILED_STEPS:
             what = "the device is lost" if lost else f"{self._failed_steps} steps failed one after the other"

@@ -9,10 +9,10 @@ from baton.stepcost import CostCalibration
 STEP_WEIGHT = 0.05
 """Weight of a new step in moving averages."""
 STALL = 4.0
-"""A value of more than so many times the average is an accident, such as a machine that slept, and is cut to
+"""A value above this many times the average is an accident, such as a machine that slept, and is cut to
 that."""
 LOOK_SECONDS = 0.02
-"""Steps without prompt tokens are taken into the calibration at most this often: they are many, and alike."""
+"""Steps without prompt tokens are used for calibration at most this often: they are many and similar."""
 WATCHDOG_FACTOR = 4.0
 """A step is stuck after this many times its expected time: other programs use the machine, contexts grow."""
 FIRST_STEP_SECONDS = 60.0
@@ -45,14 +45,14 @@ class StepWatchdog:
         """Least tokens of a size -> moving average."""
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens, at least 1, has ended."""
+        """A step of `tokens` >= 1 tokens has ended."""
         size = 1 << (tokens.bit_length() - 1)
         known = self._seconds.get(size, seconds)
         self._seconds[size] = known + STEP_WEIGHT * (seconds - known)
 
     def limit(self, tokens: int, floor: float) -> float:
-        """Seconds, at least `floor`, after which a step of so many tokens is stuck. May be asked from another
-        thread than the one that calls `took`."""
+        """Seconds, at least `floor`, after which a step of `tokens` tokens is stuck. May be called in
+        another thread than `took`."""
         if tokens <= 0:
             return floor
         bounds = [seconds * max(1.0, tokens / size) for size, seconds in list(self._seconds.items())]
@@ -66,15 +66,15 @@ class StepStats:
         self.step = MovingAverage(STEP_WEIGHT)
         """Seconds of a step that has decode rows."""
         self.prompt_rate = MovingAverage(STEP_WEIGHT)
-        """Prompt tokens a second in steps that are at least half full of them; others tell of the step's own
-        cost."""
+        """Prompt tokens per second in steps that are at least half full of them; in others the step's
+        fixed cost dominates."""
         self.stalled = 0.0
-        """Seconds, all in all, by which steps took longer than STALL times what such steps usually take."""
+        """Total seconds by which steps took longer than STALL times the usual."""
         self.calibration: CostCalibration | None = None
         """The calibrated step cost; None until it has been measured."""
         self._enough = token_budget / 2
         self._planned: dict[int, tuple[float, int]] = {}
-        """Step -> when it was planned, and its tokens."""
+        """Step -> time of its plan, and its tokens."""
         self._watchdog = StepWatchdog()
         self._last = 0.0
         self._look = 0.0
@@ -83,7 +83,8 @@ class StepStats:
         self._planned[step.plan.number] = now, step.plan.num_tokens
 
     def ended(self, step: Step, now: float) -> None:
-        """Its results have been read. Steps may overlap: its time begins where the one before it ended."""
+        """The step's results have been read. Steps may overlap: its time begins when the one before it
+        ended."""
         planned, tokens = self._planned.pop(step.plan.number, (now, 0))
         seconds = now - max(self._last, planned)
         self._last = now

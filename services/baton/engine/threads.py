@@ -1,4 +1,4 @@
-"""How many CPU threads a step is computed with.
+"""Chooses the number of CPU threads for a step.
 
 A step of a few tokens reads every weight and computes little: memory bounds it, and on a machine whose
 memory one core saturates, further threads only add waiting for each other, the more the busier the machine
@@ -21,18 +21,18 @@ from baton.engine.runner import Runner
 from baton.engine.sampling import SamplingParams
 
 SIZES = ((4, 1), (32, 16))
-"""Steps of at most so many tokens use the number measured with so many rows."""
+"""(tokens, rows): steps of at most this many tokens use the number measured with this many rows."""
 GAIN = 0.95
-"""More threads are taken only where they shorten the step to this part."""
+"""More threads are used only if they shorten the step to this fraction."""
 WARM_UP, TIMED = 3, 9
 BUDGET_SECONDS = 2.0
 
 
 class TunedRunner:
-    """Runs another runner's steps with the number of threads that suits their size."""
+    """Runs another runner's steps with the number of threads for their size."""
 
     def __init__(self, runner: Runner[Any], clock: Callable[[], float] = time.perf_counter) -> None:
-        """Measures at once, with writes to page 0: nothing may be in the pool yet. `clock` says seconds."""
+        """Measures at once, with writes to page 0, so the pool must be empty. `clock` returns seconds."""
         self.max_slots = runner.max_slots
         self.vocab_size = runner.vocab_size
         self._runner = runner
@@ -73,7 +73,7 @@ class TunedRunner:
         return count
 
     def _seconds(self, threads: int, rows: int) -> float:
-        """Median time of a decode step of so many rows."""
+        """Median time of a decode step of `rows` rows."""
         torch.set_num_threads(threads)
         params = SamplingParams(temperature=0.0)
         inits = tuple(SlotInit(slot, params, 0, (), (), last_token=0) for slot in range(rows))

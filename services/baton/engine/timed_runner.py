@@ -43,9 +43,9 @@ class TimedRunner:
         self._sleep = sleep
         self._seeds: dict[int, int] = {}
         self._logprobs: set[int] = set()
-        """Slots that want them."""
+        """Slots that want log-probabilities."""
         self._free = 0.0
-        """When the device has executed all that was launched."""
+        """When the device will have executed all launched steps."""
 
     def launch(self, plan: StepPlan) -> TimedFlight:
         for init in plan.inits:

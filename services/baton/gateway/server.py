@@ -61,7 +61,7 @@ def _reloading(node: GatewayNode, install: bool) -> Iterator[None]:
 
 
 class GatewayNode:
-    """What run_node runs."""
+    """The gateway process, as run_node runs it."""
 
     role = "gateway"
 

@@ -1,3 +1,3 @@
-"""Dense decoders. `registry` knows the architectures, `config` reads config.json and refuses what is not
-computed, `decoder` is the one forward pass they share, `weights` says which tensors a checkpoint holds,
-`loader` finds checkpoints and brings them to a device. Import the modules; this package imports nothing."""
+"""Dense decoders. `registry` lists the architectures, `config` reads config.json and refuses what is not
+supported, `decoder` is their shared forward pass, `weights` maps a checkpoint's tensors, `loader` loads
+checkpoints to a device. Import the modules; this package imports nothing."""

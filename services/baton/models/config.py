@@ -1,4 +1,4 @@
-"""What a dense decoder is made of, read from a Hugging Face config.json."""
+"""The configuration of a dense decoder, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelConfig:
 def read_config(path: Path, context_length: int | None = None) -> ModelConfig:
     """Reads config.json in `path`. `context_length` is how far the model will be used, if less than it can.
 
-    Raises ModelError for what this project does not compute, rather than computing something else.
+    Raises ModelError for what is not supported, rather than computing something else.
     """
     from transformers import AutoConfig
 
@@ -56,7 +56,9 @@ def read_config(path: Path, context_length: int | None = None) -> ModelConfig:
         return replace(_convert(hf, context_length), eos_token_ids=_eos_token_ids(path, hf))
     except ModelError:
         raise
-    except Exception as error:  # whatever transformers and its validators raise for a file from anywhere
+    except (
+        Exception
+    ) as error:  # anything that transformers and its validators may raise for an arbitrary file
         raise ModelError(f"{path / 'config.json'} cannot be used: {_first_line(error)}") from error
 
 
@@ -124,7 +126,7 @@ def _convert(hf: Any, context_length: int | None) -> ModelConfig:
 
 
 def sliding_window(hf: Any) -> int | None:
-    """The shortest attention window of any layer; None: every layer sees everything."""
+    """The shortest attention window of any layer; None: every layer attends to all positions."""
     types = getattr(hf, "layer_types", None)
     if types is not None and "sliding_attention" not in types:
         return None

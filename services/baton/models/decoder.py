@@ -42,7 +42,7 @@ class Weights:
     layers: list[LayerWeights]
     norm: torch.Tensor
     head: Linear
-    """Its weight is the embedding itself where the checkpoint ties them."""
+    """Its weight is the embedding if the checkpoint ties them."""
 
     def pack(self) -> None:
         """On a CPU: brings the matrices into the layout that computes fastest, one by one."""

@@ -38,8 +38,8 @@ class FusedDecoder:
         context_length: int,
         invariant: bool = False,
     ) -> None:
-        """`tables`: int32 [slots, pages]; `context_length`: positions that will be used. `invariant`: a token
-        is computed in the same order whatever others are there; slower."""
+        """`tables`: int32 [slots, pages]; `context_length`: positions that will be used. `invariant`: a
+        token is computed in the same order whatever else is in the step; slower."""
         self.model = model
         self._invariant = invariant
         self._tables = tables

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model on a device: read it, tell its version."""
+"""Loads a checkpoint to a device, and computes its fingerprint."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _fill(slots: dict[str, Slot], report: Progress) -> None:
 
 
 def fingerprint(path: Path, dtype: torch.dtype, load_format: str = "auto") -> str:
-    """Tells checkpoints apart, quickly: a hash of the dtype, config.json, and of every safetensors file its
+    """Identifies a checkpoint quickly: a hash of the dtype, config.json, and of every safetensors file its
     header (names, shapes, dtypes, offsets) and 64 bytes from the start, middle and end of each tensor.
 
     Two checkpoints that differ only in bytes between those samples get the same fingerprint; fine-tuning and

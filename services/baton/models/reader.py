@@ -1,4 +1,4 @@
-"""The tensors of a safetensors checkpoint, copied to where they belong by several threads."""
+"""Copies the tensors of a safetensors checkpoint into the weights, with several threads."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _copy(file: Path, names: list[str], slots: dict[str, Slot], progress: _Progr
 
 
 class _Staging:
-    """Two pinned pieces: one is filled while the other is on its way to the GPU."""
+    """Two pinned pieces: one is filled while the other is copied to the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

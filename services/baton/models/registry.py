@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What config.json does not say but the class name implies."""
+    """Properties implied by the class name and not stated in config.json."""
 
     name: str
     qk_norm: bool = False

@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, and where each lies in the merged weights."""
+"""Maps a checkpoint's tensors to their places in the merged weights."""
 
 from __future__ import annotations
 

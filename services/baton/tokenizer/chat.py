@@ -76,7 +76,7 @@ class ChatEncoder:
         """Of added tokens: the model's, by those of `_plain`."""
         known = {token: backend.model.token_to_id(token) for token in special}
         self._names = {id: token for token, id in known.items() if id is not None and id != unknown}
-        """Special tokens that the model itself could make from plain text."""
+        """Special tokens that the tokenizer's model could produce from plain text."""
 
     def render(self, render: Callable[[Messages], str], messages: Messages, template: str) -> Rendered:
         """render: applies the template, whose source is `template`. Passes on what it raises."""

@@ -1,4 +1,4 @@
-"""Token streams to text, as they grow. Pure: no I/O, O(1) amortized per token, at most three bytes held back.
+"""Incremental detokenization. Pure: no I/O, O(1) amortized per token, at most three bytes held back.
 
 A character is given out once all of its bytes are there. Bytes that cannot become a character are given out
 as U+FFFD as soon as that is certain (by the next byte, or by the end), as UTF-8 decoders do. So deltas never

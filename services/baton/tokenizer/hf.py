@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template, by Hugging Face's libraries. For threads: calls take long."""
+"""A checkpoint's tokenizer and chat template, by Hugging Face's libraries. Calls are slow: use threads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HFTokenizer:
     """None: special tokens that a message's content names become those tokens."""
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text. An empty text has none but those that the tokenizer adds of its own accord.
+        """Token ids of each text. An empty text has only those that the tokenizer adds itself.
 
         Strings such as "<|im_end|>" in a text become the special token that they name.
         """
@@ -70,7 +70,7 @@ class HFTokenizer:
                 text = render(messages)
                 return Rendered(text, text, {})
             return self._chat_encoder.render(render, messages, str(self._tokenizer.chat_template))
-        except Exception as error:  # whatever a template may run into: it is the checkpoint's code
+        except Exception as error:  # anything that the template may raise: it is the checkpoint's code
             raise TemplateFailed(" ".join(str(error).split()) or type(error).__name__) from error
 
     def encode_chats(self, rendered: Sequence[Rendered], add_special_tokens: bool) -> list[list[int]]:
@@ -90,11 +90,11 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
 
     config = _read_json(path / "config.json")
     if not any(any(path.glob(pattern)) for pattern in SOURCES):
-        # AutoTokenizer would make an empty tokenizer from config.json alone, and say nothing.
+        # AutoTokenizer would silently make an empty tokenizer from config.json alone.
         raise CheckpointError(f"{path} has no tokenizer files; tokenizer.json is the one to have")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the library raises whatever it runs into
+    except Exception as error:  # the library may raise anything
         raise CheckpointError(f"cannot read the tokenizer in {path}: {_one_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"{path} has no tokenizer.json, nor files that it can be made from")
@@ -124,7 +124,8 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
 
 
 def _eos(path: Path, config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """Of config.json and generation_config.json together, as workers have it; else the tokenizer's."""
+    """End-of-sequence ids of config.json and generation_config.json together, as workers have them; else
+    the tokenizer's."""
     generation = path / "generation_config.json"
     found: dict[int, None] = {}
     for source in (config, _read_json(generation) if generation.is_file() else {}):

@@ -23,7 +23,7 @@ SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
 
 
 class TokenizerNode:
-    """What run_node runs."""
+    """The tokenizer process, as run_node runs it."""
 
     role = "tokenizer"
 
@@ -54,11 +54,11 @@ class TokenizerNode:
         self._registration = register(self._config, self.role, self._incarnation, address)
 
     async def drain(self, seconds: float) -> int:
-        """New calls are refused; token streams of running calls go on."""
+        """Refuses new calls; token streams of running calls continue."""
         self._service.draining = True
         clock = asyncio.get_running_loop().time
         deadline = clock() + seconds
-        # Polled, because requests end in many places, and 50 ms more are nothing when draining.
+        # Polled, because requests end in many places, and 50 ms do not matter when draining.
         while self._service.load().requests and clock() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return self._service.load().requests
@@ -88,9 +88,9 @@ class TokenizerNode:
 async def serve(
     config: TokenizerConfig, *, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
 ) -> int:
-    """Runs the tokenizer until it is told to stop; see run_node for exit codes and for `stop`."""
+    """Runs the tokenizer until it is stopped; see run_node for exit codes and `stop`."""
     if stop is None and "torch" not in sys.modules:
-        # A process of its own: transformers imports torch wherever it finds it, which here costs a second and
-        # some hundred MB for nothing. None in sys.modules is Python's way to say "not there".
+        # In a separate process: transformers imports torch if it can, which would cost a second and some
+        # hundred MB here. None in sys.modules makes the import fail.
         sys.modules["torch"] = None  # type: ignore[assignment]
     return await run_node(TokenizerNode(config), config, ready=ready, stop=stop)

@@ -32,14 +32,14 @@ from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 ROLES = ("system", "user", "assistant", "tool")
 INLINE_TOKENS = 2048
-"""A message with at most so many tokens is detokenized on the event loop: it takes less than handing it to a
-thread (about 0.2 microseconds a token, and 5 an item)."""
+"""A message of at most this many tokens is detokenized on the event loop, which takes less than handing it
+to a thread (about 0.2 microseconds per token and 5 per item)."""
 WORK_SECONDS = 60.0
-"""A piece of work in a thread may take so long."""
+"""Longest time of a piece of work in a thread."""
 MAX_STREAMS = 65536
 """Open token streams on one call of Detokenize, and closed ones that are remembered."""
 MAX_WORK = 512
-"""Pieces of work for the threads that wait or run; more are refused."""
+"""Most pieces of work that wait or run; more are refused."""
 
 T = TypeVar("T")
 
@@ -119,7 +119,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             yield part
 
     def load(self) -> node_pb2.Load:
-        """Of all calls. `requests`: Encode and Decode calls, and open token streams."""
+        """Load of all calls. `requests`: Encode and Decode calls, and open token streams."""
         load = node_pb2.Load(draining=self.draining)
         for counts in (self._counts, *(streams.counts for streams in self._streams)):
             _add(load, counts)
@@ -165,7 +165,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
 
 
 class TokenStreams:
-    """Applies messages in order; used by one thread at a time. `counts` is its own share of the load."""
+    """Applies messages in order; used by one thread at a time. `counts` is this call's share of the load."""
 
     def __init__(self, vocabulary: Vocabulary, max_streams: int = MAX_STREAMS) -> None:
         self.counts = node_pb2.Load()
@@ -232,7 +232,7 @@ class TokenStreams:
         return stream
 
     def _drop(self, name: int) -> None:
-        """Forgets the stream, but remembers for a while that it was: a late item must not open it anew."""
+        """Closes the stream, but remembers its id for a while: a late item must not open it again."""
         if self._open.pop(name, None) is not None:
             self.counts.requests -= 1
         self._closed[name] = None

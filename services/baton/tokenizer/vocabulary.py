@@ -1,4 +1,4 @@
-"""A model's vocabulary: the bytes that each token stands for. Imports neither torch nor transformers.
+"""A model's vocabulary: the bytes of each token. Imports neither torch nor transformers.
 
 The decoders of the tokenizer families that language models use share one form: a text is what its first token
 stands for at the start, followed by what each further token stands for, as bytes read as UTF-8. `Vocabulary`
@@ -45,18 +45,19 @@ class UnknownDecoder(Exception):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What each token stands for. Tables by token id, of one length; ids beyond it stand for nothing."""
+    """The bytes of each token: tables by token id, of equal length. Ids beyond them have no text."""
 
     tokens: Sequence[bytes | None]
-    """What a token adds to a text; None: the tokenizer leaves the id undefined."""
+    """Bytes that a token adds to a text; None: the tokenizer does not define the id."""
     first_tokens: Sequence[bytes | None]
-    """What it adds as the first token of a text. The same object as `tokens` where there is no difference."""
+    """Bytes that it adds as the first token of a text. The same object as `tokens` if there is no
+    difference."""
     special: frozenset[int]
-    """Tokens that are left out where special tokens are skipped."""
+    """Tokens that are left out when special tokens are skipped."""
     byte_fallback: bool
     """Invalid UTF-8 yields one U+FFFD a byte, rather than one for each maximal part of a character."""
     size: int
-    """The model's: ids from len(tokens) up exist as logits but stand for no text."""
+    """The model's vocabulary size: ids from len(tokens) on exist as logits but have no text."""
 
     def bytes_of(self, token: int) -> bytes:
         """The token's own bytes; b"" for an id that the tokenizer leaves undefined."""
