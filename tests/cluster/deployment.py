@@ -17,7 +17,7 @@ from types import TracebackType
 from process import Process
 
 from baton.client import Client
-from baton.rpc.cluster import HEADER
+from baton.rpc.authentication import HEADER
 from baton.v1 import node_pb2
 
 IDLE_SECONDS = 2.0

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 from forking import Forked, forks
 
-from baton.rpc.metadata_channel import Metadata
+from baton.rpc.channel import Metadata
 from baton.v1 import node_pb2, node_pb2_grpc
 
 READY_SECONDS = 240.0

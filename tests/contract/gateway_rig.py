@@ -80,7 +80,7 @@ async def gateway(*decode: ScriptedDecode, tokenizer_address: str = "", **config
         run_node(
             node,
             made,
-            door=node.door,
+            authentication=node.authentication,
             serve_metrics_http=False,
             registry=node.gateway.metrics.registry,
             ready=ready,

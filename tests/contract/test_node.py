@@ -16,8 +16,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.config import GatewayConfig, NodeConfig
 from baton.rpc import health
 from baton.rpc.channel import open_channel
-from baton.rpc.condition import INTERVAL_SECONDS
 from baton.rpc.errors import failed_precondition, from_rpc_error, invalid
+from baton.rpc.health import INTERVAL_SECONDS
 from baton.rpc.node import run_node
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 

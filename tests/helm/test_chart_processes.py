@@ -11,9 +11,8 @@ from processes import POD_IP, mounted, relocated, secret_of, settings, variables
 from baton.cli.health import health
 from baton.cli.options import ROLES, fields_of
 from baton.discovery.dns import parse_name
-from baton.gateway.door import PublicDoor
-from baton.rpc.cluster import Cluster
-from baton.rpc.door import ClusterDoor, check_address
+from baton.gateway.authentication import GatewayAuthentication
+from baton.rpc.authentication import Cluster, ClusterAuthentication, check_address
 
 STOP_SECONDS = 15.0
 """After the drain a process may take 5 s of air and 10 s to stop (rpc/node.py)."""
@@ -90,8 +89,10 @@ def test_strangers_are_kept_out_by_files_that_are_there(rendered, monkeypatch, t
         assert config.cluster_secret_in_clear == (not config.cluster_ca)
         # Without the certificates, which are not at hand, as far as the secret is concerned.
         bare = dataclasses.replace(config, **dict.fromkeys(certificates, ""), cluster_secret_in_clear=True)
-        door = PublicDoor(bare) if role == "gateway" else ClusterDoor(Cluster.load(bare))
-        check_address(config.host, door, config.insecure)
+        guard = (
+            GatewayAuthentication(bare) if role == "gateway" else ClusterAuthentication(Cluster.load(bare))
+        )
+        check_address(config.host, guard, config.insecure)
         assert config.insecure == (role == "gateway" and not config.api_keys)
         for path in tmp_path.glob("*/*"):
             path.chmod(0o600)

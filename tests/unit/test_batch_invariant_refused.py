@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.config import WorkerConfig
+from baton.rpc.address import new_incarnation
 from baton.rpc.errors import BatonError
-from baton.rpc.ids import new_incarnation
 from baton.worker.engine import build_engine
 
 

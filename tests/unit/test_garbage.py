@@ -4,7 +4,7 @@ import asyncio
 import gc
 from collections import deque
 
-from baton.rpc.garbage import settle
+from baton.rpc.node import freeze_garbage_collector
 
 LOADED = 200_000
 CALLS = 20_000
@@ -31,7 +31,7 @@ async def test_calls_that_end_early_do_not_pile_up():
     loaded = [[] for _ in range(LOADED)]
     running, most = deque(maxlen=RUNNING), 0
     thresholds = gc.get_threshold()
-    settle()
+    freeze_garbage_collector()
     try:
         for number in range(CALLS):
             call = Call()
@@ -51,7 +51,7 @@ async def test_a_step_s_messages_are_no_reason_to_collect():
     """What a burst of them allocates is let go within moments, and looking through it takes as long as many
     messages do."""
     thresholds, collections = gc.get_threshold(), []
-    settle()
+    freeze_garbage_collector()
     gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
     try:
         for _ in range(1_000):

@@ -7,7 +7,7 @@ import time
 import pytest
 from google.protobuf.message import DecodeError
 
-from baton.rpc.malformed import error_of
+from baton.rpc.interceptors import error_of
 from baton.v1 import inference_pb2
 
 REQUEST = inference_pb2.GenerateRequest.DESCRIPTOR

@@ -6,8 +6,8 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.rpc.address import new_incarnation
 from baton.rpc.errors import DOMAIN, MAX_TEXT_BYTES, BatonError, from_status, invalid, to_status
-from baton.rpc.ids import new_incarnation
 
 CODES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
 

@@ -21,8 +21,8 @@ from baton.engine.request import FailedEvent, Request, TokenEvent
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.rpc.address import new_incarnation
 from baton.rpc.errors import internal
-from baton.rpc.ids import new_incarnation
 from baton.worker.engine import build_engine
 
 PROGRESS_SECONDS = 1.0

@@ -26,9 +26,8 @@ from baton.bench.machine import visible_gpus
 from baton.kvcache import PageAllocator
 from baton.kvcache.pool import KvLayout
 from baton.plan.profile import PullCost
-from baton.rpc.address import join_address, loopback
+from baton.rpc.address import join_address, loopback, new_incarnation
 from baton.rpc.channel import server_options
-from baton.rpc.ids import new_incarnation
 from baton.transport import PageStore, Receiver, open_receiver
 from baton.transport.cuda_copy import COPY_ENGINE, Way
 from baton.transport.grpc import PageSourceServicer

@@ -35,7 +35,7 @@ from baton.cli.console import run_command
 from baton.cli.options import F, SectionedCommand, fail
 from baton.kvcache.pool import KvLayout, default_page_size
 from baton.models.config import ModelError, read_config
-from baton.rpc.ids import new_incarnation
+from baton.rpc.address import new_incarnation
 from baton.transport import SegmentError, TransportError
 from baton.transport.registry import DEFAULT_KINDS
 from baton.worker.engine import DTYPES

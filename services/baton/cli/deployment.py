@@ -24,8 +24,8 @@ from baton.cli.progress import start_progress
 from baton.cli.supervisor import SERVE, Child, Supervisor
 from baton.config import NodeConfig, WorkerConfig
 from baton.rpc.address import family_of, join_address, loopback, split_address
+from baton.rpc.authentication import Cluster
 from baton.rpc.channel import Dial, open_channel
-from baton.rpc.cluster import Cluster
 
 PORTS = range(10_000, 20_000)
 

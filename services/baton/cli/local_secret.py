@@ -16,9 +16,8 @@ import tempfile
 from pathlib import Path
 
 from baton.rpc.address import is_loopback
-from baton.rpc.cluster import read_secret
+from baton.rpc.authentication import read_secret, write_private
 from baton.rpc.errors import BatonError, failed_precondition
-from baton.rpc.private_file import write_private
 
 SUFFIX = ".secret"
 ATTEMPTS = 10

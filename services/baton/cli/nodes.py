@@ -15,8 +15,8 @@ from baton.cli import local_secret
 from baton.cli.options import fields_of
 from baton.client.access import Access
 from baton.config import NodeConfig
+from baton.rpc.authentication import Cluster
 from baton.rpc.channel import open_channel
-from baton.rpc.cluster import Cluster
 from baton.v1 import node_pb2, node_pb2_grpc
 
 CLUSTER_FIELDS = ("cluster_secret_file", "cluster_cert", "cluster_key", "cluster_ca", "cluster_tls_name")

@@ -40,9 +40,9 @@ from baton.config import (
     TokenizerConfig,
     WorkerConfig,
 )
-from baton.gateway.door import PublicDoor
+from baton.gateway.authentication import GatewayAuthentication
 from baton.rpc.address import family_of, loopback
-from baton.rpc.door import check_address
+from baton.rpc.authentication import check_address
 from baton.rpc.errors import BatonError
 
 OWN = (
@@ -134,7 +134,7 @@ def check_public(host: str, flags: Sequence[str]) -> None:
     file = value_of([each for each in flags if each != "--insecure"], "gateway", "insecure")
     try:
         insecure = "--insecure" in flags or file == "True"
-        check_address(host, PublicDoor(GatewayConfig(**files)), insecure)
+        check_address(host, GatewayAuthentication(GatewayConfig(**files)), insecure)
     except BatonError as error:
         fail(error.message, code=2)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import grpc
 
+from baton.rpc.channel import Metadata
 from baton.rpc.errors import invalid
-from baton.rpc.metadata_channel import Metadata
 
 KEY_VARIABLE = "BATON_API_KEY"
 CA_VARIABLE = "BATON_TLS_CA"

@@ -13,8 +13,7 @@ import grpc
 from baton.client.access import Access
 from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model, rpc_error
 from baton.client.types import DEFAULT_ADDRESS, Completion, Delta, Message, Model, Options
-from baton.rpc.channel import MAX_MESSAGE_BYTES, client_options
-from baton.rpc.metadata_channel import Metadata
+from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, client_options
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 MODELS_SECONDS = 10.0

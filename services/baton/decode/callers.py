@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 
 from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
 from baton.rpc.errors import BatonError, exhausted, not_found, to_status
-from baton.rpc.outbox import Outbox, OutboxFull, byte_size
+from baton.rpc.streams import Outbox, OutboxFull, byte_size
 from baton.v1 import decode_pb2
 from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to
 from baton.worker.node import status_of

@@ -16,7 +16,7 @@ from baton.decode.outputs import Output
 from baton.decode.peers import PrefillPeers
 from baton.engine.request import Request
 from baton.handoff.messages import DecodeEffect
-from baton.rpc.door import ClusterDoor
+from baton.rpc.authentication import ClusterAuthentication
 from baton.rpc.errors import BatonError, abort, invalid, unavailable
 from baton.rpc.node import run_node
 from baton.rpc.streams import STREAM_ENDED, first_message
@@ -290,4 +290,6 @@ async def serve(
 ) -> int:
     """Runs the process until it is stopped. Returns its exit code."""
     node = DecodeNode(config)
-    return await run_node(node, config, door=ClusterDoor(node.cluster), ready=ready, stop=stop)
+    return await run_node(
+        node, config, authentication=ClusterAuthentication(node.cluster), ready=ready, stop=stop
+    )

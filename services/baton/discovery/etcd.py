@@ -21,11 +21,11 @@ from baton.discovery.members import apply_events
 from baton.etcd import rpc_pb2 as pb
 from baton.etcd import rpc_pb2_grpc as rpc
 from baton.rpc.address import is_loopback
+from baton.rpc.authentication import read_private, read_public
 from baton.rpc.channel import open_channel
 from baton.rpc.client_stream import ClientStream
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, unavailable
 from baton.rpc.logs import get_logger
-from baton.rpc.private_file import read_private, read_public
 
 CALL_SECONDS = 5.0
 SILENCE_SECONDS = 900.0

@@ -1,4 +1,4 @@
-"""What is refused at the door, before any work starts."""
+"""What is refused before any work starts."""
 
 from __future__ import annotations
 

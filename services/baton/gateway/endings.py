@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.rpc.logs import get_logger
-from baton.rpc.soon import Soon
+from baton.rpc.tasks import CoalescedCall
 
 _log = get_logger()
 
@@ -25,7 +25,7 @@ class Endings:
 
     def __init__(self) -> None:
         self._cancelled: list[Ending] = []
-        self._write_soon = Soon(self._write)
+        self._write_soon = CoalescedCall(self._write)
 
     def tell(self, outcome: str, ending: Ending, reason: str) -> None:
         """outcome: finished, cancelled or failed. reason: of one that did not finish."""

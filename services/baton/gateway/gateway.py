@@ -9,9 +9,9 @@ from itertools import count
 from baton.config import GatewayConfig
 from baton.gateway import admission
 from baton.gateway.attempts import ResumePolicy
+from baton.gateway.authentication import Caller
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.cache_watch import CacheWatch
-from baton.gateway.callers import Caller
 from baton.gateway.decode_node import DecodeNode
 from baton.gateway.endings import Endings
 from baton.gateway.metrics import GatewayMetrics
@@ -24,9 +24,9 @@ from baton.gateway.search import Search
 from baton.gateway.session import Session
 from baton.gateway.split import Split
 from baton.gateway.tokenizer import Tokenizer
+from baton.rpc.address import new_incarnation
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
-from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2, node_pb2
 

@@ -19,11 +19,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from baton.gateway import openai_errors
-from baton.gateway.door import PublicDoor
+from baton.gateway.authentication import GatewayAuthentication, HttpAuthentication
 from baton.gateway.gateway import Gateway
-from baton.gateway.http_door import HttpDoor
-from baton.gateway.http_job import Job
-from baton.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json
+from baton.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Job, Json
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.openai_protocol import (
     ChatRequest,
@@ -49,10 +47,12 @@ _Body = TypeVar("_Body", bound=BaseModel)
 _Starts = TypeVar("_Starts")
 
 
-def make_app(gateway: Gateway, door: PublicDoor) -> FastAPI:
-    """The HTTP application of one gateway; `door` says who may use it."""
+def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI:
+    """The HTTP application of one gateway; `authentication` says who may use it."""
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(HttpDoor, door=door, max_header_bytes=gateway.config.max_header_bytes)
+    app.add_middleware(
+        HttpAuthentication, authentication=authentication, max_header_bytes=gateway.config.max_header_bytes
+    )
     started = int(time.time())
 
     def models() -> list[Json]:
@@ -112,7 +112,7 @@ def make_app(gateway: Gateway, door: PublicDoor) -> FastAPI:
             {"role": peer.role, "address": peer.address, "connected": peer.connected} for peer in info.peers
         ]
         status: Json = {"status": "serving" if gateway.healthy else "not serving"}
-        if door.keys is None:  # else strangers may be asking
+        if authentication.keys is None:  # else strangers may be asking
             status["peers"] = peers
             status["problems"] = [problem.message for problem in gateway.problems()]
         return JSONResponse(status, status_code=200 if gateway.healthy else 503)

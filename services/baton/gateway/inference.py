@@ -10,13 +10,12 @@ from typing import Any
 import grpc
 
 from baton.gateway import admission
-from baton.gateway.callers import Caller
-from baton.gateway.door import PublicDoor
+from baton.gateway.authentication import Caller, GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.requests import Request
 from baton.gateway.session import Session
 from baton.gateway.writes import Write, limited
-from baton.rpc.door import as_mapping
+from baton.rpc.authentication import as_mapping
 from baton.rpc.errors import BatonError, abort, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -32,13 +31,13 @@ _log = get_logger()
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, gateway: Gateway, door: PublicDoor) -> None:
+    def __init__(self, gateway: Gateway, authentication: GatewayAuthentication) -> None:
         self._gateway = gateway
-        self._door = door
+        self._authentication = authentication
 
     async def Generate(self, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Any) -> None:
         metadata = as_mapping(context.invocation_metadata())
-        caller = self._door.caller(metadata.get("authorization", ""))
+        caller = self._authentication.caller(metadata.get("authorization", ""))
         caller.open_stream()
         try:
             await self._generate(_ClientStream(self._gateway, caller), requests, context)

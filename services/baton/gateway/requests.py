@@ -10,7 +10,7 @@ import grpc
 
 from baton.gateway import admission
 from baton.gateway.attempts import Attempts
-from baton.gateway.callers import Caller
+from baton.gateway.authentication import Caller
 from baton.gateway.endings import Ending
 from baton.gateway.messages import Asked, decode_start, finished, new_log
 from baton.gateway.placement import Placement

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import grpc.aio
 
 from baton.config import GatewayConfig
-from baton.gateway.door import PublicDoor
+from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_api import make_app
 from baton.gateway.inference import WRITE_SECONDS, InferenceServicer
@@ -40,7 +40,7 @@ async def serve(
         return await run_node(
             node,
             config,
-            door=node.door,
+            authentication=node.authentication,
             serve_metrics_http=False,
             registry=node.gateway.metrics.registry,
             ready=ready,
@@ -68,14 +68,14 @@ class GatewayNode:
     def __init__(self, config: GatewayConfig) -> None:
         """Raises BatonError when files of the configuration cannot be used."""
         self._config = config
-        self.door = PublicDoor(config)
-        self.gateway = Gateway(config, self.door.cluster.dial)
+        self.authentication = GatewayAuthentication(config)
+        self.gateway = Gateway(config, self.authentication.cluster.dial)
         self.address = ""
         """host:port of the gRPC server, once bound."""
         self._http: HttpServer | None = None
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
-        servicer = InferenceServicer(self.gateway, self.door)
+        servicer = InferenceServicer(self.gateway, self.authentication)
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
         return [inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name]
 
@@ -112,7 +112,7 @@ class GatewayNode:
             except ValueError as error:
                 raise invalid("shared_http", f"--shared-http: {error}") from None
             sockets.append(bind_http(host, port, "--shared-http", shared=True, unread_seconds=unread_seconds))
-        app = make_app(self.gateway, self.door)
+        app = make_app(self.gateway, self.authentication)
         return HttpServer(app, sockets, tls, max_header_bytes=config.max_header_bytes)
 
     async def drain(self, seconds: float) -> int:
@@ -125,8 +125,8 @@ class GatewayNode:
 
     def reload(self) -> None:
         """Reads the API keys again."""
-        if self.door.keys is not None:
-            self.door.keys.reload()
+        if self.authentication.keys is not None:
+            self.authentication.keys.reload()
 
     def info(self) -> node_pb2.NodeInfo:
         info = self.gateway.info()

@@ -20,7 +20,7 @@ from baton.handoff.messages import (
     RecentNames,
 )
 from baton.prefill.core import PrefillCore, make_core
-from baton.rpc.door import ClusterDoor
+from baton.rpc.authentication import ClusterAuthentication
 from baton.rpc.errors import (
     BatonError,
     abort,
@@ -32,8 +32,7 @@ from baton.rpc.errors import (
 )
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
-from baton.rpc.outbox import Outbox, OutboxFull, byte_size
-from baton.rpc.streams import STREAM_ENDED, first_message
+from baton.rpc.streams import STREAM_ENDED, Outbox, OutboxFull, byte_size, first_message
 from baton.rpc.validate import check_several
 from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.convert import (
@@ -282,4 +281,6 @@ async def serve(
 ) -> int:
     """Runs the process until it is stopped. Returns its exit code."""
     node = PrefillNode(config)
-    return await run_node(node, config, door=ClusterDoor(node.cluster), ready=ready, stop=stop)
+    return await run_node(
+        node, config, authentication=ClusterAuthentication(node.cluster), ready=ready, stop=stop
+    )

@@ -1,5 +1,8 @@
-"""What every process does the same way over gRPC: errors and their Status, channels, the outbox that merges
-instead of growing, a client's end of a stream, the reconnecting link, parameter checks, logs, metrics, doors
-(who may call), and the shell that runs a node (`baton.rpc.node`). Nothing here knows the engine. Import the
-modules; this file imports none of them.
+"""What every process does the same way over gRPC and HTTP, and nothing of the engine.
+
+Server: `node.py` runs a process (bind, load, serve, drain, stop), `bind.py` its ports, `authentication.py`
+who may call, `interceptors.py` what else happens before a servicer, `streams.py` the server's side of a
+stream, `health.py`, `metrics.py`, `http_server.py`. Client: `channel.py`, `client_stream.py` one call,
+`link.py` a stream that reconnects. Both: `errors.py` (one exception, and its Status), `validate.py`
+(parameter checks), `tasks.py`, `logs.py`, `address.py`. Import the modules; this file imports none of them.
 """

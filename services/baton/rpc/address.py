@@ -1,8 +1,9 @@
-"""Addresses."""
+"""Addresses, and the random names of processes."""
 
 from __future__ import annotations
 
 import ipaddress
+import secrets
 import socket
 
 
@@ -50,3 +51,8 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return bool(found) and all(ipaddress.ip_address(str(each[4][0])).is_loopback for each in found)
+
+
+def new_incarnation() -> int:
+    """Draws a process's name for its lifetime: 1 <= x < 2**64, never 0."""
+    return secrets.randbelow(2**64 - 1) + 1

@@ -10,22 +10,24 @@ import grpc
 import grpc.aio
 
 from baton.rpc.address import join_address, split_address
-from baton.rpc.door import Door, check_address
+from baton.rpc.authentication import Authentication, check_address
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.http_server import listen
 
 
-def bind_grpc(server: grpc.aio.Server, host: str, port: int, door: Door, insecure: bool) -> str:
+def bind_grpc(
+    server: grpc.aio.Server, host: str, port: int, authentication: Authentication, insecure: bool
+) -> str:
     """Binds the server; returns host:port as bound.
 
-    Raises BatonError: UNAVAILABLE (CANNOT_BIND), or FAILED_PRECONDITION when the door would let strangers in
-    (INSECURE) or has a certificate that cannot be used.
+    Raises BatonError: UNAVAILABLE (CANNOT_BIND), or FAILED_PRECONDITION when nothing would keep strangers out
+    (INSECURE) or the certificate cannot be used.
     """
     problem = bind_problem(host, port, "--port")
     if problem is not None:
         raise problem
-    check_address(host, door, insecure)
-    credentials = door.credentials()
+    check_address(host, authentication, insecure)
+    credentials = authentication.credentials()
     try:
         if credentials is None:
             bound = server.add_insecure_port(join_address(host, port))
@@ -43,15 +45,17 @@ def bind_grpc(server: grpc.aio.Server, host: str, port: int, door: Door, insecur
     return join_address(host, bound)
 
 
-def bind_shared(server: grpc.aio.Server, address: str, door: Door, insecure: bool) -> None:
+def bind_shared(
+    server: grpc.aio.Server, address: str, authentication: Authentication, insecure: bool
+) -> None:
     """Binds a further port, which other processes of this user may bind as well; the server's options must
     say so (grpc.so_reuseport). Raises BatonError, as bind_grpc does."""
     try:
         host, port = split_address(address)
     except ValueError as error:
         raise invalid("shared", f"--shared: {error}") from error
-    check_address(host, door, insecure)
-    credentials = door.credentials()
+    check_address(host, authentication, insecure)
+    credentials = authentication.credentials()
     try:
         if credentials is None:
             server.add_insecure_port(address)

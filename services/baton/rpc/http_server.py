@@ -20,8 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.rpc.address import family_of
-from baton.rpc.cluster import same
-from baton.rpc.door import bearer
+from baton.rpc.authentication import bearer, same
 
 STOP_SECONDS = 2.0
 SEND_BYTES = 128 * 2**10
@@ -126,7 +125,7 @@ def metrics_app(registry: CollectorRegistry, health: Health, secret: str = "") -
 
 
 def authorization(headers: Headers) -> str:
-    """All such headers as one value (see rpc.door.as_mapping): two credentials are none."""
+    """All such headers as one value (see rpc.authentication.as_mapping): two credentials are none."""
     return ",".join(headers.getlist("authorization"))
 
 

@@ -64,7 +64,7 @@ class LoadCollector(Collector):
         try:
             load = self._snapshot()
         except Exception:
-            return  # rpc.condition logs it
+            return  # rpc.health logs it
         for name, text in COUNTERS.items():
             counter = CounterMetricFamily(f"baton_{name}", text, labels=["role"])
             counter.add_metric([self._role], float(getattr(load, name)))

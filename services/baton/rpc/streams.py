@@ -1,12 +1,14 @@
-"""The server's side of a long-lived stream: its first message, and the ways in which its reader ends."""
+"""The server's side of a long-lived stream: its first message, and what it still has to send."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from baton.rpc.errors import deadline_exceeded, invalid
 
@@ -29,3 +31,92 @@ async def first_message(messages: AsyncIterator[T], method: str) -> T:
     if first is None:
         raise invalid("hello", f"{method} was closed without its first message, `hello`")
     return first
+
+
+MAX_UNSENT_BYTES = 32 * 2**20
+"""Half of what a message may have."""
+
+
+def byte_size(message: Message) -> int:
+    return message.ByteSize()
+
+
+class OutboxFull(Exception):
+    """The outbox holds its limit of unsent items or bytes: the peer does not read."""
+
+
+class Outbox(Generic[T]):
+    """Unsent items of one stream, for one reader; used on the event loop only.
+
+    With `merge`, at most one item is ever unsent: merge(unsent, new) takes both places, and may change and
+    return its first argument. Without (messages that carry one command each), items queue up to `limit`.
+    Either way no more than `max_bytes` are unsent, as `size_of` counts them.
+    """
+
+    def __init__(
+        self,
+        merge: Callable[[T, T], T] | None,
+        limit: int = 65536,
+        size_of: Callable[[T], int] = lambda item: 0,
+        max_bytes: int = MAX_UNSENT_BYTES,
+    ) -> None:
+        self._merge = merge
+        self._limit = limit
+        self._size_of = size_of
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._items: deque[T] = deque()
+        self._closed = False
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def put(self, item: T) -> bool:
+        """False once closed: the item is dropped. Raises OutboxFull at the limit. Never waits."""
+        if self._closed:
+            return False
+        size = self._size_of(item)
+        if self._items and self._bytes + size > self._max_bytes:
+            raise OutboxFull(f"{self._bytes} bytes are unsent")
+        self._bytes += size
+        if self._items and self._merge is not None:
+            self._items[-1] = self._merge(self._items[-1], item)
+        elif len(self._items) >= self._limit:
+            raise OutboxFull(f"{len(self._items)} messages are unsent")
+        else:
+            self._items.append(item)
+        self._wake.set()
+        return True
+
+    def close(self) -> None:
+        """What is in the box is still read; then the iteration ends. Idempotent."""
+        self._closed = True
+        self._wake.set()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._items:
+            if self._closed:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return self._next()
+
+    def take(self, max_bytes: int) -> list[T]:
+        """The items behind the one just read that are in the box now, as many as have so many bytes."""
+        taken: list[T] = []
+        while self._items and (max_bytes := max_bytes - self._size_of(self._items[0])) >= 0:
+            taken.append(self._next())
+        return taken
+
+    def _next(self) -> T:
+        item = self._items.popleft()
+        self._bytes = max(0, self._bytes - self._size_of(item)) if self._items else 0
+        return item

@@ -18,9 +18,9 @@ from baton.discovery.registration import Registration, register
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_loop import Core, StepLoop
 from baton.engine.step_stats import StepStats
-from baton.rpc.cluster import Cluster
+from baton.rpc.address import new_incarnation
+from baton.rpc.authentication import Cluster
 from baton.rpc.errors import BatonError, to_status, unavailable
-from baton.rpc.ids import new_incarnation
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
 from baton.stepcost import CostCalibration

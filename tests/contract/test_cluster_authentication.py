@@ -22,11 +22,10 @@ from test_node import EchoNode, Running, encode
 import certificates
 from baton.cli.health import check
 from baton.config import NodeConfig
-from baton.rpc import door as doors
-from baton.rpc import http_server
+from baton.rpc import authentication, http_server
 from baton.rpc.address import is_loopback
+from baton.rpc.authentication import HEADER, Cluster, ClusterTls
 from baton.rpc.channel import open_channel
-from baton.rpc.cluster import HEADER, Cluster, ClusterTls
 from baton.rpc.errors import BatonError, from_rpc_error
 from baton.rpc.http_server import HttpServer, listen, metrics_app
 from baton.rpc.node import run_node
@@ -54,7 +53,7 @@ class Everything(
     decode_pb2_grpc.DecodeServicer,
     cache_pb2_grpc.CacheServicer,
 ):
-    """All internal services behind one door; what gets in is noted."""
+    """All internal services behind one interceptor; what gets in is noted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,12 +250,12 @@ async def test_a_reachable_address_needs_a_secret_or_a_word(capsys, monkeypatch,
     secret = secret_file(tmp_path)
     in_clear = NodeConfig(cluster_secret_file=secret, cluster_secret_in_clear=True)
     for config in (in_clear, NodeConfig(insecure=True)):
-        door = doors.ClusterDoor(Cluster.load(config))
-        doors.check_address(host, door, config.insecure)
+        guard = authentication.ClusterAuthentication(Cluster.load(config))
+        authentication.check_address(host, guard, config.insecure)
     with pytest.raises(BatonError):
-        doors.check_address(host, doors.ClusterDoor(Cluster()), False)
+        authentication.check_address(host, authentication.ClusterAuthentication(Cluster()), False)
     with pytest.raises(BatonError, match="--cluster-secret-in-clear"):
-        doors.check_address(host, doors.ClusterDoor(Cluster(SECRET)), False)
+        authentication.check_address(host, authentication.ClusterAuthentication(Cluster(SECRET)), False)
 
 
 def test_the_secret_leaves_this_machine_over_tls_only():

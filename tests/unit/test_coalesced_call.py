@@ -1,11 +1,11 @@
 import asyncio
 
-from baton.rpc.soon import Soon
+from baton.rpc.tasks import CoalescedCall
 
 
 async def test_it_runs_once_behind_the_turn_that_asked():
     runs = []
-    soon = Soon(lambda: runs.append(len(runs)))
+    soon = CoalescedCall(lambda: runs.append(len(runs)))
     soon()
     soon()
     assert runs == []
@@ -25,7 +25,7 @@ async def test_what_asks_while_it_runs_is_asked_anew():
         if len(runs) < 3:
             soon()
 
-    soon = Soon(work)
+    soon = CoalescedCall(work)
     soon()
     for _ in range(5):
         await asyncio.sleep(0)

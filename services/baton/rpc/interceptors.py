@@ -1,14 +1,15 @@
-"""Messages that cannot be parsed, turned into errors that name the field.
+"""What a server does before a call reaches its servicer: refuses calls while the process loads, and turns
+messages that cannot be parsed into errors.
 
-gRPC parses before a servicer sees anything, and ends the call with UNKNOWN and a traceback in the log when
-that fails. Here the failure becomes a BatonError instead: raised by the iterator of a stream, which can be
-read on, or the answer to the call.
+gRPC parses before a servicer sees anything. When that fails it ends the call with UNKNOWN and logs a
+traceback. Here the failure becomes a BatonError that names the field: raised by the iterator of a stream,
+which can be read on, or the answer to the call.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,7 +20,37 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.rpc.errors import BatonError, abort, invalid
+from baton.rpc.errors import BatonError, abort, invalid, unavailable
+
+
+class ReadinessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Closed until open(): calls to guarded services end with UNAVAILABLE (NOT_READY)."""
+
+    def __init__(self) -> None:
+        self._guarded: frozenset[str] = frozenset()
+        self._open = False
+
+    def guard(self, services: Iterable[str]) -> None:
+        self._guarded = frozenset(services)
+
+    def open(self) -> None:
+        self._open = True
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        service = handler_call_details.method.rpartition("/")[0].removeprefix("/")
+        if self._open or service not in self._guarded:
+            return await continuation(handler_call_details)
+        # Every kind of call accepts a stream of requests and ends here before the first is read.
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(_requests: Any, context: grpc.aio.ServicerContext) -> None:
+    await abort(context, unavailable("still loading; try again in a second", "NOT_READY", 1000))
+
 
 MAX_SEARCHED_BYTES = 2**14
 """In larger messages the field is not named: the search runs on the event loop, and takes about a microsecond
@@ -28,7 +59,7 @@ MAX_DEPTH = 16
 _LENGTH_DELIMITED = 2
 
 
-class Malformed(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Applies to every service of a server."""
 
     async def intercept_service(

@@ -19,13 +19,12 @@ from scripted_decode import ScriptedDecode, endless, saying
 import certificates
 from baton.client import AsyncClient, BatonError, Client
 from baton.config import GatewayConfig
-from baton.gateway import api_keys as keys_module
-from baton.gateway.api_keys import ApiKeys
-from baton.gateway.callers import Limits
+from baton.gateway import authentication
+from baton.gateway.authentication import ApiKeys, Limits
 from baton.gateway.server import serve
 from baton.rpc import http_server
+from baton.rpc.authentication import HEADER
 from baton.rpc.channel import open_channel
-from baton.rpc.cluster import HEADER
 from baton.rpc.errors import from_rpc_error, from_status
 from baton.v1 import inference_pb2, node_pb2, node_pb2_grpc
 
@@ -87,7 +86,7 @@ async def test_who_has_no_key_gets_nothing(tmp_path):
 
 
 async def test_two_keys_at_once_are_none(tmp_path):
-    """Else which of them counts would be up to who looks, at the door or behind it."""
+    """Else which of them counts would depend on who looks: the interceptor or the servicer."""
     pairs = [(ALICE, BOB), (BOB, ALICE), (ALICE, ALICE), (ALICE, ""), ("", ALICE)]
     async with (
         ScriptedDecode(saying([40])) as decode,
@@ -134,7 +133,7 @@ async def test_what_stays_open_tells_nothing(tmp_path):
 
 
 async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(keys_module, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(authentication, "LOOK_SECONDS", 0.0)
     path = key_file(tmp_path)
     async with ScriptedDecode(saying([40])) as decode, gateway(decode, api_keys=path) as rig:
         stream = rig.stub.Generate(metadata=bearer(ALICE))
@@ -155,7 +154,7 @@ async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
             assert await ask(rig.node.address, BOB)
             with pytest.raises(BatonError):
                 await ask(rig.node.address, ALICE)
-        monkeypatch.setattr(keys_module, "LOOK_SECONDS", 1000.0)
+        monkeypatch.setattr(authentication, "LOOK_SECONDS", 1000.0)
         replace(path, f"{ALICE}\n")
         with pytest.raises(BatonError):
             await ask(rig.node.address, ALICE)  # nobody has looked

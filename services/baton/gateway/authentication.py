@@ -1,0 +1,328 @@
+"""Who may use the gateway: clients by API key, the deployment's own processes and commands by its secret.
+
+Where there are keys, what concerns the deployment as a whole (`baton.v1.Node`, /metrics) needs the cluster
+secret: no client's key drains a gateway. The file of API keys has one a line, and is read again when it
+changes:
+
+    # comment
+    KEY [name=NAME] [requests=N] [streams=N] [prompt_tokens=N]
+
+KEY is 16 or more printable characters, or `sha256:` and the hexadecimal SHA-256 of a key, so that the file
+need not hold it. The rest limits that key; 0 is no limit, what is not there is as the configuration says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.config import GatewayConfig
+from baton.gateway import openai_errors
+from baton.gateway.openai_errors import ApiError
+from baton.rpc.authentication import HEADER, Cluster, bearer, read_private, read_public, same
+from baton.rpc.channel import Options
+from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unauthenticated
+from baton.rpc.http_server import authorization
+from baton.rpc.logs import get_logger
+from baton.v1 import node_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """0: none."""
+
+    requests: int = 0
+    streams: int = 0
+    prompt_tokens: int = 0
+
+
+class Caller:
+    """One API key, or everybody where there are none. Used on one event loop only."""
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        """name: for people and logs; no part of the key."""
+        self.name = name
+        self.limits = limits
+        self.revoked = False
+        self._requests = 0
+        self._streams = 0
+
+    def begin_request(self) -> None:
+        """Counts a request until `end_request`. Raises BatonError when it is one too many."""
+        self._check_key()
+        if self.limits.requests and self._requests >= self.limits.requests:
+            raise exhausted(
+                f"this API key has {self._requests} requests running already", "KEY_REQUESTS", 1000
+            )
+        self._requests += 1
+
+    def end_request(self) -> None:
+        self._requests -= 1
+
+    def open_stream(self) -> None:
+        """Counts a stream until `close_stream`. Raises BatonError when it is one too many."""
+        self._check_key()
+        if self.limits.streams and self._streams >= self.limits.streams:
+            raise exhausted(f"this API key has {self._streams} streams open already", "KEY_STREAMS", 1000)
+        self._streams += 1
+
+    def close_stream(self) -> None:
+        self._streams -= 1
+
+    def check_prompt(self, tokens: int, field: str) -> None:
+        """Raises BatonError, naming the field, for a prompt that is longer than this caller may send."""
+        longest = self.limits.prompt_tokens
+        if longest and tokens > longest:
+            text = f"the prompt has {tokens} tokens; {longest} are allowed here"
+            raise invalid(field, text, "PROMPT_TOO_LONG")
+
+    def _check_key(self) -> None:
+        """A stream may outlive its key."""
+        if self.revoked:
+            raise unauthenticated("this API key has been withdrawn", "KEY_WITHDRAWN")
+
+
+FLAG = "--api-keys"
+MIN_KEY_CHARACTERS = 16
+LOOK_SECONDS = 1.0
+"""Least time between two looks at whether the file has changed."""
+HASHED = "sha256:"
+
+_log = get_logger()
+
+
+class ApiKeys:
+    """Used on one event loop only.
+
+    Keys are found by a digest under a random key of this process, so that the time of a search tells nothing
+    of the keys: whoever sends one cannot know what is compared.
+    """
+
+    def __init__(self, path: str, limits: Limits) -> None:
+        """`limits`: of keys whose line does not say otherwise. Raises BatonError for what is wrong with the
+        file."""
+        self._path = path
+        self._limits = limits
+        self._blind = secrets.token_bytes(32)
+        self._stamp = _stamp(path)
+        self._looked = time.monotonic()
+        self._callers = self._read()
+
+    def find(self, key: str) -> Caller | None:
+        """Whose key that is; None: nobody's."""
+        now = time.monotonic()
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            if _stamp(self._path) != self._stamp:
+                self.reload()
+        return self._callers.get(self._digest(hashlib.sha256(key.encode("utf-8", "replace")).digest()))
+
+    def reload(self) -> None:
+        """Reads the file again. One that is wrong is reported and changes nothing."""
+        self._stamp = _stamp(self._path)
+        try:
+            found = self._read()
+        except BatonError as error:
+            _log.error("API keys not read again; the old ones stay", error=error.message)
+            return
+        for digest, caller in self._callers.items():
+            if digest in found:
+                caller.name, caller.limits = found[digest].name, found[digest].limits
+                found[digest] = caller  # with what runs for it
+            else:
+                caller.revoked = True
+        self._callers = found
+        _log.info("API keys read again", keys=len(found))
+
+    def _read(self) -> dict[bytes, Caller]:
+        found: dict[bytes, Caller] = {}
+        text = read_private(self._path, FLAG).decode("utf-8", "replace")
+        for number, line in enumerate(text.splitlines(), 1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            try:
+                digest = self._digest(_hash(words[0]))
+                if digest in found:
+                    raise ValueError("the key of an earlier line once more")
+                found[digest] = _caller(words[1:], f"line {number}", self._limits)
+            except ValueError as error:
+                text = f"{FLAG}: {self._path}, line {number}: {error}"
+                raise failed_precondition(text, "UNUSABLE_FILE") from None
+        if not found:
+            raise failed_precondition(f"{FLAG}: {self._path} holds no key", "UNUSABLE_FILE")
+        return found
+
+    def _digest(self, hashed: bytes) -> bytes:
+        return hmac.digest(self._blind, hashed, "sha256")
+
+
+def _hash(word: str) -> bytes:
+    """SHA-256 of the key that the word is or describes. Raises ValueError, without naming the key."""
+    if word.startswith(HASHED):
+        if not re.fullmatch(r"[0-9a-fA-F]{64}", word[len(HASHED) :]):
+            raise ValueError(f"{HASHED} must be followed by 64 hexadecimal digits")
+        return bytes.fromhex(word[len(HASHED) :])
+    if len(word) < MIN_KEY_CHARACTERS or not (word.isascii() and word.isprintable()):
+        raise ValueError(f"a key must have {MIN_KEY_CHARACTERS} or more printable ASCII characters")
+    return hashlib.sha256(word.encode()).digest()
+
+
+def _caller(words: list[str], name: str, limits: Limits) -> Caller:
+    numbers = {field.name: 0 for field in dataclasses.fields(Limits)}
+    for word in words:
+        what, equals, value = word.partition("=")
+        if what == "name" and value:
+            name = value
+        elif what in numbers and value.isdecimal():
+            limits = dataclasses.replace(limits, **{what: int(value)})
+        else:
+            known = ", ".join(f"{each}=N" for each in numbers)
+            raise ValueError(f"after the key come name=NAME, {known}" + (f", not {what}=" if equals else ""))
+    return Caller(name, limits)
+
+
+def _stamp(path: str) -> tuple[int, int, int]:
+    """Another one when the file has been changed or replaced."""
+    try:
+        about = Path(path).stat()
+    except OSError:
+        return (0, 0, 0)
+    return (about.st_mtime_ns, about.st_size, about.st_ino)
+
+
+NODE = node_pb2.DESCRIPTOR.services_by_name["Node"].full_name
+NOT_FOR_CLIENTS = "this is not for clients: it takes the deployment's cluster secret"
+
+
+class GatewayAuthentication:
+    """Raises BatonError when made of files that cannot be used."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.cluster = Cluster.load(config)
+        self._config = config
+        self._tls = _read_tls(config)
+        limits = Limits(config.max_requests_per_key, config.max_streams_per_key, config.max_prompt_tokens)
+        self.keys = ApiKeys(config.api_keys, limits) if config.api_keys else None
+        self._anyone = Caller("", Limits(prompt_tokens=config.max_prompt_tokens))
+
+    def caller(self, authorization: str) -> Caller:
+        """Who sends this `authorization`. Raises BatonError (UNAUTHENTICATED) for nobody's key."""
+        if self.keys is None:
+            return self._anyone
+        key = bearer(authorization)
+        if not key:
+            raise unauthenticated("no API key: send `authorization: Bearer KEY`", "MISSING_API_KEY")
+        caller = self.keys.find(key)
+        if caller is None:
+            raise unauthenticated("this API key is not known here", "INVALID_API_KEY")
+        return caller
+
+    def check_operator(self, secret: str) -> None:
+        """Raises BatonError unless the secret opens what is not for clients."""
+        if self.cluster.secret and not same(secret, self.cluster.secret):
+            raise unauthenticated(NOT_FOR_CLIENTS, "CLUSTER_SECRET")
+        if not self.cluster.secret and self.keys is not None:
+            text = f"{NOT_FOR_CLIENTS}, and the gateway was started without --cluster-secret-file"
+            raise unauthenticated(text, "CLUSTER_SECRET")
+
+    # Authentication.
+
+    def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
+        try:
+            if service == NODE:
+                self.check_operator(metadata.get(HEADER, ""))
+            else:
+                self.caller(metadata.get("authorization", ""))
+        except BatonError as error:
+            return error
+        return None
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        return grpc.ssl_server_credentials([self._tls]) if self._tls is not None else None
+
+    def options(self) -> Options:
+        config = self._config
+        return [
+            ("grpc.max_concurrent_streams", config.max_streams_per_connection),
+            ("grpc.max_metadata_size", config.max_header_bytes),
+            ("grpc.absolute_max_metadata_size", config.max_header_bytes),
+            ("grpc.max_connection_idle_ms", int(config.idle_seconds * 1000)),
+            ("grpc.so_reuseport", int(bool(config.shared))),
+        ]
+
+    def missing(self, reachable: bool) -> str:
+        return "" if self.keys is not None else "--api-keys FILE (and --tls-cert, --tls-key)"
+
+
+def _read_tls(config: GatewayConfig) -> tuple[bytes, bytes] | None:
+    """Key and certificate chain."""
+    if bool(config.tls_cert) != bool(config.tls_key):
+        missing = "--tls-key" if config.tls_cert else "--tls-cert"
+        raise failed_precondition(f"TLS needs {missing} too")
+    if not config.tls_cert:
+        return None
+    return read_private(config.tls_key, "--tls-key"), read_public(config.tls_cert, "--tls-cert")
+
+
+OPEN = ("/health",)
+"""It says whether requests are served, and where there are keys nothing else."""
+OPERATOR = ("/metrics",)
+
+
+class HttpAuthentication:
+    """ASGI middleware. Behind it the request's `state.caller` says who asks."""
+
+    def __init__(self, app: ASGIApp, authentication: GatewayAuthentication, max_header_bytes: int) -> None:
+        self._app = app
+        self._authentication = authentication
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            headers = Headers(scope=scope)
+            self._check_headers(scope, headers)
+            scope.setdefault("state", {})["caller"] = self._admit(scope["path"], headers)
+        except BatonError as error:
+            await openai_errors.response(openai_errors.from_baton(error))(scope, receive, send)
+        except ApiError as error:
+            answer = openai_errors.response(error)
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_headers(self, scope: Scope, headers: Headers) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Where a proxy goes by the one and this server by the other, they see different requests
+            # (request smuggling; RFC 9112, section 6.3).
+            text = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            raise ApiError(400, text, None, "invalid_http")
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > self._max_header_bytes:
+            text = f"the request's headers have {size} bytes; {self._max_header_bytes} are allowed here"
+            raise ApiError(431, text, None, "headers_too_large")
+
+    def _admit(self, path: str, headers: Headers) -> Caller | None:
+        """Raises BatonError."""
+        if path in OPERATOR:
+            if self._authentication.keys is not None:
+                self._authentication.check_operator(bearer(authorization(headers)))
+            return None
+        if path in OPEN:
+            return None
+        return self._authentication.caller(authorization(headers))

@@ -1,0 +1,298 @@
+"""Who may call a process: the cluster's secret and certificates, and the interceptor that asks for them.
+
+The secret travels with each call, as metadata. Without TLS whoever reads the connection, or takes the port
+of a process that is gone, learns it. So it goes to other machines only over TLS, unless the configuration
+allows it in clear.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import ssl
+import stat
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from baton.config import NodeConfig
+from baton.rpc.address import is_loopback, is_loopback_address
+from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, Options, open_channel
+from baton.rpc.errors import BatonError, abort, failed_precondition, unauthenticated
+from baton.rpc.logs import get_logger
+
+MAX_BYTES = 2**20
+
+
+def read_private(path: str, flag: str) -> bytes:
+    """The content of a file that not everybody may read. Raises BatonError, which names `flag`."""
+    descriptor = _open(path, flag)
+    with os.fdopen(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if stat.S_ISREG(about.st_mode) and about.st_mode & stat.S_IRWXO:
+            raise _unusable(f"{flag}: every user of this machine can read {path}; chmod 600 {path}")
+        return _bounded(file.read(MAX_BYTES + 1), path, flag)
+
+
+def read_public(path: str, flag: str) -> bytes:
+    """The content of a file such as a certificate. Raises BatonError, which names `flag`."""
+    with os.fdopen(_open(path, flag), "rb") as file:
+        return _bounded(file.read(MAX_BYTES + 1), path, flag)
+
+
+def write_private(path: Path, content: bytes) -> int:
+    """Makes the file, readable by its user only; it must not be there yet. Returns it open."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.write(descriptor, content)
+    return descriptor
+
+
+def _open(path: str, flag: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unusable(f"{flag}: cannot read {path}: {error.strerror}") from None
+
+
+def _bounded(content: bytes, path: str, flag: str) -> bytes:
+    if len(content) > MAX_BYTES:
+        raise _unusable(f"{flag}: {path} has more than {MAX_BYTES} bytes")
+    return content
+
+
+def _unusable(message: str) -> BatonError:
+    return failed_precondition(message, "UNUSABLE_FILE")
+
+
+HEADER = "baton-cluster-secret"
+MIN_SECRET_CHARACTERS = 16
+REMEDY = "--cluster-cert, --cluster-key and --cluster-ca (mutual TLS), or --cluster-secret-in-clear"
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTls:
+    """PEM texts: the CA of all processes, this one's chain and key. name: see NodeConfig."""
+
+    ca: bytes
+    cert: bytes
+    key: bytes = field(repr=False)
+    name: str = ""
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        return grpc.ssl_server_credentials([(self.key, self.cert)], self.ca, require_client_auth=True)
+
+    def http_context(self) -> ssl.SSLContext:
+        """Of an HTTP server whose clients must show a certificate of the CA. Raises BatonError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        with tempfile.TemporaryDirectory(prefix="baton-") as folder:  # readable by its user only
+            cert, key = Path(folder, "cert"), Path(folder, "key")
+            cert.write_bytes(self.cert)
+            key.write_bytes(self.key)
+            try:
+                context.load_verify_locations(cadata=self.ca.decode("latin-1"))
+                context.load_cert_chain(cert, key)
+            except ssl.SSLError as error:
+                raise failed_precondition(f"the cluster's certificate cannot be used: {error}") from error
+        return context
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Neither: a process that whoever reaches it may call."""
+
+    secret: str = field(default="", repr=False)
+    tls: ClusterTls | None = None
+    secret_in_clear: bool = False
+    """Whether the secret may leave this machine without TLS."""
+
+    @classmethod
+    def load(cls, config: NodeConfig) -> Cluster:
+        """Reads the files that the configuration names. Raises BatonError."""
+        parts = {
+            "--cluster-cert": config.cluster_cert,
+            "--cluster-key": config.cluster_key,
+            "--cluster-ca": config.cluster_ca,
+        }
+        tls = None
+        if any(parts.values()):
+            if missing := [flag for flag, path in parts.items() if not path]:
+                raise failed_precondition(f"mutual TLS needs {' and '.join(missing)} too")
+            tls = ClusterTls(
+                ca=read_public(config.cluster_ca, "--cluster-ca"),
+                cert=read_public(config.cluster_cert, "--cluster-cert"),
+                key=read_private(config.cluster_key, "--cluster-key"),
+                name=config.cluster_tls_name,
+            )
+        secret = read_secret(config.cluster_secret_file) if config.cluster_secret_file else ""
+        return cls(secret, tls, config.cluster_secret_in_clear)
+
+    def dial(self, address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, /) -> grpc.aio.Channel:
+        """A connection to another process of the deployment, which proves who calls. See open_channel."""
+        return open_channel(
+            address,
+            max_message_bytes,
+            credentials=self.tls.channel_credentials() if self.tls is not None else None,
+            tls_name=self.tls.name if self.tls is not None else "",
+            metadata=self.metadata(address, encrypted=self.tls is not None),
+        )
+
+    def metadata(self, address: str, encrypted: bool) -> Metadata:
+        """What proves to the process at host:port who calls. Empty, with a line in the log, where the secret
+        would leave this machine in clear; the process then refuses the call."""
+        if not self.secret:
+            return ()
+        if not (encrypted or self.secret_in_clear or is_loopback_address(address)):
+            _log.warning("cluster secret not sent in clear", address=address, give=REMEDY)
+            return ()
+        return ((HEADER, self.secret),)
+
+    def refusal(self, metadata: Mapping[str, str]) -> BatonError | None:
+        """Why a call with this metadata is none of the deployment's; None: it is."""
+        if not self.secret or same(metadata.get(HEADER, ""), self.secret):
+            return None
+        told = (
+            "is another one"
+            if HEADER in metadata
+            else "is missing (without TLS it is not sent to other machines)"
+        )
+        return unauthenticated(
+            f"this service is for processes of the same deployment, and the caller's cluster secret {told}: "
+            "give both the same --cluster-secret-file",
+            "CLUSTER_SECRET",
+        )
+
+
+def read_secret(path: str, flag: str = "--cluster-secret-file") -> str:
+    """Raises BatonError for what cannot be read, is open to everybody or is no secret."""
+    secret = read_private(path, flag).decode("latin-1").strip()
+    if len(secret) < MIN_SECRET_CHARACTERS or not (secret.isascii() and secret.isprintable()):
+        raise failed_precondition(
+            f"{flag}: {path} must hold one line of {MIN_SECRET_CHARACTERS} or more printable ASCII "
+            f"characters; openssl rand -hex 32 > {path}",
+            "UNUSABLE_FILE",
+        )
+    return secret
+
+
+def same(one: str, other: str) -> bool:
+    """Takes a time that tells nothing of where they differ."""
+    return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode("utf-8", "replace"))
+
+
+HEALTH = "grpc.health.v1.Health"
+"""Open to everybody who can connect: it says whether the process serves, and nothing else."""
+
+
+class Authentication(Protocol):
+    """Of one process's gRPC server."""
+
+    cluster: Cluster
+
+    def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
+        """Why a call to the service is refused; None: it may come in. Asked for all services but HEALTH."""
+        ...
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        """TLS; None: none."""
+        ...
+
+    def options(self) -> Options:
+        """More options for the server."""
+        ...
+
+    def missing(self, reachable: bool) -> str:
+        """What must be given, for people; empty: nothing. reachable: other machines can connect."""
+        ...
+
+
+class ClusterAuthentication:
+    """Of a process that only other processes of the deployment call."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
+        return self.cluster.refusal(metadata)
+
+    def credentials(self) -> grpc.ServerCredentials | None:
+        return self.cluster.tls.server_credentials() if self.cluster.tls is not None else None
+
+    def options(self) -> Options:
+        return []
+
+    def missing(self, reachable: bool) -> str:
+        cluster = self.cluster
+        if cluster.tls is not None or (cluster.secret and (cluster.secret_in_clear or not reachable)):
+            return ""
+        if cluster.secret:
+            return f"{REMEDY}: callers would send the secret in clear"
+        return "--cluster-secret-file FILE (or --cluster-cert, --cluster-key and --cluster-ca)"
+
+
+class AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Ends calls that are refused before a message of them is read. To be the first interceptor."""
+
+    def __init__(self, authentication: Authentication) -> None:
+        self._authentication = authentication
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        service = handler_call_details.method.rpartition("/")[0].removeprefix("/")
+        if service != HEALTH:
+            error = self._authentication.refusal(
+                service, as_mapping(handler_call_details.invocation_metadata)
+            )
+            if error is not None:
+                return grpc.stream_stream_rpc_method_handler(_ending(error))
+        return await continuation(handler_call_details)
+
+
+def as_mapping(metadata: Any) -> dict[str, str]:
+    """Metadata's texts by name; those of one name joined by commas, as HTTP has it (RFC 9110, section 5.3).
+
+    So a right credential beside a wrong one opens nothing, and does not depend on who looks for which.
+    """
+    found: dict[str, list[str]] = {}
+    for name, value in metadata or ():
+        if isinstance(value, str):
+            found.setdefault(name, []).append(value)
+    return {name: ",".join(values) for name, values in found.items()}
+
+
+def bearer(authorization: str) -> str:
+    """The token of `Bearer TOKEN` (RFC 6750, section 2.1); empty: there is none."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def check_address(host: str, authentication: Authentication, insecure: bool) -> None:
+    """Raises BatonError when strangers could reach `host` and nothing would keep them out."""
+    if insecure or is_loopback(host):
+        return
+    if missing := authentication.missing(reachable=True):
+        raise failed_precondition(
+            f"{host or 'any address'} can be reached by strangers: give {missing}, or --insecure where only "
+            "friends can connect",
+            "INSECURE",
+        )
+
+
+def _ending(error: BatonError) -> Callable[..., Awaitable[None]]:
+    async def end(_requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await abort(context, error)
+
+    return end
