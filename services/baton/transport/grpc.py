@@ -15,7 +15,7 @@ import grpc.aio
 
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, from_status, internal, invalid, to_status
-from baton.rpc.outbox import Outbox
+from baton.rpc.streams import Outbox
 from baton.transport.base import (
     PageReader,
     PageStore,
