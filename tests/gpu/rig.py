@@ -18,8 +18,7 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.models.config import read_config
-from baton.models.loader import load_model
-from baton.models.weights import allocate
+from baton.models.loader import allocate, load_model
 
 VOCAB = 1000
 CONTEXT = 1024

@@ -162,7 +162,7 @@ def test_no_product_is_the_librarys(tmp_path, monkeypatch):
 
 
 def test_heads_of_another_size_are_refused():
-    from baton.attention.fa3_fixed import FixedFa3Attention
+    from baton.attention.fa3 import FixedFa3Attention
 
     assert FixedFa3Attention.available(CUDA, torch.bfloat16, 128) is None
     assert "depend on the batch" in str(FixedFa3Attention.available(CUDA, torch.bfloat16, 64))

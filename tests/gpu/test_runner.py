@@ -11,12 +11,12 @@ import pytest
 import torch
 from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint
 
+from baton.engine.cuda_graphs import batch_sizes
 from baton.engine.cuda_runner import CudaFlight
-from baton.engine.graphs import batch_sizes
+from baton.engine.device_batch import Ragged
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
-from baton.engine.ragged import Ragged
 from baton.engine.sampling import SamplingParams
-from baton.engine.upload import to_device
+from baton.layers.transfer import to_device
 
 PAIRS = ("mixed/mixed", "fa3/fa3", "fa3/triton", "triton/fa3", "triton/triton")
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)

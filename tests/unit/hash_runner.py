@@ -2,7 +2,7 @@
 
 A stale, foreign or unwritten page changes the output, so equality with `reference` proves that the scheduler
 and the hand-off kept every page right. With penalties the hash also depends on the prompt and the output that
-the slot knows of; the log-probability of a prompt token is its position. Implements engine.runner.Runner.
+the slot knows of; the log-probability of a prompt token is its position. Implements engine.plan.Runner.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from baton.attention.base import AttentionRow
+from baton.attention.fa3 import mismatch
 from baton.attention.flashinfer_paged import workspace_bytes
-from baton.attention.kernel_pairs import mismatch
 from baton.attention.registry import BACKENDS, NoBackend, resolve
 from baton.kvcache.pool import KvLayout, KvPool
 

@@ -8,8 +8,8 @@ import torch
 
 from baton.engine.cuda_sampler import CudaSampler, edits
 from baton.engine.plan import SlotInit
-from baton.engine.random import row_keys
 from baton.engine.sampler import Sampler
+from baton.engine.sampler_ops import row_keys
 from baton.engine.sampler_state import SlotStates
 from baton.engine.sampling import SamplingParams
 

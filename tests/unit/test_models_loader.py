@@ -10,9 +10,7 @@ from random_checkpoints import VARIANTS, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from baton.models.config import ModelError, read_config
-from baton.models.loader import fingerprint, load_model, weight_bytes
-from baton.models.reader import read_weights
-from baton.models.weights import allocate
+from baton.models.loader import allocate, fingerprint, load_model, read_weights, weight_bytes
 from baton.rpc.errors import BatonError
 from baton.worker.memory import check_weights, free_and_total
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from baton.engine.plan import SlotInit
-from baton.engine.random import FIRST_GROUP, gumbel, row_keys
 from baton.engine.sampler import Sampler
-from baton.engine.sampler_ops import draw, thresholds
+from baton.engine.sampler_ops import FIRST_GROUP, draw, gumbel, row_keys, thresholds
 from baton.engine.sampling import SamplingParams
 
 VOCAB = 3000

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
-from baton.engine.upload import to_device
 from baton.kvcache.pool import KvPool
+from baton.layers.transfer import to_device
 
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from baton.attention.base import AttentionRow
-from baton.engine.upload import Upload
 from baton.kvcache.pool import KvPool
+from baton.layers.transfer import Upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from baton.attention.base import AttentionBackend
-from baton.attention.fa3 import Fa3Attention
-from baton.attention.fa3_fixed import FixedFa3Attention
+from baton.attention.fa3 import Fa3Attention, FixedFa3Attention
 from baton.attention.flashinfer_paged import FlashInferAttention
 from baton.attention.mixed import MixedAttention
 from baton.attention.torch_sdpa import TorchAttention

@@ -12,8 +12,7 @@ from typing import Any
 from baton.bench.clients import make_target, run_clients
 from baton.bench.engine import EngineBench
 from baton.bench.workload import Range, Workload
-from baton.engine.plan import PlanRow, SlotInit, StepPlan, step_load
-from baton.engine.runner import Runner
+from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan, step_load
 from baton.engine.sampling import SamplingParams
 from baton.latency import Record
 from baton.plan.profile import HostCost

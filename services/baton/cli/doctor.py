@@ -110,7 +110,7 @@ def attention() -> Iterator[Check]:
     """Attention backends and the library that the fast one comes from."""
     import torch
 
-    from baton.attention.kernel_pairs import mismatch
+    from baton.attention.fa3 import mismatch
     from baton.attention.registry import BACKENDS
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

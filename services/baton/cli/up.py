@@ -57,7 +57,7 @@ CHECK_MODEL = """
 import sys
 from pathlib import Path
 from baton.models.config import ModelError, read_config
-from baton.models.reader import weight_files
+from baton.models.loader import weight_files
 
 path, load_format, context_length = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 try:

@@ -15,17 +15,13 @@ import torch
 
 from baton.attention.mixed import MixedAttention
 from baton.attention.paged import HostRows, PagedAttention, PagedRows
-from baton.engine.chunk_graphs import ChunkGraphs, ChunkInputs
-from baton.engine.cuda_sampler import CudaSampler
-from baton.engine.device_slots import Changes, DeviceSlots
-from baton.engine.graphs import DecodeGraphs, Inputs, Progress, batch_sizes
+from baton.engine.cuda_graphs import ChunkGraphs, ChunkInputs, DecodeGraphs, Inputs, Progress, batch_sizes
+from baton.engine.cuda_sampler import CudaSampler, logprobs_to_host, prompt_logprobs
+from baton.engine.device_batch import Changes, DeviceSlots, Ints, Ragged
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
-from baton.engine.prompt_logprobs import logprobs_to_host, prompt_logprobs
-from baton.engine.ragged import Ints, Ragged
-from baton.engine.results import row_results
-from baton.engine.sampler import Samples, TokenLogprobs
-from baton.engine.upload import Upload, to_host
+from baton.engine.sampler import Samples, TokenLogprobs, row_results
 from baton.kvcache.pool import KvPool
+from baton.layers.transfer import Upload, to_host
 from baton.models.decoder import Model
 
 Fresh = dict[int, int]
@@ -47,7 +43,7 @@ class CudaFlight:
 
 
 class CudaRunner:
-    """Implements `engine.runner.Runner` on one Hopper GPU; the pool has a spare page.
+    """Implements `engine.plan.Runner` on one Hopper GPU; the pool has a spare page.
 
     Rows of one token attend together, longer ones together.
     """

@@ -7,17 +7,18 @@ kept by one and dropped by the other, and noise may differ in its last bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.plan import SlotInit
-from baton.engine.random import row_keys
-from baton.engine.sampler import Samples, Slots, token_logprobs
+from baton.engine.plan import PlanRow, SlotInit
+from baton.engine.sampler import Samples, Slots, TokenLogprobs, token_logprobs
+from baton.engine.sampler_ops import row_keys
 from baton.engine.sampler_state import SlotStates
-from baton.engine.upload import Upload, to_device
+from baton.layers.transfer import Upload, to_device, to_host
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -159,3 +160,31 @@ class CudaSampler:
                 logits.index_select(0, rows).float(), samples.tokens[rows].long(), max(samples.wanted)
             )
         return samples
+
+
+_ROWS = 64
+"""Logits are computed for this many positions at a time, to bound their memory."""
+
+
+def prompt_logprobs(
+    project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, row: PlanRow
+) -> list[TokenLogprobs]:
+    """Enqueues the row's log-probabilities. `hidden`: its states, [tokens, hidden]; `project` computes
+    logits from them."""
+    assert row.prompt_logprobs is not None
+    targets = to_device(np.array(row.prompt_logprobs, np.int64), hidden.device)
+    parts = zip(torch.split(hidden[: len(targets)], _ROWS), torch.split(targets, _ROWS), strict=True)
+    return [
+        logprobs_to_host(token_logprobs(project(states).float(), wanted, row.prompt_top))
+        for states, wanted in parts
+    ]
+
+
+def logprobs_to_host(logprobs: TokenLogprobs) -> TokenLogprobs:
+    """The same in pinned memory, once all that is enqueued now has run."""
+    return TokenLogprobs(
+        to_host(logprobs.tokens),
+        to_host(logprobs.chosen),
+        to_host(logprobs.top_tokens),
+        to_host(logprobs.top),
+    )

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.engine.plan import PlanRow, SlotInit, StepPlan, step_load
-from baton.engine.runner import Runner
+from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan, step_load
 from baton.engine.sampling import SamplingParams
 from baton.stepcost import StepCost, StepLoad, fit
 

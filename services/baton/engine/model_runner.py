@@ -10,8 +10,7 @@ import torch
 
 from baton.attention.base import AttentionBackend, AttentionRow
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
-from baton.engine.results import row_results
-from baton.engine.sampler import Sampler, Samples, TokenLogprobs, token_logprobs
+from baton.engine.sampler import Sampler, Samples, TokenLogprobs, row_results, token_logprobs
 from baton.kvcache.pool import KvPool
 from baton.models.decoder import Model
 
@@ -32,7 +31,7 @@ class Flight:
 
 
 class ModelRunner:
-    """Implements `engine.runner.Runner`. Rows of one token use the decode backend, others the prefill one."""
+    """Implements `engine.plan.Runner`. Rows of one token use the decode backend, others the prefill one."""
 
     def __init__(
         self,

@@ -8,18 +8,17 @@ with the last one that top-k or top-p keep are kept too. Log-probabilities are o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.plan import Logprobs, SlotInit
-from baton.engine.random import row_keys
-from baton.engine.sampler_ops import draw, penalize, thresholds
+from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, SlotInit
+from baton.engine.sampler_ops import draw, penalize, row_keys, thresholds
 from baton.engine.sampler_state import SlotStates
-from baton.engine.upload import to_device
+from baton.layers.transfer import to_device
 
 Slots = npt.NDArray[np.int64]
 
@@ -177,3 +176,35 @@ class Sampler:
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return to_device(array, self._device)
+
+
+_BAD_LOGITS = "the model's logits are not finite: its weights or its KV are damaged"
+
+
+def row_results(
+    rows: Sequence[PlanRow],
+    tokens: Sequence[int],
+    finite: Sequence[bool],
+    logprobs: Mapping[int, Logprobs],
+    prompts: Mapping[int, Sequence[TokenLogprobs]],
+) -> tuple[RowResult, ...]:
+    """`tokens`, `finite` (whether the logits were numbers) and the keys of `logprobs` count the rows' sampled
+    slots, in order; `prompts` holds prompt log-probabilities by the row's place."""
+    if not logprobs and not prompts and all(finite) and all(len(row.sample) == 1 for row in rows):
+        return tuple(
+            RowResult((Sampled(row.sample[0], token),)) for row, token in zip(rows, tokens, strict=True)
+        )
+    results: list[RowResult] = []
+    first = 0
+    for i, row in enumerate(rows):
+        last = first + len(row.sample)
+        prompt = tuple(
+            entry for part in prompts.get(i, ()) for entry in part.read([row.prompt_top] * len(part.tokens))
+        )
+        sampled = tuple(
+            Sampled(slot, tokens[j], logprobs.get(j)) for j, slot in enumerate(row.sample, start=first)
+        )
+        error = None if all(finite[first:last]) else _BAD_LOGITS
+        results.append(RowResult(sampled, prompt, error))
+        first = last
+    return tuple(results)

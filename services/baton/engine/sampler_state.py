@@ -7,7 +7,7 @@ import torch
 
 from baton.engine.plan import SlotInit
 from baton.engine.sampling import SamplingParams
-from baton.engine.upload import to_device
+from baton.layers.transfer import to_device
 
 
 class SlotStates:

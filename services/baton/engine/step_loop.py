@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from baton.engine.batch import Step
-from baton.engine.plan import StepResult
-from baton.engine.runner import Runner
+from baton.engine.plan import Runner, StepResult
 
 TICK_SECONDS = 0.5
 """An idle loop checks deadlines, leases and heartbeats this often."""

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.plan import PlanRow, SlotInit, StepPlan, StepResult
-from baton.engine.runner import Runner
+from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan, StepResult
 from baton.engine.sampling import SamplingParams
 
 SIZES = ((4, 1), (32, 16))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, StepPlan, StepResult, step_load
-from baton.engine.random import row_keys
+from baton.engine.sampler_ops import row_keys
 from baton.stepcost import StepCost
 
 
@@ -25,7 +25,7 @@ class TimedFlight:
 
 
 class TimedRunner:
-    """Implements `engine.runner.Runner`: a device that executes one step after the other."""
+    """Implements `engine.plan.Runner`: a device that executes one step after the other."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The configuration of a dense decoder, read from a Hugging Face config.json."""
+"""The architectures that are served, and what a dense decoder is made of, read from a config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,28 @@ from typing import Any
 import torch
 
 from baton.layers.rope import RopeConfig
-from baton.models.registry import ARCHITECTURES, Architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Properties implied by the class name and not stated in config.json."""
+
+    name: str
+    qk_norm: bool = False
+    """Queries and keys of each head pass an RMS norm before the rotation."""
+    qkv_bias: bool = False
+    """The query, key and value projections always have a bias, the output projection never."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    a.name: a
+    for a in (
+        Architecture("LlamaForCausalLM"),
+        Architecture("MistralForCausalLM"),
+        Architecture("Qwen2ForCausalLM", qkv_bias=True),
+        Architecture("Qwen3ForCausalLM", qk_norm=True),
+    )
+}
 
 
 class ModelError(Exception):

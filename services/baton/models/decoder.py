@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from baton.layers.cpu_layouts import CpuLayout, fastest_layout
-from baton.layers.linear import Linear
+from baton.layers.linear import CpuLayout, Linear, fastest_layout
 from baton.layers.rope import apply_rope
 from baton.models.config import ModelConfig
 

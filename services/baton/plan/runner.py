@@ -16,7 +16,7 @@ class VirtualFlight:
 
 
 class VirtualRunner:
-    """Implements `engine.runner.Runner`: executes one step after the other, each in the time that it costs.
+    """Implements `engine.plan.Runner`: executes one step after the other, each in the time that it costs.
     `read` does not wait: whoever drives it reads a step when it has ended. All tokens are 0."""
 
     vocab_size = 1

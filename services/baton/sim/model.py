@@ -117,7 +117,7 @@ class Flight:
 
 
 class SimRunner:
-    """Implements engine.runner.Runner. `submit` puts a flight on the device, which calls `execute` in order.
+    """Implements engine.plan.Runner. `submit` puts a flight on the device, which calls `execute` in order.
 
     `check_write` is told of every page before it is written. Not thread-safe.
     """

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from baton.attention.base import AttentionBackend
-from baton.attention.fa3_fixed import FixedFa3Attention
+from baton.attention.fa3 import FixedFa3Attention
 from baton.attention.registry import NoBackend
 from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.measure import Room
-from baton.engine.runner import Runner
+from baton.engine.plan import Runner
 from baton.engine.scheduler_state import POLICIES
 from baton.engine.threads import TunedRunner
 from baton.engine.timed_runner import TimedRunner

@@ -11,7 +11,7 @@ import torch
 
 from baton.config import WorkerConfig
 from baton.engine.measure import Room, largest_steps
-from baton.engine.runner import Runner
+from baton.engine.plan import Runner
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.rpc.errors import failed_precondition, invalid
 

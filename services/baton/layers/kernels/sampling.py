@@ -21,7 +21,7 @@ _GROUP = 256
 _GROUPS = 16
 """Of a program."""
 
-# As in baton.engine.random; SplitMix64's constants as int64.
+# As in baton.engine.sampler_ops; SplitMix64's constants as int64.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
 _MIX1 = tl.constexpr(0xBF58476D1CE4E5B9 - 2**64)
 _MIX2 = tl.constexpr(0x94D049BB133111EB - 2**64)

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from baton.layers import cpu_layouts
-from baton.layers.cpu_layouts import Blocked, Transposed, blocked_available, fastest_layout
-from baton.layers.linear import Linear
+from baton.layers import linear as layouts
+from baton.layers.linear import Blocked, Linear, Transposed, blocked_available, fastest_layout
 
 
 @pytest.mark.parametrize("layout", [Transposed, Blocked])
@@ -33,17 +32,17 @@ def test_layouts_compute_the_same(layout, dtype, tolerance, rows, with_bias):
 
 @pytest.mark.parametrize("slow", ["Transposed", "Blocked"])
 def test_the_faster_layout_is_taken(monkeypatch, slow):
-    class Slow(getattr(cpu_layouts, slow)):
+    class Slow(getattr(layouts, slow)):
         __slots__ = ()
 
         def apply(self, x, bias):
             time.sleep(0.002)
             return super().apply(x, bias)
 
-    monkeypatch.setattr(cpu_layouts, slow, Slow)
+    monkeypatch.setattr(layouts, slow, Slow)
     threads = torch.get_num_threads()
     chosen = fastest_layout(torch.randn(64, 64))
-    assert chosen is getattr(cpu_layouts, {"Transposed": "Blocked", "Blocked": "Transposed"}[slow])
+    assert chosen is getattr(layouts, {"Transposed": "Blocked", "Blocked": "Transposed"}[slow])
     assert torch.get_num_threads() == threads
 
 

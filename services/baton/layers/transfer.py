@@ -1,4 +1,4 @@
-"""From host arrays to a device without the host waiting for it."""
+"""Copies between host and device without the host waiting for them."""
 
 from __future__ import annotations
 

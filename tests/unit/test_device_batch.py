@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.device_slots import DeviceSlots
+from baton.engine.device_batch import DeviceSlots
 from baton.engine.plan import PlanRow
-from baton.engine.upload import Upload
+from baton.layers.transfer import Upload
 
 CPU = torch.device("cpu")
 
