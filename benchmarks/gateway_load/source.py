@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 
-from baton.decode.callers import Caller
+from baton.decode.callers import DecodeStream
 from baton.rpc.address import new_incarnation
 from baton.rpc.channel import server_options
 from baton.rpc.errors import cancelled, to_status
@@ -35,31 +35,33 @@ class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
         self._model = node_pb2.ModelInfo(
             name="source", context_length=2**20, vocab_size=vocabulary, fingerprint="source"
         )
-        self._running: dict[Caller, dict[int, int]] = {}  # requests and how many tokens each still gets
+        self._running: dict[DecodeStream, dict[int, int]] = {}  # requests and how many tokens each still gets
 
     async def GetInfo(self, request: node_pb2.GetInfoRequest, context: Any) -> node_pb2.NodeInfo:
         return node_pb2.NodeInfo(role="decode", incarnation=self._incarnation, model=self._model)
 
     async def Generate(self, requests: Any, context: Any) -> AsyncIterator[decode_pb2.StepEvents]:
-        caller = Caller((await anext(aiter(requests))).hello.incarnation)
+        caller = DecodeStream((await anext(aiter(requests))).hello.incarnation, self._message_seconds)
         self._running[caller] = {}
         reading = asyncio.create_task(self._read(requests, caller))
         try:
             welcome = decode_pb2.DecodeWelcome(incarnation=self._incarnation)
             yield decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)])
-            async for message in caller.messages(self._message_seconds):
+            async for message in caller.messages():
                 yield message
         finally:
             reading.cancel()
             del self._running[caller]
 
-    async def _read(self, commands: Any, caller: Caller) -> None:
+    async def _read(self, commands: Any, caller: DecodeStream) -> None:
         running = self._running[caller]
         async for message in commands:
             for command in message.several.commands or (message,):
                 self._obey(command, caller, running)
 
-    def _obey(self, command: decode_pb2.GenerateCommand, caller: Caller, running: dict[int, int]) -> None:
+    def _obey(
+        self, command: decode_pb2.GenerateCommand, caller: DecodeStream, running: dict[int, int]
+    ) -> None:
         kind = command.WhichOneof("kind")
         if kind == "start":
             caller.begin(command.start.request, command.start.attempt)

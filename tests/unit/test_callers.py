@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from baton.decode.callers import Caller, merge
+from baton.decode.callers import DecodeStream, merge
 from baton.v1 import decode_pb2
 
 
@@ -31,13 +31,13 @@ def finished(request):
 class Written:
     """What a caller's stream writes, and when."""
 
-    def __init__(self, caller, gather):
+    def __init__(self, caller):
         self.messages = []
         self.at = []
-        self._task = asyncio.create_task(self._write(caller, gather))
+        self._task = asyncio.create_task(self._write(caller))
 
-    async def _write(self, caller, gather):
-        async for message in caller.messages(gather):
+    async def _write(self, caller):
+        async for message in caller.messages():
             self.messages.append(
                 ([e.request for e in message.events], {d.request: list(d.token_ids) for d in message.tokens})
             )
@@ -48,9 +48,9 @@ class Written:
         await asyncio.wait_for(self._task, 5)
 
 
-async def started(caller, *requests, gather):
+async def started(caller, *requests):
     """A stream on which everybody has had a first token, and tokens gather."""
-    written = Written(caller, gather)
+    written = Written(caller)
     for request in requests:
         caller.begin(request, 1)
         caller.send(tokens(0, request=request))
@@ -64,8 +64,8 @@ async def started(caller, *requests, gather):
 
 
 async def test_tokens_gather():
-    caller = Caller(1)
-    written = await started(caller, 1, 2, gather=0.2)
+    caller = DecodeStream(1, 0.2)
+    written = await started(caller, 1, 2)
     before = time.monotonic()
     for id in (5, 6, 7):
         caller.send(tokens(id, request=1))
@@ -78,8 +78,8 @@ async def test_tokens_gather():
 
 
 async def test_an_end_takes_along_only_its_own_tokens():
-    caller = Caller(1)
-    written = await started(caller, 1, 2, 3, gather=0.3)
+    caller = DecodeStream(1, 0.3)
+    written = await started(caller, 1, 2, 3)
     for request in (1, 2, 3):
         caller.send(tokens(request, request=request))
     caller.send(decode_pb2.StepEvents(step=9, events=[finished(2)]))
@@ -92,8 +92,8 @@ async def test_an_end_takes_along_only_its_own_tokens():
 
 
 async def test_a_first_token_does_not_wait_even_after_its_event():
-    caller = Caller(1)
-    written = await started(caller, 1, gather=0.3)
+    caller = DecodeStream(1, 0.3)
+    written = await started(caller, 1)
     caller.send(tokens(5, request=1))
     caller.begin(2, 1)
     caller.send(decode_pb2.StepEvents(events=[prompt(2)]))
@@ -109,8 +109,8 @@ async def test_a_first_token_does_not_wait_even_after_its_event():
 
 
 async def test_what_does_not_wait_does_not_make_the_next_step_wait():
-    caller = Caller(1)
-    written = await started(caller, 1, gather=0.3)
+    caller = DecodeStream(1, 0.3)
+    written = await started(caller, 1)
     await asyncio.sleep(0.35)
     caller.begin(2, 1)
     caller.send(tokens(8, request=2))
@@ -126,8 +126,8 @@ async def test_what_does_not_wait_does_not_make_the_next_step_wait():
 
 
 async def test_events_all_the_time_do_not_keep_the_others_waiting():
-    caller = Caller(1)
-    written = await started(caller, 1, gather=0.1)
+    caller = DecodeStream(1, 0.1)
+    written = await started(caller, 1)
     before = time.monotonic()
     caller.send(tokens(5, request=1))
     for request in range(2, 32):
@@ -140,8 +140,8 @@ async def test_events_all_the_time_do_not_keep_the_others_waiting():
 
 
 async def test_nothing_is_kept_back_from_a_stream_that_ends():
-    caller = Caller(1)
-    written = await started(caller, 1, 2, gather=30.0)
+    caller = DecodeStream(1, 30.0)
+    written = await started(caller, 1, 2)
     for request in (1, 2):
         caller.send(tokens(7, request=request))
     caller.send(decode_pb2.StepEvents(events=[finished(2)]))

@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Set
 from google.rpc import status_pb2
 
 from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
-from baton.rpc.errors import BatonError, exhausted, not_found, to_status
-from baton.rpc.streams import Outbox, OutboxFull, byte_size
+from baton.rpc.errors import BatonError, not_found, to_status
+from baton.rpc.streams import Outbox, byte_size
 from baton.v1 import decode_pb2
+from baton.worker.caller_stream import CallerStream
 from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to
 from baton.worker.node import status_of
 
@@ -20,13 +21,13 @@ REMEMBERED = 8192
 """Number of ended requests per stream that are remembered; late cancels of these are expected."""
 
 
-class Caller:
+class DecodeStream(CallerStream):
     """One stream. Used on the event loop; the object itself is the stream's key in the core."""
 
-    def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
-        self.outbox: Outbox[decode_pb2.StepEvents] = Outbox(merge, size_of=byte_size)
-        self.error: BatonError | None = None
+    def __init__(self, incarnation: int, gather: float = 0.0) -> None:
+        """`gather`: seconds between two messages with tokens, see `messages`."""
+        super().__init__(incarnation, Outbox(merge, size_of=byte_size))
+        self._gather = gather
         self._running: dict[int, int] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._half_closed = False
@@ -62,13 +63,10 @@ class Caller:
         self._close_if_done()
 
     def close(self, error: BatonError | None = None) -> None:
-        """Unsent messages are still written; then the stream ends, with the error if there is one."""
-        if error is not None:
-            self.error = error
-        self.outbox.close()
+        super().close(error)
         self._news.set()
 
-    async def messages(self, gather: float) -> AsyncIterator[decode_pb2.StepEvents]:
+    async def messages(self) -> AsyncIterator[decode_pb2.StepEvents]:
         """Yields the messages to write, until the outbox is closed and empty.
 
         After a message with tokens, the next tokens gather in the outbox, which merges them, for `gather`
@@ -85,7 +83,7 @@ class Caller:
                 if rest.tokens:
                     self.outbox.put(rest)
             elif any(delta.request not in urgent for delta in message.tokens):
-                due = now + gather
+                due = now + self._gather
             yield message
             await self._wait(due)
 
@@ -116,7 +114,7 @@ class Caller:
             self._hurry(event.request)
             if event.WhichOneof("kind") in ("finished", "failed"):
                 self._end(event.request)
-        taken = self._put(message)
+        taken = self.put(message)
         self._close_if_done()
         return taken
 
@@ -125,15 +123,8 @@ class Caller:
         if self._running.get(request) == attempt:
             self._end(request)
         self._hurry(request)
-        self._put(decode_pb2.StepEvents(events=[event]))
+        self.put(decode_pb2.StepEvents(events=[event]))
         self._close_if_done()
-
-    def _put(self, message: decode_pb2.StepEvents) -> bool:
-        try:
-            return self.outbox.put(message)
-        except OutboxFull as full:
-            self.close(exhausted(f"the caller does not read: {full}", "SLOW_READER"))
-            return False
 
     def _end(self, request: int) -> None:
         self._running.pop(request, None)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
 from baton.config import DecodeConfig
-from baton.decode.callers import Caller, add_output
+from baton.decode.callers import DecodeStream, add_output
 from baton.decode.core import DecodeCore, Key, make_core
 from baton.decode.outputs import Output
 from baton.decode.peers import PrefillPeers
 from baton.engine.request import Request
 from baton.handoff.messages import DecodeEffect
 from baton.rpc.authentication import ClusterAuthentication
-from baton.rpc.errors import BatonError, abort, invalid, unavailable
+from baton.rpc.errors import BatonError, invalid, unavailable
 from baton.rpc.node import run_node
-from baton.rpc.streams import STREAM_ENDED, first_message
-from baton.rpc.validate import check_several, check_token_ids
+from baton.rpc.validate import check_token_ids
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
+from baton.worker.caller_stream import CallerStreams
 from baton.worker.convert import check_start, delivered_from, sampling_from
 from baton.worker.node import WorkerNode
 
@@ -41,7 +42,7 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
     def __init__(self, config: DecodeConfig) -> None:
         super().__init__(config)
         self._config = config
-        self._callers: set[Caller] = set()
+        self.streams: CallerStreams[DecodeStream] = CallerStreams(self, self.tasks)
         self.messages = 0
         """Sent to callers by steps."""
         self._peers = PrefillPeers(self, config)
@@ -66,33 +67,26 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
 
     async def drain(self, seconds: float) -> int:
         """Callers get `draining`, so that they send no more requests."""
-        for caller in self._callers:
-            caller.send(decode_pb2.StepEvents(events=[_DRAINING]))
+        for stream in self.streams.open:
+            stream.send(decode_pb2.StepEvents(events=[_DRAINING]))
         return await super().drain(seconds)
-
-    def leave_callers(self, error: BatonError) -> None:
-        for caller in list(self._callers):
-            caller.close(error)
-
-    def unsent(self) -> bool:
-        return any(len(caller.outbox) for caller in list(self._callers))
 
     async def stop(self) -> None:
         await self._hand_back()
-        self.leave_callers(unavailable("the node is stopping", "STOPPING"))
+        self.streams.close(unavailable("the node is stopping", "STOPPING"))
         await asyncio.sleep(0)
         await self._peers.close()
         await super().stop()
 
     async def _hand_back(self) -> None:
         """Hands running requests back to their callers, each with its terminal event."""
-        if self.core_or_none is None or not self._callers:
+        if self.core_or_none is None or not self.streams.open:
             return
         self.steps.call(lambda core, now: core.hand_back(now))
         deadline = time.monotonic() + HAND_BACK_SECONDS
         # The step thread does not signal. Its messages must also have left the outboxes.
         while time.monotonic() < deadline and (  # noqa: ASYNC110
-            self.core_or_none.requests or self.unsent()
+            self.core_or_none.requests or self.streams.unsent
         ):
             await asyncio.sleep(0.01)
 
@@ -109,63 +103,38 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
                 message = messages[caller] = decode_pb2.StepEvents(step=step)
             add_output(message, output, self.page_bytes)
         for caller, message in messages.items():
-            assert isinstance(caller, Caller)
+            assert isinstance(caller, DecodeStream)
             self.messages += 1
             if not caller.send(message):
-                self._drop(caller)
+                self.drop(caller)
         self._peers.perform(effects)
-
-    def _drop(self, caller: Caller) -> None:
-        self.steps.call(lambda core, now: core.caller_gone(caller, now))
 
     # --- the service ------------------------------------------------------------------------------------
 
     async def Generate(self, request_iterator: Any, context: Any) -> AsyncIterator[decode_pb2.StepEvents]:
-        try:
-            first = await first_message(request_iterator, "Decode.Generate")
-            if first.WhichOneof("kind") != "hello" or not first.hello.incarnation:
-                text = "the first message on Decode.Generate must be `hello` with a non-zero incarnation"
-                raise invalid("hello.incarnation", text)
-            self.require_turning()
-        except BatonError as error:
-            await abort(context, error)
-        caller = Caller(first.hello.incarnation)
-        self._callers.add(caller)
-        reader = self.tasks.spawn(self._read(request_iterator, caller), "decode reader")
-        try:
-            welcome = decode_pb2.DecodeWelcome(incarnation=self.incarnation)
-            yield decode_pb2.StepEvents(events=[decode_pb2.DecodeEvent(welcome=welcome)])
-            if self.draining:
-                yield decode_pb2.StepEvents(events=[_DRAINING])
-            async for message in caller.messages(self._config.message_seconds):
+        async with aclosing(self.streams.serve(request_iterator, context, "Decode.Generate")) as messages:
+            async for message in messages:
                 yield message
-            if caller.error is not None:
-                await abort(context, caller.error)
-        finally:
-            reader.cancel()
-            self._callers.discard(caller)
-            self._drop(caller)
 
-    async def _read(self, commands: Any, caller: Caller) -> None:
-        """Awaits only the next message."""
-        try:
-            async for command in commands:
-                self._take(command, caller)
-            caller.half_closed()
-        except BatonError as error:
-            caller.close(error)
-        except STREAM_ENDED:
-            pass  # the writer's end of the call informs the core
+    def open(self, hello: decode_pb2.DecodeHello) -> DecodeStream:
+        self.require_turning()
+        return DecodeStream(hello.incarnation, self._config.message_seconds)
 
-    def _take(self, message: decode_pb2.GenerateCommand, caller: Caller) -> None:
-        if not message.HasField("several"):
-            self._obey(message, caller)
-            return
-        check_several(len(message.several.commands))
-        for command in message.several.commands:
-            self._obey(command, caller)
+    def welcome(self) -> list[decode_pb2.StepEvents]:
+        welcome = decode_pb2.DecodeEvent(welcome=decode_pb2.DecodeWelcome(incarnation=self.incarnation))
+        events = [welcome, _DRAINING] if self.draining else [welcome]
+        return [decode_pb2.StepEvents(events=[event]) for event in events]
 
-    def _obey(self, command: decode_pb2.GenerateCommand, caller: Caller) -> None:
+    def several(self, message: decode_pb2.GenerateCommand) -> Sequence[decode_pb2.GenerateCommand]:
+        return message.several.commands
+
+    def half_closed(self, stream: DecodeStream) -> None:
+        stream.half_closed()
+
+    def drop(self, stream: DecodeStream) -> None:
+        self.steps.call(lambda core, now: core.caller_gone(stream, now))
+
+    def obey(self, command: decode_pb2.GenerateCommand, caller: DecodeStream) -> None:
         kind = command.WhichOneof("kind")
         if kind == "start":
             self._start(command.start, caller)
@@ -179,12 +148,12 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             kinds = "start, cancel, heartbeat, pause, or several of these"
             raise invalid("kind", f"each message on Decode.Generate after `hello` sets {kinds}")
 
-    def _cancel(self, cancel: decode_pb2.DecodeCancel, caller: Caller) -> None:
+    def _cancel(self, cancel: decode_pb2.DecodeCancel, caller: DecodeStream) -> None:
         key = Key(caller, cancel.request)
         if caller.runs(cancel.request, cancel.attempt):
             self.steps.call(lambda core, now: core.cancel(key, now))
 
-    def _heartbeat(self, caller: Caller) -> None:
+    def _heartbeat(self, caller: DecodeStream) -> None:
         """Answers at once while the step thread is within the time that its step may take; else leaves the
         answer to the step thread."""
         if self.stuck(floor=0.0):
@@ -192,15 +161,15 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         else:
             caller.send(decode_pb2.StepEvents())
 
-    def _answer(self, caller: Caller) -> None:
+    def _answer(self, caller: DecodeStream) -> None:
         self.loop.call_soon_threadsafe(caller.send, decode_pb2.StepEvents())
 
-    def _pause(self, pause: decode_pb2.DecodePause, caller: Caller) -> None:
+    def _pause(self, pause: decode_pb2.DecodePause, caller: DecodeStream) -> None:
         key = Key(caller, pause.request)
         if caller.runs(pause.request, pause.attempt):
             self.steps.call(lambda core, now: core.pause(key, pause.paused))
 
-    def _start(self, start: decode_pb2.DecodeStart, caller: Caller) -> None:
+    def _start(self, start: decode_pb2.DecodeStart, caller: DecodeStream) -> None:
         if caller.attempt_of(start.request) is not None:
             text = f"request {start.request} is running on this stream"
             raise invalid("start.request", text, "DUPLICATE_REQUEST")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Hashable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
@@ -23,8 +24,6 @@ from baton.prefill.core import PrefillCore, make_core
 from baton.rpc.authentication import ClusterAuthentication
 from baton.rpc.errors import (
     BatonError,
-    abort,
-    exhausted,
     failed_precondition,
     invalid,
     to_status,
@@ -32,9 +31,9 @@ from baton.rpc.errors import (
 )
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
-from baton.rpc.streams import STREAM_ENDED, Outbox, OutboxFull, byte_size, first_message
-from baton.rpc.validate import check_several
+from baton.rpc.streams import Outbox, byte_size
 from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.worker.caller_stream import CallerStream, CallerStreams
 from baton.worker.convert import (
     check_start,
     layout_difference,
@@ -57,7 +56,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
     def __init__(self, config: PrefillConfig) -> None:
         super().__init__(config)
         self._config = config
-        self._callers: set[_Caller] = set()
+        self.streams: CallerStreams[_PrefillStream] = CallerStreams(self, self.tasks)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
@@ -76,76 +75,44 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
 
     def _deliver(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
         for holder, told in outputs.items():
-            assert isinstance(holder, _Caller)
-            try:
-                holder.outbox.put(prefill_pb2.PrefillResponse(events=[_event(output) for output in told]))
-            except OutboxFull as full:
-                holder.error = exhausted(f"the caller does not read: {full}", "SLOW_READER")
-                holder.outbox.close()
-                self._drop(holder)
-
-    def _drop(self, caller: _Caller) -> None:
-        self.steps.call(lambda core, now: core.side.disconnect(caller, now))
+            assert isinstance(holder, _PrefillStream)
+            if not holder.put(prefill_pb2.PrefillResponse(events=[_event(output) for output in told])):
+                self.drop(holder)
 
     # --- the service ------------------------------------------------------------------------------------
 
     async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        try:
-            first = await first_message(request_iterator, "Prefill.Run")
-            if first.WhichOneof("kind") != "hello" or not first.hello.incarnation:
-                text = "the first message on Prefill.Run must be `hello` with a non-zero incarnation"
-                raise invalid("hello.incarnation", text)
-            if first.hello.HasField("layout"):
-                difference = layout_difference(self.layout, first.hello.layout)
-                if difference is not None:
-                    raise failed_precondition(difference, "LAYOUT_MISMATCH")
-            self.require_turning()
-        except BatonError as error:
-            await abort(context, error)
-        caller = _Caller(first.hello.incarnation)
-        self._callers.add(caller)
-        self.steps.call(lambda core, now: core.side.connect(caller, now))
-        reader = self.tasks.spawn(self._read(request_iterator, caller), "prefill reader")
-        try:
-            yield prefill_pb2.PrefillResponse(events=[self._welcome()])
-            async for response in caller.outbox:
-                yield response
-            if caller.error is not None:
-                await abort(context, caller.error)
-        finally:
-            reader.cancel()
-            self._callers.discard(caller)
-            self._drop(caller)
+        async with aclosing(self.streams.serve(request_iterator, context, "Prefill.Run")) as messages:
+            async for message in messages:
+                yield message
 
-    async def _read(self, requests: Any, caller: _Caller) -> None:
-        """Awaits only the next message."""
-        try:
-            async for message in requests:
-                self._take(message, caller)
-            # A caller that closed its side cannot release: only prompts without `keep_pages` continue to
-            # their end.
-            self.steps.call(lambda core, now: self._when_idle(core, caller))
-        except BatonError as error:
-            caller.error = error
-            caller.outbox.close()
-        except STREAM_ENDED:
-            pass  # the writer's end of the call informs the core
+    def open(self, hello: prefill_pb2.PrefillHello) -> _PrefillStream:
+        if hello.HasField("layout"):
+            difference = layout_difference(self.layout, hello.layout)
+            if difference is not None:
+                raise failed_precondition(difference, "LAYOUT_MISMATCH")
+        self.require_turning()
+        stream = _PrefillStream(hello.incarnation)
+        self.steps.call(lambda core, now: core.side.connect(stream, now))
+        return stream
 
-    def _when_idle(self, core: PrefillCore, caller: _Caller) -> None:
+    def several(self, message: prefill_pb2.PrefillRequest) -> Sequence[prefill_pb2.PrefillRequest]:
+        return message.several.requests
+
+    def half_closed(self, stream: _PrefillStream) -> None:
+        """It cannot release any more: only prompts without `keep_pages` continue to their end."""
+        self.steps.call(lambda core, now: self._when_idle(core, stream))
+
+    def drop(self, stream: _PrefillStream) -> None:
+        self.steps.call(lambda core, now: core.side.disconnect(stream, now))
+
+    def _when_idle(self, core: PrefillCore, caller: _PrefillStream) -> None:
         def close() -> None:
             self.loop.call_soon_threadsafe(caller.outbox.close)
 
         core.close_when_idle(caller, close)
 
-    def _take(self, message: prefill_pb2.PrefillRequest, caller: _Caller) -> None:
-        if not message.HasField("several"):
-            self._obey(message, caller)
-            return
-        check_several(len(message.several.requests))
-        for request in message.several.requests:
-            self._obey(request, caller)
-
-    def _obey(self, request: prefill_pb2.PrefillRequest, caller: _Caller) -> None:
+    def obey(self, request: prefill_pb2.PrefillRequest, caller: _PrefillStream) -> None:
         kind = request.WhichOneof("kind")
         if kind == "start":
             self._start(request.start, caller)
@@ -161,7 +128,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
             kinds = "start, cancel, release, heartbeat, or several of these"
             raise invalid("kind", f"each message on Prefill.Run after `hello` sets {kinds}")
 
-    def _start(self, start: prefill_pb2.PrefillStart, caller: _Caller) -> None:
+    def _start(self, start: prefill_pb2.PrefillStart, caller: _PrefillStream) -> None:
         name = name_from(start.attempt)
         if name in caller.names:
             raise invalid(
@@ -197,25 +164,17 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         ahead = start.announce_ahead
         self.steps.call(lambda core, now: core.side.start(caller, name, request, keep, now, ahead))
 
-    def _welcome(self) -> prefill_pb2.PrefillEvent:
+    def welcome(self) -> list[prefill_pb2.PrefillResponse]:
         welcome = prefill_pb2.PrefillWelcome(
             incarnation=self.incarnation,
             layout=self.layout,
             endpoints=self.endpoints(),
             lease_grace_ms=int(self._config.lease_grace_seconds * 1000),
         )
-        return prefill_pb2.PrefillEvent(welcome=welcome)
-
-    def leave_callers(self, error: BatonError) -> None:
-        for caller in list(self._callers):
-            caller.error = error
-            caller.outbox.close()
-
-    def unsent(self) -> bool:
-        return any(len(caller.outbox) for caller in list(self._callers))
+        return [prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=welcome)])]
 
     async def stop(self) -> None:
-        self.leave_callers(unavailable("the node is stopping", "STOPPING"))
+        self.streams.close(unavailable("the node is stopping", "STOPPING"))
         await asyncio.sleep(0)
         await super().stop()
 
@@ -237,14 +196,12 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         return load
 
 
-class _Caller:
+class _PrefillStream(CallerStream):
     """One stream, and the names that were started on it."""
 
     def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
+        super().__init__(incarnation, Outbox(_merge, size_of=byte_size))
         self.names = RecentNames()
-        self.outbox: Outbox[prefill_pb2.PrefillResponse] = Outbox(_merge, size_of=byte_size)
-        self.error: BatonError | None = None
 
 
 def _merge(

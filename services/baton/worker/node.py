@@ -28,6 +28,7 @@ from baton.transport.base import Receiver
 from baton.transport.grpc import PageSourceServicer
 from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.cache_service import CacheServicer
+from baton.worker.caller_stream import CallerStreams
 from baton.worker.engine import Engine, build_engine
 from baton.worker.load import add_step_cost, snapshot
 from baton.worker.steps import measure_steps
@@ -70,6 +71,7 @@ class WorkerNode(Generic[C]):
     engine: Engine
     steps: StepLoop[C]
     loop: asyncio.AbstractEventLoop
+    streams: CallerStreams[Any]
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raises BatonError when the files of its cluster secret or certificates cannot be used."""
@@ -138,10 +140,6 @@ class WorkerNode(Generic[C]):
         if self.core_or_none is not None:
             self.engine.close()
 
-    def leave_callers(self, error: BatonError) -> None:
-        """Ends the streams of all callers with the error, so that they send their requests elsewhere."""
-        raise AssertionError("each role has callers of its own")
-
     def require_turning(self) -> None:
         """Raises BatonError while the step thread is stuck: callers are refused then."""
         if self.stuck():
@@ -161,7 +159,7 @@ class WorkerNode(Generic[C]):
     async def _watch_steps(self) -> None:
         while True:
             if self.stuck():
-                self.leave_callers(self._stuck_error())
+                self.streams.close(self._stuck_error())
             await asyncio.sleep(WATCH_SECONDS)
 
     def _crashed(self, error: BaseException) -> None:
@@ -182,13 +180,9 @@ class WorkerNode(Generic[C]):
         self.core_or_none.node_failed(f"the node ended with {type(error).__name__} in its step thread")
         self.loop.call_soon_threadsafe(delivered.set)
         delivered.wait(TELL_SECONDS)
-        while self.unsent() and time.monotonic() < deadline:
+        while self.streams.unsent and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(WRITE_SECONDS)
-
-    def unsent(self) -> bool:
-        """Whether messages to callers are still unsent."""
-        raise AssertionError("each role has callers of its own")
 
     # --- what the roles use -----------------------------------------------------------------------------
 
