@@ -21,7 +21,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of sockets that bind it."""
+    """Address family of sockets that bind `host`."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 

@@ -1,7 +1,7 @@
-"""Who may call a process: the cluster's secret and certificates, and the interceptor that asks for them.
+"""Authentication: the cluster's secret and certificates, and the interceptor that checks them.
 
-The secret travels with each call, as metadata. Without TLS whoever reads the connection, or takes the port
-of a process that is gone, learns it. So it goes to other machines only over TLS, unless the configuration
+The secret travels with each call, as metadata. Without TLS whoever reads the connection, or takes over the
+port of a dead process, learns it. So it is sent to other machines only over TLS, unless the configuration
 allows it in clear.
 """
 
@@ -30,7 +30,8 @@ MAX_BYTES = 2**20
 
 
 def read_private(path: str, flag: str) -> bytes:
-    """The content of a file that not everybody may read. Raises BatonError, which names `flag`."""
+    """The content of a private file. Raises BatonError naming `flag`, also if every user can read the
+    file."""
     descriptor = _open(path, flag)
     with os.fdopen(descriptor, "rb") as file:
         about = os.fstat(descriptor)
@@ -40,13 +41,13 @@ def read_private(path: str, flag: str) -> bytes:
 
 
 def read_public(path: str, flag: str) -> bytes:
-    """The content of a file such as a certificate. Raises BatonError, which names `flag`."""
+    """The content of a public file such as a certificate. Raises BatonError naming `flag`."""
     with os.fdopen(_open(path, flag), "rb") as file:
         return _bounded(file.read(MAX_BYTES + 1), path, flag)
 
 
 def write_private(path: Path, content: bytes) -> int:
-    """Makes the file, readable by its user only; it must not be there yet. Returns it open."""
+    """Creates the file, readable by its user only; it must not exist. Returns it open."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.write(descriptor, content)
     return descriptor
@@ -109,7 +110,7 @@ class ClusterTls:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Neither: a process that whoever reaches it may call."""
+    """A process's secret and certificates. With neither, anyone who reaches the process may call it."""
 
     secret: str = field(default="", repr=False)
     tls: ClusterTls | None = None
@@ -138,7 +139,7 @@ class Cluster:
         return cls(secret, tls, config.cluster_secret_in_clear)
 
     def dial(self, address: str, max_message_bytes: int = MAX_MESSAGE_BYTES, /) -> grpc.aio.Channel:
-        """A connection to another process of the deployment, which proves who calls. See open_channel."""
+        """Opens an authenticated connection to another process of the deployment. See open_channel."""
         return open_channel(
             address,
             max_message_bytes,
@@ -148,8 +149,8 @@ class Cluster:
         )
 
     def metadata(self, address: str, encrypted: bool) -> Metadata:
-        """What proves to the process at host:port who calls. Empty, with a line in the log, where the secret
-        would leave this machine in clear; the process then refuses the call."""
+        """Credentials for the process at host:port. Empty, with a log line, if the secret would leave this
+        machine in clear; the process then refuses the call."""
         if not self.secret:
             return ()
         if not (encrypted or self.secret_in_clear or is_loopback_address(address)):
@@ -158,7 +159,7 @@ class Cluster:
         return ((HEADER, self.secret),)
 
     def refusal(self, metadata: Mapping[str, str]) -> BatonError | None:
-        """Why a call with this metadata is none of the deployment's; None: it is."""
+        """Why a call with this metadata is not authenticated; None: it is."""
         if not self.secret or same(metadata.get(HEADER, ""), self.secret):
             return None
         told = (
@@ -174,7 +175,7 @@ class Cluster:
 
 
 def read_secret(path: str, flag: str = "--cluster-secret-file") -> str:
-    """Raises BatonError for what cannot be read, is open to everybody or is no secret."""
+    """Raises BatonError if the file cannot be read, is readable by all users, or holds no secret."""
     secret = read_private(path, flag).decode("latin-1").strip()
     if len(secret) < MIN_SECRET_CHARACTERS or not (secret.isascii() and secret.isprintable()):
         raise failed_precondition(
@@ -186,21 +187,21 @@ def read_secret(path: str, flag: str = "--cluster-secret-file") -> str:
 
 
 def same(one: str, other: str) -> bool:
-    """Takes a time that tells nothing of where they differ."""
+    """Compares in constant time."""
     return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode("utf-8", "replace"))
 
 
 HEALTH = "grpc.health.v1.Health"
-"""Open to everybody who can connect: it says whether the process serves, and nothing else."""
+"""Needs no authentication: it only says whether the process serves."""
 
 
 class Authentication(Protocol):
-    """Of one process's gRPC server."""
+    """Authentication of one process's gRPC server."""
 
     cluster: Cluster
 
     def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
-        """Why a call to the service is refused; None: it may come in. Asked for all services but HEALTH."""
+        """Why a call to the service is refused; None: it is accepted. Called for all services but HEALTH."""
         ...
 
     def credentials(self) -> grpc.ServerCredentials | None:
@@ -208,16 +209,16 @@ class Authentication(Protocol):
         ...
 
     def options(self) -> Options:
-        """More options for the server."""
+        """Additional options of the server."""
         ...
 
     def missing(self, reachable: bool) -> str:
-        """What must be given, for people; empty: nothing. reachable: other machines can connect."""
+        """Missing options, as a message; empty: none. reachable: other machines can connect."""
         ...
 
 
 class ClusterAuthentication:
-    """Of a process that only other processes of the deployment call."""
+    """Authentication of a process that only other processes of the deployment call."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -241,7 +242,7 @@ class ClusterAuthentication:
 
 
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Ends calls that are refused before a message of them is read. To be the first interceptor."""
+    """Ends refused calls before a message of them is read. Must be the first interceptor."""
 
     def __init__(self, authentication: Authentication) -> None:
         self._authentication = authentication
@@ -264,7 +265,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[mis
 def as_mapping(metadata: Any) -> dict[str, str]:
     """Metadata's texts by name; those of one name joined by commas, as HTTP has it (RFC 9110, section 5.3).
 
-    So a right credential beside a wrong one opens nothing, and does not depend on who looks for which.
+    So a right credential beside a wrong one is refused, whichever header is looked at.
     """
     found: dict[str, list[str]] = {}
     for name, value in metadata or ():
@@ -280,7 +281,7 @@ def bearer(authorization: str) -> str:
 
 
 def check_address(host: str, authentication: Authentication, insecure: bool) -> None:
-    """Raises BatonError when strangers could reach `host` and nothing would keep them out."""
+    """Raises BatonError if strangers could reach `host` and there is no authentication."""
     if insecure or is_loopback(host):
         return
     if missing := authentication.missing(reachable=True):

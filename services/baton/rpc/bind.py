@@ -34,9 +34,7 @@ def bind_grpc(
         else:
             bound = server.add_secure_port(join_address(host, port), credentials)
     except RuntimeError as error:
-        if (
-            credentials is not None
-        ):  # the address is free: gRPC says nothing about what is wrong with PEM files
+        if credentials is not None:  # the address is free, so a PEM file is wrong; gRPC does not say what
             raise failed_precondition(
                 "certificate and key cannot be used: both must be PEM, and belong to each other",
                 "BAD_CERTIFICATE",
@@ -48,8 +46,8 @@ def bind_grpc(
 def bind_shared(
     server: grpc.aio.Server, address: str, authentication: Authentication, insecure: bool
 ) -> None:
-    """Binds a further port, which other processes of this user may bind as well; the server's options must
-    say so (grpc.so_reuseport). Raises BatonError, as bind_grpc does."""
+    """Binds another port, which other processes of this user may bind too; the server needs the option
+    grpc.so_reuseport. Raises BatonError like bind_grpc."""
     try:
         host, port = split_address(address)
     except ValueError as error:
@@ -67,7 +65,7 @@ def bind_shared(
 
 
 def bind_http(host: str, port: int, flag: str = "--http-port", **how: Any) -> socket.socket:
-    """As http_server.listen, but raises BatonError, which names the flag."""
+    """Like http_server.listen, but raises BatonError naming the flag."""
     try:
         return listen(host, port, **how)
     except (OSError, OverflowError) as error:
@@ -75,7 +73,7 @@ def bind_http(host: str, port: int, flag: str = "--http-port", **how: Any) -> so
 
 
 def bind_problem(host: str, port: int, flag: str = "--port") -> BatonError | None:
-    """Why host:port cannot be bound now, or None; gRPC itself does not tell. `flag` sets the port."""
+    """Why host:port cannot be bound now, or None; gRPC does not say. `flag` sets the port."""
     if not 0 <= port <= 65535:
         return _cannot(host, port, "there is no such port", f"choose one up to 65535 with {flag}")
     try:
@@ -85,7 +83,7 @@ def bind_problem(host: str, port: int, flag: str = "--port") -> BatonError | Non
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
             probe.bind(where)
-            # A listener elsewhere may only be noticed when one listens.
+            # Another listener may be noticed only by listen().
             probe.listen(1)
     except (OSError, OverflowError) as error:
         return _explain(host, port, error, flag)

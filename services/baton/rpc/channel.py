@@ -1,4 +1,4 @@
-"""gRPC connections: their options, the same in all processes, and metadata that all calls of one carry."""
+"""gRPC connections: options, the same in all processes, and metadata for all calls of a connection."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MAX_METADATA_BYTES = 16 * 2**10
 KEEPALIVE_SECONDS = 10.0
 KEEPALIVE_TIMEOUT_SECONDS = 5.0
 HANDSHAKE_SECONDS = 20.0
-"""A connection that has not said what it is by then is closed."""
+"""Time for a new connection's handshake."""
 MAX_PING_STRIKES = 100
-"""Early pings after which a connection is closed. Not 2, gRPC's default: a server that was stalled reads the
-pings of that time all at once, and those are no reason."""
+"""Early pings after which a connection is closed. More than gRPC's default of 2: a server that was stalled
+reads all pings of that time at once."""
 
 Options = list[tuple[str, int | str]]
 
@@ -78,9 +78,9 @@ def server_options(
         ("grpc.max_concurrent_streams", max_streams),
         ("grpc.max_metadata_size", max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", max_metadata_bytes),
-        # Without this two servers could share a port, and "port taken" would go unnoticed.
+        # Otherwise two servers could share a port, and a port in use would go unnoticed.
         ("grpc.so_reuseport", 0),
-        # Clients may ping as often as client_options says, and no oftener than twice that.
+        # Clients may ping as often as client_options says, at most twice as often.
         ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500)),
         ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
@@ -102,7 +102,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class MetadataChannel(grpc.aio.Channel):  # type: ignore[misc]
-    """Otherwise the channel that it is made of."""
+    """Everything else is passed to the wrapped channel."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         self._channel = channel

@@ -1,4 +1,5 @@
-"""The client's end of a bidirectional call: what its server said, to the end, however writes fare.
+"""The client side of a bidirectional call. It reads all messages and the server's status, even if writes
+fail.
 
 When a write meets the end of its call, grpc.aio puts a status of its own (INTERNAL) in the place of the
 server's, and its read() drops the messages that came before that end (github.com/grpc/grpc/issues/36066).
@@ -21,19 +22,19 @@ Req = TypeVar("Req")
 Resp = TypeVar("Resp")
 
 WRITE_FAILED = grpc.StatusCode.INTERNAL, "Internal error from Core"
-"""What grpc.aio says of a call with a failed write."""
+"""grpc.aio's own status of a call with a failed write."""
 STATUS_SECONDS = 1.0
-"""Between a call's last message and its status: they come together, if the status comes at all."""
+"""Wait for a call's status after its last message: they come together, if the status comes at all."""
 POLL_SECONDS = 2e-3
-"""From 1.84 on grpc.aio tells of a call's first status alone: meanwhile it is asked so often for another."""
+"""From 1.84 on grpc.aio reports only a call's first status; another one is polled for at this interval."""
 
 
 class ClientStream(Generic[Req, Resp]):
-    """One call. Of its end write() says only that; read() says how, after the messages before it. A call that
-    nobody holds any more is cancelled, but for let_end()."""
+    """One call. write() only reports that the call has ended; read() raises its status, after the messages
+    before it. A call without references is cancelled, unless let_end() was called."""
 
     def __init__(self, call: Any) -> None:
-        """call: of a stub, neither written to nor read."""
+        """call: a stub's call that has been neither written to nor read."""
         self._call = call
         self._messages: AsyncGeneratorType[Resp, None] = aiter(call)
         self._ending = Ending()
@@ -42,7 +43,7 @@ class ClientStream(Generic[Req, Resp]):
         call.add_done_callback(self._ending.keep)
 
     def __del__(self) -> None:
-        # The call's own would come too late, or never: the callback above holds it.
+        # The call's own cancellation would come too late, or never: the callback above holds it.
         if hasattr(self, "_writing"):
             if not self._ends_by_itself and not self._call.done():
                 self._call.cancel()
@@ -73,7 +74,7 @@ class ClientStream(Generic[Req, Resp]):
         return True
 
     async def done_writing(self) -> None:
-        """Nothing more will be written."""
+        """Closes the sending side."""
         async with self._writing:
             try:
                 await self._call.done_writing()
@@ -104,7 +105,7 @@ class ClientStream(Generic[Req, Resp]):
         self._call.cancel()
 
     def let_end(self) -> None:
-        """The server is about to end the call, and nobody will read that."""
+        """The server is about to end the call; its status will not be read."""
         self._ends_by_itself = True
 
     def done(self) -> bool:
@@ -112,7 +113,7 @@ class ClientStream(Generic[Req, Resp]):
         return bool(self._call.done())
 
     async def _first_write(self, message: Req) -> None:
-        """As call.write(), which would wait for a connection even after the call's end."""
+        """Like call.write(), but ends with the call; that one would go on waiting for a connection."""
         writing = asyncio.ensure_future(self._call.write(message))
         writing.add_done_callback(retrieve)
         over = asyncio.ensure_future(self._ending.begun.wait())
@@ -129,16 +130,17 @@ class ClientStream(Generic[Req, Resp]):
 
 
 class Ending:
-    """A call's status: the server's, or grpc.aio's own where there is no other. Holds no call, no stream."""
+    """A call's status: the server's, or grpc.aio's own if there is no other. Holds no reference to the
+    call."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
-        """Once there is any status."""
+        """Set once there is any status."""
         self._error: grpc.aio.AioRpcError | None = _no_status()
         self._known = asyncio.Event()
 
     def keep(self, call: Any) -> None:
-        """Called for the statuses that a call gets; grpc.aio's own may come before or after the server's."""
+        """Called for each status of a call; grpc.aio's own may come before or after the server's."""
         if self._known.is_set():
             return
         code, details = _now(call.code()), _now(call.details())
@@ -151,8 +153,8 @@ class Ending:
             self._known.set()
 
     async def error(self, call: Any) -> grpc.aio.AioRpcError | None:
-        """None: ended without one. Called once all messages have been read."""
-        with contextlib.suppress(TimeoutError):  # then what there is must do
+        """The call's error; None: it ended without one. Called once all messages have been read."""
+        with contextlib.suppress(TimeoutError):  # then the status so far must do
             async with asyncio.timeout(STATUS_SECONDS):
                 while not self._known.is_set():
                     if call.done():
@@ -166,7 +168,7 @@ class Ending:
 
 
 def retrieve(task: asyncio.Task[Any]) -> None:
-    """For what may end by an error with nobody left who waits for it."""
+    """Retrieves the exception of a task that nothing awaits any more."""
     if not task.cancelled():
         task.exception()
 
@@ -184,7 +186,7 @@ def _task_is_cancelled() -> bool:
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of one that has nothing to wait for."""
+    """The result of a coroutine that does not wait."""
     try:
         coroutine.send(None)
     except StopIteration as result:

@@ -1,4 +1,4 @@
-"""One exception for everything that a caller is told, and its form on the wire.
+"""The exception of all errors that callers see, and its form on the wire.
 
 On the wire an error is a google.rpc.Status: ErrorInfo (domain "baton.v1", the machine-readable reason),
 BadRequest where one field is wrong, RetryInfo where trying again makes sense. It travels in messages where
@@ -22,7 +22,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class BatonError(Exception):
-    """An error that a caller is told.
+    """An error that a caller sees.
 
     code: the gRPC code. reason: upper-case word, stable, for programs. message: one line for people, saying
     what to do. field: path of the field that is wrong, such as "inputs[0].text". retry_after_ms: when trying
@@ -89,7 +89,7 @@ def internal(message: str, reason: str = "INTERNAL") -> BatonError:
 
 
 def to_status(error: BatonError) -> status_pb2.Status:
-    """The error as it travels."""
+    """The error as a google.rpc.Status."""
     message = _cut(error.message)
     status = status_pb2.Status(code=error.code.value[0], message=message)
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
@@ -106,7 +106,7 @@ def to_status(error: BatonError) -> status_pb2.Status:
 
 
 def from_status(status: status_pb2.Status) -> BatonError:
-    """The error that a Status tells. One without ErrorInfo gets its code's name as reason."""
+    """The error of a Status. Without ErrorInfo its reason is the code's name."""
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     error = BatonError(code, code.name, status.message or code.name.lower().replace("_", " "))
     info = error_details_pb2.ErrorInfo()
@@ -123,10 +123,10 @@ def from_status(status: status_pb2.Status) -> BatonError:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
-    """The error that a failed call tells, from its trailing Status where there is one."""
+    """The error of a failed call, from its trailing Status if there is one."""
     try:
         status = rpc_status.from_call(error)
-    except ValueError:  # a Status that contradicts the call's own code
+    except ValueError:  # the Status contradicts the call's own code
         status = None
     if status is None:
         code: grpc.StatusCode = error.code()
@@ -135,8 +135,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
 
 
 def without_frames(error: BatonError) -> BatonError:
-    """The error, without the tracebacks of it and of what led to it. Their frames hold the error if they have
-    a name for it, and the request that it is about: it would stay until a garbage collection."""
+    """Removes the tracebacks of the error and its causes. Their frames may refer to the error and its
+    request, which would stay until a garbage collection."""
     each: BaseException | None = error
     while each is not None:
         each.__traceback__ = None

@@ -1,4 +1,4 @@
-"""Health: grpc.health.v1.Health, and what a process says of itself, which it follows.
+"""Health: grpc.health.v1.Health, set from the process's own problems.
 
 Unlike the servicer of grpcio-health-checking, a watcher that leaves does not silence the other watchers of
 its service, and a watcher that does not read delays nobody.
@@ -19,7 +19,7 @@ from baton.rpc.logs import get_logger
 from baton.v1 import node_pb2
 
 MAX_WATCHERS = 1024
-"""Whoever can connect may watch, for as long as they like: strangers can hold nothing else."""
+"""Anyone who can connect may watch, for any time; strangers can hold nothing else."""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -82,9 +82,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 INTERVAL_SECONDS = 0.5
-"""Health follows what is wrong with the process within so long."""
+"""Health follows the process's problems within this time."""
 UNKNOWN = 3
-"""A process that cannot say how it is, so many times in a row, serves no more."""
+"""A process whose load cannot be read this many times in a row is NOT_SERVING."""
 
 _log = get_logger()
 
@@ -94,9 +94,9 @@ def serves(load: node_pb2.Load) -> bool:
 
 
 class Condition:
-    """Asks for the load again and again, sets health by it, and logs what goes wrong and what is well again.
+    """Polls the load, sets health by its problems, and logs problems when they begin and end.
 
-    load: called on the event loop; may raise. end: called with what is wrong when the process cannot recover.
+    load: called on the event loop; may raise. end: called with the problem if the process cannot recover.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Condition:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """From now on the process serves, if it is well."""
+        """Starts to report SERVING, unless there are problems."""
         self.look()
         self._task = asyncio.get_running_loop().create_task(self._watch(), name="health")
 

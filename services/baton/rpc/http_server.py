@@ -1,4 +1,4 @@
-"""HTTP: uvicorn in a process's event loop, with limits on what a client may hold; /metrics and /health."""
+"""HTTP: uvicorn in a process's event loop, with limits on clients; /metrics and /health."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from baton.rpc.authentication import bearer, same
 
 STOP_SECONDS = 2.0
 SEND_BYTES = 128 * 2**10
-"""What the kernel keeps of an answer that a client does not read."""
+"""Kernel buffer for an answer that a client does not read."""
 UNREAD_SECONDS = 20.0
 IDLE_SECONDS = 20
-"""A request's headers must have arrived so long after the connection's start or the last answer."""
+"""Time for a request's headers, from the connection's start or the last answer."""
 MAX_HEADER_BYTES = 16 * 2**10
 
 Health = Callable[[], tuple[bool, list[str]]]
-"""Whether the process serves, and what is wrong with it."""
+"""Whether the process serves, and its problems."""
 
 
 class HttpServer:
-    """Serves an application from sockets until stop(). Signals are left alone."""
+    """Serves an application from sockets until stop(). Handles no signals."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        """Of the first socket."""
+        """Port of the first socket."""
         return int(self._sockets[0].getsockname()[1])
 
     def start(self) -> None:
@@ -89,11 +89,11 @@ class HttpServer:
 def listen(
     host: str, port: int, *, shared: bool = False, unread_seconds: float = UNREAD_SECONDS
 ) -> socket.socket:
-    """shared: with other processes of this user. unread_seconds: the kernel resets a connection whose client
-    has taken nothing for so long. Raises OSError."""
+    """shared: other processes of this user may bind it too. unread_seconds: the kernel resets a connection
+    whose client has read nothing for this time. Raises OSError."""
     host = host.strip("[]")
     found = socket.create_server((host, port), family=family_of(host), backlog=1024, reuse_port=shared)
-    # Accepted connections inherit both.
+    # Accepted connections inherit both options.
     found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))
     return found
@@ -102,8 +102,8 @@ def listen(
 def metrics_app(registry: CollectorRegistry, health: Health, secret: str = "") -> Starlette:
     """GET /metrics and GET /health (503 while the process does not serve).
 
-    secret: readers of metrics must send it, as `Authorization: Bearer SECRET`, and health tells no more than
-    its status; empty: none.
+    secret: needed for metrics, as `Authorization: Bearer SECRET`; /health then only returns its status.
+    Empty: none.
     """
 
     async def metrics(request: Request) -> Response:
@@ -125,7 +125,8 @@ def metrics_app(registry: CollectorRegistry, health: Health, secret: str = "") -
 
 
 def authorization(headers: Headers) -> str:
-    """All such headers as one value (see rpc.authentication.as_mapping): two credentials are none."""
+    """All `authorization` headers as one value (see rpc.authentication.as_mapping), so that two
+    credentials are refused."""
     return ",".join(headers.getlist("authorization"))
 
 

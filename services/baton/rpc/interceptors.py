@@ -1,9 +1,8 @@
-"""What a server does before a call reaches its servicer: refuses calls while the process loads, and turns
-messages that cannot be parsed into errors.
+"""Server interceptors: they refuse calls while the process loads, and turn malformed messages into errors.
 
-gRPC parses before a servicer sees anything. When that fails it ends the call with UNKNOWN and logs a
-traceback. Here the failure becomes a BatonError that names the field: raised by the iterator of a stream,
-which can be read on, or the answer to the call.
+gRPC parses before the servicer is called. If that fails, it ends the call with UNKNOWN and logs a traceback.
+Here the failure becomes a BatonError that names the field. A stream's iterator raises it and can be read
+further; another call is answered with it.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ReadinessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         service = handler_call_details.method.rpartition("/")[0].removeprefix("/")
         if self._open or service not in self._guarded:
             return await continuation(handler_call_details)
-        # Every kind of call accepts a stream of requests and ends here before the first is read.
+        # A handler for streams fits every kind of call: it ends the call before a request is read.
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
@@ -53,8 +52,8 @@ async def _refuse(_requests: Any, context: grpc.aio.ServicerContext) -> None:
 
 
 MAX_SEARCHED_BYTES = 2**14
-"""In larger messages the field is not named: the search runs on the event loop, and takes about a microsecond
-and a hundred bytes for each field."""
+"""In larger messages the field is not named: the search runs on the event loop and takes about a
+microsecond and a hundred bytes per field."""
 MAX_DEPTH = 16
 _LENGTH_DELIMITED = 2
 
@@ -91,7 +90,7 @@ def _is_async(handler: Any) -> bool:
 
 
 def _lenient(parse: Callable[[bytes], Message], descriptor: Descriptor | None) -> Callable[[bytes], Any]:
-    """Returns the error instead of raising it: the deserializer runs where nobody could catch it."""
+    """Returns the error instead of raising it, because an exception in the deserializer cannot be caught."""
 
     def deserialize(data: bytes) -> Message | BatonError:
         try:
@@ -103,7 +102,7 @@ def _lenient(parse: Callable[[bytes], Message], descriptor: Descriptor | None) -
 
 
 def error_of(data: bytes, descriptor: Descriptor | None) -> BatonError:
-    """Why these bytes are no message of that type."""
+    """The error of bytes that are no message of this type."""
     name = descriptor.full_name if descriptor is not None else "message"
     field = _not_utf8(data, descriptor) if len(data) <= MAX_SEARCHED_BYTES else ""
     if field:
@@ -116,7 +115,8 @@ def error_of(data: bytes, descriptor: Descriptor | None) -> BatonError:
 
 
 def _not_utf8(data: bytes, descriptor: Descriptor | None, depth: int = 0) -> str:
-    """Path of the first string that is not UTF-8; empty: there is none, or the bytes are broken otherwise."""
+    """Path of the first string that is not UTF-8; empty: there is none, or the bytes are malformed
+    otherwise."""
     if descriptor is None:
         return ""
     try:
@@ -143,7 +143,7 @@ def _not_utf8(data: bytes, descriptor: Descriptor | None, depth: int = 0) -> str
 
 
 class _Checked:
-    """A stream of requests. What cannot be parsed is raised in its turn; the next can be read after it.
+    """A stream of requests. A malformed one is raised in its place; later ones can still be read.
 
     Reads from the call itself: gRPC's own iterator is an asynchronous generator, and a servicer that ends
     early would leave it, with all that the call held, to a finalizer of the garbage collector.
@@ -165,8 +165,8 @@ class _Checked:
 
 
 def _checked_stream(behaviour: Any) -> Any:
-    """Of the same kind as `behaviour`, by which gRPC tells how to call it. An error that the servicer lets
-    through is what the caller is told."""
+    """Wraps `behaviour` in a function of the same kind, from which gRPC decides how to call it. A
+    malformed-message error that the servicer does not catch ends the call."""
     if inspect.isasyncgenfunction(behaviour):
 
         async def generate(_requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:

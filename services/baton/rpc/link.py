@@ -1,4 +1,4 @@
-"""Client side of the one long-lived stream between two processes: it reconnects until it is closed."""
+"""Client side of a long-lived stream between two processes. It reconnects until it is closed."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Resp = TypeVar("Resp")
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 2.0
 MAX_QUEUED_BYTES = 256 * 2**20
-"""Commands that have not left yet; a peer that leaves more unread is given up."""
+"""Limit of unsent commands; a peer that leaves more unread counts as stalled."""
 JOINED_BYTES = 2**20
-"""Unsent requests of so many bytes are joined to one that leaves."""
+"""Most bytes of unsent requests joined into one message."""
 
 _log = get_logger()
 
@@ -63,7 +63,7 @@ class Link(Generic[Req, Resp]):
     ) -> None:
         self.address = address
         self.last_error: BatonError | None = None
-        """Why the link is or was last down."""
+        """Why the link is down or was last down."""
         self._open_stream = open_stream
         self._hello = hello
         self._on_message = on_message
@@ -90,7 +90,8 @@ class Link(Generic[Req, Resp]):
         self._tasks.spawn(self._run(), f"link {self.address}")
 
     def send(self, request: Req) -> bool:
-        """False when down: nothing was sent. True does not promise arrival; on_down tells. Never waits."""
+        """Returns False if the link is down and nothing was sent. True does not promise arrival: see
+        on_down. Never waits."""
         if not self._connected or self._outbox is None:
             return False
         try:
@@ -100,14 +101,14 @@ class Link(Generic[Req, Resp]):
             return False
 
     def reset(self, error: BatonError) -> None:
-        """Ends the present session because of `error`; a new one is opened after the backoff."""
+        """Ends the session with `error`; a new one is opened after the backoff."""
         if self._call is not None and self._failure is None:
             self._failure = error
             self._connected = False
             self._call.cancel()
 
     async def close(self) -> None:
-        """Ends the session, for good. Idempotent."""
+        """Ends the session and does not reconnect. Idempotent."""
         self._closed = True
         self._connected = False
         await self._tasks.close()
@@ -117,7 +118,7 @@ class Link(Generic[Req, Resp]):
         while not self._closed:
             was_up, error = await self._session()
             if was_up and error.code is not grpc.StatusCode.FAILED_PRECONDITION:
-                # A peer that answers but cannot be used is not asked again and again at once.
+                # A peer that answers but cannot be used is retried with a growing pause too.
                 backoff = FIRST_BACKOFF_SECONDS
             if self._closed:
                 return

@@ -51,7 +51,7 @@ GAUGES = {
 
 
 class LoadCollector(Collector):
-    """Turns the Load that `snapshot` returns into metrics, at each scrape. None if it raises."""
+    """Turns the Load that `snapshot` returns into metrics, at each scrape; no metrics if it raises."""
 
     def __init__(self, role: str, snapshot: Callable[[], node_pb2.Load]) -> None:
         self._role = role

@@ -31,19 +31,19 @@ from baton.v1 import node_pb2, node_pb2_grpc
 
 EXIT_BROKEN = 70
 STOP_SECONDS = 10.0
-"""A node's stop() may take so long."""
+"""Longest time of a node's stop()."""
 
 GC_THRESHOLDS = (3_000, 5, 5)
-"""Of `gc.set_threshold`. CPython 3.12 collects the youngest generation once there are 700 objects more: a
-step's messages to some sixty streams are as many, and collections fell into the middle of them. With these it
-is what stays that counts. Not higher: what is in a cycle stays for longer, and by mistake a request's prompt
-may be in one. A full collection comes about as often as by default."""
+"""Of `gc.set_threshold`. CPython 3.12 collects the youngest generation after 700 new objects. A step's
+messages to about sixty streams are as many, so collections fell into the middle of them. A higher number
+would keep objects in accidental cycles, such as a prompt, for longer. A full collection comes about as
+often as by default."""
 
 _log = logs.get_logger()
 
 
 class Node(Protocol):
-    """What a process gives to run_node."""
+    """The interface of a process to run_node."""
 
     role: str
 
@@ -59,11 +59,12 @@ class Node(Protocol):
         ...
 
     async def drain(self, seconds: float) -> int:
-        """Refuses new requests from now on; returns how many still run when none does or time is over."""
+        """Refuses new requests and waits for running ones; returns how many are left after `seconds`."""
         ...
 
     async def stop(self) -> None:
-        """Ends what still runs, each with its terminal event, and frees all; also after a failed start."""
+        """Ends running requests, each with its terminal event, and frees everything; also called after a
+        failed start."""
         ...
 
     def info(self) -> node_pb2.NodeInfo:
@@ -186,7 +187,7 @@ class _Shell:
         self._draining = False
         self._started = False
         self.broken = ""
-        """Why the process cannot go on; empty: it can."""
+        """Why the process cannot continue; empty: it can."""
         self._ended = asyncio.Event()
         self._condition = Condition(self._health, self.load, self._end)
         self._http: HttpServer | None = None
@@ -237,12 +238,12 @@ class _Shell:
         self._http.start()
 
     async def start(self, stopping: asyncio.Event) -> bool:
-        """Starts the node; False when told to stop before it had started."""
+        """Starts the node; returns False if stopped before it had started."""
         self._started = True
         return await unless(self._node.start(self.address), stopping)
 
     async def wait(self, stopping: asyncio.Event) -> None:
-        """Until told to stop, or the process cannot go on."""
+        """Waits until the process is stopped or cannot continue."""
         await unless(self._ended.wait(), stopping)
 
     def _end(self, why: str) -> None:
@@ -250,7 +251,7 @@ class _Shell:
         self._ended.set()
 
     def announce(self) -> None:
-        """From now on the node serves: opens the gate, reports SERVING, prints the ready line."""
+        """The node is ready: opens the services, reports SERVING, prints the ready line."""
         freeze_garbage_collector()
         self._gate.open()
         self._condition.start()
@@ -269,13 +270,13 @@ class _Shell:
             _log.info("draining", seconds=seconds)
             self._health.set_all(serving=False)
         remaining = asyncio.ensure_future(self._node.drain(seconds))
-        # The node keeps the time; the margin only guards against one that does not.
+        # The node itself keeps the time; the margin guards against one that does not.
         if not await unless(remaining, hurry or asyncio.Event(), seconds + 5.0):
             return max(1, self.load().requests)
         return remaining.result()
 
     async def close(self, hurry: asyncio.Event) -> None:
-        """Stops the node, if its start was tried, and the servers."""
+        """Stops the node, if its start was attempted, and the servers."""
         self._condition.stop()
         try:
             if self._started:

@@ -1,4 +1,4 @@
-"""The server's side of a long-lived stream: its first message, and what it still has to send."""
+"""The server's side of a long-lived stream: its first message, and its outbox."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ T = TypeVar("T")
 HELLO_SECONDS = 10.0
 
 STREAM_ENDED = (grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError)
-"""What reading from a call raises once its other half has ended it. No error of the reader's."""
+"""Exceptions of reading from a call after its other half has ended it; no error of the reader."""
 
 
 async def first_message(messages: AsyncIterator[T], method: str) -> T:
-    """The message that opens a stream. Raises BatonError when it does not come within HELLO_SECONDS."""
+    """The first message of a stream. Raises BatonError if it does not come within HELLO_SECONDS."""
     try:
         async with asyncio.timeout(HELLO_SECONDS):
             first = await anext(aiter(messages), None)
@@ -34,7 +34,7 @@ async def first_message(messages: AsyncIterator[T], method: str) -> T:
 
 
 MAX_UNSENT_BYTES = 32 * 2**20
-"""Half of what a message may have."""
+"""Half of the largest message."""
 
 
 def byte_size(message: Message) -> int:
@@ -94,7 +94,7 @@ class Outbox(Generic[T]):
         return True
 
     def close(self) -> None:
-        """What is in the box is still read; then the iteration ends. Idempotent."""
+        """Unsent items are still read; then the iteration ends. Idempotent."""
         self._closed = True
         self._wake.set()
 
@@ -110,7 +110,7 @@ class Outbox(Generic[T]):
         return self._next()
 
     def take(self, max_bytes: int) -> list[T]:
-        """The items behind the one just read that are in the box now, as many as have so many bytes."""
+        """Takes items after the one just read, up to `max_bytes`."""
         taken: list[T] = []
         while self._items and (max_bytes := max_bytes - self._size_of(self._items[0])) >= 0:
             taken.append(self._next())

@@ -33,7 +33,7 @@ class Tasks:
         return task
 
     async def close(self, seconds: float = 10.0) -> None:
-        """Cancels what still runs and waits for its end, so long at most. Idempotent."""
+        """Cancels running tasks and waits at most `seconds` for their end. Idempotent."""
         running = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in running:
             task.cancel()
@@ -54,7 +54,7 @@ class Tasks:
 
 
 class CoalescedCall:
-    """Runs `work` once, behind what the event loop is doing now, however often it is asked to meanwhile."""
+    """Runs `work` once in the next iteration of the event loop, however often it is called meanwhile."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
@@ -71,11 +71,11 @@ class CoalescedCall:
 
 
 CANCEL_SECONDS = 10.0
-"""What is cancelled may take so long to end."""
+"""Longest time for cancelled work to end."""
 
 
 async def unless(work: Any, event: asyncio.Event, seconds: float | None = None) -> bool:
-    """Awaits `work`; False, with the work cancelled, when the event is set or the time is over before."""
+    """Awaits `work`. Returns False and cancels it if the event is set or the time is over first."""
     task = asyncio.ensure_future(work)
     waiter = asyncio.ensure_future(event.wait())
     try:

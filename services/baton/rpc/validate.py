@@ -18,14 +18,14 @@ MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
 MAX_COMMANDS = 2**17
-"""In one message: twice what a stream may have unsent."""
+"""Most commands in one message: twice what a stream may have unsent."""
 MAX_OUTPUT_TOKENS = 2**24
-"""Beyond any model's context: whoever asks for more has made a mistake."""
+"""Larger than any model's context: a larger value is a mistake."""
 MAX_TOP_K = 2**31 - 1
 
 
 def check_several(count: int) -> None:
-    """Raises BatonError when one message carries more commands than a caller can have had to say."""
+    """Raises BatonError if one message carries more than MAX_COMMANDS commands."""
     if count > MAX_COMMANDS:
         raise invalid("several", f"{count} commands in one message; at most {MAX_COMMANDS}")
 
