@@ -33,7 +33,8 @@ from baton.bench.profile import LIMIT, SPLIT, fitted, grid, measure_all, measure
 from baton.bench.summary import summarize
 from baton.bench.transfer import pull_cost
 from baton.bench.workload import Range, Workload
-from baton.cli.bench_report import about, table
+from baton.cli.bench_options import Report
+from baton.cli.console import table
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.config import DecodeConfig, PrefillConfig, WorkerConfig
 from baton.latency import Targets
@@ -251,7 +252,7 @@ def main() -> int:
         console.print(
             f"{each['case']}, {each['figure']}: {each['ratio']:.3f} of {ratios}: {verdict}", highlight=False
         )
-    report = about("plan_validation", "") | {
+    report = Report(None, "").begin("plan_validation") | {
         "tolerance": given.tolerance,
         "seconds": given.seconds,
         "stretch": given.stretch,

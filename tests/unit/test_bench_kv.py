@@ -44,7 +44,7 @@ def test_rates_on_the_cpu(tmp_path):
     ("arguments", "code", "text"),
     [
         (("--model", "./none"), 2, "no such directory"),
-        (("--tokens", "1,x"), 2, "--tokens takes numbers above 0"),
+        (("--tokens", "1,x"), 2, "give whole numbers of 1 or more"),
         (("--tokens", "9999999999"), 2, "no prompt length fits"),
         pytest.param(
             ("--device", "cuda"),

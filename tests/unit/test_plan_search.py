@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from baton.cli.main import cli
-from baton.cli.plan_report import _words
+from baton.cli.plan import _words
 from baton.latency import Record, Targets
 from baton.plan.search import Goal, Kinds, impossible, search
 from baton.plan.simulation import Layout, NodeUsage, Simulated

@@ -10,21 +10,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
+import platform
 import random
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import grpc.aio
 import torch
 
+import baton
 from baton.bench.clients import BenchError
 from baton.bench.machine import visible_gpus
+from baton.checkpoint import resolve
 from baton.kvcache import PageAllocator
-from baton.kvcache.pool import KvLayout
+from baton.kvcache.pool import KvLayout, default_page_size
+from baton.models.config import read_config
 from baton.plan.profile import PullCost
 from baton.rpc.address import join_address, loopback, new_incarnation
 from baton.rpc.channel import server_options
@@ -33,6 +39,7 @@ from baton.transport.cuda_copy import COPY_ENGINE, Way
 from baton.transport.grpc import PageSourceServicer
 from baton.transport.registry import DEFAULT_KINDS
 from baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
+from baton.worker.engine import DTYPES
 from baton.worker.published import make_pool
 
 EXIT_SECONDS = 10.0
@@ -100,12 +107,10 @@ def main() -> None:
     asyncio.run(_serve(layout, int(pages), torch.device(device)))
 
 
-if __name__ == "__main__":
-    main()
-
-
 LOAD_BYTES = {"cuda": 2**31, "cpu": 2**27}
 LOAD_SECONDS = 1.0
+LOAD_TOKENS = 2048
+"""Length of the pulls that run beside the decode-like load."""
 CHURN = 1000
 """Prompts that a pool has served before pages of it are measured."""
 
@@ -172,15 +177,36 @@ def methods_for(device: torch.device, quotas: Iterable[int]) -> list[Method]:
     return [reference, Method("cuda_ipc"), *forced, Method("grpc")]
 
 
-async def open_method(method: Method, endpoints: Sequence[common_pb2.Endpoint], pages: PageStore) -> Receiver:
-    """Raises TransportError."""
-    opened = await open_receiver(endpoints, pages, [method.kind])
-    if method.way is not None:
-        from baton.transport.cuda_ipc import CudaIpcReceiver
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pools:
+    """A pool here, and one of the same layout in another process."""
 
-        assert isinstance(opened.receiver, CudaIpcReceiver)
-        opened.receiver.way = method.way
-    return opened.receiver
+    page_size: int
+    pages: PageStore
+    endpoints: Sequence[common_pb2.Endpoint]
+
+    @contextlib.asynccontextmanager
+    async def receiver(self, method: Method) -> AsyncIterator[Receiver]:
+        """Raises TransportError."""
+        opened = await open_receiver(self.endpoints, self.pages, [method.kind])
+        if method.way is not None:
+            from baton.transport.cuda_ipc import CudaIpcReceiver
+
+            assert isinstance(opened.receiver, CudaIpcReceiver)
+            opened.receiver.way = method.way
+        try:
+            yield opened.receiver
+        finally:
+            await opened.receiver.close()
+
+
+@contextlib.asynccontextmanager
+async def two_pools(layout: KvLayout, pages: int, device: torch.device, gpu: str) -> AsyncIterator[Pools]:
+    """`gpu`: of the other process, see owner. Raises TransportError, SegmentError or BenchError."""
+    _, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
+    with contextlib.closing(published):
+        async with owner(layout, pages, device.type, gpu) as endpoints:
+            yield Pools(layout.page_size, published.pages, endpoints)
 
 
 def pairs_for(method: Method, count: int, pool_pages: int, seed: int) -> list[tuple[int, int]]:
@@ -210,36 +236,35 @@ def pages_in_use(total: int, count: int, rng: random.Random) -> list[int]:
 
 
 async def measure(
+    pools: Pools,
     method: Method,
     receiver: Receiver,
-    pages: PageStore,
     tokens: int,
-    page_size: int,
     repeats: int,
-    done: Callable[[], None],
+    done: Callable[[], None] = lambda: None,
 ) -> Rate:
     """From the call until a decode node's core would be told. The first pull is not counted. `done` is called
     after each."""
-    count = -(-tokens // page_size)
+    count = -(-tokens // pools.page_size)
     ends = []
     times = []
     for number in range(repeats + 1):
-        pairs = pairs_for(method, count, pages.num_pages, number)
+        pairs = pairs_for(method, count, pools.pages.num_pages, number)
         started = time.perf_counter()
         await receiver.pull(pairs, copied=lambda _: ends.append(time.perf_counter()))
         times.append(ends[-1] - started)
         done()
     times = times[1:]
-    size = count * pages.page_bytes
+    size = count * pools.pages.page_bytes
     return Rate(method.name, tokens, count, size, statistics.median(times), min(times), max(times))
 
 
 async def measure_slowdown(
-    method: Method, receiver: Receiver, pages: PageStore, tokens: int, page_size: int, load: Load
+    pools: Pools, method: Method, receiver: Receiver, tokens: int, load: Load
 ) -> Slowdown:
     """The load by itself, then the same while pulls of `tokens` follow one another. Where they take turns in
     a thread a second one is asked for before one ends, so that none waits for this process."""
-    pairs = pairs_for(method, -(-tokens // page_size), pages.num_pages, 0)
+    pairs = pairs_for(method, -(-tokens // pools.page_size), pools.pages.num_pages, 0)
     alone = await asyncio.to_thread(load.run, LOAD_SECONDS)
     running = True
 
@@ -290,6 +315,83 @@ class Load:
         return float(begin.elapsed_time(end)) / 1000
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class KvBench:
+    """What `baton bench kv` measures."""
+
+    model: str
+    layout: KvLayout
+    device: torch.device
+    owner_gpu: str
+    """As CUDA_VISIBLE_DEVICES names it; empty: on the CPU."""
+    lengths: tuple[int, ...]
+    repeats: int
+    quotas: tuple[int, ...]
+    decode_load: bool
+
+    async def run(self, told: Callable[[str, int], None]) -> dict[str, Any]:
+        """The results, in bytes and seconds. `told` is called with the method that is measured and the number
+        of all measurements, before and after each. Raises TransportError, SegmentError or BenchError."""
+        methods = methods_for(self.device, self.quotas)
+        load = Load(self.device) if self.decode_load else None
+        total = len(methods) * (len(self.lengths) * (self.repeats + 1) + self.decode_load)
+        # The longest prompt fits twice, and once while others hold a half.
+        pages = 2 * -(-max(self.lengths) // self.layout.page_size) + 1
+        rates: list[Rate] = []
+        slowdowns: list[Slowdown] = []
+        async with two_pools(self.layout, pages, self.device, self.owner_gpu) as pools:
+            for method in methods:
+                done = functools.partial(told, method.name, total)
+                async with pools.receiver(method) as receiver:
+                    for length in self.lengths:
+                        rates.append(await measure(pools, method, receiver, length, self.repeats, done))
+                    if load is not None:
+                        tokens = min(LOAD_TOKENS, max(self.lengths))
+                        slowdowns.append(await measure_slowdown(pools, method, receiver, tokens, load))
+                        done()
+        return self._results(rates, slowdowns)
+
+    def _results(self, rates: list[Rate], slowdowns: list[Slowdown]) -> dict[str, Any]:
+        return {
+            "baton": baton.__version__,
+            "machine": f"{platform.machine()} {platform.system()}",
+            "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
+            "two_gpus": bool(self.owner_gpu) and self.owner_gpu != visible_gpus()[0],
+            "model": self.model,
+            "page_size": self.layout.page_size,
+            "page_bytes": self.layout.page_bytes,
+            "dtype": str(self.layout.dtype).removeprefix("torch."),
+            "repeats": self.repeats,
+            "rates": [
+                {**dataclasses.asdict(rate), "gigabytes_per_second": rate.gigabytes_per_second}
+                for rate in rates
+            ],
+            "decode_load": [{**dataclasses.asdict(one), "factor": one.factor} for one in slowdowns],
+        }
+
+
+def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> KvLayout:
+    """As a worker would choose it. Raises ModelError or CheckpointError."""
+    config = read_config(resolve(model))
+    default = torch.float32 if device.type == "cpu" else config.dtype
+    return KvLayout(
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        page_size or default_page_size(device),
+        DTYPES.get(dtype, default),
+    )
+
+
+def fitting(lengths: Sequence[int], layout: KvLayout, device: torch.device) -> tuple[int, ...]:
+    """The lengths for which two pools fit into the memory that is free."""
+    on_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else shutil.disk_usage("/dev/shm").free
+    token = layout.page_bytes / layout.page_size
+    return tuple(length for length in lengths if 3 * length * token < free)
+
+
 PAGES = (4, 128)
 """A short prompt and a long one: what does not grow with the bytes is the latency."""
 REPEATS = 9
@@ -301,30 +403,17 @@ async def pull_cost(layout: KvLayout, device: torch.device, transport: str) -> P
     """transport: empty: what two workers of this host would use. Raises TransportError, SegmentError or
     BenchError."""
     kind = transport or ("shm" if device.type == "cpu" else "cuda_ipc")
-    pages = 2 * max(PAGES) + 1
     gpus = visible_gpus() if device.type == "cuda" else []
     gpu = (gpus[1] if len(gpus) > 1 else gpus[0]) if gpus else ""
-    _, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
-    with contextlib.closing(published):
-        async with owner(layout, pages, device.type, gpu) as endpoints:
-            method = Method(kind)
-            receiver = await open_method(method, endpoints, published.pages)
-            try:
-                rates = [
-                    await measure(
-                        method,
-                        receiver,
-                        published.pages,
-                        count * layout.page_size,
-                        layout.page_size,
-                        REPEATS,
-                        lambda: None,
-                    )
-                    for count in PAGES
-                ]
-            finally:
-                await receiver.close()
-    return line(rates[0], rates[1], kind)
+    method = Method(kind)
+    async with (
+        two_pools(layout, 2 * max(PAGES) + 1, device, gpu) as pools,
+        pools.receiver(method) as receiver,
+    ):
+        short, long = [
+            await measure(pools, method, receiver, count * layout.page_size, REPEATS) for count in PAGES
+        ]
+    return line(short, long, kind)
 
 
 def line(short: Rate, long: Rate, kind: str) -> PullCost:
@@ -333,3 +422,7 @@ def line(short: Rate, long: Rate, kind: str) -> PullCost:
     latency = max(0.0, short.seconds - per_byte * short.bytes)
     rate = 1.0 / per_byte if per_byte else float("inf")
     return PullCost(latency, rate, kind in SEEING, kind)
+
+
+if __name__ == "__main__":
+    main()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,21 +12,37 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.bench.clients import make_target
 from baton.bench.summary import ITL_COUNTING, summarize
-from baton.bench.workload import Job, Range, Workload
+from baton.bench.workload import Job, Workload
 from baton.cli.bench_options import (
-    Tokens,
-    check_writable,
-    count,
+    LATER_FAILS,
+    TOKENS,
+    Deployed,
+    Report,
+    deployment_facts,
     deployment_options,
     engine_config,
     make_plan,
+    measured,
+    open_engine,
     report_options,
+    run_here,
+    run_with_progress,
+    warnings,
 )
-from baton.cli.bench_report import about, deployment_facts, save, warnings
-from baton.cli.bench_running import measured, open_engine, run_here, run_with_progress
 from baton.cli.console import run_command
 from baton.cli.deployment import DeploymentPlan
-from baton.cli.options import SectionedCommand, config_options, fields_of
+from baton.cli.options import (
+    COUNT,
+    FRACTION,
+    SECONDS,
+    SIZE,
+    SectionedCommand,
+    config_options,
+    fields_of,
+    option,
+    options,
+    take,
+)
 from baton.config import NodeConfig, WorkerConfig
 
 if TYPE_CHECKING:
@@ -35,16 +50,6 @@ if TYPE_CHECKING:
 
 WARM_UP = 4
 """Requests ahead of an engine's runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What to do."""
-
-    work: Workload
-    repeats: int
-    file: Path | None
-    commit: str
 
 
 def sizes(work: Workload, jobs: list[Job]) -> dict[str, Any]:
@@ -76,7 +81,7 @@ def announce(found: dict[str, Any], context: int, console: Console) -> None:
     )
 
 
-def conclude(report: dict[str, Any], measurement: Measurement, console: Console) -> None:
+def conclude(report: dict[str, Any], output: Report, console: Console) -> None:
     """The median run counts."""
     runs = report["runs"]
     rates = sorted(run["output_tokens_per_second"] for run in runs)
@@ -84,51 +89,40 @@ def conclude(report: dict[str, Any], measurement: Measurement, console: Console)
     seconds = next(run["seconds"] for run in runs if run["output_tokens_per_second"] == median)
     others = f" (of {', '.join(f'{rate:,.1f}' for rate in rates)})" if len(rates) > 1 else ""
     console.print(f"{median:,.1f} output tokens/s{others}, in {seconds:.2f} s", highlight=False)
-    save(report, measurement.file)
+    output.save(report)
 
 
 async def _deployed(
-    server: str,
-    plan: DeploymentPlan,
-    target: tuple[int, int, float],
-    measurement: Measurement,
-    console: Console,
+    deployed: Deployed, plan: DeploymentPlan, work: Workload, repeats: int, output: Report, console: Console
 ) -> int:
-    work = measurement.work
-    async with measured(server, plan, console) as address:
-        asked = await make_target(address, *target)
-        workload = sizes(work, work.jobs(asked.vocabulary, asked.context))
-        announce(workload, asked.context, console)
+    async with measured(deployed.server, plan, console) as address:
+        target = await make_target(address, deployed.clients, deployed.warmup, deployed.timeout)
+        workload = sizes(work, work.jobs(target.vocabulary, target.context))
+        announce(workload, target.context, console)
         runs = []
-        for index in range(measurement.repeats):
-            run = await run_with_progress(asked, uncached(work), f"run {index + 1}", console)
-            figures = summarize(run.records) | {"client_busy": run.busy}
-            runs.append(figures)
-            for text in warnings(figures, work):
+        for index in range(repeats):
+            run = await run_with_progress(target, uncached(work), f"run {index + 1}", console)
+            found = summarize(run.records) | {"client_busy": run.busy}
+            runs.append(found)
+            for text in warnings(found, work):
                 console.print(text, style="yellow", highlight=False, markup=False)
-        report = about("offline", measurement.commit) | {"deployment": await deployment_facts(address)}
-    report |= {
-        "workload": workload,
-        "engine": None,
-        "clients": asked.clients,
-        "itl_counting": ITL_COUNTING,
-        "runs": runs,
-    }
-    conclude(report, measurement, console)
+        report = output.begin("offline") | {"deployment": await deployment_facts(address)}
+    report |= {"workload": workload, "engine": None, "clients": target.clients}
+    report |= {"itl_counting": ITL_COUNTING, "runs": runs}
+    conclude(report, output, console)
     return 0
 
 
-def _engine(config: WorkerConfig, measurement: Measurement, console: Console) -> None:
-    work = measurement.work
-    report = about("offline", measurement.commit)
+def _engine(config: WorkerConfig, work: Workload, repeats: int, output: Report, console: Console) -> None:
+    report = output.begin("offline")
     with open_engine(config, console) as bench:
         jobs = work.jobs(bench.vocabulary, bench.context)
         report["workload"] = sizes(work, jobs)
         announce(report["workload"], bench.context, console)
         bench.run(work.warm_up(WARM_UP, bench.vocabulary, bench.context), work.temperature)
-        runs = [run_engine(bench, jobs, work, index, console) for index in range(measurement.repeats)]
+        runs = [run_engine(bench, jobs, work, index, console) for index in range(repeats)]
         report |= {"engine": bench.facts(), "runs": runs}
-    conclude(report, measurement, console)
+    conclude(report, output, console)
 
 
 def run_engine(
@@ -155,33 +149,19 @@ def run_engine(
 
 @click.command(cls=SectionedCommand)
 @click.option("--engine", is_flag=True, help="The engine inside this process: no gRPC, no other processes.")
-@count("--requests", 256, "All are sent at once.")
-@click.option("--prompt-tokens", type=Tokens(), default="100-1024", show_default=True, help="Of each prompt.")
-@click.option(
-    "--output-tokens",
-    type=Tokens(),
-    default="100-1024",
-    show_default=True,
-    help="Of each output; the model's end of sequence is ignored.",
+@options(
+    option("--requests", COUNT, 256, "All are sent at once."),
+    option("--prompt-tokens", TOKENS, "100-1024", "Of each prompt."),
+    option("--output-tokens", TOKENS, "100-1024", "Of each output; the model's end of sequence is ignored."),
+    option("--temperature", FRACTION, 0.6, "Of sampling."),
+    option("--seed", SIZE, 0, "Of lengths and prompts."),
+    option("--repeats", COUNT, 1, "Runs; the median one is reported. None finds another's prompts cached."),
+    deployment_options,
+    option("--timeout", SECONDS, 600.0, LATER_FAILS, "SECONDS"),
+    report_options,
+    config_options(WorkerConfig, leave_out=fields_of(NodeConfig)),
 )
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    default=0.6,
-    show_default=True,
-    metavar="X",
-    help="Of sampling.",
-)
-@count("--seed", 0, "Of lengths and prompts.", least=0)
-@count("--repeats", 1, "Runs; the median one is reported. None finds another's prompts in a cache.")
-@deployment_options(timeout=600.0)
-@report_options
-@config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
-def offline(
-    engine: bool, requests: int, prompt_tokens: Range, output_tokens: Range, temperature: float, seed: int,
-    repeats: int, server: str, prefill: int, decode: int, clients: int, warmup: int, timeout: float,
-    file: Path | None, commit: str, **values: Any,
-) -> None:  # fmt: skip
+def offline(engine: bool, repeats: int, **values: Any) -> None:
     """Measure output tokens per second of many requests at once.
 
     The workload is that of nano-vllm's bench.py: 256 requests of 100 to 1024 tokens in and out, seed 0
@@ -195,24 +175,16 @@ def offline(
       baton bench offline --server HOST:50050 --clients 4
       baton bench offline --engine --model ./qwen3-8b --load-format dummy --max-rows 256 --token-budget 8192
     """
-    check_writable(file)
-    if engine and server:
+    output, deployed = take(Report, values), take(Deployed, values)
+    output.check_writable()
+    if engine and deployed.server:
         raise click.UsageError("--engine and --server: the engine runs in this process; give one of them")
-    work = Workload(
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        requests=requests,
-        temperature=temperature,
-        seed=seed,
-        nano=True,
-    )
-    measurement = Measurement(work, repeats, file, commit)
+    work = take(Workload, values, nano=True)
     console = Console()
     if engine:
         config = engine_config(values)
-        run_here(lambda: _engine(config, measurement, console))
-    if clients > requests:
-        raise click.UsageError(f"--clients ({clients}) must be at most --requests ({requests})")
-    plan = make_plan(values, prefill, decode)
-    target = (clients, warmup, timeout)
-    run_command(lambda: _deployed(server, plan, target, measurement, console), server=server)
+        run_here(lambda: _engine(config, work, repeats, output, console))
+    if deployed.clients > work.requests:
+        raise click.UsageError(f"--clients ({deployed.clients}) must be at most --requests ({work.requests})")
+    plan = make_plan(values, deployed)
+    run_command(lambda: _deployed(deployed, plan, work, repeats, output, console), server=deployed.server)

@@ -1,118 +1,118 @@
-"""Options that the measurements of `baton bench` share, and what is made of them."""
+"""What the commands of `baton bench` share: options, what is measured, reports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from rich.console import Console
+from rich.progress import TextColumn
 
-from baton.bench.workload import Range
-from baton.cli.deployment import DeploymentPlan
-from baton.cli.options import F, build, given
+from baton.bench.clients import BenchError, Run, Target, run_clients
+from baton.bench.machine import machine, versions
+from baton.bench.workload import Range, Workload
+from baton.cli.console import explain, progress_bar
+from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.cli.nodes import ask_deployment
+from baton.cli.options import COUNT, FILE, SIZE, Parsed, build, fail, given, option, options
 from baton.cli.up import OWN, fetch_model, pass_through
+from baton.client import BatonError
 from baton.config import WorkerConfig
 
-
-class Tokens(click.ParamType):  # type: ignore[type-arg]
-    """A number of tokens or a range of them."""
-
-    name = "N|A-B"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Range:
-        if isinstance(value, Range):
-            return value
-        try:
-            return Range.parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+if TYPE_CHECKING:
+    from baton.bench.engine import EngineBench
 
 
-class Numbers(click.ParamType):  # type: ignore[type-arg]
-    """Whole numbers of 1 or more with commas between."""
-
-    name = "N[,N...]"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            found = tuple(int(item) for item in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r}: give whole numbers with commas between", param, ctx)
-        if min(found) < 1:
-            self.fail(f"{value!r}: each must be 1 or more", param, ctx)
-        return found
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(item) for item in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ValueError(f"{text!r}: give whole numbers of 1 or more with commas between")
+    return found
 
 
-def count(flag: str, default: int | None, text: str, least: int = 1) -> Callable[[F], F]:
-    """An option that is a whole number."""
-    shown = default is not None
-    return click.option(
-        flag, type=click.IntRange(least), default=default, show_default=shown, metavar="N", help=text
-    )
+TOKENS = Parsed("N|A-B", Range.parse)
+NUMBERS = Parsed("N[,N...]", _numbers)
+LATER_FAILS = "What a request may take; later it counts as failed. The gateway has a limit too."
+"""Of --timeout."""
 
 
-def deployment_options(timeout: float) -> Callable[[F], F]:
-    """`--server`, `--prefill`, `--decode`, `--clients`, `--warmup`, and `--timeout` with its default."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Deployed:
+    """The deployment to measure, and how it is asked."""
 
-    def decorate(function: F) -> F:
-        for add in reversed(
-            (
-                click.option(
-                    "--server",
-                    default="",
-                    metavar="HOST:PORT",
-                    envvar="BATON_SERVER",
-                    help="A running deployment's gateway; without it one is started for the measurement.",
-                ),
-                count("--prefill", 1, "Prefill nodes of the one that is started; 0: aggregated.", least=0),
-                count("--decode", 1, "Its decode nodes."),
-                count("--clients", 1, "Client processes; more when one is the limit."),
-                count("--warmup", 4, "Requests ahead, of the same sizes, not measured.", least=0),
-                click.option(
-                    "--timeout",
-                    type=click.FloatRange(min=0, min_open=True),
-                    default=timeout,
-                    show_default=True,
-                    metavar="SECONDS",
-                    help="What a request may take; later it counts as failed. The gateway has a limit too.",
-                ),
-            )
-        ):
-            function = add(function)
-        return function
-
-    return decorate
+    server: str
+    prefill: int
+    decode: int
+    clients: int
+    warmup: int
+    timeout: float
 
 
-def report_options(function: F) -> F:
-    """`--json` (argument `file`) and `--commit`."""
-    for add in (
-        click.option(
-            "--commit", default="", metavar="TEXT", help="Noted in the figures.  [default: the checkout's]"
-        ),
-        click.option(
-            "--json",
-            "file",
-            type=click.Path(dir_okay=False, path_type=Path),
-            metavar="FILE",
-            help="Write all figures there.",
-        ),
-    ):
-        function = add(function)
-    return function
+deployment_options = options(
+    option(
+        "--server",
+        str,
+        "",
+        "A running deployment's gateway; without it one is started for the measurement.",
+        "HOST:PORT",
+        envvar="BATON_SERVER",
+    ),
+    option("--prefill", SIZE, 1, "Prefill nodes of the one that is started; 0: aggregated."),
+    option("--decode", COUNT, 1, "Its decode nodes."),
+    option("--clients", COUNT, 1, "Client processes; more when one is the limit."),
+    option("--warmup", SIZE, 4, "Requests ahead, of the same sizes, not measured."),
+)
+"""The fields of Deployed but the timeout, whose default differs."""
 
 
-def make_plan(values: dict[str, Any], prefill: int, decode: int) -> DeploymentPlan:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """Where results are written."""
+
+    file: Path | None
+    commit: str
+
+    def check_writable(self, *others: Path | None) -> None:
+        """Before anything is measured. Raises UsageError."""
+        for file in (self.file, *others):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise click.UsageError(f"there is no folder {file.absolute().parent} to write {file.name} to")
+
+    def begin(self, measurement: str) -> dict[str, Any]:
+        """The first part of a report: what was measured, where, with what."""
+        return {"measurement": measurement, "machine": machine(), "versions": versions(self.commit)}
+
+    def save(self, results: dict[str, Any]) -> None:
+        """As JSON, if a file is named."""
+        if self.file is not None:
+            self.file.write_text(json.dumps(results, indent=2) + "\n")
+
+
+report_options = options(
+    option("--json file", FILE, None, "Write all figures there."),
+    option("--commit", str, "", "Noted in the figures.  [default: the checkout's]", "TEXT"),
+)
+"""The fields of Report."""
+
+
+def make_plan(values: dict[str, Any], deployed: Deployed) -> DeploymentPlan:
     """Of the engine's flags. Ends the command with one line when there is no such model."""
     values = {name: value for name, value in values.items() if name not in OWN}
     fetch_model(values)
     return DeploymentPlan(
-        prefill=prefill, decode=decode, http_port=None, flags=pass_through(values), restart=False
+        prefill=deployed.prefill,
+        decode=deployed.decode,
+        http_port=None,
+        flags=pass_through(values),
+        restart=False,
     )
 
 
@@ -132,8 +132,93 @@ def engine_config(
         raise click.ClickException(str(error)) from None
 
 
-def check_writable(*files: Path | None) -> None:
-    """Before anything is measured. Raises UsageError."""
-    for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            raise click.UsageError(f"there is no folder {file.absolute().parent} to write {file.name} to")
+@contextlib.asynccontextmanager
+async def measured(server: str, plan: DeploymentPlan, console: Console) -> AsyncIterator[str]:
+    """The gateway's address: of the running deployment, or of one that is started for the block."""
+    if server:
+        yield server
+    else:
+        async with Deployment(plan, console) as deployment:
+            yield deployment.address
+
+
+def run_here(work: Callable[[], None]) -> NoReturn:
+    """Runs what needs no event loop, so that Ctrl-C ends it at once; exits with 0. A BatonError is a line on
+    stderr and 1."""
+    try:
+        work()
+    except BatonError as error:
+        fail(explain(error, ""))
+    raise SystemExit(0)
+
+
+@contextlib.contextmanager
+def open_engine(config: WorkerConfig, console: Console) -> Iterator[EngineBench]:
+    """An engine in this process. Raises BatonError when it cannot be made."""
+    with console.status("Loading torch and the model"):
+        from baton.bench.engine import EngineBench
+        from baton.rpc.logs import configure
+
+        configure("bench", "warning")
+        bench = EngineBench(config)
+    try:
+        yield bench
+    finally:
+        bench.close()
+
+
+async def run_with_progress(target: Target, work: Workload, name: str, console: Console) -> Run:
+    """Raises ClickException when nothing could be measured, or every request failed."""
+    with progress_bar(console, TextColumn("{task.fields[state]}"), refresh_per_second=2) as progress:
+        total = len(work.jobs(target.vocabulary, target.context))
+        bar = progress.add_task(name, total=total, state="warming up")
+
+        def show(ended: int, failed: int, running: int) -> None:
+            state = f"{running} under way" + (f", {failed} failed" if failed else "")
+            progress.update(bar, completed=ended, state=state)
+
+        try:
+            run = await run_clients(target, work, show)
+        except BenchError as error:
+            raise click.ClickException(str(error)) from None
+        progress.update(bar, completed=len(run.records), state="")
+    if run.records and all(record.error for record in run.records):
+        first = run.records[0]
+        raise click.ClickException(f"every request failed; the first: {first.message} ({first.error})")
+    return run
+
+
+async def deployment_facts(server: str) -> dict[str, Any]:
+    """What the processes of a deployment, those that answer, say about themselves."""
+    processes = []
+    for report in await ask_deployment(server):
+        info = report.info
+        if info is None:
+            continue
+        facts: dict[str, Any] = {"role": report.role, "address": report.address}
+        facts |= {name: getattr(info, name) for name in ("version", "device", "attention")}
+        if info.HasField("layout"):
+            facts["page_size"] = info.layout.page_size
+            facts["transports"] = [endpoint.WhichOneof("kind") for endpoint in info.endpoints]
+        if info.HasField("model"):
+            names = ("name", "architecture", "context_length", "dtype", "parameters", "fingerprint")
+            facts["model"] = {name: getattr(info.model, name) for name in names}
+        if report.load is not None:
+            facts["pages"] = report.load.pages.total
+        processes.append(facts)
+    return {"server": server, "processes": processes}
+
+
+def warnings(run: dict[str, Any], work: Workload) -> Iterator[str]:
+    """What a reader of a run's results must know."""
+    for reason, failures in run["failures"].items():
+        yield f"{failures} of {run['requests']} requests failed: {reason}"
+    if run["client_busy"] > 0.8:
+        busy = f"{run['client_busy']:.0%}"
+        yield f"a client used {busy} of a core: it may have been the limit; raise --clients"
+    alone = work.kind == "random" and not work.shared_prefix
+    if alone and run["cached_tokens"] > 0.05 * run["prompt_tokens"]:
+        part = run["cached_tokens"] / run["prompt_tokens"]
+        yield f"{part:.0%} of the prompt tokens were cached, as if asked before: take another --seed"
+    if run["retractions"]:
+        yield f"{run['retractions']} requests were retracted and computed again: the KV pool was full"

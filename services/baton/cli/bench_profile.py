@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.bench.clients import BenchError
-from baton.cli.bench_options import Numbers, check_writable, engine_config, report_options
-from baton.cli.bench_report import about, save, shown, table
-from baton.cli.bench_running import open_engine, run_here
-from baton.cli.console import run_until_signal
+from baton.cli.bench_options import NUMBERS, Report, engine_config, open_engine, report_options, run_here
+from baton.cli.console import progress_bar, run_until_signal, shown, table
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.options import SectionedCommand, config_options, fields_of
+from baton.cli.options import SECONDS, SectionedCommand, config_options, fields_of, option, options, take
 from baton.cli.supervisor import ChildError
 from baton.config import NodeConfig, WorkerConfig
 from baton.plan.profile import EngineFacts, HostCost, Profile, to_dict
@@ -27,46 +24,41 @@ from baton.plan.profile import EngineFacts, HostCost, Profile, to_dict
 if TYPE_CHECKING:
     from baton.bench.profile import Fitted
 
+T = TypeVar("T")
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What to do."""
+    """The command's options."""
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
     seconds: float
-    transport: str
+    transport: str | None
     host: bool
-    file: Path | None
-    commit: str
 
 
-def _profile(config: WorkerConfig, measurement: Measurement, console: Console) -> None:
-    from baton.cli.supervisor import ChildError
-    from baton.transport import SegmentError, TransportError
-
-    report = about("profile", measurement.commit)
+def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console: Console) -> None:
+    report = output.begin("profile")
     # Drawn between measurements only: a thread that draws would take its share of the steps' time.
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with open_engine(config, console) as bench:
         from baton.bench.profile import fitted, grid, measure_all, points, problem
 
-        shapes = grid(measurement.rows, measurement.contexts, measurement.chunks)
+        shapes = grid(wanted.rows, wanted.contexts, wanted.chunks)
         skipped = {str(shape): why for shape in shapes if (why := problem(shape, bench))}
         usable = [shape for shape in shapes if str(shape) not in skipped]
         if not usable:
             raise click.ClickException("nothing can be measured: no step of the grid fits this engine")
-        with Progress(*columns, console=console, auto_refresh=False) as progress:
+        with progress_bar(console, auto_refresh=False) as progress:
             bar = progress.add_task("steps", total=len(usable), completed=-1)
 
             def told(shape: object) -> None:
                 progress.advance(bar)
                 progress.refresh()
 
-            measured = measure_all(bench, usable, measurement.seconds, told)
+            measured = measure_all(bench, usable, wanted.seconds, told)
             progress.update(bar, completed=len(usable), refresh=True)
         found = fitted(measured)
         report |= {"points": points(measured, found), "skipped": skipped, "fit_error": found.summary()}
@@ -75,24 +67,29 @@ def _profile(config: WorkerConfig, measurement: Measurement, console: Console) -
         layout, device = bench.engine.pool.layout, bench.engine.device
 
     from baton.bench.transfer import pull_cost
+    from baton.transport import SegmentError, TransportError
 
     with console.status("Pulling pages from another process"):
         try:
-            pull = _run(lambda: pull_cost(layout, device, measurement.transport))
-        except (TransportError, SegmentError, ChildError) as error:
+            pull = _run(lambda: pull_cost(layout, device, wanted.transport or ""))
+        except (TransportError, SegmentError, BenchError) as error:
             raise click.ClickException(f"pulls cannot be measured: {error}") from None
-    host = _host(console) if measurement.host else None
-    missing = () if host is not None else ("host",)
-    profile = Profile(found.cost, engine, pull, host or HostCost(), missing)
+    host = None
+    if wanted.host:
+        try:
+            host = _run(lambda: host_cost(console))
+        except (ChildError, BenchError) as error:
+            raise click.ClickException(f"the host's part cannot be measured: {error}") from None
+    profile = Profile(found.cost, engine, pull, host or HostCost(), () if host is not None else ("host",))
     known = to_dict(profile)
     report |= known | {"engine": {**report["engine"], **known["engine"]}}
-    save(report, measurement.file)
+    output.save(report)
     show(profile, found, report, console)
 
 
-def _run(main: Callable[[], Any]) -> Any:
+def _run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """In an event loop; a signal ends the command."""
-    found: list[Any] = []
+    found: list[T] = []
 
     async def work() -> int:
         found.append(await main())
@@ -101,14 +98,6 @@ def _run(main: Callable[[], Any]) -> Any:
     if run_until_signal(work):
         raise SystemExit(INTERRUPTED)
     return found[0]
-
-
-def _host(console: Console) -> HostCost:
-    try:
-        cost: HostCost = _run(lambda: host_cost(console))
-    except (ChildError, BenchError) as error:
-        raise click.ClickException(f"the host's part cannot be measured: {error}") from None
-    return cost
 
 
 async def host_cost(console: Console) -> HostCost:
@@ -152,7 +141,7 @@ def show(profile: Profile, found: Fitted, report: dict[str, Any], console: Conso
         rows.add_row(name, shown(1e3 * seconds, 3))
     console.print(rows)
     console.print(
-        f"These figures miss half of {len(found.errors)} measured steps by less than {error['median']:.1%}, "
+        f"The fit misses half of {len(found.errors)} measured steps by less than {error['median']:.1%}, "
         f"90 % by less than {error['p90']:.1%}, one by {error['worst']:.1%}.",
         highlight=False,
     )
@@ -170,43 +159,27 @@ def show(profile: Profile, found: Fitted, report: dict[str, Any], console: Conso
 
 
 @click.command(cls=SectionedCommand)
-@click.option(
-    "--rows", type=Numbers(), default="1,2,4,8,16,32,48", show_default=True, help="Decode rows of a step."
+@options(
+    option("--rows", NUMBERS, "1,2,4,8,16,32,48", "Decode rows of a step."),
+    option(
+        "--contexts",
+        NUMBERS,
+        "64,256,1024,4096,16384",
+        "Tokens behind each row and before a prompt's chunk.",
+    ),
+    option("--chunks", NUMBERS, "16,64,128,256,512,2048", "Prompt tokens of a step."),
+    option("--seconds", SECONDS, 0.3, "How long each kind of step is repeated."),
+    option(
+        "--transport",
+        click.Choice(["shm", "cuda_ipc", "grpc"]),
+        None,
+        "Of the pulls.  [default: shm on a CPU, cuda_ipc on a GPU]",
+    ),
+    click.option("--host/--no-host", default=True, help="Whether to start processes and measure messages."),
+    report_options,
+    config_options(WorkerConfig, leave_out={*fields_of(NodeConfig), "step_profile"}),
 )
-@click.option(
-    "--contexts",
-    type=Numbers(),
-    default="64,256,1024,4096,16384",
-    show_default=True,
-    help="Tokens behind each row, and before a prompt's chunk.",
-)
-@click.option(
-    "--chunks",
-    type=Numbers(),
-    default="16,64,128,256,512,2048",
-    show_default=True,
-    help="Prompt tokens of a step.",
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    default=0.3,
-    show_default=True,
-    metavar="X",
-    help="How long each kind of step is repeated.",
-)
-@click.option(
-    "--transport",
-    type=click.Choice(["shm", "cuda_ipc", "grpc"]),
-    help="Of the pulls.  [default: shm on a CPU, cuda_ipc on a GPU]",
-)
-@click.option("--host/--no-host", default=True, help="Whether to start processes and measure messages too.")
-@report_options
-@config_options(WorkerConfig, leave_out={*fields_of(NodeConfig), "step_profile"})
-def profile(
-    rows: tuple[int, ...], contexts: tuple[int, ...], chunks: tuple[int, ...], seconds: float,
-    transport: str | None, host: bool, file: Path | None, commit: str, **values: Any,
-) -> None:  # fmt: skip
+def profile(**values: Any) -> None:
     """Measure what steps, pulls and messages cost on this machine, for `baton plan`.
 
     Steps: the model runs inside this process, over a grid of decode rows, contexts and prompt chunks; a line
@@ -223,8 +196,8 @@ def profile(
       baton bench profile --threads 1 --rows 1,8,32 --contexts 128,512 --chunks 64,256 --json profile.json
       baton bench profile --model ./qwen3-8b --load-format dummy --device cuda --json h200.json
     """
-    check_writable(file)
-    measurement = Measurement(rows, contexts, chunks, seconds, transport or "", host, file, commit)
+    output, wanted = take(Report, values), take(Measurement, values)
+    output.check_writable()
     console = Console()
     config = engine_config(values)
-    run_here(lambda: _profile(config, measurement, console))
+    run_here(lambda: _profile(config, wanted, output, console))

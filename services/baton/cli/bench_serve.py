@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,36 @@ from rich.console import Console
 from baton.bench.clients import Target, make_target
 from baton.bench.plots import NoPlots, plot, require
 from baton.bench.summary import ITL_COUNTING, summarize, too_few
-from baton.bench.workload import Workload
+from baton.bench.workload import KINDS, Workload
 from baton.cli.bench_options import (
-    check_writable,
-    count,
+    LATER_FAILS,
+    TOKENS,
+    Deployed,
+    Report,
+    deployment_facts,
     deployment_options,
     make_plan,
+    measured,
     report_options,
+    run_with_progress,
+    warnings,
 )
-from baton.cli.bench_report import about, deployment_facts, save, shown, table, warnings
-from baton.cli.bench_running import measured, run_with_progress
-from baton.cli.bench_workload import take_workload, workload_options
-from baton.cli.console import run_command
+from baton.cli.console import run_command, shown, table
 from baton.cli.deployment import DeploymentPlan
-from baton.cli.options import SectionedCommand, config_options, fields_of
+from baton.cli.options import (
+    COUNT,
+    FILE,
+    FRACTION,
+    SECONDS,
+    SIZE,
+    Parsed,
+    SectionedCommand,
+    config_options,
+    fields_of,
+    option,
+    options,
+    take,
+)
 from baton.config import NodeConfig, WorkerConfig
 from baton.latency import Targets
 
@@ -36,37 +52,39 @@ DEFAULT_RATE = 1.0
 DEFAULT_REQUESTS = 32
 
 
-class Rates(click.ParamType):  # type: ignore[type-arg]
-    """Requests per second with commas between; inf: closed loop."""
-
-    name = "X[,X...]"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            found = tuple(float(item) for item in value.split(","))
-        except ValueError:
-            found = (math.nan,)
-        if not all(rate > 0 for rate in found):
-            self.fail(f"{value!r}: give numbers above 0 with commas between, or inf", param, ctx)
-        return found
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(item) for item in text.split(","))
+    except ValueError:
+        found = (math.nan,)
+    if not all(rate > 0 for rate in found):
+        raise ValueError(f"{text!r}: give numbers above 0 with commas between, or inf")
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    """What to do."""
-
-    runs: tuple[Workload, ...]
-    targets: Targets
-    clients: int
-    warmup: int
-    timeout: float
-    file: Path | None
-    picture: Path | None
-    commit: str
+workload_options = options(
+    option(
+        "--workload kind",
+        click.Choice(KINDS),
+        "random",
+        "Prompts that share nothing; conversations of some turns; questions on long documents.",
+    ),
+    option(
+        "--prompt-tokens",
+        TOKENS,
+        "1024",
+        "Of each prompt, each turn of a conversation, or each document (random ones).",
+    ),
+    option("--opening-tokens opening", SIZE, 0, "That a conversation's first turn has more."),
+    option("--turns", TOKENS, "3-9", "Of a conversation, if the context holds them."),
+    option("--think-seconds think", FRACTION, 2.0, "From an answer to the next turn, on average."),
+    option("--documents", COUNT, 16, "Documents that questions are about."),
+    option("--question-tokens", TOKENS, "16-64", "Behind a document."),
+    option("--output-tokens", TOKENS, "256", "Of each output; the model's end of sequence is ignored."),
+    option("--shared-prefix", SIZE, 0, "Tokens that all prompts begin with."),
+    option("--temperature", FRACTION, 0.0, "Of sampling."),
+)
+"""Fields of a Workload."""
 
 
 def label(work: Workload) -> str:
@@ -116,10 +134,10 @@ def few_requests(run: dict[str, Any]) -> Iterator[str]:
         yield f"{names} of {run['finished']} requests is little more than the slowest; measure more of them"
 
 
-def show(measurement: Measurement, runs: list[dict[str, Any]], console: Console) -> None:
+def show(workloads: Sequence[Workload], runs: list[dict[str, Any]], console: Console) -> None:
     """A row of latencies a run and percentile, and a line of rates a run."""
     figures = table("req/s", "", *(f"{name}, ms" for name in LATENCIES.values()))
-    for work, run in zip(measurement.runs, runs, strict=True):
+    for work, run in zip(workloads, runs, strict=True):
         for index, part in enumerate(("mean", "p50", "p90", "p99")):
             cells = [shown(run[f"{name}_ms"][part]) for name in LATENCIES]
             figures.add_row("" if index else label(work), part, *cells)
@@ -127,7 +145,7 @@ def show(measurement: Measurement, runs: list[dict[str, Any]], console: Console)
     rates = table(
         "req/s", "done", "a second", "tok/s out", "cached", "goodput", "in flight", "late, ms", "client"
     )
-    for work, run in zip(measurement.runs, runs, strict=True):
+    for work, run in zip(workloads, runs, strict=True):
         rates.add_row(
             label(work),
             f"{run['finished']}/{run['requests']}",
@@ -140,82 +158,74 @@ def show(measurement: Measurement, runs: list[dict[str, Any]], console: Console)
             f"{run['client_busy']:.0%}",
         )
     console.print(rates)
-    for work, run in zip(measurement.runs, runs, strict=True):
+    for work, run in zip(workloads, runs, strict=True):
         for text in (*warnings(run, work), *few_requests(run)):
             console.print(f"{label(work)}: {text}", style="yellow", highlight=False, markup=False)
 
 
-async def _serve(server: str, plan: DeploymentPlan, measurement: Measurement, console: Console) -> int:
+async def _serve(
+    deployed: Deployed,
+    plan: DeploymentPlan,
+    workloads: Sequence[Workload],
+    targets: Targets,
+    output: Report,
+    picture: Path | None,
+    console: Console,
+) -> int:
     runs: list[dict[str, Any]] = []
-    async with measured(server, plan, console) as address:
-        target = await make_target(address, measurement.clients, measurement.warmup, measurement.timeout)
-        check_context(measurement.runs[0], target)
-        for work in measurement.runs:
+    async with measured(deployed.server, plan, console) as address:
+        target = await make_target(address, deployed.clients, deployed.warmup, deployed.timeout)
+        check_context(workloads[0], target)
+        for work in workloads:
             name = f"{label(work)} req/s" if work.rate is not None else label(work)
             run = await run_with_progress(target, work, name, console)
-            figures = summarize(run.records, measurement.targets, work.seconds)
-            figures |= {"load": label(work), "workload": work.to_dict(), "client_busy": run.busy}
-            figures["offered_per_second"] = len(run.records) / work.seconds if work.rate is not None else None
-            runs.append(figures)
+            found = summarize(run.records, targets, work.seconds)
+            found |= {"load": label(work), "workload": work.to_dict(), "client_busy": run.busy}
+            found["offered_per_second"] = len(run.records) / work.seconds if work.rate is not None else None
+            runs.append(found)
         # Afterwards: by now decode nodes have met the prefill nodes that the gateway names.
-        report = about("serve", measurement.commit) | {"deployment": await deployment_facts(address)}
-    show(measurement, runs, console)
-    targets = {"ttft_ms": measurement.targets.ttft_ms, "itl_ms": measurement.targets.itl_ms}
-    report |= {"clients": target.clients, "itl_counting": ITL_COUNTING, "targets": targets, "runs": runs}
-    save(report, measurement.file)
-    if measurement.picture is not None:
-        plot(report, measurement.picture)
+        report = output.begin("serve") | {"deployment": await deployment_facts(address)}
+    show(workloads, runs, console)
+    limits = {"ttft_ms": targets.ttft_ms, "itl_ms": targets.itl_ms}
+    report |= {"clients": target.clients, "itl_counting": ITL_COUNTING, "targets": limits, "runs": runs}
+    output.save(report)
+    if picture is not None:
+        plot(report, picture)
     return 0
 
 
 @click.command(cls=SectionedCommand)
-@click.option(
-    "--rate",
-    "rates",
-    type=Rates(),
-    default=(),
-    metavar="X[,X...]",
-    help="Requests per second, one run each (open loop, Poisson arrivals); inf: closed loop.  [default: 1]",
+@options(
+    option(
+        "--rate rates",
+        Parsed("X[,X...]", _rates),
+        (),
+        "Requests per second, one run each (open loop, Poisson arrivals); inf: closed loop.  [default: 1]",
+        "X[,X...]",
+    ),
+    option("--seconds", SECONDS, 25.0, "How long requests arrive."),
+    option("--concurrency", COUNT, None, "Closed loop: requests at a time.  [default: all at once]"),
+    option("--requests", COUNT, None, f"Closed loop: how many.  [default: {DEFAULT_REQUESTS}]"),
+    workload_options,
+    option(
+        "--seed", SIZE, 0, "Of arrivals and prompts. A deployment asked twice with one seed has them cached."
+    ),
+    option("--ttft-target-ms ttft_ms", FRACTION, None, "Goodput: TTFT of a request at most."),
+    option("--itl-target-ms itl_ms", FRACTION, None, "Goodput: ITL of a request at most, at its own p99."),
+    deployment_options,
+    option("--timeout", SECONDS, 120.0, LATER_FAILS, "SECONDS"),
+    report_options,
+    option("--plot picture", FILE, None, "Draw percentiles over rate, and distributions.", "FILE.png"),
+    config_options(WorkerConfig, leave_out=fields_of(NodeConfig)),
 )
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
-    default=25.0,
-    show_default=True,
-    metavar="X",
-    help="How long requests arrive.",
-)
-@count("--concurrency", None, "Closed loop: requests at a time.  [default: all at once]")
-@count("--requests", None, f"Closed loop: how many.  [default: {DEFAULT_REQUESTS}]")
-@workload_options
-@count(
-    "--seed", 0, "Of arrivals and prompts. A deployment asked twice with one seed has them cached.", least=0
-)
-@click.option(
-    "--ttft-target-ms", type=click.FloatRange(0), metavar="X", help="Goodput: TTFT of a request at most."
-)
-@click.option(
-    "--itl-target-ms",
-    type=click.FloatRange(0),
-    metavar="X",
-    help="Goodput: ITL of a request at most, at its own p99.",
-)
-@deployment_options(timeout=120.0)
-@report_options
-@click.option(
-    "--plot",
-    "picture",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE.png",
-    help="Draw percentiles over rate, and distributions.",
-)
-@config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
 def serve(
-    rates: tuple[float, ...], seconds: float, concurrency: int | None, requests: int | None,
-    seed: int, ttft_target_ms: float | None, itl_target_ms: float | None, server: str, prefill: int,
-    decode: int, clients: int, warmup: int, timeout: float, file: Path | None, commit: str,
-    picture: Path | None, **values: Any,
-) -> None:  # fmt: skip
+    rates: tuple[float, ...],
+    seconds: float,
+    concurrency: int | None,
+    requests: int | None,
+    picture: Path | None,
+    **values: Any,
+) -> None:
     """Measure a deployment under load: TTFT, TPOT, ITL, end to end, tokens per second, goodput.
 
     Open loop (--rate): requests arrive as a Poisson process and wait for nobody. Closed loop (--concurrency,
@@ -241,18 +251,21 @@ def serve(
       baton bench serve --rate 4 --ttft-target-ms 300 --itl-target-ms 20
       baton bench serve --model ./my-model --load-format dummy       random weights
     """
-    check_writable(file, picture)
+    output = take(Report, values)
+    output.check_writable(picture)
     if picture is not None:
         try:
             require()
         except NoPlots as error:
             raise click.ClickException(str(error)) from None
-    common = Workload(**take_workload(values), seed=seed)
-    runs = make_runs(rates, seconds, requests, concurrency or 0, common)
-    if concurrency and clients > concurrency:
-        raise click.UsageError(f"--clients ({clients}) must be at most --concurrency ({concurrency})")
-    plan = make_plan(values, prefill, decode)
-    targets = Targets(ttft_target_ms, itl_target_ms)
-    measurement = Measurement(runs, targets, clients, warmup, timeout, file, picture, commit)
+    workloads = make_runs(rates, seconds, requests, concurrency or 0, take(Workload, values))
+    deployed, targets = take(Deployed, values), take(Targets, values)
+    if concurrency and deployed.clients > concurrency:
+        raise click.UsageError(
+            f"--clients ({deployed.clients}) must be at most --concurrency ({concurrency})"
+        )
+    plan = make_plan(values, deployed)
     console = Console()
-    run_command(lambda: _serve(server, plan, measurement, console), server=server)
+    run_command(
+        lambda: _serve(deployed, plan, workloads, targets, output, picture, console), server=deployed.server
+    )

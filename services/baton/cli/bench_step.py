@@ -9,18 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.cli.bench_options import (
-    Numbers,
-    check_writable,
-    count,
+    NUMBERS,
+    Report,
     engine_config,
+    open_engine,
     report_options,
+    run_here,
 )
-from baton.cli.bench_report import about, save, shown, table
-from baton.cli.bench_running import open_engine, run_here
-from baton.cli.options import SectionedCommand, config_options, fields_of
+from baton.cli.console import progress_bar, shown, table
+from baton.cli.options import (
+    COUNT,
+    FRACTION,
+    SectionedCommand,
+    config_options,
+    fields_of,
+    option,
+    options,
+    take,
+)
 from baton.config import NodeConfig, WorkerConfig
 
 if TYPE_CHECKING:
@@ -34,7 +42,7 @@ SHOWN_KERNELS = 16
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What to do."""
+    """The command's options."""
 
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -42,8 +50,6 @@ class Measurement:
     repeats: int
     temperature: float
     profile: Path | None
-    file: Path | None
-    commit: str
 
     def points(self) -> list[Point]:
         from baton.bench.steps import Point
@@ -52,39 +58,37 @@ class Measurement:
 
 
 def measure_all(
-    bench: EngineBench, measurement: Measurement, bandwidth: float, console: Console
+    bench: EngineBench, wanted: Measurement, bandwidth: float, console: Console
 ) -> tuple[list[StepFigures], dict[str, str]]:
-    """The figures, and why each of the other points could not be measured."""
+    """The results, and why each of the other points could not be measured."""
     from baton.bench.steps import measure, problem
 
-    points = measurement.points()
-    skipped = {point: why for point in points if (why := problem(point, measurement.steps, bench))}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    total = (len(points) - len(skipped)) * (measurement.repeats + 1)
-    figures = []
+    points = wanted.points()
+    skipped = {str(point): why for point in points if (why := problem(point, wanted.steps, bench))}
+    usable = [point for point in points if str(point) not in skipped]
+    found = []
     # Drawn between runs only: a thread that draws meanwhile would take its share of the steps' time.
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
-        bar = progress.add_task("", total=total)
+    with progress_bar(console, auto_refresh=False) as progress:
+        bar = progress.add_task("", total=len(usable) * (wanted.repeats + 1))
 
         def told(_run: int) -> None:
             progress.advance(bar)
             progress.refresh()
 
-        for point in points:
-            if point not in skipped:
-                progress.update(bar, description=str(point), refresh=True)
-                figures.append(
-                    measure(
-                        bench,
-                        point,
-                        steps=measurement.steps,
-                        repeats=measurement.repeats,
-                        temperature=measurement.temperature,
-                        bandwidth=bandwidth,
-                        told=told,
-                    )
+        for point in usable:
+            progress.update(bar, description=str(point), refresh=True)
+            found.append(
+                measure(
+                    bench,
+                    point,
+                    steps=wanted.steps,
+                    repeats=wanted.repeats,
+                    temperature=wanted.temperature,
+                    bandwidth=bandwidth,
+                    told=told,
                 )
-    return figures, {str(point): why for point, why in skipped.items()}
+            )
+    return found, skipped
 
 
 def show(report: dict[str, Any], figures: list[StepFigures], console: Console) -> None:
@@ -121,7 +125,7 @@ def show(report: dict[str, Any], figures: list[StepFigures], console: Console) -
 
 
 def show_profiles(
-    bench: EngineBench, measurement: Measurement, figures: list[StepFigures], folder: Path, console: Console
+    bench: EngineBench, wanted: Measurement, figures: list[StepFigures], folder: Path, console: Console
 ) -> None:
     """The kernels that take longest, of each point that was measured."""
     from baton.bench.steps import Point, profile
@@ -129,77 +133,64 @@ def show_profiles(
     for found in figures:
         point = Point(found.batch, found.context)
         console.print(f"\n{point}: microseconds and calls a decode step, prompts included", highlight=False)
-        rows = profile(
-            bench, point, steps=measurement.steps, temperature=measurement.temperature, folder=folder
-        )
+        rows = profile(bench, point, steps=wanted.steps, temperature=wanted.temperature, folder=folder)
         for name, us, calls in rows[:SHOWN_KERNELS]:
             console.print(f"{us:9.1f} {calls:7.1f}  {name[:90]}", highlight=False, markup=False)
 
 
-def _step(config: WorkerConfig, measurement: Measurement, console: Console) -> None:
+def _step(config: WorkerConfig, wanted: Measurement, output: Report, console: Console) -> None:
     from baton.bench.steps import copy_bandwidth, weight_bytes
 
-    report = about("step", measurement.commit)
+    report = output.begin("step")
     with open_engine(config, console) as bench:
         bandwidth = copy_bandwidth(bench.engine.device)
         info, layout = bench.engine.model_info, bench.engine.pool.layout
         weights = weight_bytes(bench.path, info.parameters, layout.dtype)
-        figures, skipped = measure_all(bench, measurement, bandwidth, console)
+        found, skipped = measure_all(bench, wanted, bandwidth, console)
         report |= {"engine": bench.facts(), "bandwidth_bytes_per_second": bandwidth, "weight_bytes": weights}
-        report |= {"steps": measurement.steps, "temperature": measurement.temperature}
-        report |= {"points": [asdict(found) for found in figures], "skipped": skipped}
-        show(report, figures, console)
-        save(report, measurement.file)
-        if measurement.profile is not None:
-            show_profiles(bench, measurement, figures, measurement.profile, console)
-    if not figures:
+        report |= {"steps": wanted.steps, "temperature": wanted.temperature}
+        report |= {"points": [asdict(each) for each in found], "skipped": skipped}
+        show(report, found, console)
+        output.save(report)
+        if wanted.profile is not None:
+            show_profiles(bench, wanted, found, wanted.profile, console)
+    if not found:
         raise click.ClickException("nothing was measured: no point fits this engine")
 
 
-def _defaults(values: dict[str, Any], measurement: Measurement) -> dict[str, Any]:
+def _defaults(values: dict[str, Any], wanted: Measurement) -> dict[str, Any]:
     """An engine that is just large enough for all points."""
     from baton.bench.steps import largest_pool
 
-    rows = max(measurement.batches)
+    rows = max(wanted.batches)
     budget = values.get("token_budget") or max(TOKEN_BUDGET, rows)
-    tokens = largest_pool(values.get("model") or "demo", measurement.points(), measurement.steps, budget)
+    tokens = largest_pool(values.get("model") or "demo", wanted.points(), wanted.steps, budget)
     return {"max_rows": rows, "token_budget": budget, "kv_tokens": tokens}
 
 
 @click.command(cls=SectionedCommand)
-@click.option(
-    "--batch", "batches", type=Numbers(), default="1,8,32", show_default=True, help="Rows in the batch."
+@options(
+    option("--batch batches", NUMBERS, "1,8,32", "Rows in the batch."),
+    option("--context contexts", NUMBERS, "128,1024", "Tokens of each prompt."),
+    option("--steps", COUNT, 48, "Decode steps of a run with all rows in them."),
+    option(
+        "--repeats",
+        COUNT,
+        3,
+        "Runs of each point after one to warm up; the one with the median step is reported.",
+    ),
+    option("--temperature", FRACTION, 0.0, "Of sampling."),
+    option(
+        "--profile",
+        click.Path(file_okay=False, path_type=Path),
+        None,
+        "Also print each point's longest kernels and write all of them there.",
+        "FOLDER",
+    ),
+    report_options,
+    config_options(WorkerConfig, leave_out=fields_of(NodeConfig), defaults={"token_budget": TOKEN_BUDGET}),
 )
-@click.option(
-    "--context",
-    "contexts",
-    type=Numbers(),
-    default="128,1024",
-    show_default=True,
-    help="Tokens of each prompt.",
-)
-@count("--steps", 48, "Decode steps of a run with all rows in them.")
-@count("--repeats", 3, "Runs of each point after one to warm up; the one with the median step is reported.")
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    metavar="X",
-    help="Of sampling.",
-)
-@click.option(
-    "--profile",
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="FOLDER",
-    help="Also print each point's longest kernels and write all of them there.",
-)
-@report_options
-@config_options(WorkerConfig, leave_out=fields_of(NodeConfig), defaults={"token_budget": TOKEN_BUDGET})
-def step(
-    batches: tuple[int, ...], contexts: tuple[int, ...], steps: int, repeats: int, temperature: float,
-    profile: Path | None, file: Path | None, commit: str, **values: Any,
-) -> None:  # fmt: skip
+def step(**values: Any) -> None:
     """Measure decode steps of the engine by batch size and context, against their floor.
 
     Runs scheduler and model inside this process: no gRPC, no other processes. Step: the median time between
@@ -214,8 +205,8 @@ def step(
       baton bench step --batch 1,64,256 --context 128,1024 --json step.json
       baton bench step --model ./qwen3-8b --load-format dummy --device cuda --profile kernels
     """
-    check_writable(file)
-    measurement = Measurement(batches, contexts, steps, repeats, temperature, profile, file, commit)
+    output, wanted = take(Report, values), take(Measurement, values)
+    output.check_writable()
     console = Console()
-    config = engine_config(values, lambda given: _defaults(given, measurement))
-    run_here(lambda: _step(config, measurement, console))
+    config = engine_config(values, lambda given: _defaults(given, wanted))
+    run_here(lambda: _step(config, wanted, output, console))

@@ -10,6 +10,17 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
 from baton.cli.options import fail
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
@@ -142,3 +153,22 @@ def run_command(
         if not isinstance(first, BatonError):
             raise
         fail(explain(first, server))
+
+
+def table(*columns: str) -> Table:
+    """Right-aligned but for the first column."""
+    found = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(columns):
+        found.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return found
+
+
+def shown(value: float | None, digits: int = 1) -> str:
+    """A number; "-" for none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def progress_bar(console: Console, *more: ProgressColumn, **settings: Any) -> Progress:
+    """Description, bar, count and time; then `more`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, *more, console=console, **settings)

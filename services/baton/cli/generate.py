@@ -7,7 +7,7 @@ import select
 import signal
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, cast
 
@@ -16,40 +16,23 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from baton.cli.console import Answer, collect, explain, milliseconds, size, write
-from baton.cli.options import F, fail
+from baton.cli.console import Answer, collect, explain, milliseconds, size, table, write
+from baton.cli.options import fail, option, options
 from baton.cli.status import server_option
 from baton.client import BatonError, Client, Message, Options, Session, Stream
 
-
-def sampling_options(function: F) -> F:
-    """The sampling parameters that people change; what is not given is the server's default."""
-    flags: list[Callable[[Any], Any]] = [
-        click.option(
-            "--max-tokens",
-            type=int,
-            metavar="N",
-            default=256,
-            show_default=True,
-            help="Output tokens at most.",
-        ),
-        click.option(
-            "--temperature",
-            type=float,
-            metavar="X",
-            help="0 is greedy; higher is more varied.  [default: 1.0]",
-        ),
-        click.option("--top-p", type=float, metavar="X", help="Keep the likeliest tokens up to this sum."),
-        click.option("--top-k", type=int, metavar="N", help="Keep the N likeliest tokens."),
-        click.option("--seed", type=int, metavar="N", help="The same seed gives the same text."),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; repeatable."),
-    ]
-    for flag in reversed(flags):
-        function = flag(function)
-    return function
+sampling_options = options(
+    option("--max-tokens", int, 256, "Output tokens at most.", "N"),
+    option("--temperature", float, None, "0 is greedy; higher is more varied.  [default: 1.0]", "X"),
+    option("--top-p", float, None, "Keep the likeliest tokens up to this sum.", "X"),
+    option("--top-k", int, None, "Keep the N likeliest tokens.", "N"),
+    option("--seed", int, None, "The same seed gives the same text.", "N"),
+    option("--stop", str, (), "End before this text; repeatable.", "TEXT", multiple=True),
+)
+"""The sampling parameters that people change; what is not given is the server's default."""
 
 
-def options(sampling: dict[str, Any]) -> Options:
+def given_options(sampling: dict[str, Any]) -> Options:
     """What was given of the flags of `sampling_options`."""
     return cast(Options, {name: value for name, value in sampling.items() if value not in (None, ())})
 
@@ -57,13 +40,10 @@ def options(sampling: dict[str, Any]) -> Options:
 def stats_table(answers: list[tuple[str, Answer]]) -> Table:
     """One row a request: latencies; prompt tokens and how many of them were found cached; output tokens; what
     was pulled and over which transport (nothing when the decode node computed the prompt itself)."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("request", no_wrap=True)
-    for column in ("TTFT", "TPOT", "prompt", "cached", "output", "pages", "bytes", "via"):
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = table("request", "TTFT", "TPOT", "prompt", "cached", "output", "pages", "bytes", "via")
     for name, answer in answers:
         stats, usage = answer.stats, answer.usage
-        table.add_row(
+        rows.add_row(
             name,
             milliseconds(answer.ttft),
             milliseconds(answer.tpot),
@@ -74,7 +54,7 @@ def stats_table(answers: list[tuple[str, Answer]]) -> Table:
             size(stats.pulled_bytes),
             stats.transport or "-",
         )
-    return table
+    return rows
 
 
 @click.command()
@@ -95,7 +75,7 @@ def generate(prompt: str, server: str, chat: bool, stats: bool, **sampling: Any)
     text = sys.stdin.read() if prompt == "-" else prompt
     question: dict[str, Any] = {"messages": text} if chat else {"prompt": text}
     try:
-        with Client(server) as client, client.stream(**question, **options(sampling)) as stream:
+        with Client(server) as client, client.stream(**question, **given_options(sampling)) as stream:
             answer = collect(stream, show=True)
     except BatonError as error:
         fail(explain(error, server))
@@ -126,7 +106,7 @@ def interrupt_closes(stream: Stream) -> Iterator[None]:
 
 def turn(session: Session, messages: list[Message], sampling: dict[str, Any]) -> Answer | None:
     """Asks and streams the answer; None when it was stopped. Raises BatonError."""
-    stream = session.stream(messages=messages, **options(sampling))
+    stream = session.stream(messages=messages, **given_options(sampling))
     try:
         with interrupt_closes(stream):
             answer = collect(stream, show=True)

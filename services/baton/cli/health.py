@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.console import explain, milliseconds
 from baton.cli.nodes import Dialing, ask_deployment, brief, reachable
-from baton.cli.options import fail
+from baton.cli.options import SECONDS, fail, option
 from baton.cli.status import server_option
 from baton.client import BatonError, Client, Completion
 from baton.rpc.channel import open_channel
@@ -53,14 +53,7 @@ async def check(address: str, service: str, seconds: float) -> str:
 @click.command()
 @click.argument("address", metavar="HOST:PORT")
 @click.option("--service", default="", help="Full name of a gRPC service; default: the process as a whole.")
-@click.option(
-    "--seconds",
-    type=click.FloatRange(0, min_open=True),
-    default=3.0,
-    show_default=True,
-    metavar="X",
-    help="How long to wait for the answer.",
-)
+@option("--seconds", SECONDS, 3.0, "How long to wait for the answer.")
 def health(address: str, service: str, seconds: float) -> None:
     """Ask one process whether it serves (grpc.health.v1), for the probes of containers.
 
@@ -107,15 +100,7 @@ def ask(server: str, seconds: float) -> Completion:
 
 @click.command()
 @server_option
-@click.option(
-    "--timeout",
-    "seconds",
-    type=click.FloatRange(min=0.1),
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="The answer must be there by then.",
-)
+@option("--timeout seconds", click.FloatRange(min=0.1), 10.0, "The answer must be there by then.", "SECONDS")
 def probe(server: str, seconds: float) -> None:
     """Send a small request through a running deployment, hand-off included; exit with 0 if all went well.
 

@@ -314,3 +314,60 @@ def config_file_option(role: str, only: Collection[str] | None = None) -> Callab
         callback=load,
         help="TOML file with the same names (underscores for dashes); flags and environment win over it.",
     )
+
+
+COUNT = click.IntRange(1)
+SIZE = click.IntRange(0)
+SECONDS = click.FloatRange(0, min_open=True)
+FRACTION = click.FloatRange(0)
+FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+class Parsed(click.ParamType):  # type: ignore[type-arg]
+    """What a function makes of a text; its ValueError says what is wrong."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def option(
+    names: str, kind: Any, default: Any, text: str, metavar: str | None = None, **more: Any
+) -> Callable[[F], F]:
+    """An option whose help shows its default, if it has one. names: "--flag", or "--flag argument"."""
+    kinds: dict[type, str] = {click.IntRange: "N", click.FloatRange: "X", click.Path: "FILE"}
+    shown = not callable(default) and default not in (None, "", ())
+    return click.option(
+        *names.split(),
+        type=kind,
+        default=default,
+        show_default=shown,
+        metavar=metavar or kinds.get(type(kind)),
+        help=text,
+        **more,
+    )
+
+
+def options(*several: Callable[[Any], Any]) -> Callable[[F], F]:
+    """A decorator that adds several options."""
+
+    def decorate(function: F) -> F:
+        for add in reversed(several):
+            function = add(function)
+        return function
+
+    return decorate
+
+
+def take(kind: type[C], values: dict[str, Any], **more: Any) -> C:
+    """A dataclass made of the options that are named as its fields, which are removed from `values`."""
+    names = {field.name for field in dataclasses.fields(kind)} & values.keys()  # type: ignore[arg-type]
+    return kind(**{name: values.pop(name) for name in names}, **more)

@@ -1,25 +1,35 @@
-"""`baton plan`: how many nodes a traffic needs."""
+"""`baton plan`: how many nodes a traffic needs, as a row for each layout and a sentence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from baton.cli.bench_options import check_writable, count, report_options
-from baton.cli.options import F, SectionedCommand, config_options, fields_of, given
-from baton.cli.plan_report import report, show
+from baton.cli.bench_options import Report, report_options
+from baton.cli.console import progress_bar, shown, table
+from baton.cli.options import (
+    COUNT,
+    SECONDS,
+    SIZE,
+    Parsed,
+    SectionedCommand,
+    config_options,
+    fields_of,
+    given,
+    option,
+    options,
+    take,
+)
 from baton.config import DecodeConfig, PrefillConfig
 from baton.gateway.routing import POLICIES
 from baton.latency import Targets
 from baton.plan.nodes import Setup
-from baton.plan.profile import EngineFacts, Profile, read_profile
-from baton.plan.search import Goal, Kinds, Plan, impossible, search
+from baton.plan.profile import EngineFacts, Profile, read_profile, to_dict
+from baton.plan.search import Goal, Kinds, Plan, impossible, layout_results, search
 from baton.plan.simulation import Layout, Simulated, simulate
 from baton.plan.traffic import Lengths, Traffic, poisson, read_trace
 
@@ -27,18 +37,12 @@ WORKER = ("kv_tokens", "max_rows", "token_budget", "context_length")
 """What may differ from the engine that was measured."""
 POLICY = ("local_prefill_tokens", "message_seconds", "output_margin", "watermark")
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "1024", "256"
-
-
-class LengthsType(click.ParamType):  # type: ignore[type-arg]
-    name = "N|A-B|pX=N,pY=N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Lengths:
-        if isinstance(value, Lengths):
-            return value
-        try:
-            return Lengths.parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+LENGTHS = Parsed("N|A-B|pX=N,pY=N", Lengths.parse)
+EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
+COLUMNS = (
+    *("layout", "TTFT p50", "p99, ms", "ITL p50", "p99, ms", "TPOT, ms", "tok/s out"),
+    *("goodput", "met", "busy", "held"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,7 @@ def answer(question: Question, console: Console) -> Plan:
     """Shows the progress of the search."""
     engine, cost = question.setup.profile.engine, question.setup.profile.step
     work = question.traffic.work(cost, engine.max_rows, engine.token_budget)
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with progress_bar(console, transient=True) as progress:
         bar = progress.add_task("", total=len(question.traffic.arrivals))
 
         def run(layout: Layout) -> Simulated:
@@ -83,9 +86,15 @@ def setup_of(profile: Profile, values: dict[str, Any], routing: str) -> Setup:
 
 
 def traffic_of(
-    setup: Setup, rate: float | None, prompt: Lengths | None, output: Lengths | None, trace: Path | None,
-    requests: int, seed: int, shared: int,
-) -> Traffic:  # fmt: skip
+    setup: Setup,
+    rate: float | None,
+    prompt: Lengths | None,
+    output: Lengths | None,
+    trace: Path | None,
+    requests: int,
+    seed: int,
+    shared: int,
+) -> Traffic:
     """Raises UsageError or ClickException."""
     engine = setup.profile.engine
     context = min(engine.context_length, engine.kv_tokens // engine.page_size * engine.page_size)
@@ -105,59 +114,194 @@ def traffic_of(
     return poisson(rate, *lengths, requests, seed, context, shared)
 
 
-def _number(flag: str, default: float | None, text: str, metavar: str, **bounds: Any) -> Callable[[F], F]:
-    kind = click.FloatRange(min=0, min_open=True, **bounds)
-    shown = default is not None
-    return click.option(flag, type=kind, default=default, show_default=shown, metavar=metavar, help=text)
+def show(question: Question, plan: Plan, console: Console) -> None:
+    """Rows in the order of the search."""
+    goal = question.goal
+    console.print(_asked(question), highlight=False)
+    if missing := question.setup.profile.missing:
+        taken = "defaults are taken; `baton bench profile` measures it"
+        text = f"the profile has no {', '.join(missing)}: {taken}"
+
+        console.print(text, style="yellow", highlight=False)
+    rows = table(*COLUMNS)
+    for found in plan.tried:
+        rows.add_row(*_row(found, goal), style="bold" if found is plan.best else None)
+    console.print(rows)
+    console.print(sentence(question, plan), highlight=False, soft_wrap=True)
+
+
+def _row(found: Simulated, goal: Goal) -> tuple[str, ...]:
+    one = layout_results(found, goal.targets)
+    busy = f"{found.decode.busy:.0%}"
+    held = f"{found.decode.most_pages / found.decode.pages:.0%}"
+    if found.prefill is not None:
+        busy = f"{found.prefill.busy:.0%} + {busy}"
+        held = f"{found.prefill.most_pages / found.prefill.pages:.0%} + {held}"
+    failed = f", {one['failed']} failed" if one["failed"] else ""
+    return (
+        str(found.layout),
+        shown(one["ttft_ms"]["p50"]),
+        shown(one["ttft_ms"]["p99"]),
+        shown(one["itl_ms"]["p50"]),
+        shown(one["itl_ms"]["p99"]),
+        shown(one["tpot_ms"]["mean"]),
+        shown(one["output_tokens_per_second"], 0),
+        shown(one["goodput_per_second"], 2),
+        f"{one['goodput_part']:.1%}{failed}",
+        busy,
+        held,
+    )
+
+
+def _asked(question: Question) -> str:
+    traffic = question.traffic
+    counting = traffic.arrivals[traffic.first : traffic.last]
+    prompt = sum(a.prompt for a in counting) / len(counting)
+    output = sum(a.output for a in counting) / len(counting)
+    return (
+        f"{len(counting)} requests at {traffic.rate:.2f} a second, {prompt:,.0f} tokens in and {output:,.0f} "
+        f"out on average; {_targets(question.goal)}"
+    )
+
+
+def _targets(goal: Goal) -> str:
+    parts = [
+        f"{name} {limit:g} ms"
+        for name, limit in (("TTFT", goal.targets.ttft_ms), ("ITL", goal.targets.itl_ms))
+        if limit is not None
+    ]
+    return f"{' and '.join(parts)} for {goal.part:.1%}" if parts else f"to be served: {goal.part:.1%}"
+
+
+def sentence(question: Question, plan: Plan) -> str:
+    """The recommendation."""
+    best, targets = plan.best, question.goal.targets
+    if best is None:
+        closest = max(plan.tried, key=lambda each: each.met(targets), default=None)
+        if closest is None:
+            return f"More than {question.most} nodes are needed for the work alone; raise --max-nodes."
+        met = closest.met(targets) / len(closest.records)
+        return (
+            f"No layout of at most {question.most} nodes meets the targets; {closest.layout} comes closest, "
+            f"with {met:.1%} of the requests. Raise --max-nodes, or ask for less."
+        )
+    text = f"Take {_words(best)}: {_goodput(best, targets)}."
+    other = plan.split if best is plan.aggregated else plan.aggregated
+    tried_other = [each for each in plan.tried if bool(each.layout.prefill) != bool(best.layout.prefill)]
+    if other is not None:
+        text += f" {_words(other)} would do as well ({_goodput(other, targets)})."
+    elif tried_other:
+        kind = "Split" if best is plan.aggregated else "Aggregated"
+        most = max(each.layout.nodes for each in tried_other)
+        text += f" {kind}, {most} nodes do not meet the targets."
+    return text
+
+
+def _words(found: Simulated) -> str:
+    layout = found.layout
+    decode = f"{layout.decode} decode node{'s' if layout.decode > 1 else ''}"
+    if not layout.prefill:
+        return f"{decode} that {'prefill for themselves' if layout.decode > 1 else 'prefills for itself'}"
+    mode = f" with --split {layout.split}" if layout.split != "auto" else ""
+    return f"{layout.prefill} prefill and {decode}{mode}"
+
+
+def _goodput(found: Simulated, targets: Targets) -> str:
+    met = found.met(targets)
+    part = met / len(found.records)
+    return f"{met / found.seconds:.2f} requests a second meet the targets, {part:.1%} of all"
+
+
+def report(question: Question, plan: Plan, output: Report) -> None:
+    """All results as JSON."""
+    goal, traffic = question.goal, question.traffic
+    found: dict[str, Any] = output.begin("plan")
+    found["profile"] = to_dict(question.setup.profile)
+    found["targets"] = asdict(goal.targets) | {"part": goal.part}
+    found["traffic"] = _traffic(traffic)
+    found["layouts"] = [layout_results(each, goal.targets) for each in plan.tried]
+    for name, each in (("best", plan.best), ("split", plan.split), ("aggregated", plan.aggregated)):
+        found[name] = asdict(each.layout) if each is not None else None
+    output.save(found)
+
+
+def _traffic(traffic: Traffic) -> dict[str, Any]:
+    counting = traffic.arrivals[traffic.first : traffic.last]
+    return {
+        "rate": traffic.rate,
+        "requests": len(counting),
+        "prompt_tokens": sum(arrival.prompt for arrival in counting),
+        "output_tokens": sum(arrival.output for arrival in counting),
+        "shared_prefix": traffic.shared_prefix,
+    }
 
 
 @click.command(cls=SectionedCommand)
-@click.argument("profile", metavar="PROFILE", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@_number("--rate", None, "Requests per second (Poisson arrivals).", "X")
-@click.option("--prompt", type=LengthsType(), help=f"Tokens of each prompt.  [default: {DEFAULT_PROMPT}]")
-@click.option("--output", type=LengthsType(), help=f"Tokens of each output.  [default: {DEFAULT_OUTPUT}]")
-@click.option(
-    "--trace",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help='Instead: a JSON list of {"at": seconds, "prompt": tokens, "output": tokens}.',
-)
-@count("--shared-prefix", 0, "Tokens that all prompts begin with.", least=0)
-@_number("--ttft", None, "Time to first token, at most; none: any.", "MS")
-@_number("--itl", None, "Between tokens, at most, for 99 % of a request's own; none: any.", "MS")
-@_number("--goodput-part", 0.99, "Part of the requests that must meet both.", "X", max=1)
-@count("--max-nodes", 16, "Prefill and decode nodes together, at most.")
-@click.option(
-    "--layouts",
-    type=click.Choice(["both", "split", "aggregated"]),
-    default="both",
-    show_default=True,
-    help="Split: prefill and decode nodes. Aggregated: decode nodes that compute prompts themselves.",
-)
-@click.option(
-    "--split",
-    type=click.Choice(["both", "auto", "always"]),
-    default="both",
-    show_default=True,
-    help="Which prompts split layouts hand off (the gateway's --split). Both: always where auto fails.",
-)
-@click.option(
-    "--routing", type=click.Choice(POLICIES), default="cache", show_default=True, help="The gateway's."
-)
-@count("--requests", 1000, "Simulated requests that count.", least=10)
-@count("--seed", 0, "Of arrivals and lengths.", least=0)
-@report_options
-@config_options(
-    DecodeConfig,
-    leave_out=set(fields_of(DecodeConfig)).difference(WORKER, POLICY),
-    defaults=dict.fromkeys(WORKER),
+@click.argument("profile", metavar="PROFILE", type=EXISTING)
+@options(
+    option("--rate", SECONDS, None, "Requests per second (Poisson arrivals)."),
+    option("--prompt", LENGTHS, None, f"Tokens of each prompt.  [default: {DEFAULT_PROMPT}]"),
+    option("--output", LENGTHS, None, f"Tokens of each output.  [default: {DEFAULT_OUTPUT}]"),
+    option(
+        "--trace",
+        EXISTING,
+        None,
+        'Instead: a JSON list of {"at": seconds, "prompt": tokens, "output": tokens}.',
+    ),
+    option("--shared-prefix shared", SIZE, 0, "Tokens that all prompts begin with."),
+    option("--ttft ttft_ms", SECONDS, None, "Time to first token, at most; none: any.", "MS"),
+    option(
+        "--itl itl_ms",
+        SECONDS,
+        None,
+        "Between tokens, at most, for 99 % of a request's own; none: any.",
+        "MS",
+    ),
+    option(
+        "--goodput-part",
+        click.FloatRange(min=0, min_open=True, max=1),
+        0.99,
+        "Part of the requests that must meet both.",
+    ),
+    option("--max-nodes", COUNT, 16, "Prefill and decode nodes together, at most."),
+    option(
+        "--layouts",
+        click.Choice(["both", "split", "aggregated"]),
+        "both",
+        "Split: prefill and decode nodes. Aggregated: decode nodes that compute prompts themselves.",
+    ),
+    option(
+        "--split",
+        click.Choice(["both", "auto", "always"]),
+        "both",
+        "Which prompts split layouts hand off (the gateway's --split). Both: always where auto fails.",
+    ),
+    option("--routing", click.Choice(POLICIES), "cache", "The gateway's."),
+    option("--requests", click.IntRange(10), 1000, "Simulated requests that count."),
+    option("--seed", SIZE, 0, "Of arrivals and lengths."),
+    report_options,
+    config_options(
+        DecodeConfig,
+        leave_out=set(fields_of(DecodeConfig)).difference(WORKER, POLICY),
+        defaults=dict.fromkeys(WORKER),
+    ),
 )
 def plan(
-    profile: Path, rate: float | None, prompt: Lengths | None, output: Lengths | None, trace: Path | None,
-    shared_prefix: int, ttft: float | None, itl: float | None, goodput_part: float, max_nodes: int,
-    layouts: str, split: str, routing: str, requests: int, seed: int, file: Path | None, commit: str,
+    profile: Path,
+    rate: float | None,
+    prompt: Lengths | None,
+    output: Lengths | None,
+    trace: Path | None,
+    shared: int,
+    goodput_part: float,
+    max_nodes: int,
+    layouts: str,
+    split: str,
+    routing: str,
+    requests: int,
+    seed: int,
     **values: Any,
-) -> int:  # fmt: skip
+) -> int:
     """How many nodes does a traffic need?
 
     PROFILE says what steps cost (`baton bench profile` measures it). The schedulers and hand-offs of `baton
@@ -176,14 +320,15 @@ def plan(
       baton plan profile.json --rate 50 --prompt p50=800,p99=6000 --output p50=150,p99=900 --ttft 1000
       baton plan profile.json --trace monday.json --ttft 400 --itl 40 --goodput-part 0.95 --json plan.json
     """
-    check_writable(file)
+    results = take(Report, values)
+    results.check_writable()
+    goal = Goal(take(Targets, values), goodput_part)
     try:
         measured = read_profile(profile)
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     setup = setup_of(measured, values, routing)
-    traffic = traffic_of(setup, rate, prompt, output, trace, requests, seed, shared_prefix)
-    goal = Goal(Targets(ttft, itl), goodput_part)
+    traffic = traffic_of(setup, rate, prompt, output, trace, requests, seed, shared)
     modes = ("auto", "always") if split == "both" else (split,)
     kinds = Kinds(modes if layouts != "aggregated" else (), layouts != "split")
     engine, host = setup.profile.engine, setup.profile.host
@@ -192,7 +337,6 @@ def plan(
     console = Console()
     question = Question(setup, traffic, goal, max_nodes, kinds)
     found = answer(question, console)
-    if file is not None:
-        report(question, found, commit, file)
+    report(question, found, results)
     show(question, found, console)
     return 0 if found.best is not None else 1

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn
 
+from baton.cli.console import progress_bar
+from baton.cli.options import COUNT, FILE, SECONDS, SIZE, Parsed, option, options
 from baton.sim.bugs import BUGS, planted
 from baton.sim.run import Outcome, run_many, run_scenario
 from baton.sim.scenario import Scenario, make_scenario
@@ -23,42 +25,29 @@ LINE_SECONDS = 10.0
 """How often progress is said where there is no terminal."""
 
 
-def _range(ctx: click.Context, param: click.Parameter, value: str | None) -> range | None:
+def _range(text: str) -> range:
     """`A-B`, both ends included."""
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d+)-(\d+)", value)
+    match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None or int(match[1]) > int(match[2]):
-        raise click.BadParameter(f"{value!r} is no range of seeds; write for instance 0-1999")
+        raise ValueError(f"{text!r} is no range of seeds; write for instance 0-1999")
     return range(int(match[1]), int(match[2]) + 1)
 
 
 @click.command()
-@click.option("--seed", type=click.IntRange(min=0), help="One run. Default: a random seed, which is printed.")
-@click.option("--seeds", metavar="A-B", callback=_range, help="All of these, on all cores.")
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), help="Seeds from --from on, so long.")
-@click.option(
-    "--from", "first", type=click.IntRange(min=0), help="First seed with --seconds.  [default: random]"
+@options(
+    option("--seed", SIZE, None, "One run. Default: a random seed, which is printed."),
+    option("--seeds", Parsed("A-B", _range), None, "All of these, on all cores.", "A-B"),
+    option("--seconds", SECONDS, None, "Seeds from --from on, so long."),
+    option("--from first", SIZE, None, "First seed with --seconds.  [default: random]"),
+    option("--steps", COUNT, None, "End a run after so many events, unjudged at its end."),
+    option("--trace", FILE, None, "Write every event of one run here."),
+    click.option(
+        "--shrink", "smaller", is_flag=True, help="Make a failing run small, and say what is left of it."
+    ),
+    option("--bug", click.Choice(sorted(BUGS)), None, "Plant a bug; NAME as in --list-bugs.", "NAME"),
+    click.option("--list-bugs", is_flag=True, help="Name the bugs that can be planted, and stop."),
+    option("--jobs", COUNT, None, "Processes for many seeds.  [default: one per core]"),
 )
-@click.option(
-    "--steps", type=click.IntRange(min=1), help="End a run after so many events, unjudged at its end."
-)
-@click.option(
-    "--trace",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Write every event of one run here.",
-)
-@click.option(
-    "--shrink", "smaller", is_flag=True, help="Make a failing run small, and say what is left of it."
-)
-@click.option(
-    "--bug",
-    type=click.Choice(sorted(BUGS)),
-    metavar="NAME",
-    help="Plant a bug; NAME as in --list-bugs.",
-)
-@click.option("--list-bugs", is_flag=True, help="Name the bugs that can be planted, and stop.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Processes for many seeds.  [default: one per core]")
 def sim(
     seed: int | None,
     seeds: range | None,
@@ -165,31 +154,22 @@ class _Progress:
         self._total = total
         self._runs = 0
         self._said = time.monotonic()
-        self._bar: Progress | None = None
+        self._bar = progress_bar(Console(stderr=True), TextColumn("{task.fields[failed]} failed"))
 
     def __enter__(self) -> Callable[[int], None]:
         if sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("seeds"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[failed]} failed"),
-                TimeElapsedColumn(),
-                console=Console(stderr=True),
-            )
             self._bar.add_task("seeds", total=self._total, failed=0)
             self._bar.start()
         return self._advance
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def _advance(self, failed: int) -> None:
         self._runs += 1
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, failed=failed)
-        elif time.monotonic() - self._said > LINE_SECONDS:
+        for task in self._bar.task_ids:
+            self._bar.update(task, advance=1, failed=failed)
+        if not self._bar.task_ids and time.monotonic() - self._said > LINE_SECONDS:
             self._said = time.monotonic()
             of = f" of {self._total}" if self._total is not None else ""
             click.echo(f"{self._runs} runs{of}, {failed} failed", err=True)

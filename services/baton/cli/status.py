@@ -15,7 +15,7 @@ from rich.table import Table
 
 from baton.cli.console import no_gateway
 from baton.cli.nodes import NodeReport, ask_deployment
-from baton.cli.options import F, fail
+from baton.cli.options import fail, option
 from baton.cli.serve import DEFAULT_PORTS
 from baton.rpc.address import join_address, loopback
 from baton.rpc.errors import BatonError
@@ -28,17 +28,16 @@ def default_server() -> str:
     return join_address(loopback(), DEFAULT_PORTS["gateway"][0])
 
 
-def server_option(function: F) -> F:
-    """`--server ADDRESS`, the gateway to talk to; the argument is called `server`."""
-    return click.option(
-        "--server",
-        metavar="HOST:PORT",
-        default=default_server,
-        show_default="127.0.0.1:50050",
-        envvar="BATON_SERVER",
-        show_envvar=True,
-        help="The gateway's gRPC address.",
-    )(function)
+server_option = option(
+    "--server",
+    str,
+    default_server,
+    "The gateway's gRPC address.  [default: 127.0.0.1:50050]",
+    "HOST:PORT",
+    envvar="BATON_SERVER",
+    show_envvar=True,
+)
+"""The gateway to talk to; the argument is called `server`."""
 
 
 def wrong(report: NodeReport) -> list[str]:

@@ -20,6 +20,7 @@ from baton.cli.console import run_command
 from baton.cli.deployment import Deployment, DeploymentPlan, value_of
 from baton.cli.nodes import Dialing, ask, reachable
 from baton.cli.options import (
+    FRACTION,
     ROLES,
     SectionedCommand,
     as_flags,
@@ -28,6 +29,8 @@ from baton.cli.options import (
     fail,
     fields_of,
     given,
+    option,
+    options,
 )
 from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.status import default_server
@@ -52,6 +55,7 @@ OWN = (
 """Fields that the supervisor sets itself."""
 
 
+NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
 MODEL_FIELDS = ("model", "load_format", "context_length")
 CHECK_MODEL = """
 import sys
@@ -188,71 +192,57 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
 @click.command(
     cls=SectionedCommand, epilog="Every flag is also an environment variable (--kv-tokens: BATON_KV_TOKENS)."
 )
-@click.option(
-    "--prefill",
-    "prefill_nodes",
-    metavar="N",
-    type=click.IntRange(0, 64),
-    default=1,
-    show_default=True,
-    help="Prefill nodes; 0: aggregated, decode nodes compute prompts themselves.",
-)
-@click.option(
-    "--decode",
-    "decode_nodes",
-    metavar="N",
-    type=click.IntRange(1, 64),
-    default=1,
-    show_default=True,
-    help="Decode nodes.",
-)
-@click.option(
-    "--gateways",
-    metavar="N",
-    type=click.IntRange(1, 64),
-    default=1,
-    show_default=True,
-    help="Gateway processes on one port; each connection goes to one of them.",
-)
-@click.option(
-    "--host",
-    default=None,
-    metavar="TEXT",
-    envvar="BATON_HOST",
-    help="Address that the gateway binds; the others bind the loopback.  [default: 127.0.0.1]",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=None,
-    metavar="N",
-    envvar="BATON_PORT",
-    help="The gateway's gRPC port; 0: a free one.  [default: 50050]",
-)
-@click.option(
-    "--http-port",
-    default=None,
-    metavar="N|none",
-    envvar="BATON_HTTP_PORT",
-    help="The gateway's HTTP port; 0: a free one; none: no HTTP.  [default: 8000]",
-)
-@click.option(
-    "--log-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=None,
-    help="Where each process's log goes.  [default: a new folder in ~/.local/state/baton/logs]",
-)
-@click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs here too.")
-@click.option(
-    "--no-restart", is_flag=True, help="End everything when a process dies, rather than starting it again."
-)
-@click.option(
-    "--drain-seconds",
-    type=click.FloatRange(0),
-    default=5.0,
-    show_default=True,
-    metavar="X",
-    help="How long running requests may go on after Ctrl-C; a second Ctrl-C ends at once.",
+@options(
+    option(
+        "--prefill prefill_nodes",
+        NODES,
+        1,
+        "Prefill nodes; 0: aggregated, decode nodes compute prompts themselves.",
+    ),
+    option("--decode decode_nodes", NODES_NOT_0, 1, "Decode nodes."),
+    option("--gateways", NODES_NOT_0, 1, "Gateways on one port; each connection goes to one of them."),
+    option(
+        "--host",
+        str,
+        None,
+        "Address that the gateway binds; the others bind the loopback.  [default: 127.0.0.1]",
+        "TEXT",
+        envvar="BATON_HOST",
+    ),
+    option(
+        "--port",
+        click.IntRange(0, 65535),
+        None,
+        "The gateway's gRPC port; 0: a free one.  [default: 50050]",
+        envvar="BATON_PORT",
+    ),
+    option(
+        "--http-port",
+        str,
+        None,
+        "The gateway's HTTP port; 0: a free one; none: no HTTP.  [default: 8000]",
+        "N|none",
+        envvar="BATON_HTTP_PORT",
+    ),
+    option(
+        "--log-dir",
+        click.Path(file_okay=False, path_type=Path),
+        None,
+        "Where each process's log goes.  [default: a new folder in ~/.local/state/baton/logs]",
+        "DIRECTORY",
+    ),
+    click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs here too."),
+    click.option(
+        "--no-restart",
+        is_flag=True,
+        help="End all when a process dies, rather than starting it again.",
+    ),
+    option(
+        "--drain-seconds",
+        FRACTION,
+        5.0,
+        "How long running requests may go on after Ctrl-C; a second Ctrl-C ends at once.",
+    ),
 )
 @config_file_option("gateway", only=("host", "port", "http_port"))
 @config_options(NodeConfig, leave_out=OWN)

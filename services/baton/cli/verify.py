@@ -10,12 +10,10 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from baton.cli.console import Answer, collect_async, run_command
+from baton.cli.console import Answer, collect_async, progress_bar, run_command, table
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.options import SectionedCommand, config_options, fields_of
+from baton.cli.options import COUNT, SectionedCommand, config_options, fields_of, option, options
 from baton.cli.up import OWN, fetch_model, pass_through
 from baton.client import AsyncClient, Options
 from baton.config import NodeConfig, WorkerConfig
@@ -53,9 +51,8 @@ async def ask_all(
 
     Raises an ExceptionGroup of BatonError when a request fails; the others are then cancelled.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     slots = asyncio.Semaphore(concurrency)
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console) as progress:
         bar = progress.add_task(name, total=len(questions))
 
         async def one(question: dict[str, Any]) -> Answer:
@@ -127,9 +124,7 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
 
 def report(cases: list[Case], split: Side, aggregated: Side, console: Console) -> int:
     """Prints the comparison; returns how many requests differ."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("mode", "requests", "tokens", "equal", "different"):
-        table.add_column(column, justify="left" if column == "mode" else "right")
+    rows = table("mode", "requests", "tokens", "equal", "different")
     differences: list[str] = []
     for mode in MODES:
         chosen = [i for i, case in enumerate(cases) if case.mode == mode]
@@ -144,8 +139,8 @@ def report(cases: list[Case], split: Side, aggregated: Side, console: Console) -
                     f"{aggregated.token_ids[i][position : position + 4]} aggregated"
                 )
         tokens = sum(len(split.token_ids[i]) for i in chosen)
-        table.add_row(mode, str(len(chosen)), str(tokens), str(len(chosen) - different), str(different))
-    console.print(table)
+        rows.add_row(mode, str(len(chosen)), str(tokens), str(len(chosen) - different), str(different))
+    console.print(rows)
     console.print(
         f"Split: {split.pulled_pages} pages pulled, {split.cached_tokens} prompt tokens found cached. "
         f"Aggregated: {aggregated.pulled_pages} and {aggregated.cached_tokens}.",
@@ -182,53 +177,19 @@ async def _verify(
 
 
 @click.command(cls=SectionedCommand)
-@click.option(
-    "--prompts",
-    type=click.IntRange(1),
-    default=16,
-    show_default=True,
-    metavar="N",
-    help="Prompts; each is asked greedily and with a seed.",
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    default=32,
-    show_default=True,
-    metavar="N",
-    help="Output tokens of each.",
-)
-@click.option(
-    "--concurrency",
-    type=click.IntRange(1),
-    default=8,
-    show_default=True,
-    metavar="N",
-    help="Requests at a time.",
-)
-@click.option(
-    "--prefill",
-    "prefill_nodes",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Prefill nodes of the split deployment.",
-)
-@click.option(
-    "--decode",
-    "decode_nodes",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Decode nodes of each deployment.",
-)
-@click.option(
-    "--against",
-    default="",
-    metavar="HOST:PORT",
-    help="Compare this running deployment, of the same --model, instead of starting a split one.",
+@options(
+    option("--prompts", COUNT, 16, "Prompts; each is asked greedily and with a seed."),
+    option("--max-tokens", COUNT, 32, "Output tokens of each."),
+    option("--concurrency", COUNT, 8, "Requests at a time."),
+    option("--prefill prefill_nodes", COUNT, 1, "Prefill nodes of the split deployment."),
+    option("--decode decode_nodes", COUNT, 1, "Decode nodes of each deployment."),
+    option(
+        "--against",
+        str,
+        "",
+        "Compare this running deployment, of the same --model, instead of starting a split one.",
+        "HOST:PORT",
+    ),
 )
 @config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
 def verify(

@@ -13,7 +13,7 @@ from baton.plan.traffic import Traffic, Work
 from baton.stepcost import StepCost, StepLoad, chunk_pairs
 
 
-def figures(found: Simulated, targets: Targets) -> dict[str, Any]:
+def layout_results(found: Simulated, targets: Targets) -> dict[str, Any]:
     """Latencies in milliseconds, of requests that finished; rates per second over the time in which the
     requests that count arrived."""
     done = [record for record in found.records if not record.error]
