@@ -38,7 +38,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.nodes import Dialing
+from baton.cli.nodes import Credentials
 from baton.client import AsyncClient
 from baton.demo import model_path
 from baton.v1 import node_pb2, node_pb2_grpc
@@ -168,7 +168,7 @@ class Served:
 
     async def decode_load(self) -> node_pb2.Load:
         address = next(child.address for child in self.deployment.children if child.role == "decode")
-        async with Dialing.to(self.deployment.address).node(address) as channel:
+        async with Credentials.to(self.deployment.address).node(address) as channel:
             return await node_pb2_grpc.NodeStub(channel).GetLoad(node_pb2.GetLoadRequest(), timeout=10)
 
 

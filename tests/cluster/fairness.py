@@ -17,7 +17,7 @@ from checkpoints import VOCABULARY, make_model, save
 from deployment import Deployment
 from process import Process
 
-from baton.bench.client import Asker
+from baton.bench.client import LoadClient
 from baton.bench.workload import Job, Range, Workload
 from baton.latency import Record
 from baton.rpc.channel import open_channel
@@ -121,9 +121,9 @@ async def _short(stub: inference_pb2_grpc.InferenceStub, seconds: float) -> list
     return asker.records
 
 
-def _asker(stub: inference_pb2_grpc.InferenceStub) -> Asker:
+def _asker(stub: inference_pb2_grpc.InferenceStub) -> LoadClient:
     work = Workload(prompt_tokens=Range(SHORT, SHORT), output_tokens=Range(OUTPUT, OUTPUT))
-    return Asker(stub, work, REQUEST_SECONDS, time.monotonic())
+    return LoadClient(stub, work, REQUEST_SECONDS, time.monotonic())
 
 
 def _job(at: float, length: int, output: int) -> Job:

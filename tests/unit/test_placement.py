@@ -9,25 +9,29 @@ import pytest
 from rich.console import Console
 
 from baton.bench.machine import visible_gpus
-from baton.cli.deployment import Deployment, DeploymentPlan, Place, place, value_of, wants_gpu
+from baton.cli.deployment import Deployment, DeploymentPlan, GpuShare, assign_gpus, value_of, wants_gpu
 from baton.cli.up import process_table
 
 CUDA = dict.fromkeys(("prefill", "decode"), ("--device", "cuda", "--model", "demo"))
 
 
 def test_in_turn():
-    assert place(["p", "d"], ["0", "1"]) == {"p": Place("0", 1), "d": Place("1", 1)}
-    assert place(["p", "d"], ["5"]) == {"p": Place("5", 2), "d": Place("5", 2)}
-    assert place(["a", "b", "c"], ["0", "1"]) == {"a": Place("0", 2), "b": Place("1", 1), "c": Place("0", 2)}
-    assert place(["p"], ["0", "1"]) == {"p": Place("0", 1)}
-    assert place(["p", "d"], []) == {}
+    assert assign_gpus(["p", "d"], ["0", "1"]) == {"p": GpuShare("0", 1), "d": GpuShare("1", 1)}
+    assert assign_gpus(["p", "d"], ["5"]) == {"p": GpuShare("5", 2), "d": GpuShare("5", 2)}
+    assert assign_gpus(["a", "b", "c"], ["0", "1"]) == {
+        "a": GpuShare("0", 2),
+        "b": GpuShare("1", 1),
+        "c": GpuShare("0", 2),
+    }
+    assert assign_gpus(["p"], ["0", "1"]) == {"p": GpuShare("0", 1)}
+    assert assign_gpus(["p", "d"], []) == {}
 
 
 def test_shared_memory_is_divided_unless_it_was_given():
-    assert Place("0", 1).flags(given=False) == ()
-    assert Place("0", 2).flags(given=False) == ("--memory-fraction", "0.450")
-    assert Place("0", 3).flags(given=False) == ("--memory-fraction", "0.300")
-    assert Place("0", 2).flags(given=True) == ()
+    assert GpuShare("0", 1).flags(given=False) == ()
+    assert GpuShare("0", 2).flags(given=False) == ("--memory-fraction", "0.450")
+    assert GpuShare("0", 3).flags(given=False) == ("--memory-fraction", "0.300")
+    assert GpuShare("0", 2).flags(given=True) == ()
 
 
 def test_visible_gpus(monkeypatch):

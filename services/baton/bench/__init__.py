@@ -1,3 +1,3 @@
-"""What `baton bench` measures with: workloads and their arrival times, client processes that ask and note
-when tokens came, figures and pictures made of that, and the engine measured inside this process. Nothing here
-knows the command line; workloads, records and figures know no gRPC and no torch either."""
+"""What `baton bench` measures with: `workload` (requests and arrival times), `client` and `clients` (processes
+that send them and note when tokens come), `summary` and `plots`; `engine`, `steps` and `profile` (the engine
+inside this process); `transfer` (KV pages from another process). Nothing here knows the command line."""

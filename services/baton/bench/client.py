@@ -39,7 +39,7 @@ TIMEOUT_MARGIN_SECONDS = 5.0
 """The gateway's answer to a timeout may take so long; then the client gives up by itself."""
 
 
-class Asker:
+class LoadClient:
     """Sends jobs over one connection; one record each."""
 
     def __init__(self, stub: Any, work: Workload, timeout: float, start: float) -> None:
@@ -79,7 +79,7 @@ class Asker:
         async with asyncio.TaskGroup() as group:
             for thread, message in zip(threads, messages, strict=True):
                 await self._until(thread[0].at)
-                group.create_task(self._converse(thread[0].at, message, thread[1:]))
+                group.create_task(self._run_conversation(thread[0].at, message, thread[1:]))
 
     async def closed_loop(self, jobs: Sequence[Job], concurrency: int) -> None:
         """Begins a thread when another has ended; 0: all at once."""
@@ -88,18 +88,20 @@ class Asker:
         await self._until(0.0)
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency or len(threads), len(threads))):
-                group.create_task(self._work(left))
+                group.create_task(self._run_conversations(left))
 
-    async def _work(self, threads: Iterator[tuple[float, inference_pb2.GenerateRequest, list[Job]]]) -> None:
+    async def _run_conversations(
+        self, threads: Iterator[tuple[float, inference_pb2.GenerateRequest, list[Job]]]
+    ) -> None:
         for pause, message, rest in threads:
             await self._until(self.now() + pause)
-            await self._converse(None, message, rest)
+            await self._run_conversation(None, message, rest)
 
-    async def _converse(
+    async def _run_conversation(
         self, at: float | None, message: inference_pb2.GenerateRequest, rest: Sequence[Job]
     ) -> None:
         """A thread, until it ends or a turn of it fails."""
-        record, answer = await self._ask(at, message)
+        record, answer = await self._request(at, message)
         said = list(message.start.tokens.token_ids) if rest else []
         for job in rest:
             if record.error:
@@ -108,9 +110,9 @@ class Asker:
             due = record.end + job.pause
             message = self.message(replace(job, prompt=said))
             await self._until(due)
-            record, answer = await self._ask(due, message)
+            record, answer = await self._request(due, message)
 
-    async def _ask(
+    async def _request(
         self, at: float | None, message: inference_pb2.GenerateRequest
     ) -> tuple[Record, list[int]]:
         """What became of it, and the tokens of its answer."""
@@ -123,7 +125,7 @@ class Asker:
             await call.done_writing()
             while not record.end:
                 event = await call.read()
-                self._note(record, event)
+                self._record_event(record, event)
                 if event is not grpc.aio.EOF:
                     answer += event.delta.token_ids
             call.let_end()
@@ -135,7 +137,7 @@ class Asker:
         self.records.append(record)
         return record, answer
 
-    def _note(self, record: Record, event: Any) -> None:
+    def _record_event(self, record: Record, event: Any) -> None:
         if event is grpc.aio.EOF:
             record.error, record.message = "STREAM_ENDED", "the stream ended before the terminal event"
             record.end = self.now()
@@ -157,12 +159,12 @@ class Asker:
             record.error, record.message = failure.reason, failure.message
 
 
-def say(**values: Any) -> None:
+def send(**values: Any) -> None:
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
-async def hear() -> dict[str, Any]:
+async def receive() -> dict[str, Any]:
     """The next line of stdin. Raises EOFError when the parent is gone."""
     line = await asyncio.to_thread(sys.stdin.readline)
     if not line:
@@ -172,14 +174,14 @@ async def hear() -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def telling(asker: Asker) -> AsyncIterator[None]:
+async def reporting(client: LoadClient) -> AsyncIterator[None]:
     """Reports progress while the block runs; a parent that is gone ends this process."""
 
     async def tell() -> None:
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
             try:
-                say(progress=[len(asker.records), asker.failed, asker.running])
+                send(progress=[len(client.records), client.failed, client.running])
             except OSError:
                 os._exit(1)  # rather than go on asking for nobody
 
@@ -191,7 +193,7 @@ async def telling(asker: Asker) -> AsyncIterator[None]:
 
 
 async def main() -> None:
-    orders = await hear()
+    orders = await receive()
     work = Workload.from_dict(orders["workload"])
     index, clients = orders["index"], orders["clients"]
     made = work.jobs(orders["vocabulary"], orders["context"])
@@ -202,23 +204,23 @@ async def main() -> None:
         orders["server"], credentials=access.credentials, metadata=access.metadata
     ) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        warm = Asker(stub, work, orders["timeout"], time.monotonic())
+        warm = LoadClient(stub, work, orders["timeout"], time.monotonic())
         ahead = work.warm_up(orders["warm_up"], orders["vocabulary"], orders["context"])
         await warm.closed_loop(ahead[index::clients], 0)
         gc.collect()
         gc.disable()  # a collection would delay whatever arrives meanwhile; a run is short
-        say(ready=[record.message for record in warm.records if record.error])
-        asker = Asker(stub, work, orders["timeout"], (await hear())["start"])
+        send(ready=[record.message for record in warm.records if record.error])
+        client = LoadClient(stub, work, orders["timeout"], (await receive())["start"])
         busy, began = time.process_time(), time.monotonic()
-        async with telling(asker):
+        async with reporting(client):
             if work.rate is not None:
-                await asker.open_loop(jobs)
+                await client.open_loop(jobs)
             else:
-                await asker.closed_loop(jobs, concurrency)
+                await client.closed_loop(jobs, concurrency)
         busy = (time.process_time() - busy) / (time.monotonic() - began)
-        for record in asker.records:
-            say(record=record.to_dict())
-        say(busy=busy)
+        for record in client.records:
+            send(record=record.to_dict())
+        send(busy=busy)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class _Client:
             limit=LINE_BYTES,
         )
         client = cls(process)
-        await client.tell(
+        await client.send(
             {
                 "server": target.server,
                 "workload": work.to_dict(),
@@ -100,13 +100,13 @@ class _Client:
         )
         return client
 
-    async def tell(self, message: dict[str, Any]) -> None:
+    async def send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # that it has ended, `hear` finds out, with the reason
+        with contextlib.suppress(ConnectionError):  # that it has ended, `receive` finds out, with the reason
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             await self.process.stdin.drain()
 
-    async def hear(self) -> dict[str, Any]:
+    async def receive(self) -> dict[str, Any]:
         """Raises BenchError when it has ended."""
         assert self.process.stdout is not None and self.process.stderr is not None
         line = await self.process.stdout.readline()
@@ -119,14 +119,14 @@ class _Client:
 
     async def ready(self) -> None:
         """Raises BenchError for a warm-up that failed."""
-        failures = (await self.hear())["ready"]
+        failures = (await self.receive())["ready"]
         if failures:
             raise BenchError(f"a request to warm up failed: {failures[0]}")
 
     async def collect(self, changed: Callable[[], None]) -> None:
         """Reads to the end."""
         while True:
-            said = await self.hear()
+            said = await self.receive()
             if "progress" in said:
                 ended, failed, running = said["progress"]
                 self.progress = (ended, failed, running)
@@ -157,7 +157,7 @@ async def run_clients(target: Target, work: Workload, progress: Progress) -> Run
             clients.append(await _Client.start(target, work, index))
         await asyncio.gather(*(client.ready() for client in clients))
         start = time.monotonic() + LEAD_SECONDS
-        await asyncio.gather(*(client.tell({"start": start}) for client in clients))
+        await asyncio.gather(*(client.send({"start": start}) for client in clients))
         await asyncio.gather(*(client.collect(changed) for client in clients))
     finally:
         await asyncio.gather(*(client.stop() for client in clients))

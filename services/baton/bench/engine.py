@@ -106,15 +106,15 @@ class EngineBench:
             torch.cuda.synchronize(self.engine.device)
         gc.collect()
         gc.freeze()
-        turns = _Turns(len(jobs), progress)
+        timer = _StepTimer(len(jobs), progress)
         runner, overlap = self.engine.runner, self.engine.overlap
         pending: tuple[Step, Any] | None = None
         while scheduler.requests:
-            t0 = turns.clock()
+            t0 = timer.clock()
             step = scheduler.plan()
-            t1 = turns.clock()
+            t1 = timer.clock()
             launched = (step, runner.launch(step.plan)) if step is not None else None
-            t2 = turns.clock()
+            t2 = timer.clock()
             if not overlap:
                 pending, launched = launched, None
             if pending is not None:
@@ -122,16 +122,16 @@ class EngineBench:
                 event = getattr(flight, "done", None)
                 if event is not None:
                     event.synchronize()
-                t3 = turns.clock()
+                t3 = timer.clock()
                 result = runner.read(flight)
-                t4 = turns.clock()
+                t4 = timer.clock()
                 scheduler.commit(done, result)
                 events = scheduler.take_events()
-                t5 = turns.clock()
+                t5 = timer.clock()
                 read = t4 - t3 if event is not None or not overlap else None
-                turns.note(done, step, events, (t1 - t0, t2 - t1, read, t5 - t4))
+                timer.note(done, step, events, (t1 - t0, t2 - t1, read, t5 - t4))
             pending = launched
-        return turns.end()
+        return timer.end()
 
     def _scheduler(self, jobs: Sequence[Job], temperature: float) -> Scheduler:
         pages = PageAllocator(self.engine.pool.num_pages)
@@ -149,8 +149,8 @@ class EngineBench:
         return scheduler
 
 
-class _Turns:
-    """What the turns of a run's loop brought."""
+class _StepTimer:
+    """Times of the iterations of a run's loop."""
 
     clock = staticmethod(time.perf_counter)
 

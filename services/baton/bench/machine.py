@@ -1,4 +1,4 @@
-"""Where and with what figures were taken."""
+"""The machine and the versions that results were measured with, and its GPUs."""
 
 from __future__ import annotations
 

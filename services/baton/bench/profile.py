@@ -78,14 +78,14 @@ def problem(shape: Shape, bench: EngineBench) -> str:
 
 
 def measure_all(
-    bench: EngineBench, shapes: Sequence[Shape], seconds: float, told: Callable[[Shape], None]
+    bench: EngineBench, shapes: Sequence[Shape], seconds: float, on_progress: Callable[[Shape], None]
 ) -> list[Measured]:
-    """The median step of each shape, measured for so many seconds. `told` is called before each."""
+    """The median step of each shape, measured for so many seconds. `on_progress` is called before each."""
     found = []
     pool = bench.engine.pool
     pool.raw[: max(shape.pages(pool.layout.page_size) for shape in shapes)].zero_()
     for shape in shapes:
-        told(shape)
+        on_progress(shape)
         rows = tuple(_rows(shape, pool.layout.page_size))
         measured = _measure(bench.engine.runner, rows, bench.engine.overlap, seconds)
         found.append(Measured(shape, step_load(rows), measured))

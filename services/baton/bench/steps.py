@@ -70,7 +70,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFigures:
+class StepTimes:
     """Times in milliseconds, of the median run."""
 
     batch: int
@@ -144,20 +144,20 @@ def measure(
     repeats: int,
     temperature: float,
     bandwidth: float,
-    told: Callable[[int], None] = lambda run: None,
-) -> StepFigures:
-    """One run to warm up, then `repeats`; the one with the median step is reported. `told` is called after
-    each run. Raises BatonError, for a step that never held all rows (a pool too small) too."""
+    on_progress: Callable[[int], None] = lambda run: None,
+) -> StepTimes:
+    """One run to warm up, then `repeats`; the one with the median step is reported. `on_progress` is called
+    after each run. Raises BatonError, for a step that never held all rows (a pool too small) too."""
     runs: list[EngineRun] = []
     for repeat in range(repeats + 1):
         runs.append(bench.run(jobs_of(point, steps, bench, repeat), temperature))
-        told(repeat)
+        on_progress(repeat)
     del runs[0]
     chosen = sorted(runs, key=_step)[len(runs) // 2]
     layout, info = bench.engine.pool.layout, bench.engine.model_info
     kv_bytes = chosen.attended * layout.num_layers * layout.bytes_per_token_per_layer
     weights = weight_bytes(bench.path, info.parameters, layout.dtype)
-    return StepFigures(
+    return StepTimes(
         batch=point.batch,
         context=point.context,
         mean_context=chosen.attended / point.batch,

@@ -43,7 +43,7 @@ def in_flight(records: Sequence[Record], seconds: float) -> dict[str, float]:
 def summarize(
     records: Sequence[Record], targets: Targets | None = None, arriving: float = 0.0
 ) -> dict[str, Any]:
-    """All figures of a run. Latencies are of requests that finished; rates are over the time from the start
+    """All results of a run. Latencies are of requests that finished; rates are over the time from the start
     to the last answer, or over the `arriving` seconds in which requests could arrive, if they are longer.
     `goodput_per_second` is None without targets. `first_pause_ms`: from the first message with tokens to the
     second; between split nodes it holds the hand-off."""

@@ -329,9 +329,9 @@ class KvBench:
     quotas: tuple[int, ...]
     decode_load: bool
 
-    async def run(self, told: Callable[[str, int], None]) -> dict[str, Any]:
-        """The results, in bytes and seconds. `told` is called with the method that is measured and the number
-        of all measurements, before and after each. Raises TransportError, SegmentError or BenchError."""
+    async def run(self, on_progress: Callable[[str, int], None]) -> dict[str, Any]:
+        """The results, in bytes and seconds. `on_progress` is called after each measurement with its method
+        and the number of all measurements. Raises TransportError, SegmentError or BenchError."""
         methods = methods_for(self.device, self.quotas)
         load = Load(self.device) if self.decode_load else None
         total = len(methods) * (len(self.lengths) * (self.repeats + 1) + self.decode_load)
@@ -341,7 +341,7 @@ class KvBench:
         slowdowns: list[Slowdown] = []
         async with two_pools(self.layout, pages, self.device, self.owner_gpu) as pools:
             for method in methods:
-                done = functools.partial(told, method.name, total)
+                done = functools.partial(on_progress, method.name, total)
                 async with pools.receiver(method) as receiver:
                     for length in self.lengths:
                         rates.append(await measure(pools, method, receiver, length, self.repeats, done))

@@ -45,11 +45,11 @@ async def _kv(bench: KvBench, output: Report, console: Console) -> int:
     with progress_bar(console) as progress:
         bar = progress.add_task("starting the owner", total=None)
 
-        def told(method: str, total: int) -> None:
+        def on_progress(method: str, total: int) -> None:
             progress.update(bar, description=method, total=total, advance=1)
 
         try:
-            results = await bench.run(told)
+            results = await bench.run(on_progress)
         except (SegmentError, TransportError, BenchError) as error:
             fail(str(error))
     show(results, console)
@@ -82,7 +82,7 @@ def _devices(name: str, same_gpu: bool) -> tuple[torch.device, str]:
     click.option(
         "--decode-load", is_flag=True, help="Also how much pulls slow down what reads memory meanwhile."
     ),
-    option("--json file", FILE, None, "Write all figures there."),
+    option("--json file", FILE, None, "Write all results there."),
 )
 def kv(
     model: str,

@@ -128,17 +128,17 @@ def _engine(config: WorkerConfig, work: Workload, repeats: int, output: Report, 
 def run_engine(
     bench: EngineBench, jobs: list[Job], work: Workload, index: int, console: Console
 ) -> dict[str, Any]:
-    """One run's figures."""
+    """One run's results."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
     # Drawn once a second by the loop itself: a thread that draws would take its share of the steps' time.
     with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=False) as progress:
         bar = progress.add_task(f"run {index + 1}", total=sum(job.output_tokens for job in jobs))
 
-        def told(tokens: int) -> None:
+        def on_progress(tokens: int) -> None:
             progress.update(bar, completed=tokens, refresh=True)
 
-        run = bench.run(jobs, work.temperature, told)
-        told(run.tokens)
+        run = bench.run(jobs, work.temperature, on_progress)
+        on_progress(run.tokens)
     return {
         "seconds": run.seconds,
         "output_tokens": run.tokens,

@@ -97,8 +97,8 @@ class Report:
 
 
 report_options = options(
-    option("--json file", FILE, None, "Write all figures there."),
-    option("--commit", str, "", "Noted in the figures.  [default: the checkout's]", "TEXT"),
+    option("--json file", FILE, None, "Write all results there."),
+    option("--commit", str, "", "Noted in the results.  [default: the checkout's]", "TEXT"),
 )
 """The fields of Report."""
 

@@ -54,11 +54,11 @@ def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console:
         with progress_bar(console, auto_refresh=False) as progress:
             bar = progress.add_task("steps", total=len(usable), completed=-1)
 
-            def told(shape: object) -> None:
+            def on_progress(shape: object) -> None:
                 progress.advance(bar)
                 progress.refresh()
 
-            measured = measure_all(bench, usable, wanted.seconds, told)
+            measured = measure_all(bench, usable, wanted.seconds, on_progress)
             progress.update(bar, completed=len(usable), refresh=True)
         found = fitted(measured)
         report |= {"points": points(measured, found), "skipped": skipped, "fit_error": found.summary()}

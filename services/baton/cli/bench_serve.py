@@ -136,12 +136,12 @@ def few_requests(run: dict[str, Any]) -> Iterator[str]:
 
 def show(workloads: Sequence[Workload], runs: list[dict[str, Any]], console: Console) -> None:
     """A row of latencies a run and percentile, and a line of rates a run."""
-    figures = table("req/s", "", *(f"{name}, ms" for name in LATENCIES.values()))
+    results = table("req/s", "", *(f"{name}, ms" for name in LATENCIES.values()))
     for work, run in zip(workloads, runs, strict=True):
         for index, part in enumerate(("mean", "p50", "p90", "p99")):
             cells = [shown(run[f"{name}_ms"][part]) for name in LATENCIES]
-            figures.add_row("" if index else label(work), part, *cells)
-    console.print(figures)
+            results.add_row("" if index else label(work), part, *cells)
+    console.print(results)
     rates = table(
         "req/s", "done", "a second", "tok/s out", "cached", "goodput", "in flight", "late, ms", "client"
     )

@@ -33,7 +33,7 @@ from baton.config import NodeConfig, WorkerConfig
 
 if TYPE_CHECKING:
     from baton.bench.engine import EngineBench
-    from baton.bench.steps import Point, StepFigures
+    from baton.bench.steps import Point, StepTimes
 
 TOKEN_BUDGET = 8192
 """Large chunks, so that all rows soon decode together."""
@@ -59,7 +59,7 @@ class Measurement:
 
 def measure_all(
     bench: EngineBench, wanted: Measurement, bandwidth: float, console: Console
-) -> tuple[list[StepFigures], dict[str, str]]:
+) -> tuple[list[StepTimes], dict[str, str]]:
     """The results, and why each of the other points could not be measured."""
     from baton.bench.steps import measure, problem
 
@@ -71,7 +71,7 @@ def measure_all(
     with progress_bar(console, auto_refresh=False) as progress:
         bar = progress.add_task("", total=len(usable) * (wanted.repeats + 1))
 
-        def told(_run: int) -> None:
+        def on_progress(_run: int) -> None:
             progress.advance(bar)
             progress.refresh()
 
@@ -85,13 +85,13 @@ def measure_all(
                     repeats=wanted.repeats,
                     temperature=wanted.temperature,
                     bandwidth=bandwidth,
-                    told=told,
+                    on_progress=on_progress,
                 )
             )
     return found, skipped
 
 
-def show(report: dict[str, Any], figures: list[StepFigures], console: Console) -> None:
+def show(report: dict[str, Any], results: list[StepTimes], console: Console) -> None:
     """A line about engine and floor, a row a point."""
     engine, bandwidth, weights = (
         report["engine"],
@@ -107,7 +107,7 @@ def show(report: dict[str, Any], figures: list[StepFigures], console: Console) -
     rows = table(
         "batch", "context", "step, ms", "floor, ms", "ratio", "host, ms", "first tokens, ms", "tok/s"
     )
-    for found in figures:
+    for found in results:
         host = [ms for part, ms in found.host_ms.items() if engine["device"] != "cpu" or part != "launch"]
         rows.add_row(
             str(found.batch),
@@ -125,12 +125,12 @@ def show(report: dict[str, Any], figures: list[StepFigures], console: Console) -
 
 
 def show_profiles(
-    bench: EngineBench, wanted: Measurement, figures: list[StepFigures], folder: Path, console: Console
+    bench: EngineBench, wanted: Measurement, results: list[StepTimes], folder: Path, console: Console
 ) -> None:
     """The kernels that take longest, of each point that was measured."""
     from baton.bench.steps import Point, profile
 
-    for found in figures:
+    for found in results:
         point = Point(found.batch, found.context)
         console.print(f"\n{point}: microseconds and calls a decode step, prompts included", highlight=False)
         rows = profile(bench, point, steps=wanted.steps, temperature=wanted.temperature, folder=folder)

@@ -66,7 +66,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GpuShare:
     """A GPU, and what the worker's process is started with so that it sees that one alone."""
 
     gpu: str
@@ -85,12 +85,12 @@ class Place:
         return ("--memory-fraction", f"{WorkerConfig().memory_fraction / self.sharing:.3f}")
 
 
-def place(workers: Sequence[str], gpus: Sequence[str]) -> dict[str, Place]:
-    """Worker -> its place: in turn over the GPUs, so that neighbours lie apart. Empty without GPUs."""
+def assign_gpus(workers: Sequence[str], gpus: Sequence[str]) -> dict[str, GpuShare]:
+    """Worker -> its share: in turn over the GPUs, so that neighbours lie apart. Empty without GPUs."""
     if not gpus:
         return {}
     turn = [gpus[number % len(gpus)] for number in range(len(workers))]
-    return {name: Place(gpu, turn.count(gpu)) for name, gpu in zip(workers, turn, strict=True)}
+    return {name: GpuShare(gpu, turn.count(gpu)) for name, gpu in zip(workers, turn, strict=True)}
 
 
 def wants_gpu(flags: Sequence[str], role: str) -> bool:
@@ -149,7 +149,7 @@ class Deployment:
         self.log_folder = folder = self._own_logs.path if self._own_logs else plan.log_folder or Path()
         folder.mkdir(parents=True, exist_ok=True)
         self._loopback = loopback()
-        self.places = _places(plan)
+        self.gpu_shares = _gpu_shares(plan)
         self._secret: LocalSecret | None = None
         self._shared: list[SharedPort] = []
         """Of the gateways, if there are several: gRPC, and HTTP if there is any."""
@@ -173,14 +173,14 @@ class Deployment:
 
     def _backend(self, name: str, role: str, port: int, dial: Dial) -> Child:
         """A tokenizer, prefill or decode node."""
-        place = self.places.get(name)
+        share = self.gpu_shares.get(name)
         return Child(
             name,
             role,
             folder=self.log_folder,
             host=self._loopback,
             port=port,
-            environment=place.environment if place is not None else {},
+            environment=share.environment if share is not None else {},
             dial=dial,
         )
 
@@ -229,9 +229,9 @@ class Deployment:
         flags += given
         if self._secret is not None:
             flags += ["--cluster-secret-file", str(self._secret.path)]
-        place = self.places.get(child.name)
-        if place is not None:
-            flags += place.flags(value_of(given, child.role, "memory_fraction") is not None)
+        share = self.gpu_shares.get(child.name)
+        if share is not None:
+            flags += share.flags(value_of(given, child.role, "memory_fraction") is not None)
         if child.role == "gateway":
             flags += self._sharing(child)
             flags += ["--tokenizer", self._addresses("tokenizer"), "--decode", self._addresses("decode")]
@@ -302,7 +302,7 @@ def _cluster(plan: DeploymentPlan) -> Cluster:
     return Cluster.load(NodeConfig(**given))
 
 
-def _places(plan: DeploymentPlan) -> dict[str, Place]:
+def _gpu_shares(plan: DeploymentPlan) -> dict[str, GpuShare]:
     """Of the workers that take any GPU."""
     workers = [name for name, role in _workers(plan) if wants_gpu(plan.flags.get(role, ()), role)]
-    return place(workers, visible_gpus() if workers else [])
+    return assign_gpus(workers, visible_gpus() if workers else [])

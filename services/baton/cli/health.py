@@ -12,7 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.cli.console import explain, milliseconds
-from baton.cli.nodes import Dialing, ask_deployment, brief, reachable
+from baton.cli.nodes import Credentials, ask_deployment, brief, reachable
 from baton.cli.options import SECONDS, fail, option
 from baton.cli.status import server_option
 from baton.client import BatonError, Client, Completion
@@ -23,18 +23,18 @@ async def check(address: str, service: str, seconds: float) -> str:
     """What the process says of itself: "SERVING" or "NOT_SERVING". Raises AioRpcError, and BatonError for
     files of the environment that cannot be used.
 
-    Whether a worker or a gateway is there is not known: asked is as the deployment's processes do, as clients
-    do, and without TLS. No secret and no key is sent.
+    It is not known whether a worker or a gateway is there. So the request is sent as the deployment's
+    processes connect, as clients do, and without TLS. No secret and no key is sent.
     """
-    dialing = Dialing.to(address)
-    cluster, public = dialing.cluster.tls, dialing.access.credentials
-    ways: list[tuple[grpc.ChannelCredentials | None, str]] = [(None, "")]
+    known = Credentials.to(address)
+    cluster, public = known.cluster.tls, known.access.credentials
+    attempts: list[tuple[grpc.ChannelCredentials | None, str]] = [(None, "")]
     if public is not None:
-        ways.insert(0, (public, ""))
+        attempts.insert(0, (public, ""))
     if cluster is not None:
-        ways.insert(0, (cluster.channel_credentials(), cluster.name))
+        attempts.insert(0, (cluster.channel_credentials(), cluster.name))
     first: grpc.aio.AioRpcError | None = None
-    for credentials, name in ways:
+    for credentials, name in attempts:
         try:
             async with open_channel(reachable(address), credentials=credentials, tls_name=name) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)

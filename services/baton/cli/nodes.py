@@ -23,14 +23,14 @@ CLUSTER_FIELDS = ("cluster_secret_file", "cluster_cert", "cluster_key", "cluster
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Dialing:
+class Credentials:
     """cluster: of the deployment. access: to its gateway, as any client has it."""
 
     cluster: Cluster
     access: Access
 
     @classmethod
-    def to(cls, gateway: str) -> Dialing:
+    def to(cls, gateway: str) -> Credentials:
         """To the deployment with this gateway: the secret that `baton up` drew for it here, else what the
         environment names (BATON_CLUSTER_SECRET_FILE and the like). Raises BatonError."""
         variables = {name: fields_of(NodeConfig)[name].variable for name in CLUSTER_FIELDS}
@@ -80,9 +80,9 @@ def brief(error: grpc.aio.AioRpcError) -> str:
     return details.rpartition(": ")[2] if error.code() is grpc.StatusCode.UNAVAILABLE else details
 
 
-async def ask(address: str, role: str, dialing: Dialing, seconds: float = 3.0) -> NodeReport:
+async def ask(address: str, role: str, credentials: Credentials, seconds: float = 3.0) -> NodeReport:
     """Never raises for what the process does or does not answer."""
-    dial = dialing.gateway if role == "gateway" else dialing.node
+    dial = credentials.gateway if role == "gateway" else credentials.node
     channel = dial(reachable(address))
     node = node_pb2_grpc.NodeStub(channel)
     health = health_pb2_grpc.HealthStub(channel)
@@ -105,12 +105,12 @@ async def ask_deployment(gateway: str, seconds: float = 3.0) -> list[NodeReport]
 
     Raises BatonError when the files that the environment names for this cannot be used.
     """
-    dialing = Dialing.to(reachable(gateway))
+    credentials = Credentials.to(reachable(gateway))
     reports: dict[str, NodeReport] = {}
     wanted = {gateway: "gateway"}
     while wanted:
         answers = await asyncio.gather(
-            *(ask(address, role, dialing, seconds) for address, role in wanted.items())
+            *(ask(address, role, credentials, seconds) for address, role in wanted.items())
         )
         reports |= zip(wanted, answers, strict=True)
         peers = [peer for answer in answers if answer.info is not None for peer in answer.info.peers]

@@ -46,7 +46,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PlanInput:
     setup: Setup
     traffic: Traffic
     goal: Goal
@@ -54,20 +54,23 @@ class Question:
     kinds: Kinds
 
 
-def answer(question: Question, console: Console) -> Plan:
+def run_search(plan_input: PlanInput, console: Console) -> Plan:
     """Shows the progress of the search."""
-    engine, cost = question.setup.profile.engine, question.setup.profile.step
-    work = question.traffic.work(cost, engine.max_rows, engine.token_budget)
+    engine, cost = plan_input.setup.profile.engine, plan_input.setup.profile.step
+    work = plan_input.traffic.work(cost, engine.max_rows, engine.token_budget)
     with progress_bar(console, transient=True) as progress:
-        bar = progress.add_task("", total=len(question.traffic.arrivals))
+        bar = progress.add_task("", total=len(plan_input.traffic.arrivals))
 
         def run(layout: Layout) -> Simulated:
             progress.update(bar, description=f"simulating {layout}", completed=0)
             return simulate(
-                layout, question.setup, question.traffic, lambda ended: progress.update(bar, completed=ended)
+                layout,
+                plan_input.setup,
+                plan_input.traffic,
+                lambda ended: progress.update(bar, completed=ended),
             )
 
-        return search(work, question.goal, question.most, run, question.kinds)
+        return search(work, plan_input.goal, plan_input.most, run, plan_input.kinds)
 
 
 def setup_of(profile: Profile, values: dict[str, Any], routing: str) -> Setup:
@@ -114,11 +117,11 @@ def traffic_of(
     return poisson(rate, *lengths, requests, seed, context, shared)
 
 
-def show(question: Question, plan: Plan, console: Console) -> None:
+def show(plan_input: PlanInput, plan: Plan, console: Console) -> None:
     """Rows in the order of the search."""
-    goal = question.goal
-    console.print(_asked(question), highlight=False)
-    if missing := question.setup.profile.missing:
+    goal = plan_input.goal
+    console.print(_describe(plan_input), highlight=False)
+    if missing := plan_input.setup.profile.missing:
         taken = "defaults are taken; `baton bench profile` measures it"
         text = f"the profile has no {', '.join(missing)}: {taken}"
 
@@ -127,7 +130,7 @@ def show(question: Question, plan: Plan, console: Console) -> None:
     for found in plan.tried:
         rows.add_row(*_row(found, goal), style="bold" if found is plan.best else None)
     console.print(rows)
-    console.print(sentence(question, plan), highlight=False, soft_wrap=True)
+    console.print(recommendation(plan_input, plan), highlight=False, soft_wrap=True)
 
 
 def _row(found: Simulated, goal: Goal) -> tuple[str, ...]:
@@ -153,14 +156,14 @@ def _row(found: Simulated, goal: Goal) -> tuple[str, ...]:
     )
 
 
-def _asked(question: Question) -> str:
-    traffic = question.traffic
+def _describe(plan_input: PlanInput) -> str:
+    traffic = plan_input.traffic
     counting = traffic.arrivals[traffic.first : traffic.last]
     prompt = sum(a.prompt for a in counting) / len(counting)
     output = sum(a.output for a in counting) / len(counting)
     return (
         f"{len(counting)} requests at {traffic.rate:.2f} a second, {prompt:,.0f} tokens in and {output:,.0f} "
-        f"out on average; {_targets(question.goal)}"
+        f"out on average; {_targets(plan_input.goal)}"
     )
 
 
@@ -173,16 +176,16 @@ def _targets(goal: Goal) -> str:
     return f"{' and '.join(parts)} for {goal.part:.1%}" if parts else f"to be served: {goal.part:.1%}"
 
 
-def sentence(question: Question, plan: Plan) -> str:
+def recommendation(plan_input: PlanInput, plan: Plan) -> str:
     """The recommendation."""
-    best, targets = plan.best, question.goal.targets
+    best, targets = plan.best, plan_input.goal.targets
     if best is None:
         closest = max(plan.tried, key=lambda each: each.met(targets), default=None)
         if closest is None:
-            return f"More than {question.most} nodes are needed for the work alone; raise --max-nodes."
+            return f"More than {plan_input.most} nodes are needed for the work alone; raise --max-nodes."
         met = closest.met(targets) / len(closest.records)
         return (
-            f"No layout of at most {question.most} nodes meets the targets; {closest.layout} comes closest, "
+            f"No layout of at most {plan_input.most} nodes meets the targets; {closest.layout} comes closest "
             f"with {met:.1%} of the requests. Raise --max-nodes, or ask for less."
         )
     text = f"Take {_words(best)}: {_goodput(best, targets)}."
@@ -212,11 +215,11 @@ def _goodput(found: Simulated, targets: Targets) -> str:
     return f"{met / found.seconds:.2f} requests a second meet the targets, {part:.1%} of all"
 
 
-def report(question: Question, plan: Plan, output: Report) -> None:
+def report(plan_input: PlanInput, plan: Plan, output: Report) -> None:
     """All results as JSON."""
-    goal, traffic = question.goal, question.traffic
+    goal, traffic = plan_input.goal, plan_input.traffic
     found: dict[str, Any] = output.begin("plan")
-    found["profile"] = to_dict(question.setup.profile)
+    found["profile"] = to_dict(plan_input.setup.profile)
     found["targets"] = asdict(goal.targets) | {"part": goal.part}
     found["traffic"] = _traffic(traffic)
     found["layouts"] = [layout_results(each, goal.targets) for each in plan.tried]
@@ -335,8 +338,8 @@ def plan(
     if why := impossible(traffic, goal, measured.step, engine.token_budget, host.turn + host.row):
         raise click.ClickException(f"no number of nodes meets these targets: {why}")
     console = Console()
-    question = Question(setup, traffic, goal, max_nodes, kinds)
-    found = answer(question, console)
-    report(question, found, results)
-    show(question, found, console)
+    plan_input = PlanInput(setup, traffic, goal, max_nodes, kinds)
+    found = run_search(plan_input, console)
+    report(plan_input, found, results)
+    show(plan_input, found, console)
     return 0 if found.best is not None else 1

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from baton.cli.console import run_command
 from baton.cli.deployment import Deployment, DeploymentPlan, value_of
-from baton.cli.nodes import Dialing, ask, reachable
+from baton.cli.nodes import Credentials, ask, reachable
 from baton.cli.options import (
     FRACTION,
     ROLES,
@@ -171,8 +171,8 @@ class Output(Console):
 
 async def _up(plan: DeploymentPlan, console: Console) -> int:
     async with Deployment(plan, console) as deployment:
-        dialing = Dialing.to(reachable(deployment.address))
-        report = await ask(deployment.address, "gateway", dialing)
+        credentials = Credentials.to(reachable(deployment.address))
+        report = await ask(deployment.address, "gateway", credentials)
         model = report.info.model.name if report.info is not None else "demo"
         flags = plan.flags["gateway"]
         examples = _examples(reachable(deployment.address), reachable(deployment.http_address), model, flags)

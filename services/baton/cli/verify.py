@@ -44,25 +44,25 @@ def topic_text(name: str, characters: int) -> str:
     return "\n\n".join(topics[other].strip() for other in names[start : start + 8])[:characters]
 
 
-async def ask_all(
-    client: AsyncClient, questions: Sequence[dict[str, Any]], concurrency: int, name: str, console: Console
+async def run_requests(
+    client: AsyncClient, requests: Sequence[dict[str, Any]], concurrency: int, name: str, console: Console
 ) -> list[Answer]:
-    """The answers in the order of the questions (arguments of AsyncClient.stream).
+    """The answers in the order of the requests (arguments of AsyncClient.stream).
 
     Raises an ExceptionGroup of BatonError when a request fails; the others are then cancelled.
     """
     slots = asyncio.Semaphore(concurrency)
     with progress_bar(console) as progress:
-        bar = progress.add_task(name, total=len(questions))
+        bar = progress.add_task(name, total=len(requests))
 
-        async def one(question: dict[str, Any]) -> Answer:
+        async def one(request: dict[str, Any]) -> Answer:
             async with slots:
-                answer = await collect_async(client.stream(**question))
+                answer = await collect_async(client.stream(**request))
             progress.advance(bar)
             return answer
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(question)) for question in questions]
+            tasks = [group.create_task(one(request)) for request in requests]
     return [task.result() for task in tasks]
 
 
@@ -100,13 +100,13 @@ class Side:
     pulled_pages: int
 
 
-async def ask_side(
+async def run_side(
     name: str, client: AsyncClient, cases: list[Case], concurrency: int, console: Console
 ) -> Side:
     """All cases, `concurrency` at a time. Closes the client."""
-    questions: list[dict[str, Any]] = [{"prompt": case.prompt, **case.sampling} for case in cases]
+    requests: list[dict[str, Any]] = [{"prompt": case.prompt, **case.sampling} for case in cases]
     async with client:
-        answers = await ask_all(client, questions, concurrency, name, console)
+        answers = await run_requests(client, requests, concurrency, name, console)
     return Side(
         [answer.completion.token_ids for answer in answers],
         sum(answer.usage.cached_tokens for answer in answers),
@@ -158,10 +158,10 @@ async def _verify(
         console.print(f"Starting a deployment: {name}")
         async with Deployment(dataclasses.replace(plan, prefill=prefill), console) as deployment:
             client = AsyncClient(deployment.address, api_key="", tls_ca="")
-            return await ask_side(name, client, cases, concurrency, console)
+            return await run_side(name, client, cases, concurrency, console)
 
     if against:
-        split = await ask_side(against, AsyncClient(against), cases, concurrency, console)
+        split = await run_side(against, AsyncClient(against), cases, concurrency, console)
     else:
         split = await run("split", max(1, plan.prefill))
     aggregated = await run("aggregated", 0)

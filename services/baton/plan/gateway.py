@@ -19,7 +19,7 @@ UPDATE_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Route:
     """Where a request goes."""
 
     decode: str
@@ -55,14 +55,14 @@ class Gateway:
             self._router.settle(address)
         self._world.at(UPDATE_SECONDS, self._actor, self._hear)
 
-    def place(self, number: int, prompt: Sequence[int]) -> Place:
+    def route(self, number: int, prompt: Sequence[int]) -> Route:
         """As gateway.requests does for a request without a session."""
         way = self._ways[number] = Way(self._router, number, PromptPages(prompt, ""))
         decode = way.pick_decode(self._decode)
         prefill = way.order_prefill(self._prefill)
         limit = way.decide(self._split, decode, prefill)
         way.sent(decode, prefill)
-        return Place(decode, tuple(prefill), limit)
+        return Route(decode, tuple(prefill), limit)
 
     def computed(self, number: int) -> None:
         """The request's prompt has been."""

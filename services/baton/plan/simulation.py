@@ -1,4 +1,4 @@
-"""One layout of nodes under one traffic, from the first request to the last answer, and its figures."""
+"""One layout of nodes under one traffic, from the first request to the last answer, and its results."""
 
 from __future__ import annotations
 
@@ -93,15 +93,15 @@ class Simulation:
         world, traffic = self._world, self._traffic
         for number, arrival in enumerate(traffic.arrivals):
             delay = arrival.at + self._setup.profile.host.request
-            world.at(delay, self._actor, self._place(number))
+            world.at(delay, self._actor, self._arrive(number))
         world.at(traffic.end, self._actor, self._look)
         while self._left and world.step():
             pass
         records = self._records[traffic.first : traffic.last]
         start = records[0].at if traffic.first else 0.0
         retractions = sum(node.core.scheduler.retractions for node in self._decode.values())
-        prefill = self._figures(list(self._prefill.values())) if self._prefill else None
-        decode = self._figures(list(self._decode.values()))
+        prefill = self._usage(list(self._prefill.values())) if self._prefill else None
+        decode = self._usage(list(self._decode.values()))
         return Simulated(self._layout, records, traffic.end - start, prefill, decode, retractions)
 
     def _look(self) -> None:
@@ -109,11 +109,11 @@ class Simulation:
         for node in (*self._prefill.values(), *self._decode.values()):
             node.runner.stop_counting()
 
-    def _figures(self, nodes: list[SimPrefill] | list[SimDecode]) -> NodeUsage:
+    def _usage(self, nodes: list[SimPrefill] | list[SimDecode]) -> NodeUsage:
         busy = sum(node.runner.busy for node in nodes) / len(nodes) / max(self._traffic.end, 1e-9)
         return NodeUsage(min(1.0, busy), max(node.most_pages for node in nodes), nodes[0].pages)
 
-    def _place(self, number: int) -> Callable[[], None]:
+    def _arrive(self, number: int) -> Callable[[], None]:
         return lambda: self._start(number)
 
     def _start(self, number: int) -> None:
@@ -121,15 +121,15 @@ class Simulation:
         common = min(self._traffic.shared_prefix, arrival.prompt)
         # No two requests have more in common than the shared prefix.
         prompt = (0,) * common + (number + 1,) * (arrival.prompt - common)
-        place = self._gateway.place(number, prompt)
-        node = self._decode[place.decode]
+        route = self._gateway.route(number, prompt)
+        node = self._decode[route.decode]
         request = Request(
             key=node.key(number),
             prompt=prompt,
             params=SamplingParams(max_tokens=arrival.output),
             deadline=self._world.now + self._setup.decode.request_seconds,
         )
-        node.start(number, request, place.prefill, place.local_tokens)
+        node.start(number, request, route.prefill, route.local_tokens)
 
     def _deliver(self, outputs: list[Output]) -> None:
         now = self._world.now
