@@ -36,7 +36,7 @@ Call = ClientStream[inference_pb2.GenerateRequest, inference_pb2.GenerateRespons
 
 PROGRESS_SECONDS = 0.25
 TIMEOUT_MARGIN_SECONDS = 5.0
-"""The gateway's answer to a timeout may take so long; then the client gives up by itself."""
+"""Time for the gateway to report a timeout; then the client itself gives up."""
 
 
 class LoadClient:

@@ -1,4 +1,4 @@
-"""What a client shows a gateway, and what it expects of it."""
+"""Credentials of a client, and the CA of the gateway's certificate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Access:
 
     @classmethod
     def of(cls, api_key: str | None, tls_ca: str | None) -> Access:
-        """Of a client's arguments; what is None comes from the environment. Raises BatonError."""
+        """From a client's arguments; None takes the environment's value. Raises BatonError."""
         key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
         if not (key.isascii() and (key.isprintable() or not key)):
             raise invalid("api_key", "an API key is one line of printable ASCII characters")

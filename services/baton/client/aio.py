@@ -54,7 +54,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection; what still runs on it is cancelled."""
+        """Closes the connection; running requests are cancelled."""
         for call in list(self._calls):  # the channel's own close() misses streams that are being read
             call.cancel()
         await self._channel.close()
@@ -121,7 +121,7 @@ class AsyncStream(AsyncIterator[Delta]):
         cancel: Callable[[], None],
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """ended: called behind the terminal event."""
+        """ended: called after the terminal event."""
         self._read_event = read
         self._begin: Callable[[], Awaitable[None]] | None = begin
         self._cancel = cancel
@@ -176,14 +176,14 @@ class AsyncStream(AsyncIterator[Delta]):
 
 
 class AsyncSession:
-    """A conversation, or a text that goes on. One turn at a time.
+    """A conversation, or a text that is continued. One turn at a time.
 
     What is given to a turn is appended to what the session holds: text or tokens to the token sequence,
     messages to the conversation (without the earlier ones).
     """
 
     def __init__(self, call: Call) -> None:
-        """call: a stream of its own, not written to yet."""
+        """call: a separate stream, not written to yet."""
         self._call = call
         self._turns = count()
         self._messages = count()
@@ -191,7 +191,7 @@ class AsyncSession:
         self._writings: set[asyncio.Task[bool]] = set()
 
     def __del__(self) -> None:
-        # What is under way holds the call.
+        # The running read or write holds the call.
         if hasattr(self, "_writings"):
             self._call.cancel()
 

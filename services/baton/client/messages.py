@@ -1,4 +1,4 @@
-"""Between the client's types and the messages of baton.v1.Inference; no I/O."""
+"""Converts between the client's types and the messages of baton.v1.Inference; no I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
 TIMEOUT_MARGIN_SECONDS = 5.0
-"""The gateway's answer to a timeout may take so long; then the client gives up by itself."""
+"""Time for the gateway to report a timeout; then the client itself gives up."""
 
 
 def make_start(
@@ -129,7 +129,7 @@ class Collector:
         return None
 
     def lost(self) -> BatonError:
-        """The stream has ended before the request."""
+        """The error if the stream ends before the request."""
         self.ended = True
         return internal("the stream ended before the request's terminal event", "STREAM_ENDED")
 

@@ -52,7 +52,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection; what still runs on it is cancelled."""
+        """Closes the connection; running requests are cancelled."""
         self._channel.close()
 
     def models(self) -> list[Model]:

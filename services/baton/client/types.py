@@ -1,4 +1,4 @@
-"""What goes into the client and what comes out of it."""
+"""Types of the client's arguments and results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Message(TypedDict):
 
 
 class Options(TypedDict, total=False):
-    """How to answer. What is left out takes the default of baton.v1.SamplingParams."""
+    """Options of a request. Missing ones take the defaults of baton.v1.SamplingParams."""
 
     model: str
     n: int
@@ -44,9 +44,10 @@ class Options(TypedDict, total=False):
     priority: int
     namespace: str
     resume: bool
-    """False: rather an error than a resume at another decode node, once there is output."""
+    """False: fails rather than resume at another decode node, once there is output."""
     hand_off: bool
-    """Whether the prompt is computed on a prefill node; left out: as the gateway judges. The same answer."""
+    """Whether the prompt is computed on a prefill node; missing: the gateway decides. The answer is the
+    same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,12 @@ class Usage:
     output_tokens: int
     """Over all choices."""
     cached_tokens: int
-    """Leading prompt tokens that needed no computing."""
+    """Leading prompt tokens found in a prefix tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What became of the request. Times in seconds, measured at the gateway."""
+    """Statistics of the request. Times in seconds, measured at the gateway."""
 
     ttft: float
     total: float

@@ -1,1 +1,1 @@
-"""Pieces that decoders are made of: functions of tensors, without state."""
+"""Building blocks of decoders: functions of tensors, without state."""

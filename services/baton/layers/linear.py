@@ -1,4 +1,4 @@
-"""A linear layer, whose weight is laid out on a CPU in the way that is the fastest there.
+"""A linear layer. On a CPU its weight gets the layout that is measured fastest.
 
 torch.nn.functional.linear reads a weight [out, in]. Measured, 16 rows in float32: on an AMD processor
 oneDNN's blocked layout takes a third of its time; on an Intel one it takes up to 3 times as long, since each
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 TYPICAL_ROWS = (1, 16)
-"""Of decode steps. At hundreds of rows all layouts are alike."""
+"""Rows of decode steps. With hundreds of rows all layouts are equally fast."""
 REPEATS = 40
 BUDGET_SECONDS = 0.02
-"""For a number of rows, all layouts in turn; twice in any case."""
+"""Time for measuring all layouts with one number of rows; each is measured at least twice."""
 
 
 class CpuLayout(Protocol):
@@ -52,8 +52,8 @@ class Transposed:
 
 
 class Blocked:
-    """oneDNN's layout, chosen by it for a batch of 64: as fast at 1 row as the one it would choose for that,
-    which is up to 2 times slower at more."""
+    """oneDNN's layout for a batch of 64. At 1 row it is as fast as the layout that oneDNN chooses for 1
+    row, which is up to 2 times slower with more rows."""
 
     __slots__ = ("_matrix",)
 
@@ -89,7 +89,7 @@ def fastest_layout(weight: torch.Tensor) -> type[CpuLayout]:
 
 
 def _times(layouts: Sequence[CpuLayout], x: torch.Tensor) -> list[float]:
-    """The shortest time of each, in seconds; in turns, so that a disturbance meets all."""
+    """The shortest time of each layout in seconds; measured in turns, so that a disturbance affects all."""
     times: list[list[float]] = [[] for _ in layouts]
     ending = time.perf_counter() + BUDGET_SECONDS
     for repeat in range(REPEATS):
@@ -125,7 +125,7 @@ class Linear:
         self._packed: CpuLayout | None = None
 
     def pack(self, layout: type[CpuLayout]) -> None:
-        """On a CPU: lays the weight out anew and drops the plain one. Once; not on other devices."""
+        """Converts the weight to a layout and drops the plain one. Once, and on a CPU only."""
         assert self.weight is not None
         self._packed = layout(self.weight)
         self.weight = None

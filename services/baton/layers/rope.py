@@ -71,7 +71,8 @@ class RopeConfig:
         return RopeConfig(tuple(base.tolist()), scale)
 
     def table(self, positions: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What `apply_rope` needs of the first positions: [positions, 2, head_dim], computed in float32."""
+        """Cosines and sines of the first positions for `apply_rope`: [positions, 2, head_dim], computed in
+        float32."""
         frequencies = torch.tensor(self.frequencies, dtype=torch.float32)
         angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale

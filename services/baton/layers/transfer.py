@@ -22,7 +22,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned memory that holds the tensor once all that is enqueued now has run."""
+    """Copies the tensor to pinned memory, which is valid once all work enqueued now has run."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
@@ -35,7 +35,7 @@ class Upload:
         self._size = 0
 
     def add(self, array: npt.NDArray[Any]) -> int:
-        """The array's place in what `send` returns."""
+        """Adds an array; returns its index in the result of `send`."""
         array = np.ascontiguousarray(array)
         self._parts.append((self._size, array))
         self._size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT

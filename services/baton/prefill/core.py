@@ -17,11 +17,11 @@ from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache
 
 FULL_STEP = 1024
-"""Tokens: a GPU computes so many as fast, each, as it does more of them (measured on an H200, 8B)."""
+"""Tokens from which on a GPU's time per token no longer falls (measured on an H200, 8B)."""
 
 
 Flush = Callable[[dict[Hashable, list[PrefillOutput]]], None]
-"""Outputs by holder; an empty list tells that the step thread is alive."""
+"""Outputs by holder; an empty list answers a heartbeat."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class PrefillCore:
         ahead: bool,
         now: float,
     ) -> None:
-        """What a decode node's hand-offs ask for, where both are simulated. `ahead`: see PrefillSide."""
+        """Applies the effects of a simulated decode node's hand-offs. `ahead`: see PrefillSide."""
         if isinstance(message, StartPrefill):
             cut = len(message.token_ids) - message.delivered
             request = Request(
@@ -90,18 +90,19 @@ class PrefillCore:
 
     @property
     def pressing(self) -> bool:
-        """All but the announcement of pages, which has as long as their step takes."""
+        """Whether something must be sent before the next launch. Announcements of pages can wait: they
+        have as long as their step takes."""
         return self._presses
 
     def close_when_idle(self, holder: Hashable, close: Callable[[], None]) -> None:
-        """Calls `close` once nothing of the holder's is left."""
+        """Calls `close` once the holder has no attempt left."""
         self._closing[holder] = close
 
     def tick(self, now: float) -> None:
         self.side.tick(now)
 
     def admit(self, now: float) -> None:
-        """Nothing: of a prompt that waits until a step has room, more may be cached by then."""
+        """Does nothing: while a prompt waits for room in a step, more of it may be cached."""
 
     def plan(self, now: float) -> Step | None:
         self._presses = bool(self.side.outputs)
@@ -153,8 +154,8 @@ def make_core(
     retire: Callable[[int], None],
     observe: Callable[[], None] = lambda: None,
 ) -> PrefillCore:
-    """The core of a node with this configuration. `limits`: what the node can do; the rest of them is set
-    here. `device`: its type."""
+    """Makes the core of a node with this configuration. `limits`: limits of the engine; the other limits
+    are set here. `device`: its type."""
     scheduling = replace(
         limits,
         max_waiting=config.max_waiting,

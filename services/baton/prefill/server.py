@@ -100,7 +100,7 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         return message.several.requests
 
     def half_closed(self, stream: _PrefillStream) -> None:
-        """It cannot release any more: only prompts without `keep_pages` continue to their end."""
+        """The caller cannot release any more: only prompts without `keep_pages` continue."""
         self.steps.call(lambda core, now: self._when_idle(core, stream))
 
     def drop(self, stream: _PrefillStream) -> None:

@@ -1,2 +1,2 @@
-"""Kernels, most of them in Triton. Import the modules only where a GPU is in use: elsewhere what they need
-may be missing."""
+"""Kernels, most of them in Triton. Import the modules only where a GPU is in use: elsewhere their
+dependencies may be missing."""

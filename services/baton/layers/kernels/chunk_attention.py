@@ -1,4 +1,4 @@
-"""Triton: causal attention of prompt chunks over the paged pool, what is cached before them included.
+"""Triton: causal attention of prompt chunks over the paged pool, including earlier cached tokens.
 
 FlashAttention-2 (Dao, arXiv:2307.08691): a program holds a tile of queries, all heads that share a KV head
 together, and passes over the keys once. Needs a GPU: import it where one is in use.
@@ -12,7 +12,7 @@ import triton.language as tl
 
 _LOG2E = 1.4426950408889634
 _ROWS = 256
-"""Up to so many rows one compiled kernel serves all."""
+"""Up to this many rows one compiled kernel serves all."""
 
 
 @triton.jit

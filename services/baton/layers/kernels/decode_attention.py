@@ -1,7 +1,7 @@
 """Triton: attention of rows of one token over the paged pool, in one launch.
 
-A row's keys are divided among programs (flash-decoding, Dao et al. 2023), and the last of them to end merges
-what all have found, instead of a second launch. Needs a GPU: import it where one is in use.
+A row's keys are split among programs (flash-decoding, Dao et al. 2023). The last program to end merges the
+results of all, instead of a second launch. Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _decode(
     keys += head * DIM
     values += head * DIM
 
-    # So the first of them are fetched while the kernel before, which writes the last one and the query, ends;
-    # and the pages of each tile are looked up a tile ahead.
+    # So the first keys are fetched while the previous kernel, which writes the last key and the query, ends.
+    # The pages of each tile are looked up one tile ahead.
     offsets = tl.arange(0, BLOCK)
     entry = _entries(pages, first + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
     inside = (first + offsets < last)[:, None]
@@ -135,7 +135,7 @@ def _decode(
 
 
 def most_splits(group: int) -> int:
-    """Parts that a row's keys can be divided into, for so many heads to a KV head; a power of two."""
+    """Most parts that a row's keys can be split into, for `group` heads per KV head; a power of two."""
     return max(1, min(32, _MERGED // (1 << (group - 1).bit_length())))
 
 

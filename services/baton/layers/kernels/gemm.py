@@ -1,9 +1,9 @@
-"""Triton: projections of a few to a few hundred rows, fused with what follows them.
+"""Triton: projections of a few to a few hundred rows, fused with the operations that follow.
 
-With so few rows a matrix has fewer tiles than the GPU has multiprocessors, and cuBLAS adds launches to divide
-it further. Here the parts stay apart, in float32, until the norm that follows adds them; and gate and up are
-multiplied where they are computed. Needs a Hopper GPU (its tensor memory access): import it where one is in
-use.
+With so few rows a matrix has fewer tiles than the GPU has multiprocessors, and cuBLAS needs more launches to
+split it further. Here the parts stay separate, in float32, until the norm that follows adds them, and gate
+and up are multiplied where they are computed. Needs a Hopper GPU (its tensor memory access): import it where
+one is in use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton: a projection of one token, with what comes before and after it in the same launch.
+"""Triton: a projection of one token, fused with the operations before and after it.
 
 One row is bound by the weights' bytes: each program streams some rows of the matrix. Needs a GPU: import it
 where one is in use.
@@ -32,7 +32,7 @@ def _gemv(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Weights do not depend on the kernel before: the first of them are fetched while it ends.
+    # Weights do not depend on the previous kernel: the first are fetched while it ends.
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     at = n.to(tl.int64)[:, None] * K + columns[None, :]

@@ -1,4 +1,4 @@
-"""Triton: what top-k and top-p keep of a row, as a limit on how far a logit may lie below the largest.
+"""Triton: the tokens that top-k and top-p keep, as a limit on how far a logit may lie below the largest.
 
 Nothing is sorted. Wanted is the least limit at which a weight, a count for top-k and a mass for top-p,
 reaches a target. That is found by bracketing, as in FlashInfer's sorting-free sampling (Ye et al.,
@@ -16,9 +16,9 @@ import triton.language as tl
 
 _BLOCK = 1024
 _HELD = 2048
-"""Tokens that a program gathers."""
+"""Most tokens that a program gathers."""
 
-# A distance is never negative, so that its bits as an integer order as it does.
+# A distance is never negative, so its bits as an integer have the same order.
 _INFINITE = tl.constexpr(0x7F800000)
 _HALF = tl.constexpr(0x3F000000)
 _OCTAVES = tl.constexpr(2 << 23)
@@ -33,7 +33,7 @@ def _distances(logits, peak, temperature, columns, vocab):
 
 @triton.jit
 def _weigh(logits, peak, temperature, vocab, a, b, c, d, BLOCK: tl.constexpr):
-    """How many tokens lie within each of four limits, their mass, and the mass of all."""
+    """Number and mass of tokens within each of four limits, and the mass of all tokens."""
     count_a = tl.zeros((BLOCK,), tl.int32)
     count_b = tl.zeros((BLOCK,), tl.int32)
     count_c = tl.zeros((BLOCK,), tl.int32)
@@ -71,7 +71,7 @@ def _weigh(logits, peak, temperature, vocab, a, b, c, d, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gather(logits, peak, temperature, vocab, low, high, held, BLOCK: tl.constexpr):
-    """Keys in (low, high] into `held`; how many."""
+    """Gathers keys in (low, high] into `held`; returns their number."""
     found = tl.full((), 0, tl.int32)
     for start in range(0, vocab, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -79,7 +79,7 @@ def _gather(logits, peak, temperature, vocab, low, high, held, BLOCK: tl.constex
         inside = ((key > low) & (key <= high) & (columns < vocab)).to(tl.int32)
         tl.store(held + found + tl.cumsum(inside, 0) - 1, key, mask=inside > 0)
         found += tl.sum(inside, 0)
-    # Its own stores are seen by the whole program behind this.
+    # After this the whole program sees its own stores.
     tl.debug_barrier()
     return found
 

@@ -1,4 +1,4 @@
-"""Triton: matrix products whose every row is added up in the same order, whatever the number of rows.
+"""Triton: matrix products that sum every row in the same order, for any number of rows.
 
 What a library does differently for 1, 64 and 8,192 rows, splits of the inner dimension above all, makes a
 token's logits depend on who shares its step (Horace He, Defeating Nondeterminism in LLM Inference, Thinking
@@ -27,7 +27,7 @@ class Tile:
     warps: int
     stages: int
     persistent: bool = False
-    """One program for each multiprocessor takes tile after tile."""
+    """One program per multiprocessor processes tile after tile."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -72,7 +72,7 @@ def matmul(
     """x W^T + b for x [rows, in], into `out` [rows, out] if given, else into a new tensor. bfloat16 or
     float16, added up in float32, rounded once; rows contiguous and a multiple of 16 bytes apart.
 
-    A row's outcome depends on x's row and on the weight alone. `tile`: other than the one measured best.
+    A row's result depends only on x's row and the weight. `tile`: another one than the fastest measured.
     """
     weight = linear.weight
     assert weight is not None and weight.is_contiguous()

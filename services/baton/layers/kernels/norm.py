@@ -10,7 +10,7 @@ import sgl_kernel  # noqa: F401  (registers the operators)
 import torch
 
 _OVERLAP = True
-"""The kernel's launch need not wait for the end of the one before (programmatic dependent launch)."""
+"""The kernel may launch before the previous one has ended (programmatic dependent launch)."""
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

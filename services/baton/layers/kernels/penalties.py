@@ -79,7 +79,7 @@ def penalize(
         COUNTED=counts is not None,
         BLOCK=_BLOCK,
         num_warps=8,
-        # A product is rounded before it is subtracted, as on a CPU.
+        # Rounds a product before it is subtracted, as on a CPU.
         enable_fp_fusion=False,
     )
     return changed

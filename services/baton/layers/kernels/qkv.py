@@ -50,7 +50,7 @@ def _write_qkv(
     at = heads[:, None] * DIM + columns[None, :]
     low = tl.load(row + at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(row + at + half, mask=mask, other=0.0).to(tl.float32)
-    # Queries and keys are normalized and rotated, values are only moved.
+    # Queries and keys are normalized and rotated, values are only copied.
     turned = (heads < HEADS + KV_HEADS)[:, None]
     x, y = low, high
     if NORM:

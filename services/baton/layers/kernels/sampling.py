@@ -19,7 +19,7 @@ from baton.layers.kernels.limits import restrict
 _GROUP = 256
 """Tokens, as in baton.engine.sampler_ops."""
 _GROUPS = 16
-"""Of a program."""
+"""Groups per program."""
 
 # As in baton.engine.sampler_ops; SplitMix64's constants as int64.
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15 - 2**64)
@@ -81,7 +81,7 @@ def _weigh(
     tl.store(peaks + row * groups + group, tl.where(bad > 0, float("nan"), peak), mask=group < groups)
     temperature = tl.load(temperatures + row)
     if temperature > 0:
-        # Of a group in which nothing is possible there is no difference to take.
+        # A group without possible tokens has no difference to compute.
         below = x - tl.where(peak == -float("inf"), 0.0, peak)[:, None]
         weight = tl.exp(below * tl.minimum(1 / temperature, 3e38))
         if SPECIAL:
@@ -158,14 +158,14 @@ def _choose(
 
 @dataclass(slots=True)
 class Special:
-    """What sampling takes beside temperatures and generator states."""
+    """Inputs of sampling besides temperatures and generator states."""
 
     changed: torch.Tensor
     """float32 [n, vocab]: logits after penalties, bias and the like."""
     places: torch.Tensor
     """int32 [rows]: the row's place among these, or -1."""
     changed_rows: torch.Tensor
-    """int64 [n]: whose they are."""
+    """int64 [n]: their rows."""
     restricted: bool
     """Whether any row has a top-k or top-p."""
     top_k: torch.Tensor
@@ -199,7 +199,7 @@ def sample(
     """
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, _GROUP)
-    # Each in memory of its own: Triton compiles anew for a pointer that is aligned otherwise.
+    # Each in separate memory: Triton compiles again for a pointer with another alignment.
     peaks, masses = (torch.empty(rows, groups, device=logits.device) for _ in range(2))
     raw = tops = temperatures
     changed, places, limits, counts = logits, slots, temperatures, None
