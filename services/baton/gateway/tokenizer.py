@@ -231,8 +231,7 @@ class Tokenizer:
                     response: tokenizer_pb2.EncodeResponse = await node.stub.Encode(request, timeout=left)
                     return response
                 except asyncio.CancelledError:
-                    task = asyncio.current_task()
-                    if task is not None and task.cancelling():
+                    if _is_cancelled():
                         raise
                     error = node.gone(None)  # the connection has been closed on this side
                 except grpc.aio.AioRpcError as failed:
@@ -243,3 +242,10 @@ class Tokenizer:
             if time.monotonic() + RETRY_SECONDS >= min(deadline, wait_until):
                 raise error
             await asyncio.sleep(RETRY_SECONDS)
+
+
+def _is_cancelled() -> bool:
+    """The current task, not only what it waits for. No frame of the task's own may refer to it: the error that
+    ends it refers to those frames."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
