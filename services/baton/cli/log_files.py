@@ -8,8 +8,8 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -30,7 +30,8 @@ class LogFolder:
     def __init__(self) -> None:
         """Removes the oldest folders of earlier deployments. Raises OSError."""
         parent = _parent()
-        self.path = Path(tempfile.mkdtemp(prefix=f"{time.strftime('%Y%m%d-%H%M%S')}-", dir=parent))
+        began = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # in order, also within a second
+        self.path = Path(tempfile.mkdtemp(prefix=f"{began}-", dir=parent))
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         ended = [folder for folder in sorted(parent.iterdir()) if not _in_use(folder)]

@@ -245,7 +245,7 @@ class Tokenizer:
 
 
 def _is_cancelled() -> bool:
-    """The current task, not only what it waits for. No frame of the task's own may refer to it: the error that
-    ends it refers to those frames."""
+    """Whether the current task is, not only what it waits for. No frame of the task's own may refer to the
+    task: the error that ends it refers to these frames."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
