@@ -15,7 +15,7 @@ from typing import Any
 
 from baton.cli.main import main
 from baton.decode import peers
-from baton.decode.pulling import Pulling
+from baton.decode.peers import Pulling
 from baton.engine.batch import Step
 from baton.engine.step_loop import StepPipeline
 from baton.handoff.messages import FirstSampled

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from baton.decode.outputs import Done, Output, Prompt, Stats, Tokens
+from baton.decode.outputs import Done, Output, Prompt, Tokens
 from baton.plan.messages import Messages
 from baton.sim.world import Actor, World
+from baton.v1 import decode_pb2
 
 GATHER = 0.005
 
@@ -20,7 +21,7 @@ def prompt(request: int) -> Output:
 
 
 def done(request: int) -> Output:
-    return Done(request, 0, Stats(1, 0, 1, 0, "", "", 0, 0))
+    return Done(request, 0, decode_pb2.RequestStats(prompt_tokens=1, output_tokens=1))
 
 
 def left(*said: tuple[float, list[Output]]) -> list[tuple[float, list[int]]]:

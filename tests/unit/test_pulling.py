@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.decode.pulling import Pulling
+from baton.decode.peers import Pulling
 from baton.handoff.messages import StartPull
 from baton.transport.base import TransportError
 

@@ -178,20 +178,8 @@ def add_output(message: decode_pb2.StepEvents, output: Output, page_bytes: int) 
         event.prompt.cached_tokens = output.cached_tokens
         event.prompt.prompt_logprobs.extend(prompt_logprobs_to(output.logprobs))
     elif isinstance(output, Done):
-        stats = output.stats
-        event.finished.stats.CopyFrom(
-            decode_pb2.RequestStats(
-                prompt_tokens=stats.prompt_tokens,
-                cached_tokens=stats.cached_tokens,
-                output_tokens=stats.output_tokens,
-                pulled_pages=stats.pulled_pages,
-                pulled_bytes=stats.pulled_pages * page_bytes,
-                transport=stats.transport,
-                prefill_address=stats.prefill_address,
-                retractions=stats.retractions,
-                handoff_retries=stats.handoff_retries,
-            )
-        )
+        event.finished.stats.CopyFrom(output.stats)
+        event.finished.stats.pulled_bytes = output.stats.pulled_pages * page_bytes
     elif isinstance(output, Failed):
         event.failed.CopyFrom(_status(output))
 

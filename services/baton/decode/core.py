@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.config import DecodeConfig
-from baton.decode.outputs import Done, Failed, Output, Prompt, Stats, Tokens
+from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
 from baton.decode.overload import Overload
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
@@ -28,6 +28,7 @@ from baton.engine.step_stats import StepStats
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import AttemptName, DecodeEffect, PrefillOutput, ReleaseLease
 from baton.kvcache import KvCache
+from baton.v1 import decode_pb2
 
 REMEMBERED_TRIES = 16384
 """Names whose tries are counted on. More than a prefill node remembers of one stream."""
@@ -403,9 +404,9 @@ class DecodeCore:
 
     # --- ends -------------------------------------------------------------------------------------------
 
-    def _stats(self, entry: Entry) -> Stats:
+    def _stats(self, entry: Entry) -> decode_pb2.RequestStats:
         peer = self.peers.get(entry.address)
-        return Stats(
+        return decode_pb2.RequestStats(
             prompt_tokens=len(entry.request.prompt),
             cached_tokens=entry.request.cached_tokens or 0,
             output_tokens=entry.output_tokens,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.engine.plan import Logprobs
 from baton.engine.request import FinishReason
+from baton.v1 import decode_pb2
 
 
 @dataclass(slots=True)
@@ -30,24 +31,13 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    pulled_pages: int
-    transport: str
-    prefill_address: str
-    retractions: int
-    handoff_retries: int
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
     """Terminal."""
 
     request: int
     attempt: int
-    stats: Stats
+    stats: decode_pb2.RequestStats
+    """`pulled_bytes` is the shell's to set."""
 
 
 @dataclass(frozen=True, slots=True)

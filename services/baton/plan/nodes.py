@@ -36,7 +36,7 @@ from baton.sim.driver import StepDriver
 from baton.sim.world import Actor, World
 from baton.stepcost import CostCalibration
 from baton.v1 import cache_pb2, node_pb2
-from baton.worker.load import add_step_cost, snapshot
+from baton.worker.load import add_step_cost, cache_update, snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +93,7 @@ class SimNode:
         """What a gateway is told which knows the prefix tree up to this change; None: nothing of it."""
         while (event := self._changes.take()) is not None:
             self._tree.apply(event)
-        changes = self._tree.since(known)
-        return cache_pb2.CacheUpdate(
-            incarnation=1,
-            after=changes.after,
-            sequence=changes.sequence,
-            snapshot=changes.snapshot,
-            stored=changes.stored,
-            removed=changes.removed,
-            page_size=self.cache.page_size,
-            load=self.load(),
-        )
+        return cache_update(self._tree, known, 1, self.load())
 
     def load(self) -> node_pb2.Load:
         load = snapshot(self.core.scheduler, self.core.requests)

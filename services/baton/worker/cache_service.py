@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from baton.kvcache.kv_events import TreeEvents, TreeLog
 from baton.rpc.errors import BatonError, abort, exhausted, unavailable
 from baton.v1 import cache_pb2, cache_pb2_grpc
+from baton.worker.load import cache_update
 
 if TYPE_CHECKING:
     from baton.worker.node import WorkerNode
@@ -52,26 +53,13 @@ class CacheServicer(cache_pb2_grpc.CacheServicer):
                         or self._node.observed > sent
                         or now >= sent + SIGN_OF_LIFE_SECONDS
                     ):
-                        update = self._update(log, known)
+                        update = cache_update(log, known, self._node.incarnation, self._node.load())
                         yield update
                         known, sent = update.sequence, now
                     await self._pause()
             raise unavailable("the node is stopping", "STOPPING")
         except BatonError as error:
             await abort(context, error)
-
-    def _update(self, log: TreeLog, known: int | None) -> cache_pb2.CacheUpdate:
-        changes = log.since(known)
-        return cache_pb2.CacheUpdate(
-            incarnation=self._node.incarnation,
-            after=changes.after,
-            sequence=changes.sequence,
-            snapshot=changes.snapshot,
-            stored=changes.stored,
-            removed=changes.removed,
-            page_size=log.page_size,
-            load=self._node.load(),
-        )
 
     async def _pause(self) -> None:
         try:

@@ -17,7 +17,7 @@ from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
-from baton.engine.measure import Room
+from baton.engine.measure import Room, measure
 from baton.engine.plan import Runner
 from baton.engine.scheduler_state import POLICIES
 from baton.engine.threads import TunedRunner
@@ -31,7 +31,7 @@ from baton.models.loader import fingerprint, load_model, weight_bytes
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
-from baton.stepcost import read_cost
+from baton.stepcost import StepCost, StepLoad, read_cost
 from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.memory import check_weights, free_and_total, num_pages, run_largest_steps
@@ -301,3 +301,25 @@ def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layo
         groups=[group],
         version=LAYOUT_VERSION,
     )
+
+
+def measure_steps(engine: Engine) -> StepCost:
+    """Runs a few steps; the pool must be empty. Blocks. Raises BatonError."""
+    room = Room(
+        token_budget=engine.config.token_budget,
+        context_length=engine.model_info.context_length,
+        page_size=engine.layout.page_size,
+        pages=engine.pool.num_pages,
+    )
+    started = time.monotonic()
+    try:
+        cost = measure(engine.runner, room)
+    except torch.OutOfMemoryError as error:
+        raise failed_precondition(f"not enough device memory: {error}; lower --kv-tokens") from error
+    _log.info(
+        "steps measured",
+        seconds=round(time.monotonic() - started, 2),
+        step_ms=round(1000 * cost.seconds(StepLoad(decode_sequences=1)), 3),
+        prompt_token_us=round(1e6 * cost.token, 2),
+    )
+    return cost

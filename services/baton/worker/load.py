@@ -1,4 +1,4 @@
-"""An engine's load and step cost as node_pb2.Load."""
+"""What a worker tells of its engine: load, step cost, and what its prefix tree holds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import asdict
 
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_stats import StepStats
-from baton.v1 import node_pb2
+from baton.kvcache.kv_events import TreeLog
+from baton.v1 import cache_pb2, node_pb2
 
 
 def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
@@ -43,3 +44,20 @@ def add_step_cost(load: node_pb2.Load, stats: StepStats) -> None:
     load.prompt_tokens_per_second = int(stats.prompt_rate.value)
     if stats.calibration is not None:
         load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(stats.calibration.cost)))
+
+
+def cache_update(
+    log: TreeLog, known: int | None, incarnation: int, load: node_pb2.Load
+) -> cache_pb2.CacheUpdate:
+    """For a watcher that knows the log up to this change; None: it knows nothing."""
+    changes = log.since(known)
+    return cache_pb2.CacheUpdate(
+        incarnation=incarnation,
+        after=changes.after,
+        sequence=changes.sequence,
+        snapshot=changes.snapshot,
+        stored=changes.stored,
+        removed=changes.removed,
+        page_size=log.page_size,
+        load=load,
+    )

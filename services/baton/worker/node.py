@@ -29,9 +29,8 @@ from baton.transport.grpc import PageSourceServicer
 from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
 from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
-from baton.worker.engine import Engine, build_engine
+from baton.worker.engine import Engine, build_engine, measure_steps
 from baton.worker.load import add_step_cost, snapshot
-from baton.worker.steps import measure_steps
 
 _log = get_logger()
 
