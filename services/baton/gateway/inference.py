@@ -63,10 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
-        try:
-            return inference_pb2.ListModelsResponse(models=[self._gateway.model()])
-        except BatonError as error:
-            await abort(context, error)
+        return inference_pb2.ListModelsResponse(models=[self._gateway.model()])
 
 
 class _ClientStream:

@@ -15,9 +15,9 @@ from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_api import make_app
 from baton.gateway.inference import WRITE_SECONDS, InferenceServicer
-from baton.rpc.address import is_loopback, join_address, split_address
-from baton.rpc.bind import bind_http
-from baton.rpc.errors import failed_precondition, invalid
+from baton.rpc.address import is_loopback, join_address
+from baton.rpc.bind import bind_http, host_and_port
+from baton.rpc.errors import failed_precondition
 from baton.rpc.http_server import HttpServer
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
@@ -107,11 +107,9 @@ class GatewayNode:
         unread_seconds = config.slow_reader_seconds + WRITE_SECONDS
         sockets = [bind_http(config.host, port, unread_seconds=unread_seconds)]
         if config.shared_http:
-            try:
-                host, port = split_address(config.shared_http)
-            except ValueError as error:
-                raise invalid("shared_http", f"--shared-http: {error}") from None
-            sockets.append(bind_http(host, port, "--shared-http", shared=True, unread_seconds=unread_seconds))
+            flag = "--shared-http"
+            where = host_and_port(config.shared_http, flag)
+            sockets.append(bind_http(*where, flag, shared=True, unread_seconds=unread_seconds))
         app = make_app(self.gateway, self.authentication)
         return HttpServer(app, sockets, tls, max_header_bytes=config.max_header_bytes)
 

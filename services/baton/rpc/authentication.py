@@ -23,7 +23,7 @@ import grpc.aio
 from baton.config import NodeConfig
 from baton.rpc.address import is_loopback, is_loopback_address
 from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, Options, open_channel
-from baton.rpc.errors import BatonError, abort, failed_precondition, unauthenticated
+from baton.rpc.errors import BatonError, failed_precondition, refusing, unauthenticated
 from baton.rpc.logs import get_logger
 
 MAX_BYTES = 2**20
@@ -258,7 +258,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[mis
                 service, as_mapping(handler_call_details.invocation_metadata)
             )
             if error is not None:
-                return grpc.stream_stream_rpc_method_handler(_ending(error))
+                return refusing(error)
         return await continuation(handler_call_details)
 
 
@@ -290,10 +290,3 @@ def check_address(host: str, authentication: Authentication, insecure: bool) -> 
             "friends can connect",
             "INSECURE",
         )
-
-
-def _ending(error: BatonError) -> Callable[..., Awaitable[None]]:
-    async def end(_requests: Any, context: grpc.aio.ServicerContext) -> None:
-        await abort(context, error)
-
-    return end

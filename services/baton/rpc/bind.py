@@ -16,52 +16,50 @@ from baton.rpc.http_server import listen
 
 
 def bind_grpc(
-    server: grpc.aio.Server, host: str, port: int, authentication: Authentication, insecure: bool
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    authentication: Authentication,
+    insecure: bool,
+    *,
+    shared: bool = False,
 ) -> str:
     """Binds the server; returns host:port as bound.
 
-    Raises BatonError: UNAVAILABLE (CANNOT_BIND), or FAILED_PRECONDITION when nothing would keep strangers out
-    (INSECURE) or the certificate cannot be used.
+    shared: other processes of this user may bind the port as well; the server's options must say so
+    (grpc.so_reuseport). Raises BatonError: UNAVAILABLE (CANNOT_BIND), or FAILED_PRECONDITION when nothing
+    would keep strangers out (INSECURE) or the certificate cannot be used.
     """
-    problem = bind_problem(host, port, "--port")
+    flag = "--shared" if shared else "--port"
+    problem = None if shared else bind_problem(host, port)
     if problem is not None:
         raise problem
     check_address(host, authentication, insecure)
-    credentials = authentication.credentials()
+    address, credentials = join_address(host, port), authentication.credentials()
     try:
         if credentials is None:
-            bound = server.add_insecure_port(join_address(host, port))
+            bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(join_address(host, port), credentials)
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        if credentials is not None:  # the address is free, so a PEM file is wrong; gRPC does not say what
-            raise failed_precondition(
-                "certificate and key cannot be used: both must be PEM, and belong to each other",
-                "BAD_CERTIFICATE",
-            ) from error
-        raise _cannot(host, port, "the system refuses it", "choose another with --port") from error
+        if shared:
+            why = "another process has it, and does not share it"
+        elif credentials is not None:
+            # The address is free, and gRPC does not say what is wrong with PEM files.
+            text = "certificate and key cannot be used: both must be PEM, and belong to each other"
+            raise failed_precondition(text, "BAD_CERTIFICATE") from error
+        else:
+            why = "the system refuses it"
+        raise _cannot(host, port, why, f"choose another with {flag}") from error
     return join_address(host, bound)
 
 
-def bind_shared(
-    server: grpc.aio.Server, address: str, authentication: Authentication, insecure: bool
-) -> None:
-    """Binds another port, which other processes of this user may bind too; the server needs the option
-    grpc.so_reuseport. Raises BatonError like bind_grpc."""
+def host_and_port(address: str, flag: str) -> tuple[str, int]:
+    """Of an address that `flag` gives. Raises BatonError."""
     try:
-        host, port = split_address(address)
+        return split_address(address)
     except ValueError as error:
-        raise invalid("shared", f"--shared: {error}") from error
-    check_address(host, authentication, insecure)
-    credentials = authentication.credentials()
-    try:
-        if credentials is None:
-            server.add_insecure_port(address)
-        else:
-            server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        why = "somebody else has it, and does not share it"
-        raise _cannot(host, port, why, "choose another with --shared") from error
+        raise invalid(flag.strip("-").replace("-", "_"), f"{flag}: {error}") from None
 
 
 def bind_http(host: str, port: int, flag: str = "--http-port", **how: Any) -> socket.socket:

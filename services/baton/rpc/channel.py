@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol
 
 import grpc
@@ -52,7 +51,9 @@ def open_channel(
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options)
-    return MetadataChannel(channel, metadata) if metadata else channel
+    if metadata:
+        _add_metadata(channel, metadata)
+    return channel
 
 
 def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
@@ -101,47 +102,21 @@ def _common(max_message_bytes: int) -> Options:
 Metadata = tuple[tuple[str, str], ...]
 
 
-class MetadataChannel(grpc.aio.Channel):  # type: ignore[misc]
-    """Everything else is passed to the wrapped channel."""
+def _add_metadata(channel: grpc.aio.Channel, metadata: Metadata) -> None:
+    """To all calls of the channel. An interceptor of grpc.aio would do it too, but it puts a task and a queue
+    between a stream and its reader."""
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
-        self._channel = channel
-        self._metadata = metadata
+    def adding(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_method(*arguments: Any, **options: Any) -> Callable[..., Any]:
+            method = make(*arguments, **options)
 
-    async def __aenter__(self) -> MetadataChannel:
-        return self
+            def call(*arguments: Any, metadata: Metadata | None = None, **options: Any) -> Any:
+                return method(*arguments, metadata=(*(metadata or ()), *added), **options)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
+            return call
 
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
+        return make_method
 
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
-
-    def unary_unary(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        return self._saying(self._channel.unary_unary(*arguments, **options))
-
-    def unary_stream(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        return self._saying(self._channel.unary_stream(*arguments, **options))
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        return self._saying(self._channel.stream_unary(*arguments, **options))
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Callable[..., Any]:
-        return self._saying(self._channel.stream_stream(*arguments, **options))
-
-    def _saying(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, metadata: Metadata | None = None, **options: Any) -> Any:
-            return method(*arguments, metadata=(*(metadata or ()), *self._metadata), **options)
-
-        return call
+    added = metadata
+    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+        setattr(channel, kind, adding(getattr(channel, kind)))

@@ -7,7 +7,7 @@ many requests share a stream, and in a call's trailing metadata (grpcio-status) 
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -149,6 +149,15 @@ async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoRetur
     status = rpc_status.to_status(to_status(error))
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("context.abort returned")
+
+
+def refusing(error: BatonError) -> Any:
+    """A handler for any call, which ends with the error before a message is read."""
+
+    async def end(_requests: Any, context: grpc.aio.ServicerContext) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(end)
 
 
 def _cut(text: str) -> str:

@@ -19,7 +19,14 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.rpc.errors import BatonError, abort, invalid, unavailable
+from baton.rpc.errors import BatonError, abort, invalid, refusing, unavailable
+
+MAX_SEARCHED_BYTES = 2**14
+"""In larger messages the field is not named: the search runs on the event loop, and takes about a microsecond
+and a hundred bytes for each field."""
+MAX_DEPTH = 16
+_LENGTH_DELIMITED = 2
+_STREAMS = {False: "unary", True: "stream"}
 
 
 class ReadinessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -43,23 +50,12 @@ class ReadinessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         service = handler_call_details.method.rpartition("/")[0].removeprefix("/")
         if self._open or service not in self._guarded:
             return await continuation(handler_call_details)
-        # A handler for streams fits every kind of call: it ends the call before a request is read.
-        return grpc.stream_stream_rpc_method_handler(_refuse)
-
-
-async def _refuse(_requests: Any, context: grpc.aio.ServicerContext) -> None:
-    await abort(context, unavailable("still loading; try again in a second", "NOT_READY", 1000))
-
-
-MAX_SEARCHED_BYTES = 2**14
-"""In larger messages the field is not named: the search runs on the event loop and takes about a
-microsecond and a hundred bytes per field."""
-MAX_DEPTH = 16
-_LENGTH_DELIMITED = 2
+        return refusing(unavailable("still loading; try again in a second", "NOT_READY", 1000))
 
 
 class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Applies to every service of a server."""
+    """Applies to every service of a server. To be the last interceptor. A BatonError that a servicer raises
+    is what the caller is told."""
 
     async def intercept_service(
         self,
@@ -67,26 +63,16 @@ class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_deserializer is None or not _is_async(handler):
+        if handler is None or handler.request_deserializer is None:
             return handler
-        kind = getattr(handler.request_deserializer, "__self__", None)
-        lenient = _lenient(handler.request_deserializer, getattr(kind, "DESCRIPTOR", None))
-        if handler.stream_stream is not None:
-            return handler._replace(
-                request_deserializer=lenient, stream_stream=_checked_stream(handler.stream_stream)
-            )
-        if handler.unary_stream is not None:
-            return handler._replace(
-                request_deserializer=lenient, unary_stream=_checked_answers(handler.unary_stream)
-            )
-        return handler._replace(request_deserializer=lenient, unary_unary=_checked_unary(handler.unary_unary))
-
-
-def _is_async(handler: Any) -> bool:
-    if handler.unary_stream is not None:
-        return inspect.isasyncgenfunction(handler.unary_stream)
-    behaviour = handler.stream_stream or handler.unary_unary
-    return inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)
+        kind = f"{_STREAMS[handler.request_streaming]}_{_STREAMS[handler.response_streaming]}"
+        behaviour = getattr(handler, kind)
+        if not (inspect.isasyncgenfunction(behaviour) or inspect.iscoroutinefunction(behaviour)):
+            return handler  # runs in a thread: gRPC's own reflection
+        message = getattr(handler.request_deserializer, "__self__", None)
+        lenient = _lenient(handler.request_deserializer, getattr(message, "DESCRIPTOR", None))
+        checked = _checked(behaviour, handler.request_streaming)
+        return handler._replace(request_deserializer=lenient, **{kind: checked})
 
 
 def _lenient(parse: Callable[[bytes], Message], descriptor: Descriptor | None) -> Callable[[bytes], Any]:
@@ -99,6 +85,55 @@ def _lenient(parse: Callable[[bytes], Message], descriptor: Descriptor | None) -
             return error_of(data, descriptor)
 
     return deserialize
+
+
+def _checked(behaviour: Any, streaming: bool) -> Any:
+    """Of the same kind as `behaviour`, by which gRPC tells how to call it. streaming: many requests come."""
+
+    def given(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return _Requests(context) if streaming else _message(request)
+
+    async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async with aclosing(behaviour(given(request, context), context)) as responses:
+                async for response in responses:
+                    yield response
+        except BatonError as error:
+            await abort(context, error)
+
+    async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await behaviour(given(request, context), context)
+        except BatonError as error:
+            await abort(context, error)
+
+    return generate if inspect.isasyncgenfunction(behaviour) else run
+
+
+def _message(request: Any) -> Any:
+    if isinstance(request, BatonError):
+        raise request
+    return request
+
+
+class _Requests:
+    """A stream of requests. What cannot be parsed is raised in its turn; the next can be read after it.
+
+    Reads from the call itself: gRPC's own iterator is an asynchronous generator, and a servicer that ends
+    early would leave it, with all that the call held, to a finalizer of the garbage collector.
+    """
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
+
+    def __aiter__(self) -> _Requests:
+        return self
+
+    async def __anext__(self) -> Any:
+        request = await self._context.read()
+        if request is grpc.aio.EOF:
+            raise StopAsyncIteration
+        return _message(request)
 
 
 def error_of(data: bytes, descriptor: Descriptor | None) -> BatonError:
@@ -140,69 +175,3 @@ def _not_utf8(data: bytes, descriptor: Descriptor | None, depth: int = 0) -> str
             if inner:
                 return f"{name}.{inner}"
     return ""
-
-
-class _Checked:
-    """A stream of requests. A malformed one is raised in its place; later ones can still be read.
-
-    Reads from the call itself: gRPC's own iterator is an asynchronous generator, and a servicer that ends
-    early would leave it, with all that the call held, to a finalizer of the garbage collector.
-    """
-
-    def __init__(self, context: grpc.aio.ServicerContext) -> None:
-        self._context = context
-
-    def __aiter__(self) -> _Checked:
-        return self
-
-    async def __anext__(self) -> Any:
-        request = await self._context.read()
-        if request is grpc.aio.EOF:
-            raise StopAsyncIteration
-        if isinstance(request, BatonError):
-            raise request
-        return request
-
-
-def _checked_stream(behaviour: Any) -> Any:
-    """Wraps `behaviour` in a function of the same kind, from which gRPC decides how to call it. A
-    malformed-message error that the servicer does not catch ends the call."""
-    if inspect.isasyncgenfunction(behaviour):
-
-        async def generate(_requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            try:
-                async with aclosing(behaviour(_Checked(context), context)) as responses:
-                    async for response in responses:
-                        yield response
-            except BatonError as error:
-                await abort(context, error)
-
-        return generate
-
-    async def run(_requests: Any, context: grpc.aio.ServicerContext) -> None:
-        try:
-            await behaviour(_Checked(context), context)
-        except BatonError as error:
-            await abort(context, error)
-
-    return run
-
-
-def _checked_answers(behaviour: Any) -> Any:
-    async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        if isinstance(request, BatonError):
-            await abort(context, request)
-        async with aclosing(behaviour(request, context)) as responses:
-            async for response in responses:
-                yield response
-
-    return generate
-
-
-def _checked_unary(behaviour: Any) -> Any:
-    async def check(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        if isinstance(request, BatonError):
-            await abort(context, request)
-        return await behaviour(request, context)
-
-    return check

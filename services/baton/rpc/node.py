@@ -19,7 +19,7 @@ from baton.config import NodeConfig
 from baton.rpc import logs
 from baton.rpc.address import is_loopback, join_address
 from baton.rpc.authentication import Authentication, AuthenticationInterceptor, Cluster, ClusterAuthentication
-from baton.rpc.bind import bind_grpc, bind_http, bind_shared
+from baton.rpc.bind import bind_grpc, bind_http, host_and_port
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.errors import BatonError
 from baton.rpc.health import Condition, HealthServicer, serves
@@ -214,7 +214,8 @@ class _Shell:
         )
         shared = str(getattr(self._config, "shared", ""))
         if shared:
-            bind_shared(self._server, shared, self._authentication, self._config.insecure)
+            where = host_and_port(shared, "--shared")
+            bind_grpc(self._server, *where, self._authentication, self._config.insecure, shared=True)
         reachable = not is_loopback(self._config.host)
         if missing := self._authentication.missing(reachable):
             who = "anybody" if reachable else "any user of this machine"
