@@ -76,6 +76,8 @@ class Request:
         )
         self._accepted = self._prompt_done = False
         self._vocabulary: Vocabulary | None = None
+        self._max_tokens = self._vocabulary_size = 0
+        self._with_logprobs = False
         self._stats: decode_pb2.RequestStats | None = None
         limit = gateway.config.request_seconds
         self._timing = Timing(
@@ -145,6 +147,9 @@ class Request:
             self._sampling = admission.fit(
                 start.sampling, len(self._prompt.token_ids), model.context_length, self._prompt.field
             )
+            # Read once: they are asked for at every token.
+            self._max_tokens, self._vocabulary_size = self._sampling.max_tokens, vocabulary.size
+            self._with_logprobs = self._sampling.HasField("logprobs")
             self.log.prompt_ids = self._prompt.token_ids
             way = self._gateway.way(self.number, self.log.prompt_ids, self._asked.namespace, self._session)
             for choice in self.log.choices:
@@ -203,31 +208,34 @@ class Request:
             _log.warning("tokens of an attempt that is over", request=self.name, decode=address)
             return
         self._attempts.progress()
-        self._timing.tokens(delta)
-        wrong = self._wrong(delta)
+        number, token_ids = delta.choice, delta.token_ids[:]
+        logprobs = delta.logprobs[:] if self._with_logprobs else ()
+        self._timing.tokens(number, len(token_ids))
+        wrong = self._wrong(number, token_ids, logprobs)
         if wrong:
             self.fail(internal(f"decode node {address} sent {wrong}", "BAD_PEER"))
             return
-        self.log.choices[delta.choice].push(delta)
+        self.log.choices[number].push(token_ids, logprobs, delta.finish_reason)
         self._finish_if_complete()
         if self.log.terminal is None:
             self._reader.look(self.log.unread)
         self._on_change()
 
-    def _wrong(self, delta: decode_pb2.TokenDelta) -> str:
+    def _wrong(
+        self, number: int, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs]
+    ) -> str:
         """What a decode node must not send; empty: nothing is wrong."""
-        if delta.choice >= len(self.log.choices):
+        if number >= len(self.log.choices):
             return "an unknown choice"
-        choice = self.log.choices[delta.choice]
-        if choice.finished and not choice.stop_matched:
+        choice = self.log.choices[number]
+        if choice.finish_reason and not choice.stop_matched:
             return "tokens after a choice's last"
-        if len(choice.token_ids) + len(delta.token_ids) > self._sampling.max_tokens:
+        if len(choice.token_ids) + len(token_ids) > self._max_tokens:
             return "more tokens than max_tokens"
-        if self._sampling.HasField("logprobs") and len(delta.logprobs) != len(delta.token_ids):
-            return f"{len(delta.logprobs)} log-probabilities for {len(delta.token_ids)} tokens"
-        assert self._vocabulary is not None
-        if delta.token_ids and max(delta.token_ids) >= self._vocabulary.size:
-            return f"token {max(delta.token_ids)} of a vocabulary of {self._vocabulary.size}"
+        if self._with_logprobs and len(logprobs) != len(token_ids):
+            return f"{len(logprobs)} log-probabilities for {len(token_ids)} tokens"
+        if token_ids and max(token_ids) >= self._vocabulary_size:
+            return f"token {max(token_ids)} of a vocabulary of {self._vocabulary_size}"
         return ""
 
     def on_finished(self, stats: decode_pb2.RequestStats) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from baton.gateway.metrics import GatewayMetrics
-from baton.v1 import decode_pb2
 
 
 class Timing:
@@ -36,12 +35,12 @@ class Timing:
         """When it came, on the monotonic clock; now, where there is none yet."""
         return self._first_token if self._first_token is not None else time.monotonic()
 
-    def tokens(self, delta: decode_pb2.TokenDelta) -> None:
-        """Tokens have come. The time without a decode node counts as any other."""
+    def tokens(self, choice: int, count: int) -> None:
+        """So many tokens of a choice have come. The time without a decode node counts as any other."""
         now = time.monotonic()
         if self._first_token is None:
             self._first_token = now
             self._metrics.ttft.observe(now - self._started)
-        elif delta.token_ids and delta.choice == 0:
-            self._metrics.itl.observe((now - self._last_token) / len(delta.token_ids))
+        elif count and choice == 0:
+            self._metrics.itl.observe((now - self._last_token) / count)
         self._last_token = now

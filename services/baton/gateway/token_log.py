@@ -8,7 +8,7 @@ from google.rpc import status_pb2
 
 from baton.tokenizer.detokenize import Detokenizer
 from baton.tokenizer.vocabulary import Vocabulary
-from baton.v1 import common_pb2, decode_pb2, inference_pb2
+from baton.v1 import common_pb2, inference_pb2
 
 CONTEXT_TOKENS = 32
 """Of the prompt: enough for a character that lies across its end, also with special tokens in it."""
@@ -111,22 +111,26 @@ class ChoiceLog:
         """Tokens that are pushed from now on are the vocabulary's."""
         self._detokenizer = Detokenizer(vocabulary, prompt_ids[-CONTEXT_TOKENS:])
 
-    def push(self, delta: decode_pb2.TokenDelta) -> None:
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        finish_reason: common_pb2.FinishReason,
+    ) -> None:
         """Appends tokens of a decode node, with their text. What follows a stop string is dropped: the node
         goes on until all of the request is cancelled."""
-        token_ids, logprobs, finish_reason = delta.token_ids, delta.logprobs[:], delta.finish_reason
         if not self._one_by_one or len(token_ids) <= 1:
-            if not self.finished:
-                self._append_tokens(token_ids[:], logprobs, finish_reason)
+            if not self.finish_reason:
+                self._detokenize(token_ids, logprobs, finish_reason)
             return
         last = len(token_ids) - 1
         for index, token in enumerate(token_ids):
-            if self.finished:
+            if self.finish_reason:
                 return
             reason = finish_reason if index == last else common_pb2.FINISH_REASON_UNSPECIFIED
-            self._append_tokens([token], logprobs[index : index + 1], reason)
+            self._detokenize([token], logprobs[index : index + 1], reason)
 
-    def _append_tokens(
+    def _detokenize(
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
@@ -134,11 +138,12 @@ class ChoiceLog:
     ) -> None:
         detokenizer = self._detokenizer
         assert detokenizer is not None, "not begun"
-        # A token that ends the output (its own end of sequence, or one of stop_token_ids) has no text.
-        ended_by_token = finish_reason == common_pb2.FINISH_REASON_STOP
-        text = detokenizer.feed(token_ids[:-1] if ended_by_token else token_ids)
-        if finish_reason:
-            text += detokenizer.finish()
+        if not finish_reason:
+            text = detokenizer.feed(token_ids)
+        else:
+            # A token that ends the output (its own end of sequence, or one of stop_token_ids) has no text.
+            ended_by_token = finish_reason == common_pb2.FINISH_REASON_STOP
+            text = detokenizer.feed(token_ids[:-1] if ended_by_token else token_ids) + detokenizer.finish()
         if logprobs:
             fill_token_bytes(logprobs, detokenizer.vocabulary)
         self.append(token_ids, text, logprobs, finish_reason)
@@ -155,11 +160,12 @@ class ChoiceLog:
         With stop strings, one token at a time, so that the token that completes a stop string is known; it is
         the choice's last. No stop string is looked for in the text of the first min_tokens tokens.
         """
-        if self.finished:
+        if self.finish_reason:
             raise RuntimeError("a finished choice takes no more tokens")
         self.token_ids.extend(token_ids)
-        self._logprobs.extend(logprobs)
-        matching = len(self.token_ids) > self._min_tokens
+        if logprobs:
+            self._logprobs.extend(logprobs)
+        matching = self._one_by_one and len(self.token_ids) > self._min_tokens
         shown = self._matcher.feed(text) if matching else text
         if self._matcher.matched:
             self.finish_reason = common_pb2.FINISH_REASON_STOP
