@@ -10,7 +10,7 @@ import pytest
 from gateway_rig import Stream, gateway, ids_of, until
 from scripted_decode import LENGTH, Running, ScriptedDecode, silent
 
-from baton.gateway.reader import SlowReader
+from baton.gateway.backpressure import SlowReader
 from baton.rpc.errors import from_status
 from baton.v1 import common_pb2
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.gateway.figures import NodeFigures
+from baton.gateway.node_load import NodeLoad
 from baton.sim.bugs import BUGS, planted
 from baton.sim.checks import EVERY_SECONDS, TOLERATED_SECONDS
 from baton.sim.cluster import Cluster
@@ -50,7 +50,7 @@ def test_figures_that_are_wrong_break_no_rule(monkeypatch):
 
     def lie(gateway, address):
         numbers = [rng.choice((0, 1, 10**6)) for _ in range(6)]
-        return NodeFigures(
+        return NodeLoad(
             address, *numbers, *(rng.choice((0.0, 1e6)) for _ in range(2)), known=rng.random() < 0.5
         )
 

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.gateway.attempts import Attempts, ResumePolicy, Wait
-from baton.gateway.pulse import Pulse
+from baton.gateway.decode_node import Liveness
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, exhausted, internal, unavailable
 from baton.v1 import common_pb2, decode_pb2
@@ -113,7 +113,7 @@ def test_with_every_last_token_there_is_nothing_to_resume():
 
 
 def test_a_pulse_asks_once_and_tells_silence():
-    pulse = Pulse(8.0)
+    pulse = Liveness(8.0)
     assert not pulse.tick(0.0, wanted=False)
     assert pulse.tick(1.0, wanted=True) and not pulse.tick(2.0, wanted=True)
     assert not pulse.silent(8.9)
@@ -125,7 +125,7 @@ def test_a_pulse_asks_once_and_tells_silence():
 
 
 def test_a_pause_of_its_own_is_no_silence_of_the_node():
-    pulse = Pulse(8.0)
+    pulse = Liveness(8.0)
     assert pulse.tick(0.0, wanted=True)
     assert pulse.tick(60.0, wanted=True) and not pulse.silent(60.0)
 

@@ -6,15 +6,13 @@ from dataclasses import replace
 import pytest
 
 from baton.gateway.cache_view import PromptPages
-from baton.gateway.figures import NodeFigures
-from baton.gateway.router import Router, Way
-from baton.gateway.routing import order_prefill, pick_decode
-from baton.gateway.sent import Sent, Work
+from baton.gateway.node_load import NodeLoad, SentLoad, Work
+from baton.gateway.routing import Route, Router, order_prefill, pick_decode
 from baton.kvcache.kv_events import PromptDigests
 from baton.rpc.errors import BatonError
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
-A = NodeFigures("a", rows=3, queued_tokens=900, step=0.01, prompt_rate=1000, known=True)
+A = NodeLoad("a", rows=3, queued_tokens=900, step=0.01, prompt_rate=1000, known=True)
 B = replace(A, address="b", rows=1, queued_tokens=100)
 C = replace(B, address="c")
 
@@ -52,7 +50,7 @@ class TestPolicies:
         assert picked == {"b": 15, "c": 15}
 
     def test_nodes_that_tell_nothing_count_by_what_was_sent_to_them(self):
-        silent = NodeFigures("silent", queued_tokens=500)
+        silent = NodeLoad("silent", queued_tokens=500)
         for policy in ("cache", "least-loaded"):
             assert first_choices(policy, [silent, A]) == {"silent": 30}
             assert first_choices(policy, [silent, B]) == {"b": 30}
@@ -78,7 +76,7 @@ class TestPolicies:
 
 
 def test_what_was_sent_counts_until_it_is_computed_and_of_others_what_the_node_says_beyond_it():
-    sent = Sent()
+    sent = SentLoad()
     for number in range(4):
         sent.add(number, 100)
     assert (sent.work().tokens, sent.work().rows) == (400, 4)
@@ -127,7 +125,7 @@ class Fleet:
         self.router.view(address).apply(update, self.clock.now)
 
     def send(self, tokens, namespace="", **preferred):
-        way = Way(self.router, next(self.numbers), PromptPages(tokens, namespace), **preferred)
+        way = Route(self.router, next(self.numbers), PromptPages(tokens, namespace), **preferred)
         decode, prefill = way.pick_decode(["d0", "d1"]), way.order_prefill(["p0", "p1"])
         way.sent(decode, prefill)
         return way, decode, prefill[0]
@@ -193,7 +191,7 @@ class TestRouter:
     def test_a_session_goes_back_where_nodes_tell_nothing_of_their_caches(self):
         router = Router("cache", Clock())
         for number in range(4):
-            way = Way(router, number, PromptPages(PROMPT, ""), "d1", "p1")
+            way = Route(router, number, PromptPages(PROMPT, ""), "d1", "p1")
             assert way.pick_decode(["d0", "d1"]) == "d1"
             assert way.order_prefill(["p0", "p1"]) == ["p1", "p0"]
 
@@ -211,7 +209,7 @@ class TestRouter:
         fleet.tell("p1", PROMPT)
         fleet.router.forget("p1")
         figures = fleet.router.figures("p1", PromptPages(PROMPT, ""), "")
-        assert figures == NodeFigures("p1")
+        assert figures == NodeLoad("p1")
 
     def test_an_unknown_policy_is_refused(self):
         with pytest.raises(BatonError, match="least-loaded"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.gateway.session import Session
+from baton.gateway.prompts import Session
 from baton.gateway.token_log import ChoiceLog
 from baton.rpc.errors import BatonError
 from baton.v1 import common_pb2

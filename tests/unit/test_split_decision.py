@@ -6,29 +6,36 @@ from dataclasses import asdict, replace
 import pytest
 
 from baton.gateway.cache_view import PromptPages
-from baton.gateway.excess import HALF_LIFE, Excess
-from baton.gateway.expected import local, local_limit, split
-from baton.gateway.figures import NodeFigures
+from baton.gateway.handoff_cost import (
+    ALWAYS,
+    HALF_LIFE,
+    NEVER,
+    Decision,
+    PredictionBias,
+    Split,
+    expect_local,
+    expect_split,
+    local_limit,
+)
 from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.router import Router, Way
-from baton.gateway.sent import Sent, Work
-from baton.gateway.split import ALWAYS, NEVER, Decision, Split
+from baton.gateway.node_load import NodeLoad, SentLoad, Work
+from baton.gateway.routing import Route, Router
 from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import BatonError
 from baton.stepcost import StepCost
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
 COST = StepCost(fixed=4e-3, row=5e-5, key=0.0, token=2e-5, pair=0.0)
-IDLE = NodeFigures("d", cost=COST, step_tokens=2048, pull=PullCost(2e-3, 1e-7))
+IDLE = NodeLoad("d", cost=COST, step_tokens=2048, pull=PullCost(2e-3, 1e-7))
 BUSY = replace(IDLE, running=20, keys=20 * 500)
-PREFILL = NodeFigures("p", cost=COST, step_tokens=2048)
+PREFILL = NodeLoad("p", cost=COST, step_tokens=2048)
 
 
 # --- what it is expected to take ------------------------------------------------------------------------
 
 
 def test_what_an_idle_pair_takes():
-    there, here = split(1000, IDLE, PREFILL), local(1000, IDLE)
+    there, here = expect_split(1000, IDLE, PREFILL), expect_local(1000, IDLE)
     assert there.first == here.first == pytest.approx(4e-3 + 1000 * 2e-5)
     assert there.gap == pytest.approx(2e-3 + 1000 * 1e-7) and here.gap == 0
     assert here.end(1) == here.first and here.end(11) == pytest.approx(here.first + 10 * 4.05e-3)
@@ -36,23 +43,25 @@ def test_what_an_idle_pair_takes():
 
 
 def test_a_prompt_here_costs_the_rows_here():
-    here = local(1000, BUSY)
+    here = expect_local(1000, BUSY)
     assert here.first == pytest.approx(4e-3 + 20 * 5e-5 + 1000 * 2e-5)
     assert here.others == pytest.approx(20 * 1000 * 2e-5)
     # Two steps that hold the rows too, where one has no room for the prompt.
-    assert local(3000, BUSY).first == pytest.approx(2 * 5e-3 + 3000 * 2e-5)
-    assert split(1000, BUSY, PREFILL).others == 0
+    assert expect_local(3000, BUSY).first == pytest.approx(2 * 5e-3 + 3000 * 2e-5)
+    assert expect_split(1000, BUSY, PREFILL).others == 0
 
 
 def test_cached_tokens_are_neither_computed_nor_pulled():
-    assert local(1000, replace(IDLE, cached=900)).first == pytest.approx(4e-3 + 100 * 2e-5)
-    assert split(1000, IDLE, replace(PREFILL, cached=900)).first == pytest.approx(4e-3 + 100 * 2e-5)
-    assert split(1000, replace(IDLE, cached=900), PREFILL).gap == pytest.approx(2e-3 + 100 * 1e-7)
-    assert local(1000, replace(IDLE, cached=1000)).first == pytest.approx(4e-3 + 2e-5), "the last token is"
+    assert expect_local(1000, replace(IDLE, cached=900)).first == pytest.approx(4e-3 + 100 * 2e-5)
+    assert expect_split(1000, IDLE, replace(PREFILL, cached=900)).first == pytest.approx(4e-3 + 100 * 2e-5)
+    assert expect_split(1000, replace(IDLE, cached=900), PREFILL).gap == pytest.approx(2e-3 + 100 * 1e-7)
+    assert expect_local(1000, replace(IDLE, cached=1000)).first == pytest.approx(4e-3 + 2e-5), (
+        "the last token is"
+    )
 
 
 def test_only_the_last_step_s_pages_are_waited_for():
-    assert split(10_000, IDLE, PREFILL).gap == pytest.approx(2e-3 + 2048 * 1e-7)
+    assert expect_split(10_000, IDLE, PREFILL).gap == pytest.approx(2e-3 + 2048 * 1e-7)
 
 
 GROWS = {
@@ -68,17 +77,17 @@ GROWS = {
 def test_costs_only_grow_with_load(change):
     for figure, prompt in itertools.product((IDLE, BUSY), (1, 100, 5000)):
         longer, here, there = GROWS[change](figure, prompt)
-        assert local(longer, here).cost >= local(prompt, figure).cost
-        assert split(longer, here, there).cost >= split(prompt, figure, PREFILL).cost
+        assert expect_local(longer, here).cost >= expect_local(prompt, figure).cost
+        assert expect_split(longer, here, there).cost >= expect_split(prompt, figure, PREFILL).cost
 
 
 def test_the_limit_is_where_the_two_ways_cross():
     for figure in (replace(BUSY, running=rows) for rows in (1, 3, 10, 60)):
         limit = local_limit(8000, figure, replace(PREFILL, queued_tokens=2000))
         assert 0 < limit < 8000
-        there = split(8000, figure, replace(PREFILL, queued_tokens=2000)).cost
-        assert local(8000, replace(figure, cached=8000 - limit)).cost <= there
-        assert local(8000, replace(figure, cached=8000 - limit - max(16, limit // 16))).cost > there
+        there = expect_split(8000, figure, replace(PREFILL, queued_tokens=2000)).cost
+        assert expect_local(8000, replace(figure, cached=8000 - limit)).cost <= there
+        assert expect_local(8000, replace(figure, cached=8000 - limit - max(16, limit // 16))).cost > there
 
 
 def test_the_limit_moves_as_it_should():
@@ -108,7 +117,7 @@ def test_unknown_costs_say_so(pair):
 
 
 def test_what_is_sent_counts_until_it_is_done():
-    sent = Sent()
+    sent = SentLoad()
     sent.add(1, 0, 400)
     sent.add(2, 50, 60)
     assert sent.work() == Work(tokens=50, rows=2)
@@ -126,7 +135,7 @@ def test_what_is_sent_counts_until_it_is_done():
 
 
 def test_what_a_node_says_tells_of_others():
-    sent = Sent()
+    sent = SentLoad()
     sent.add(1, 300, 400)
     sent.told(Work(tokens=1000, rows=3, running=2, keys=700))
     sent.add(2, 100, 100)
@@ -191,14 +200,14 @@ def test_always_never_and_the_client_s_word(here):
 def test_what_came_of_it_is_compared_with_what_was_expected():
     rig = Rig()
     decision = rig.split.decide(BUSY, PREFILL, 4000)
-    thought = split(4000, BUSY, PREFILL)
+    thought = expect_split(4000, BUSY, PREFILL)
     stats = decode_pb2.RequestStats(prefill_address="p", output_tokens=10)
     rig.split.ended(decision, stats, thought.first, 3 * thought.end(10))
     name = "baton_gateway_actual_over_expected"
     assert rig.value(f"{name}_sum", way="split", until="first_token") == pytest.approx(1.0)
     assert rig.value(f"{name}_sum", way="split", until="end") == pytest.approx(3.0)
     # By the way that it has taken in the end; a request that had bad luck is no measure of the reckoning.
-    rig.split.ended(decision, decode_pb2.RequestStats(output_tokens=1), local(4000, BUSY).first, 1.0)
+    rig.split.ended(decision, decode_pb2.RequestStats(output_tokens=1), expect_local(4000, BUSY).first, 1.0)
     assert rig.value(f"{name}_sum", way="local", until="first_token") == pytest.approx(1.0)
     stats.handoff_retries = 1
     rig.split.ended(decision, stats, 1.0, 1.0)
@@ -223,7 +232,7 @@ def test_a_way_that_takes_longer_than_reckoned_is_taken_less_until_that_has_fade
 
 
 def test_excess_is_a_mean_that_fades():
-    excess = Excess()
+    excess = PredictionBias()
     assert excess.seconds(5.0) == 0.0
     for _ in range(200):
         excess.add(7.0, 3.0, 2.0)
@@ -256,7 +265,7 @@ class Told:
         self.router.settle(address)
 
     def send(self, tokens=4000, **options):
-        way = Way(self.router, next(self.numbers), PromptPages([1] * tokens, ""))
+        way = Route(self.router, next(self.numbers), PromptPages([1] * tokens, ""))
         limit = way.decide(self.split, "d", way.order_prefill(["p"]), **options)
         way.sent("d", ["p"])
         return way, limit

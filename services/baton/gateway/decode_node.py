@@ -9,12 +9,51 @@ from typing import Protocol
 
 import grpc.aio
 
-from baton.gateway.pulse import Pulse
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, failed_precondition, from_rpc_error, from_status, unavailable
 from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+
+
+class Liveness:
+    """One question is out at a time; a node that leaves it unanswered for `limit` seconds is silent.
+
+    `tick` is to be called about every `interval` seconds.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.interval = limit / 4
+        self._limit = limit
+        self._asked: float | None = None
+        self._ticked: float | None = None
+
+    def reset(self) -> None:
+        """Another session: nothing is asked."""
+        self._asked = self._ticked = None
+
+    def heard(self) -> None:
+        """The node has said something."""
+        self._asked = None
+
+    def silent(self, now: float) -> bool:
+        return self._asked is not None and now - self._asked > self._limit
+
+    def tick(self, now: float, wanted: bool) -> bool:
+        """Whether to ask now; wanted: whether anybody waits for the node.
+
+        After a pause of its own the caller has answers that it has not read yet: it asks anew.
+        """
+        paused = self._ticked is not None and now - self._ticked > self._limit / 2
+        self._ticked = now
+        if paused and self._asked is not None:
+            self._asked = now
+            return True
+        if self._asked is not None or not wanted:
+            return False
+        self._asked = now
+        return True
+
 
 _log = get_logger()
 
@@ -35,7 +74,7 @@ class TokenSink(Protocol):
         """The node has failed the request, or (lost) the node is gone or silent."""
 
 
-class DecodeNode:
+class DecodePeer:
     """One decode node. It takes requests once it is connected and has said what it serves.
 
     silence: seconds after which a node that leaves a heartbeat unanswered gives its requests to others.
@@ -59,7 +98,7 @@ class DecodeNode:
         self._dial = dial
         self._sinks: dict[int, TokenSink] = {}
         self._cancelled: dict[int, int] = {}  # request: attempt; the node still owes their terminal event
-        self._pulse = Pulse(silence)
+        self._liveness = Liveness(silence)
         self._ticking: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
         hello = decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=incarnation))
@@ -85,7 +124,7 @@ class DecodeNode:
 
     @property
     def _silent(self) -> bool:
-        return self._pulse.silent(time.monotonic())
+        return self._liveness.silent(time.monotonic())
 
     @property
     def requests(self) -> int:
@@ -148,7 +187,7 @@ class DecodeNode:
     # What the node says.
 
     def _on_message(self, message: decode_pb2.StepEvents) -> None:
-        self._pulse.heard()
+        self._liveness.heard()
         for event in message.events:
             if event.WhichOneof("kind") == "prompt":
                 sink = self._sinks.get(event.request)
@@ -195,7 +234,7 @@ class DecodeNode:
             raise failed_precondition(f"{self.address} is no decode node: it did not say welcome")
         self.incarnation = welcome.incarnation
         self.leaving = False
-        self._pulse.reset()
+        self._liveness.reset()
         self._tick()
         self._asking = asyncio.get_running_loop().create_task(self._ask(welcome.incarnation))
 
@@ -218,14 +257,14 @@ class DecodeNode:
         """Asks for a sign of life while somebody waits for one. Not of the connection, which has pings of its
         own, but of the step thread."""
         now = time.monotonic()
-        if self._pulse.tick(now, wanted=bool(self._sinks)):
+        if self._liveness.tick(now, wanted=bool(self._sinks)):
             heartbeat = decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat())
             self._link.send(heartbeat)
         if self._silent and self._sinks:
             text = f"decode node {self.address} has gone silent"
             _log.warning(text, requests=self.requests)
             self.lose(unavailable(text, "DECODE_SILENT", 1000))
-        self._ticking = asyncio.get_running_loop().call_later(self._pulse.interval, self._tick)
+        self._ticking = asyncio.get_running_loop().call_later(self._liveness.interval, self._tick)
 
     def _stop_ticking(self) -> None:
         if self._ticking is not None:
@@ -236,7 +275,7 @@ class DecodeNode:
         self.info = None
         self.incarnation = 0
         self._stop_ticking()
-        self._pulse.reset()
+        self._liveness.reset()
         if self._asking is not None:
             self._asking.cancel()
         self._cancelled.clear()

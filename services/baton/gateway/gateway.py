@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
+from typing import Protocol
 
 from baton.config import GatewayConfig
 from baton.gateway import admission
 from baton.gateway.attempts import ResumePolicy
 from baton.gateway.authentication import Caller
 from baton.gateway.cache_view import PromptPages
-from baton.gateway.cache_watch import CacheWatch
-from baton.gateway.decode_node import DecodeNode
-from baton.gateway.endings import Endings
-from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.nodes import Nodes
+from baton.gateway.decode_node import DecodePeer
+from baton.gateway.handoff_cost import Split
+from baton.gateway.metrics import GatewayMetrics, RequestLog
+from baton.gateway.nodes import CacheWatch, Discovery, Nodes
 from baton.gateway.probe import Prober
-from baton.gateway.prompt import shown
-from baton.gateway.requests import Request
-from baton.gateway.router import Router, Way
-from baton.gateway.search import Search
-from baton.gateway.session import Session
-from baton.gateway.split import Split
+from baton.gateway.prompts import Session, shown
+from baton.gateway.routing import Route, Router
+from baton.gateway.token_log import TokenLog
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.address import new_incarnation
 from baton.rpc.channel import Dial, open_channel
@@ -31,6 +28,18 @@ from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2, node_pb2
 
 _log = get_logger()
+
+
+class RunningRequest(Protocol):
+    """A request, as the gateway keeps it while it runs (requests.Request)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def log(self) -> TokenLog: ...
+    @property
+    def caller(self) -> Caller: ...
+    def fail(self, error: BatonError) -> None: ...
 
 
 class Gateway:
@@ -45,14 +54,14 @@ class Gateway:
         self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
         self.router = Router(config.routing)
         self.nodes = Nodes(self.tokenizer, self._make_decode, self._make_watch)
-        self._search = Search(config, self.nodes)
-        self.endings = Endings()
+        self._search = Discovery(config, self.nodes)
+        self.request_log = RequestLog()
         self.split = Split(config.split, self.metrics)
         self._last_model: node_pb2.ModelInfo | None = None
-        self._prober = Prober(self, config.probe_every, self._probed)
+        self._prober = Prober(self.hops, self.next_number, config.probe_every, self._probed)
         self._dial = dial
         self._numbers = count(1)
-        self._running: set[Request] = set()
+        self._running: set[RunningRequest] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -140,16 +149,10 @@ class Gateway:
 
     # Requests.
 
-    def request(
-        self, start: inference_pb2.GenerateStart, on_change: Callable[[], None], caller: Caller
-    ) -> Request:
-        """A request of `caller`, not begun yet."""
-        return Request(self, start, on_change, caller)
-
     def next_number(self) -> int:
         return next(self._numbers)
 
-    def admit(self, request: Request, start: inference_pb2.GenerateStart) -> None:
+    def admit(self, request: RunningRequest, start: inference_pb2.GenerateStart) -> None:
         """Raises BatonError for a request that is wrong, or that cannot be taken now.
 
         One that comes while no node can be reached is taken, and waits.
@@ -168,7 +171,7 @@ class Gateway:
         if model is None:
             raise self.no_decode_node()
 
-    def forget(self, request: Request, outcome: str) -> None:
+    def forget(self, request: RunningRequest, outcome: str) -> None:
         """The request has ended."""
         self.metrics.requests.labels(outcome).inc()
         self._counts[outcome] += 1
@@ -185,16 +188,16 @@ class Gateway:
         if not self._running:
             self._idle.set()
 
-    def way(self, number: int, tokens: Sequence[int], namespace: str, session: Session | None) -> Way:
+    def way(self, number: int, tokens: Sequence[int], namespace: str, session: Session | None) -> Route:
         """Of the request of this number through the nodes."""
         prompt = PromptPages(tokens, namespace)
         last = (session.decode_address, session.prefill_address) if session is not None else ()
-        return Way(self.router, number, prompt, *last)
+        return Route(self.router, number, prompt, *last)
 
-    def usable_nodes(self) -> list[DecodeNode]:
+    def usable_nodes(self) -> list[DecodePeer]:
         return [node for node in self.nodes.decode.values() if node.usable]
 
-    def hops(self) -> list[tuple[DecodeNode, str]]:
+    def hops(self) -> list[tuple[DecodePeer, str]]:
         """What requests may take: a decode node and a prefill node's address ("" where there are none)."""
         return [(node, prefill) for node in self.usable_nodes() for prefill in self.nodes.prefill or ("",)]
 
@@ -231,9 +234,9 @@ class Gateway:
         model.context_length = min(each.context_length for each in models)
         return model
 
-    def _make_decode(self, address: str) -> DecodeNode:
+    def _make_decode(self, address: str) -> DecodePeer:
         silence = self.config.silence_seconds
-        return DecodeNode(address, self.incarnation, silence, self._accept, self._dial)
+        return DecodePeer(address, self.incarnation, silence, self._accept, self._dial)
 
     def _make_watch(self, address: str) -> CacheWatch:
         return CacheWatch(address, self.router, self._dial)

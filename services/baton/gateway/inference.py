@@ -11,10 +11,10 @@ import grpc
 
 from baton.gateway import admission
 from baton.gateway.authentication import Caller, GatewayAuthentication
+from baton.gateway.backpressure import Write, limited
 from baton.gateway.gateway import Gateway
+from baton.gateway.prompts import Session
 from baton.gateway.requests import Request
-from baton.gateway.session import Session
-from baton.gateway.writes import Write, limited
 from baton.rpc.authentication import as_mapping
 from baton.rpc.errors import BatonError, abort, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
@@ -168,7 +168,7 @@ class _ClientStream:
                 field="start.id",
             )
         id = start.id  # not `start`: whoever marks the request would keep its prompt
-        request = self._gateway.request(start, lambda: self._mark(id, request), self._caller)
+        request = Request(self._gateway, start, lambda: self._mark(id, request), self._caller)
         self._open[id] = request
         try:
             session = self._session(start.session) if start.session else None

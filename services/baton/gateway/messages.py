@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Self
 
 from baton.gateway.attempts import Attempts
-from baton.gateway.timing import Timing
+from baton.gateway.metrics import RequestTimer
 from baton.gateway.token_log import TokenLog
 from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestOptions:
     """What a client asks for beside its prompt. Plain values: any part of a message keeps all of it alive."""
 
     n: int = 1
@@ -50,7 +50,7 @@ def new_log(start: inference_pb2.GenerateStart) -> TokenLog:
 
 def decode_start(
     number: int,
-    asked: Asked,
+    asked: RequestOptions,
     prompt_ids: Sequence[int],
     sampling: common_pb2.SamplingParams,
     attempts: Attempts,
@@ -84,7 +84,7 @@ def decode_start(
 
 
 def finished(
-    log: TokenLog, stats: decode_pb2.RequestStats, attempts: Attempts, timing: Timing
+    log: TokenLog, stats: decode_pb2.RequestStats, attempts: Attempts, timing: RequestTimer
 ) -> inference_pb2.Finished:
     """stats: those of the last attempt; what concerns all attempts is corrected in them."""
     stats.prompt_tokens = len(log.prompt_ids)

@@ -1,9 +1,11 @@
-"""What the gateway measures, beside its load."""
+"""What the gateway measures of its requests, and what the log says of those that have ended."""
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import prometheus_client
@@ -11,6 +13,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+
+from baton.rpc.logs import get_logger
+from baton.rpc.tasks import CoalescedCall
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4)
@@ -104,3 +109,86 @@ class GatewayMetrics:
         self.cached.labels("expected").inc(expected)
         self.cached.labels("found").inc(found)
         self.cached.labels("wrong").inc(abs(expected - found))
+
+
+class RequestTimer:
+    """Starts now. limit: seconds that the request may take."""
+
+    def __init__(self, metrics: GatewayMetrics, limit: float) -> None:
+        self.limit = limit
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._first_token: float | None = None
+        self._last_token = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def remaining(self) -> float:
+        return max(0.001, self.limit - self.elapsed)
+
+    @property
+    def ttft_us(self) -> int:
+        """0: there is no token yet."""
+        return int((self._first_token - self._started) * 1e6) if self._first_token is not None else 0
+
+    @property
+    def first_token(self) -> float:
+        """When it came, on the monotonic clock; now, where there is none yet."""
+        return self._first_token if self._first_token is not None else time.monotonic()
+
+    def tokens(self, choice: int, count: int) -> None:
+        """So many tokens of a choice have come. The time without a decode node counts as any other."""
+        now = time.monotonic()
+        if self._first_token is None:
+            self._first_token = now
+            self._metrics.ttft.observe(now - self._started)
+        elif count and choice == 0:
+            self._metrics.itl.observe((now - self._last_token) / count)
+        self._last_token = now
+
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    request: str
+    prompt_tokens: int
+    output_tokens: int
+    resumed: int
+    seconds: float
+
+
+class RequestLog:
+    """A line each; but those that are cancelled in one turn of the event loop share one: when a client goes
+    away with hundreds of requests, what they held is freed that much sooner."""
+
+    def __init__(self) -> None:
+        self._cancelled: list[EndedRequest] = []
+        self._write_soon = CoalescedCall(self._write)
+
+    def tell(self, outcome: str, ending: EndedRequest, reason: str) -> None:
+        """outcome: finished, cancelled or failed. reason: of one that did not finish."""
+        if outcome == "cancelled":
+            self._cancelled.append(ending)
+            self._write_soon()
+            return
+        _log.info(outcome, **_fields([ending]), **({"reason": reason} if reason else {}))
+
+    def _write(self) -> None:
+        ended, self._cancelled = self._cancelled, []
+        several = {"requests": len(ended)} if len(ended) > 1 else {}
+        _log.info("cancelled", **_fields(ended), **several)
+
+
+def _fields(ended: list[EndedRequest]) -> dict[str, object]:
+    return {
+        "request": " ".join(each.request for each in ended),
+        "prompt_tokens": sum(each.prompt_tokens for each in ended),
+        "output_tokens": sum(each.output_tokens for each in ended),
+        "resumed": sum(each.resumed for each in ended),
+        "seconds": round(max(each.seconds for each in ended), 3),
+    }

@@ -1,16 +1,143 @@
-"""The workers that a gateway uses. They may come and go while requests run."""
+"""The workers that a gateway uses: found by configuration, DNS and etcd; they come and go at run time."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
-from baton.gateway.cache_watch import CacheWatch
-from baton.gateway.decode_node import DecodeNode
+import grpc
+import grpc.aio
+
+from baton.config import GatewayConfig
+from baton.discovery.etcd import Etcd
+from baton.discovery.finder import Finder
+from baton.discovery.members import Change
+from baton.gateway.cache_view import FRESH_SECONDS, Gap
+from baton.gateway.decode_node import DecodePeer
+from baton.gateway.routing import Router
 from baton.gateway.tokenizer import Tokenizer
-from baton.rpc.errors import unavailable
-from baton.v1 import node_pb2
+from baton.rpc.channel import Dial, open_channel
+from baton.rpc.errors import BatonError, from_rpc_error, unavailable
+from baton.rpc.logs import get_logger
+from baton.v1 import cache_pb2, cache_pb2_grpc, node_pb2
+
+
+class Discovery:
+    """Used on one event loop."""
+
+    def __init__(self, config: GatewayConfig, nodes: Nodes) -> None:
+        """Raises BatonError for an address that is none, and for files for etcd that cannot be used."""
+        self._nodes = nodes
+        etcd = Etcd.load(config)
+        self._finders = [
+            Finder(role, _addresses(config, role), etcd, partial(self._changed, role)) for role in ROLES
+        ]
+
+    def start(self) -> None:
+        for finder in self._finders:
+            finder.start()
+
+    @property
+    def places(self) -> list[str]:
+        """Where nodes may still come from, each once; for people."""
+        return list(dict.fromkeys(place for finder in self._finders for place in finder.searches))
+
+    def _changed(self, role: str, change: Change) -> None:
+        for address in change.left:
+            self._nodes.remove(role, address)
+        for address in change.joined:
+            self._nodes.add(role, address)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(finder.close() for finder in self._finders))
+
+
+def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:
+    """As configured; the defaults are for one machine without etcd."""
+    given: tuple[str, ...] = getattr(config, role)
+    return () if config.etcd and given == getattr(GatewayConfig(), role) else given
+
+
+FIRST_BACKOFF_SECONDS = 0.05
+LAST_BACKOFF_SECONDS = 2.0
+UNKNOWN_SECONDS = 30.0
+"""A node that does not know the service is asked again after so long: it may have been replaced."""
+
+_log = get_logger()
+
+
+class CacheWatch:
+    """Tries again for as long as it is open. What was known stays meanwhile, as it costs time at worst."""
+
+    def __init__(self, address: str, router: Router, dial: Dial = open_channel) -> None:
+        self.address = address
+        self._router = router
+        self._dial = dial
+        self._task: asyncio.Task[None] | None = None
+        self._left = False
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"cache of {self.address}")
+
+    def leave(self) -> None:
+        """The node has been left: what was known of it is forgotten at once. Idempotent."""
+        if self._task is not None and not self._left:
+            self._left = True
+            self._task.cancel()
+            self._router.forget(self.address)
+
+    async def close(self) -> None:
+        """Leaves it, and returns when nothing is open any more."""
+        self.leave()
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        backoff, reason = FIRST_BACKOFF_SECONDS, ""
+        while True:
+            heard = self._router.view(self.address).heard
+            try:
+                await self._follow()
+            except BatonError as error:
+                if self._router.view(self.address).heard != heard:
+                    backoff, reason = FIRST_BACKOFF_SECONDS, ""
+                if error.reason != reason:
+                    reason = error.reason
+                    _log.info("cache not followed", node=self.address, reason=reason, error=error.message)
+                if error.code is grpc.StatusCode.UNIMPLEMENTED:
+                    backoff = UNKNOWN_SECONDS
+            except Exception:
+                _log.exception("cache not followed", node=self.address)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+
+    async def _follow(self) -> None:
+        """One stream to its end. Raises BatonError."""
+        view = self._router.view(self.address)
+        async with self._dial(self.address) as channel:
+            request = cache_pb2.WatchRequest(incarnation=view.incarnation, sequence=view.sequence)
+            call = cache_pb2_grpc.CacheStub(channel).Watch(request)
+            try:
+                while True:
+                    async with asyncio.timeout(FRESH_SECONDS):
+                        update = await call.read()
+                    if update is grpc.aio.EOF:
+                        raise unavailable(f"{self.address} closed the stream", "STREAM_CLOSED")
+                    view.apply(update, self._router.clock())
+                    self._router.settle(self.address)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            except TimeoutError:
+                raise unavailable(f"{self.address} has gone silent", "CACHE_SILENT") from None
+            except Gap as gap:
+                _log.warning("cache told with a gap", node=self.address, error=str(gap))
+                raise unavailable(str(gap), "PROTOCOL") from gap
+            finally:
+                call.cancel()
+
 
 ROLES = ("tokenizer", "decode", "prefill")
 
@@ -25,13 +152,13 @@ class Nodes:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        make_decode: Callable[[str], DecodeNode],
+        make_decode: Callable[[str], DecodePeer],
         make_watch: Callable[[str], CacheWatch],
     ) -> None:
         self.tokenizer = tokenizer
         self.prefill: list[str] = []
         """Prefill nodes; decode nodes connect to them."""
-        self.decode: dict[str, DecodeNode] = {}
+        self.decode: dict[str, DecodePeer] = {}
         self._make_decode = make_decode
         self._make_watch = make_watch
         self._watches: dict[str, CacheWatch] = {}

@@ -27,7 +27,7 @@ class Job:
     ) -> None:
         self.n = starts[0].n or 1
         self._wake = asyncio.Event()
-        self._requests = [gateway.request(start, self._wake.set, caller) for start in starts]
+        self._requests = [Request(gateway, start, self._wake.set, caller) for start in starts]
         self._left = set(range(len(starts)))
         self._unaccepted = set(self._left)
         self._taken: deque[tuple[int, Event]] = deque()

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from baton.gateway.attempts import Attempts, Wait
-from baton.gateway.decode_node import DecodeNode, TokenSink
+from baton.gateway.decode_node import DecodePeer, TokenSink
+from baton.gateway.handoff_cost import Split
 from baton.gateway.nodes import Nodes
-from baton.gateway.router import Way
-from baton.gateway.split import Split
+from baton.gateway.routing import Route
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.v1 import decode_pb2
@@ -19,7 +19,7 @@ from baton.v1 import decode_pb2
 _log = get_logger()
 
 
-class Placed(TokenSink, Protocol):
+class PlacedRequest(TokenSink, Protocol):
     """A request that is given to decode nodes."""
 
     def decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
@@ -43,21 +43,21 @@ class Placement:
         name: str,
         number: int,
         attempts: Attempts,
-        request: Placed,
+        request: PlacedRequest,
     ) -> None:
         self._nodes = nodes
         self._split = split
         self._fingerprint = ""
-        self._way: Way | None = None
+        self._way: Route | None = None
         self._hand_off: bool | None = None
         self._name = name
         self._number = number
         self._attempts = attempts
-        self._request: Placed | None = request
+        self._request: PlacedRequest | None = request
         """Until it ends: an ended one goes with the last reference to it, not when garbage is collected."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, way: Way, fingerprint: str, hand_off: bool | None) -> None:
+    def begin(self, way: Route, fingerprint: str, hand_off: bool | None) -> None:
         """fingerprint: of the model that the prompt was encoded for. hand_off: see Split.decide."""
         self._way, self._fingerprint, self._hand_off = way, fingerprint, hand_off
         self.place()
@@ -97,7 +97,7 @@ class Placement:
             self._way.reckon(self._split, stats, first_token)
 
     def predicted(self, stats: decode_pb2.RequestStats) -> int | None:
-        """Cached tokens that were counted on, where the first attempt has finished: see Way.predicted."""
+        """Cached tokens that were counted on, where the first attempt has finished: see Route.predicted."""
         if self._way is None or self._attempts.resumed:
             return None
         return self._way.predicted(stats, self._attempts.address)
@@ -130,5 +130,5 @@ class Placement:
             self._way.ended()
 
     @property
-    def _node(self) -> DecodeNode | None:
+    def _node(self) -> DecodePeer | None:
         return self._nodes.decode.get(self._attempts.address)

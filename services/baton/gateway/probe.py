@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
 
 import grpc
 
-from baton.gateway.split import ALWAYS
-from baton.rpc.errors import BatonError, deadline_exceeded
+from baton.gateway.decode_node import DecodePeer
+from baton.gateway.handoff_cost import ALWAYS
+from baton.rpc.errors import BatonError, deadline_exceeded, unavailable
 from baton.v1 import common_pb2, decode_pb2
-
-if TYPE_CHECKING:
-    from baton.gateway.decode_node import DecodeNode
-    from baton.gateway.gateway import Gateway
 
 PROBE_SECONDS = 10.0
 """A probe may take so long."""
@@ -55,10 +51,18 @@ class _Sink:
 class Prober:
     """`failures`: what is wrong with a pair, by its last probe. To be too busy for one is not wrong."""
 
-    def __init__(self, gateway: Gateway, every: float, report: Callable[[str, float], None]) -> None:
-        """`every`: seconds between probes. `report` is told the outcome and the seconds of each."""
+    def __init__(
+        self,
+        hops: Callable[[], Sequence[tuple[DecodePeer, str]]],
+        next_number: Callable[[], int],
+        every: float,
+        report: Callable[[str, float], None],
+    ) -> None:
+        """hops: the pairs to probe. next_number: of a request. every: seconds between probes. report: is told
+        the outcome and the seconds of each."""
         self.failures: dict[Pair, str] = {}
-        self._gateway = gateway
+        self._hops = hops
+        self._next_number = next_number
         self._every = every
         self._report = report
         self._turn = count()
@@ -74,13 +78,13 @@ class Prober:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._every)
-            pairs = self._gateway.hops()
+            pairs = self._hops()
             known = {(node.address, prefill) for node, prefill in pairs}
             self.failures = {pair: text for pair, text in self.failures.items() if pair in known}
             if pairs:
                 await self._probe(*pairs[next(self._turn) % len(pairs)])
 
-    async def _probe(self, node: DecodeNode, prefill: str) -> None:
+    async def _probe(self, node: DecodePeer, prefill: str) -> None:
         started, pair = time.monotonic(), (node.address, prefill)
         try:
             stats = await self._ask(node, prefill)
@@ -99,10 +103,10 @@ class Prober:
             self.failures.pop(pair, None)
         self._report(outcome, time.monotonic() - started)
 
-    async def _ask(self, node: DecodeNode, prefill: str) -> decode_pb2.RequestStats:
+    async def _ask(self, node: DecodePeer, prefill: str) -> decode_pb2.RequestStats:
         """Two tokens for a prompt that nobody has cached. Raises BatonError."""
         assert node.info is not None
-        model, number = node.info.model, self._gateway.next_number()
+        model, number = node.info.model, self._next_number()
         length = min(PROMPT_TOKENS, model.context_length - 2)
         start = decode_pb2.DecodeStart(
             request=number,
@@ -115,7 +119,7 @@ class Prober:
         )
         sink = _Sink(asyncio.get_running_loop().create_future())
         if not node.send(start, sink):
-            raise self._gateway.no_decode_node()
+            raise unavailable(f"decode node {node.address} is lost: {node.trouble}", "DECODE_LOST")
         try:
             async with asyncio.timeout(PROBE_SECONDS + 1.0):
                 return await sink.done

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import grpc
 
 from baton.gateway import admission
 from baton.gateway.attempts import Attempts
 from baton.gateway.authentication import Caller
-from baton.gateway.endings import Ending
-from baton.gateway.messages import Asked, decode_start, finished, new_log
+from baton.gateway.backpressure import SlowReader
+from baton.gateway.gateway import Gateway
+from baton.gateway.messages import RequestOptions, decode_start, finished, new_log
+from baton.gateway.metrics import EndedRequest, RequestTimer
 from baton.gateway.placement import Placement
-from baton.gateway.prompt import Prompt, encode_prompt
-from baton.gateway.reader import SlowReader
-from baton.gateway.session import Session
-from baton.gateway.timing import Timing
+from baton.gateway.prompts import Prompt, Session, encode_prompt
 from baton.gateway.token_log import fill_token_bytes
 from baton.rpc.errors import (
     BatonError,
@@ -30,9 +28,6 @@ from baton.rpc.errors import (
 from baton.rpc.logs import get_logger
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
-
-if TYPE_CHECKING:
-    from baton.gateway.gateway import Gateway
 
 _log = get_logger()
 
@@ -58,7 +53,7 @@ class Request:
         self._gateway = gateway
         self._start: inference_pb2.GenerateStart | None = start
         """Until its prompt is encoded or refused: it may be large, and its client slow to read."""
-        self._asked = Asked()
+        self._asked = RequestOptions()
         self._session: Session | None = None
         self._on_change = on_change
         self._prompt: Prompt | None = None
@@ -80,7 +75,7 @@ class Request:
         self._with_logprobs = False
         self._stats: decode_pb2.RequestStats | None = None
         limit = gateway.config.request_seconds
-        self._timing = Timing(
+        self._timing = RequestTimer(
             gateway.metrics, start.timeout_ms / 1000 if start.HasField("timeout_ms") else limit
         )
         config = gateway.config
@@ -100,7 +95,7 @@ class Request:
         assert start is not None, "begun twice"
         try:
             self._gateway.admit(self, start)
-            self._asked = Asked.of(start)
+            self._asked = RequestOptions.of(start)
             if session is not None:
                 session.begin(start.WhichOneof("prompt") == "chat", len(self.log.choices))
                 self._session = session
@@ -296,14 +291,14 @@ class Request:
         if self._session is not None:
             self._session.end()
         self._gateway.forget(self, outcome)
-        ending = Ending(
+        ending = EndedRequest(
             self.name,
             len(self.log.prompt_ids),
             self.log.output_tokens,
             self._attempts.resumed,
             self._timing.elapsed,
         )
-        self._gateway.endings.tell(outcome, ending, error.reason if error is not None else "")
+        self._gateway.request_log.tell(outcome, ending, error.reason if error is not None else "")
         on_change, self._on_change = self._on_change, _nobody
         on_change()
 

@@ -44,11 +44,11 @@ _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.St
 _log = get_logger()
 
 
-class TokenizerNode:
+class TokenizerPeer:
     """One tokenizer process. It is usable while its health is SERVING and `accept` has not refused it."""
 
     def __init__(
-        self, address: str, accept: Callable[[TokenizerNode, node_pb2.NodeInfo], Awaitable[None]], dial: Dial
+        self, address: str, accept: Callable[[TokenizerPeer, node_pb2.NodeInfo], Awaitable[None]], dial: Dial
     ) -> None:
         self.address = address
         self.info: node_pb2.NodeInfo | None = None
@@ -124,7 +124,7 @@ class Tokenizer:
     """Several tokenizer processes as one. wait_seconds: how long calls wait while none can be reached."""
 
     def __init__(self, wait_seconds: float, dial: Dial = open_channel) -> None:
-        self.nodes: dict[str, TokenizerNode] = {}
+        self.nodes: dict[str, TokenizerPeer] = {}
         self.vocabulary: Vocabulary | None = None
         """Of the tokenizers that are connected, or were last; None: none has been yet."""
         self.model: node_pb2.ModelInfo | None = None
@@ -140,7 +140,7 @@ class Tokenizer:
     def add(self, address: str) -> None:
         """Begins to connect. Idempotent."""
         if address not in self.nodes:
-            node = self.nodes[address] = TokenizerNode(address, self._accept, self._dial)
+            node = self.nodes[address] = TokenizerPeer(address, self._accept, self._dial)
             node.start()
 
     def remove(self, address: str) -> None:
@@ -162,7 +162,7 @@ class Tokenizer:
         found = next((node.trouble for node in self.nodes.values() if not node.connected), None)
         return found or unavailable("no tokenizer is known", "TOKENIZER_UNAVAILABLE", 1000)
 
-    async def _accept(self, node: TokenizerNode, info: node_pb2.NodeInfo) -> None:
+    async def _accept(self, node: TokenizerPeer, info: node_pb2.NodeInfo) -> None:
         """Makes `vocabulary` the node's. Raises BatonError for a node with another one than those that are
         connected."""
         async with self._accepting:

@@ -12,8 +12,8 @@ from google.rpc import status_pb2
 
 from baton.decode.outputs import Done, Failed, Prompt, Tokens
 from baton.gateway.attempts import Attempts, ResumePolicy, Wait
-from baton.gateway.figures import NodeFigures
-from baton.gateway.pulse import Pulse
+from baton.gateway.decode_node import Liveness
+from baton.gateway.node_load import NodeLoad
 from baton.gateway.routing import order_prefill, pick_decode
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, unavailable
@@ -52,7 +52,7 @@ class _Node:
         self.owed: set[int] = set()
         """Requests that were cancelled there; their terminal events are still to come."""
         self._gateway = gateway
-        self._pulse = Pulse(silence)
+        self._liveness = Liveness(silence)
         self.link: SimLink = gateway.link(
             address, lambda: Hello(gateway.incarnation), self._welcomed, self._received, self._lost
         )
@@ -60,7 +60,7 @@ class _Node:
         self._tick()
 
     def takes(self, request: int) -> bool:
-        silent = self._pulse.silent(self._gateway.world.now)
+        silent = self._liveness.silent(self._gateway.world.now)
         return self.link.connected and not self.leaving and not silent and request not in self.owed
 
     def cancel(self, running: _Running) -> None:
@@ -72,7 +72,7 @@ class _Node:
         self.leaving = False
 
     def _received(self, outputs: tuple[Any, ...]) -> None:
-        self._pulse.heard()
+        self._liveness.heard()
         for output in outputs:
             if isinstance(output, Draining):
                 self.leaving = True
@@ -83,18 +83,18 @@ class _Node:
 
     def _lost(self, reason: str) -> None:
         self.owed.clear()
-        self._pulse.reset()
+        self._liveness.reset()
         self._gateway.lose(self, unavailable(f"{self.address} was lost", "DECODE_LOST"))
 
     def _tick(self) -> None:
         world = self._gateway.world
         if self.link.connected:
             wanted = bool(self._gateway.runs_at(self.address))
-            if self._pulse.tick(world.now, wanted):
+            if self._liveness.tick(world.now, wanted):
                 self.link.send(Heartbeat())
-            if self._pulse.silent(world.now):
+            if self._liveness.silent(world.now):
                 self._gateway.lose(self, unavailable(f"{self.address} is silent", "DECODE_SILENT"))
-        world.at(self._pulse.interval, self._gateway.loop, self._tick)
+        world.at(self._liveness.interval, self._gateway.loop, self._tick)
 
 
 class SimGateway(Process):
@@ -185,8 +185,8 @@ class SimGateway(Process):
     def _pick(self, addresses: Sequence[str], tokens: int) -> str:
         return pick_decode(POLICY, [self._figures(address) for address in addresses], tokens)
 
-    def _figures(self, address: str) -> NodeFigures:
-        return NodeFigures(address, rows=len(self.runs_at(address)))
+    def _figures(self, address: str) -> NodeLoad:
+        return NodeLoad(address, rows=len(self.runs_at(address)))
 
     def take(self, address: str, output: Any) -> None:
         """What a decode node says of a request."""

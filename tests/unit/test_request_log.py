@@ -7,11 +7,11 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from baton.gateway.endings import Ending, Endings
+from baton.gateway.metrics import EndedRequest, RequestLog
 
 
 def ending(name, seconds=0.5):
-    return Ending(name, prompt_tokens=10, output_tokens=3, resumed=1, seconds=seconds)
+    return EndedRequest(name, prompt_tokens=10, output_tokens=3, resumed=1, seconds=seconds)
 
 
 @pytest.fixture
@@ -21,9 +21,9 @@ def lines():
 
 
 async def test_each_that_finishes_or_fails_has_a_line_at_once(lines):
-    endings = Endings()
-    endings.tell("finished", ending("a"), "")
-    endings.tell("failed", ending("b"), "BAD_PEER")
+    request_log = RequestLog()
+    request_log.tell("finished", ending("a"), "")
+    request_log.tell("failed", ending("b"), "BAD_PEER")
     common = {"prompt_tokens": 10, "output_tokens": 3, "resumed": 1, "seconds": 0.5, "log_level": "info"}
     assert lines == [
         {"event": "finished", "request": "a", **common},
@@ -32,12 +32,12 @@ async def test_each_that_finishes_or_fails_has_a_line_at_once(lines):
 
 
 async def test_those_cancelled_in_one_turn_share_one(lines):
-    endings = Endings()
+    request_log = RequestLog()
     for number in range(3):
-        endings.tell("cancelled", ending(f"c{number}", seconds=number), "CANCELLED")
+        request_log.tell("cancelled", ending(f"c{number}", seconds=number), "CANCELLED")
     assert not lines
     await asyncio.sleep(0)
-    endings.tell("cancelled", ending("later"), "CANCELLED")
+    request_log.tell("cancelled", ending("later"), "CANCELLED")
     await asyncio.sleep(0)
     assert [(line["event"], line["request"], line.get("requests")) for line in lines] == [
         ("cancelled", "c0 c1 c2", 3),

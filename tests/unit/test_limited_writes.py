@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from baton.gateway.writes import limited
+from baton.gateway.backpressure import limited
 
 SECONDS = 0.2
 

@@ -1,0 +1,210 @@
+"""What a request is expected to take with its prompt computed on a prefill or on the decode node. Pure.
+
+Only what differs between the two ways is reckoned: rows to wait for and steps after the second token are the
+same either way. All times are in seconds. D is the decode node with its R rows, P the prefill node.
+
+Split. The prompt waits at P for the prompts there, and is computed; the rest of a step of D passes, half of
+one on average, before D's step thread has heard of the first token. (With overlap it hears at once; what is
+reckoned too much is learned from the requests that end: `more` below.) Then pages move: those of the last
+step's tokens, for all earlier ones have moved meanwhile. Half a step later on average the request is in the
+batch.
+
+Local. The prompt waits at D for the prompts there, and is computed in steps that hold D's rows too, and take
+their time as well. And it costs others: each of the R rows gets its next token later by all the time that the
+prompt takes. A prompt at P delays nobody who is there: they are before it. What later requests will wait, at
+the one or the other, is left out on both sides.
+
+So the way is chosen that adds least to the sum of all requests' times, not to this one's alone. An idle D
+computes what comes, a busy one hands it off; and where P has fallen behind, D takes what costs its rows less
+than waiting would cost the prompt.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.node_load import NodeLoad
+from baton.rpc.errors import invalid
+from baton.stepcost import StepCost, StepLoad, chunk_pairs
+from baton.v1 import decode_pb2
+
+PRECISION = 16
+"""Limits are found to so many tokens, and those above its square to that part of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    first: float
+    """Until the first token."""
+    gap: float
+    """From there until the second one can be computed."""
+    step: float
+    """Each further token."""
+    others: float
+    """How much later all others get theirs, together."""
+
+    @property
+    def cost(self) -> float:
+        """What one way is compared with the other by."""
+        return self.first + self.gap + self.others
+
+    def end(self, tokens: int) -> float:
+        """Until the last of so many output tokens, >= 1."""
+        return self.first + (self.gap + self.step * (tokens - 1) if tokens > 1 else 0.0)
+
+
+def expect_local(prompt: int, decode: NodeLoad) -> Expected:
+    """On the decode node. Raises ValueError where its step cost is not known."""
+    cost = _cost(decode)
+    missing = max(1, prompt - decode.cached)
+    own = _chunk(cost, prompt, missing)
+    rows = _rows(cost, decode)
+    room = max(1, decode.step_tokens - decode.running)
+    steps = math.ceil((decode.queued_tokens + missing) / room)
+    first = steps * rows + cost.token * decode.queued_tokens + own
+    return Expected(first, gap=0.0, step=_next(cost, decode), others=decode.running * own)
+
+
+def expect_split(prompt: int, decode: NodeLoad, prefill: NodeLoad) -> Expected:
+    """On the prefill node. Raises ValueError where a step cost is not known."""
+    cost, there = _cost(decode), _cost(prefill)
+    missing = max(1, prompt - prefill.cached)
+    steps = math.ceil((prefill.queued_tokens + missing) / max(1, prefill.step_tokens))
+    computed = steps * there.fixed + there.token * prefill.queued_tokens + _chunk(there, prompt, missing)
+    heard = _rows(cost, decode) / 2 if decode.running else 0.0
+    last = min(max(0, prompt - decode.cached), prefill.step_tokens or prompt)
+    gap = decode.pull.seconds(last) + heard
+    return Expected(computed + heard, gap, step=_next(cost, decode), others=0.0)
+
+
+def local_limit(prompt: int, decode: NodeLoad, prefill: NodeLoad, more: float = 0.0) -> int:
+    """About the most tokens that the decode node should compute of this prompt itself, 0 to `prompt`, however
+    many turn out to be cached there. more: seconds that first tokens of split requests are known to be later
+    than reckoned here, less those of local ones. Raises ValueError where a step cost is not known."""
+    most = expect_split(prompt, decode, prefill).cost + more
+
+    def worth(tokens: int) -> bool:
+        return expect_local(prompt, replace(decode, cached=prompt - tokens)).cost <= most
+
+    if worth(prompt):
+        return prompt
+    low, high = 0, prompt
+    while high - low > max(PRECISION, low // PRECISION):
+        middle = (low + high) // 2
+        low, high = (middle, high) if worth(middle) else (low, middle)
+    return low
+
+
+def _cost(node: NodeLoad) -> StepCost:
+    if node.cost is None:
+        raise ValueError(f"what steps of {node.address} cost is not known")
+    return node.cost
+
+
+def _rows(cost: StepCost, decode: NodeLoad) -> float:
+    """A step of the rows alone."""
+    return cost.seconds(StepLoad(decode_sequences=decode.running, context_tokens=decode.keys))
+
+
+def _next(cost: StepCost, decode: NodeLoad) -> float:
+    """A step of them and the request."""
+    return cost.seconds(StepLoad(decode_sequences=decode.running + 1, context_tokens=decode.keys))
+
+
+def _chunk(cost: StepCost, prompt: int, missing: int) -> float:
+    """The last `missing` tokens of a prompt, beside what any step takes."""
+    return cost.token * missing + cost.pair * chunk_pairs(prompt - missing, missing)
+
+
+WEIGHT = 1 / 16
+"""Of the newest."""
+HALF_LIFE = 30.0
+"""Seconds. What was learned in a bad moment would else keep a way from ever being taken again."""
+
+
+class PredictionBias:
+    """How much longer than reckoned something has taken lately: messages between processes, threads that wake
+    up, the rest of a step. A moving mean, which fades while nothing is learned."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._at = 0.0
+
+    def seconds(self, now: float) -> float:
+        """Below 0: less long."""
+        return self._mean * math.exp2(-max(0.0, now - self._at) / HALF_LIFE)
+
+    def add(self, now: float, seconds: float, reckoned: float) -> None:
+        """It has taken so many seconds. One that took more than twice what was reckoned counts as twice:
+        it has met with something else."""
+        difference = min(seconds - reckoned, reckoned)
+        self._mean = (1 - WEIGHT) * self.seconds(now) + WEIGHT * difference
+        self._at = now
+
+
+MODES = ("auto", "always", "never")
+ALWAYS, NEVER = 0, 2**32 - 1
+"""As limits of what a decode node computes itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    limit: int | None
+    """For DecodeStart.local_prefill_tokens; None: as the decode node sees fit."""
+    local: bool
+    """What that is taken to come to: the decode node computes the prompt."""
+    ways: dict[str, Expected]
+    """What was reckoned for "split" and "local", without what experience adds; empty where nothing was."""
+
+
+class Split:
+    def __init__(
+        self, mode: str, metrics: GatewayMetrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """mode: one of MODES. Raises BatonError for another one."""
+        if mode not in MODES:
+            raise invalid("split", f"--split {mode!r} is not known; use {', '.join(MODES)}")
+        self.mode = mode
+        self._metrics = metrics
+        self._clock = clock
+        self._bias = {"split": PredictionBias(), "local": PredictionBias()}
+        """Of first tokens."""
+
+    def decide(
+        self, decode: NodeLoad, prefill: NodeLoad | None, tokens: int, hand_off: bool | None = None
+    ) -> Decision:
+        """prefill: the node that would compute the prompt of so many tokens; None: there is none. hand_off:
+        the client's word."""
+        if prefill is None:
+            return Decision(None, local=True, ways={})
+        mode = self.mode if hand_off is None else "always" if hand_off else "never"
+        limit = {"always": ALWAYS, "never": NEVER}.get(mode)
+        ways: dict[str, Expected] = {}
+        if decode.cost is not None and prefill.cost is not None:
+            ways = {
+                "split": expect_split(tokens, decode, prefill),
+                "local": expect_local(tokens, decode),
+            }
+            if limit is None:
+                now = self._clock()
+                more = self._bias["split"].seconds(now) - self._bias["local"].seconds(now)
+                limit = local_limit(tokens, decode, prefill, more)
+        # Where nothing is known the decode node hands off all but very short prompts.
+        local = limit is not None and tokens - decode.cached <= limit
+        self._metrics.decisions.labels("local" if local else "split").inc()
+        return Decision(limit, local, ways)
+
+    def ended(self, decision: Decision, stats: decode_pb2.RequestStats, first: float, end: float) -> None:
+        """The request has finished at its first attempt, in so many seconds from its sending."""
+        way = "split" if stats.prefill_address else "local"
+        thought = decision.ways.get(way)
+        if thought is None or stats.retractions or stats.handoff_retries:
+            return
+        self._bias[way].add(self._clock(), first, thought.first)
+        pairs = {"first_token": (first, thought.first), "end": (end, thought.end(stats.output_tokens))}
+        for until, (seconds, reckoned) in pairs.items():
+            self._metrics.expected.labels(way, until).observe(seconds / max(reckoned, 1e-9))
