@@ -7,7 +7,7 @@ import pytest
 
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.node_load import NodeLoad, SentLoad, Work
-from baton.gateway.routing import Route, Router, order_prefill, pick_decode
+from baton.gateway.routing import RequestRouting, Router, order_prefill, pick_decode
 from baton.kvcache.kv_events import PromptDigests
 from baton.rpc.errors import BatonError
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
@@ -125,7 +125,7 @@ class Fleet:
         self.router.view(address).apply(update, self.clock.now)
 
     def send(self, tokens, namespace="", **preferred):
-        way = Route(self.router, next(self.numbers), PromptPages(tokens, namespace), **preferred)
+        way = RequestRouting(self.router, next(self.numbers), PromptPages(tokens, namespace), **preferred)
         decode, prefill = way.pick_decode(["d0", "d1"]), way.order_prefill(["p0", "p1"])
         way.sent(decode, prefill)
         return way, decode, prefill[0]
@@ -191,7 +191,7 @@ class TestRouter:
     def test_a_session_goes_back_where_nodes_tell_nothing_of_their_caches(self):
         router = Router("cache", Clock())
         for number in range(4):
-            way = Route(router, number, PromptPages(PROMPT, ""), "d1", "p1")
+            way = RequestRouting(router, number, PromptPages(PROMPT, ""), "d1", "p1")
             assert way.pick_decode(["d0", "d1"]) == "d1"
             assert way.order_prefill(["p0", "p1"]) == ["p1", "p0"]
 

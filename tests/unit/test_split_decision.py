@@ -19,7 +19,7 @@ from baton.gateway.handoff_cost import (
 )
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.node_load import NodeLoad, SentLoad, Work
-from baton.gateway.routing import Route, Router
+from baton.gateway.routing import RequestRouting, Router
 from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import BatonError
 from baton.stepcost import StepCost
@@ -265,7 +265,7 @@ class Told:
         self.router.settle(address)
 
     def send(self, tokens=4000, **options):
-        way = Route(self.router, next(self.numbers), PromptPages([1] * tokens, ""))
+        way = RequestRouting(self.router, next(self.numbers), PromptPages([1] * tokens, ""))
         limit = way.decide(self.split, "d", way.order_prefill(["p"]), **options)
         way.sent("d", ["p"])
         return way, limit

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.handoff_cost import Split
 from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.routing import Route, Router
+from baton.gateway.routing import RequestRouting, Router
 from baton.handoff.pull_cost import PullCost
 from baton.stepcost import StepCost, StepLoad, chunk_pairs
 from baton.v1 import cache_pb2, decode_pb2, node_pb2
@@ -34,7 +34,7 @@ class Job:
     made: int = 0
     first: float = 0.0
     """When its first token came."""
-    way: Route | None = None
+    way: RequestRouting | None = None
     local: bool = False
 
 
@@ -134,7 +134,7 @@ class World:
     def arrive(self, job: Job) -> None:
         self.tell()
         job.left = job.prompt
-        job.way = Route(self.router, next(self._numbers), PromptPages(range(job.prompt), ""))
+        job.way = RequestRouting(self.router, next(self._numbers), PromptPages(range(job.prompt), ""))
         limit = job.way.decide(self.split, "d", job.way.order_prefill(["p"]))
         job.way.sent("d", ["p"])
         assert limit is not None

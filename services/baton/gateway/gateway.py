@@ -18,7 +18,7 @@ from baton.gateway.metrics import GatewayMetrics, RequestLog
 from baton.gateway.nodes import CacheWatch, Discovery, Nodes
 from baton.gateway.probe import Prober
 from baton.gateway.prompts import Session, shown
-from baton.gateway.routing import Route, Router
+from baton.gateway.routing import RequestRouting, Router
 from baton.gateway.token_log import TokenLog
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.address import new_incarnation
@@ -188,11 +188,13 @@ class Gateway:
         if not self._running:
             self._idle.set()
 
-    def way(self, number: int, tokens: Sequence[int], namespace: str, session: Session | None) -> Route:
+    def way(
+        self, number: int, tokens: Sequence[int], namespace: str, session: Session | None
+    ) -> RequestRouting:
         """Of the request of this number through the nodes."""
         prompt = PromptPages(tokens, namespace)
         last = (session.decode_address, session.prefill_address) if session is not None else ()
-        return Route(self.router, number, prompt, *last)
+        return RequestRouting(self.router, number, prompt, *last)
 
     def usable_nodes(self) -> list[DecodePeer]:
         return [node for node in self.nodes.decode.values() if node.usable]

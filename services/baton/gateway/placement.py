@@ -11,7 +11,7 @@ from baton.gateway.attempts import Attempts, Wait
 from baton.gateway.decode_node import DecodePeer, TokenSink
 from baton.gateway.handoff_cost import Split
 from baton.gateway.nodes import Nodes
-from baton.gateway.routing import Route
+from baton.gateway.routing import RequestRouting
 from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.v1 import decode_pb2
@@ -48,7 +48,7 @@ class Placement:
         self._nodes = nodes
         self._split = split
         self._fingerprint = ""
-        self._way: Route | None = None
+        self._way: RequestRouting | None = None
         self._hand_off: bool | None = None
         self._name = name
         self._number = number
@@ -57,7 +57,7 @@ class Placement:
         """Until it ends: an ended one goes with the last reference to it, not when garbage is collected."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, way: Route, fingerprint: str, hand_off: bool | None) -> None:
+    def begin(self, way: RequestRouting, fingerprint: str, hand_off: bool | None) -> None:
         """fingerprint: of the model that the prompt was encoded for. hand_off: see Split.decide."""
         self._way, self._fingerprint, self._hand_off = way, fingerprint, hand_off
         self.place()
@@ -97,7 +97,7 @@ class Placement:
             self._way.reckon(self._split, stats, first_token)
 
     def predicted(self, stats: decode_pb2.RequestStats) -> int | None:
-        """Cached tokens that were counted on, where the first attempt has finished: see Route.predicted."""
+        """Cached tokens that were counted on, where the first attempt has finished: see RequestRouting.predicted."""
         if self._way is None or self._attempts.resumed:
             return None
         return self._way.predicted(stats, self._attempts.address)

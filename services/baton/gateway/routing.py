@@ -183,7 +183,7 @@ def _step_cost(load: node_pb2.Load) -> StepCost | None:
     return StepCost(said.fixed, said.row, said.key, said.token, said.pair) if known else None
 
 
-class Route:
+class RequestRouting:
     """One request's way through the nodes."""
 
     def __init__(

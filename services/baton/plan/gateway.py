@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.handoff_cost import Split
 from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.routing import Route, Router
+from baton.gateway.routing import RequestRouting, Router
 from baton.plan.nodes import SimDecode, SimNode, SimPrefill
 from baton.sim.world import Actor, World
 
@@ -45,7 +45,7 @@ class Gateway:
         self._prefill = list(prefill)
         self._decode = list(decode)
         self._nodes: dict[str, SimNode] = {**prefill, **decode}
-        self._ways: dict[int, Route] = {}
+        self._ways: dict[int, RequestRouting] = {}
         self._hear()
 
     def _hear(self) -> None:
@@ -57,7 +57,7 @@ class Gateway:
 
     def route(self, number: int, prompt: Sequence[int]) -> Route:
         """As gateway.requests does for a request without a session."""
-        way = self._ways[number] = Route(self._router, number, PromptPages(prompt, ""))
+        way = self._ways[number] = RequestRouting(self._router, number, PromptPages(prompt, ""))
         decode = way.pick_decode(self._decode)
         prefill = way.order_prefill(self._prefill)
         limit = way.decide(self._split, decode, prefill)
