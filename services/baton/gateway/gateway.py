@@ -188,10 +188,10 @@ class Gateway:
         if not self._running:
             self._idle.set()
 
-    def way(
+    def routing(
         self, number: int, tokens: Sequence[int], namespace: str, session: Session | None
     ) -> RequestRouting:
-        """Of the request of this number through the nodes."""
+        """Of the request of this number."""
         prompt = PromptPages(tokens, namespace)
         last = (session.decode_address, session.prefill_address) if session is not None else ()
         return RequestRouting(self.router, number, prompt, *last)

@@ -50,7 +50,7 @@ def new_log(start: inference_pb2.GenerateStart) -> TokenLog:
 
 def decode_start(
     number: int,
-    asked: RequestOptions,
+    options: RequestOptions,
     prompt_ids: Sequence[int],
     sampling: common_pb2.SamplingParams,
     attempts: Attempts,
@@ -67,11 +67,11 @@ def decode_start(
         attempt=attempts.number,
         token_ids=prompt_ids,
         sampling=sampling,
-        n=asked.n,
+        n=options.n,
         timeout_ms=max(1, int(remaining * 1000)),
         prefill=prefill,
-        namespace=asked.namespace,
-        priority=asked.priority,
+        namespace=options.namespace,
+        priority=options.priority,
         failed_steps=attempts.failed_steps,
     )
     if local_prefill_tokens is not None:

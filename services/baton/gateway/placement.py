@@ -48,7 +48,7 @@ class Placement:
         self._nodes = nodes
         self._split = split
         self._fingerprint = ""
-        self._way: RequestRouting | None = None
+        self._routing: RequestRouting | None = None
         self._hand_off: bool | None = None
         self._name = name
         self._number = number
@@ -57,50 +57,50 @@ class Placement:
         """Until it ends: an ended one goes with the last reference to it, not when garbage is collected."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, way: RequestRouting, fingerprint: str, hand_off: bool | None) -> None:
+    def begin(self, routing: RequestRouting, fingerprint: str, hand_off: bool | None) -> None:
         """fingerprint: of the model that the prompt was encoded for. hand_off: see Split.decide."""
-        self._way, self._fingerprint, self._hand_off = way, fingerprint, hand_off
+        self._routing, self._fingerprint, self._hand_off = routing, fingerprint, hand_off
         self.place()
 
     def place(self) -> None:
         """Now, or as soon as a node takes the request."""
-        way, request = self._way, self._request
-        assert way is not None, "not begun"
+        routing, request = self._routing, self._request
+        assert routing is not None, "not begun"
         if request is None:
             return
         try:
             while True:
                 candidates = self._nodes.candidates(self._number, self._fingerprint)
-                place = self._attempts.place(candidates, time.monotonic(), way.pick_decode)
+                place = self._attempts.place(candidates, time.monotonic(), routing.pick_decode)
                 if isinstance(place, Wait):
                     self._timer = asyncio.get_running_loop().call_later(place.seconds, self.place)
                     return
-                prefill = way.order_prefill(self._nodes.prefill)
-                limit = way.decide(self._split, place, prefill, self._hand_off)
+                prefill = routing.order_prefill(self._nodes.prefill)
+                limit = routing.decide(self._split, place, prefill, self._hand_off)
                 if self._nodes.decode[place].send(request.decode_start(prefill, limit), request):
                     break
         except BatonError as error:
             request.on_unplaced(error.with_traceback(None))  # its frames hold the request
             return
         self._attempts.begin(place)
-        way.sent(place, prefill)
+        routing.sent(place, prefill)
         request.on_placed()
 
     def computed(self) -> None:
         """The prompt of the attempt has been."""
-        if self._way is not None:
-            self._way.computed()
+        if self._routing is not None:
+            self._routing.computed()
 
     def finished(self, stats: decode_pb2.RequestStats, first_token: float) -> None:
         """The attempt has; its first token had come at that time, by the clock."""
-        if self._way is not None and not self._attempts.resumed:
-            self._way.reckon(self._split, stats, first_token)
+        if self._routing is not None and not self._attempts.resumed:
+            self._routing.reckon(self._split, stats, first_token)
 
     def predicted(self, stats: decode_pb2.RequestStats) -> int | None:
-        """Cached tokens that were counted on, where the first attempt has finished: see RequestRouting.predicted."""
-        if self._way is None or self._attempts.resumed:
+        """Cached tokens that were counted on, where the first attempt has finished: see RequestRouting."""
+        if self._routing is None or self._attempts.resumed:
             return None
-        return self._way.predicted(stats, self._attempts.address)
+        return self._routing.predicted(stats, self._attempts.address)
 
     def ended(self, error: BatonError, lost: bool) -> bool:
         """The attempt has ended before the request (lost: see Attempts.ended). True: there is nothing left to
@@ -126,8 +126,8 @@ class Placement:
         node = self._node
         if node is not None:
             node.cancel(self._number)
-        if self._way is not None:
-            self._way.ended()
+        if self._routing is not None:
+            self._routing.ended()
 
     @property
     def _node(self) -> DecodePeer | None:

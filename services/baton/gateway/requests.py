@@ -53,7 +53,7 @@ class Request:
         self._gateway = gateway
         self._start: inference_pb2.GenerateStart | None = start
         """Until its prompt is encoded or refused: it may be large, and its client slow to read."""
-        self._asked = RequestOptions()
+        self._options = RequestOptions()
         self._session: Session | None = None
         self._on_change = on_change
         self._prompt: Prompt | None = None
@@ -95,7 +95,7 @@ class Request:
         assert start is not None, "begun twice"
         try:
             self._gateway.admit(self, start)
-            self._asked = RequestOptions.of(start)
+            self._options = RequestOptions.of(start)
             if session is not None:
                 session.begin(start.WhichOneof("prompt") == "chat", len(self.log.choices))
                 self._session = session
@@ -146,10 +146,12 @@ class Request:
             self._max_tokens, self._vocabulary_size = self._sampling.max_tokens, vocabulary.size
             self._with_logprobs = self._sampling.HasField("logprobs")
             self.log.prompt_ids = self._prompt.token_ids
-            way = self._gateway.way(self.number, self.log.prompt_ids, self._asked.namespace, self._session)
+            routing = self._gateway.routing(
+                self.number, self.log.prompt_ids, self._options.namespace, self._session
+            )
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids)
-            self._placement.begin(way, model.fingerprint, self._asked.hand_off)
+            self._placement.begin(routing, model.fingerprint, self._options.hand_off)
         except BatonError as error:
             self.fail(error)
         except Exception as error:
@@ -174,7 +176,7 @@ class Request:
     def decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
         return decode_start(
             self.number,
-            self._asked,
+            self._options,
             self.log.prompt_ids,
             self._sampling,
             self._attempts,
@@ -192,7 +194,7 @@ class Request:
             return  # computed again, for another attempt
         self._prompt_done = True
         self.log.cached_tokens = prompt.cached_tokens
-        if self._asked.prompt_logprobs:
+        if self._options.prompt_logprobs:
             assert self._vocabulary is not None
             logprobs = list(prompt.prompt_logprobs)
             fill_token_bytes(logprobs, self._vocabulary)
