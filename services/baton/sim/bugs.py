@@ -23,7 +23,7 @@ from baton.rpc.errors import BatonError
 from baton.sim.transport import Pull as SimPull
 
 Patch = Callable[[Any, str, Callable[[Any], Any]], None]
-"""(owner, attribute, make): make(original) takes the attribute's place."""
+"""(owner, attribute, make): make(original) replaces the attribute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Bug:
     text: str
     """What is wrong, in one line."""
     within: int
-    """A run of so many seeds, from 0 on, finds it; with some room above what it took when written."""
+    """A run of this many seeds, from 0 on, finds it, with some margin."""
     plant: Callable[[Patch], None]
 
 
@@ -98,7 +98,7 @@ def _unknown_reference(patch: Patch) -> None:
 
     def make(peer_down: Any) -> Callable[[DecodeSide, str, str], None]:
         def wrong(side: DecodeSide, address: str, reason: str) -> None:
-            """Hand-offs are tied to an address, not to a life of the process there."""
+            """Hand-offs are tied to an address, not to an incarnation of the process there."""
 
         return wrong
 
@@ -336,7 +336,7 @@ def _sampled_again(patch: Patch) -> None:
 def _other_choice(patch: Patch) -> None:
     def make(delivered: Callable[[Attempts], Delivered]) -> Callable[[Attempts], Delivered]:
         def wrong(attempts: Attempts) -> Delivered:
-            """Each choice goes on from the output of the first."""
+            """Each choice continues from the output of the first."""
             carried = delivered(attempts)
             return tuple((tokens and carried[0]) or tokens for tokens in carried)
 
@@ -371,7 +371,7 @@ __all__ = ["BUGS", "Bug", "planted"]
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Plants the bug of that name; an empty name plants none. Raises KeyError for an unknown one."""
+    """Plants the named bug; an empty name plants none. Raises KeyError for an unknown name."""
     originals: list[tuple[Any, str, Any]] = []
 
     def patch(owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:

@@ -1,6 +1,5 @@
-"""What the simulator checks from outside the processes: `Ledger`, what clients were promised and what they
-got, at every token and every end; `Audit`, whether each side of a hand-off knows what the other believes to
-be running."""
+"""Checks from outside the processes. `Ledger` checks what clients get, at every token and every end.
+`Audit` checks that each side of a hand-off knows what the other believes to be running."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class Ledger:
         self._poison = next((spec for spec in specs if spec.params.seed == POISON), None)
         self.tokens = 0
         self.resumed = 0
-        """Times that a request with output went on elsewhere."""
+        """How often a request with output was resumed."""
 
     @property
     def complete(self) -> bool:
@@ -54,7 +53,7 @@ class Ledger:
 
     @property
     def outcomes(self) -> dict[str, int]:
-        """How many requests ended in which way."""
+        """Number of requests by outcome."""
         counts: dict[str, int] = {}
         for account in self._accounts.values():
             counts[account.ended or "open"] = counts.get(account.ended or "open", 0) + 1
@@ -67,7 +66,7 @@ class Ledger:
         account.text[choice] += text
 
     def prompt(self, number: int, logprobs: Sequence[Logprobs] | None) -> None:
-        """None: they were not asked for."""
+        """None: not requested."""
         if logprobs is not None and tuple(logprobs) != prompt_logprobs(self._accounts[number].spec.prompt):
             raise Violation(f"tokens: request {number} got other log-probabilities of its prompt: {logprobs}")
 
@@ -85,7 +84,7 @@ class Ledger:
         self.tokens += 1
 
     def cancelled(self, number: int) -> bool:
-        """The client no longer wants it. False: it has ended."""
+        """The client cancels a request. Returns False if it has ended."""
         account = self._accounts[number]
         account.cancelled = True
         return not account.ended
@@ -133,9 +132,9 @@ class Ledger:
         if code == "UNAVAILABLE" and spec.resume:
             in_vain = reason == "TOO_MANY_RESUMES" or "no decode node" in message
             if not in_vain:
-                return False  # it should have gone on elsewhere, or waited
+                return False  # it should have been resumed, or have waited
         if reason in ("REPEATED_STEP_FAILURE", "NODE_FAILED") and self._poison is not None:
-            # All others go on, unless their clients prefer an error.
+            # All others are resumed, unless their clients prefer an error.
             excused = spec is self._poison or (reason == "NODE_FAILED" and not spec.resume)
             return excused or any(fault.kind == "step" and fault.at <= now for fault in self._scenario.faults)
         kinds = EXCUSES.get(reason, EXCUSES.get(code, ()))
@@ -172,8 +171,8 @@ def _shown(tokens: Sequence[int], stop: Sequence[str]) -> str:
 
 EVERY_SECONDS = 0.5
 TOLERATED_SECONDS = 4.0
-"""How long something may be wrong, with nothing to excuse it. A pull that was stopped
-may take LATEST_FIRST_LOOK_SECONDS to see that."""
+"""How long a difference may last without an excuse. A pull that was stopped may take
+LATEST_FIRST_LOOK_SECONDS to see that."""
 
 
 class Audit:

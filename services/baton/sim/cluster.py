@@ -1,4 +1,4 @@
-"""A simulated deployment: its processes, what befalls them, and whether it comes to rest."""
+"""A simulated deployment: its processes, their faults, and its end at rest."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from baton.sim.wire import Hello
 from baton.sim.world import Actor, Trace, Violation, World
 
 _LOOK_EVERY = 16
-"""Events between two looks whether everything has come to rest."""
+"""Events between two checks whether everything has come to rest."""
 
 STOP_SECONDS = 0.05
 """From handing back what runs to the end of the process."""
 
 _STEP_SECONDS = 3.0
-"""A device that was to fail and has had no step to do by then is well again."""
+"""A device fault without a step to hit ends after this time."""
 
 
 class Cluster:
@@ -51,7 +51,7 @@ class Cluster:
             self.world.at(fault.at, self._fate, _bind(self._strike, fault))
 
     def run(self, max_steps: int | None = None) -> None:
-        """Until everything has come to rest, or for so many events. Raises Violation."""
+        """Runs until everything has come to rest, or for `max_steps` events. Raises Violation."""
         world, end = self.world, self.scenario.end
         while max_steps is None or world.steps < max_steps:
             if not world.step():
@@ -91,7 +91,7 @@ class Cluster:
     def _ask(self, spec: RequestSpec) -> None:
         gateway = self.processes.get(f"g{spec.gateway}")
         if not isinstance(gateway, SimGateway):
-            self.ledger.lost(spec.number)  # nobody listens: the client cannot even connect
+            self.ledger.lost(spec.number)  # no process listens: the client cannot connect
             return
         self.world.note("client", f"{spec.number} asks {gateway.who}: {len(spec.prompt)} tokens, n {spec.n}")
         self._asked[spec.number] = gateway
@@ -156,12 +156,12 @@ class Cluster:
         self.world.at(STOP_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
     def _stop(self, process: Process) -> None:
-        """A drained process hands back what it has, ends, and is started again at once."""
+        """A drained process hands back its requests, ends, and is restarted at once."""
         process.hand_back()
         self.world.at(STOP_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
     def _squeeze(self, worker: Worker, fault: Fault) -> None:
-        """Takes pages that nobody has been promised, for a while."""
+        """Takes unreserved pages for a while."""
 
         def take() -> None:
             scheduler = worker.scheduler
@@ -181,7 +181,7 @@ def _repair(worker: Worker) -> None:
 
 
 class _Stranger:
-    """Somebody who says to a prefill node what only an attempt's holder may say."""
+    """A stranger who sends a prefill node what only an attempt's holder may send."""
 
     def __init__(
         self, network: Network, fault: Fault, processes: dict[str, SimGateway | SimPrefill | SimDecode]

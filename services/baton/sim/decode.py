@@ -23,7 +23,7 @@ MESSAGE_SECONDS = 0.005
 
 
 class _Caller:
-    """One stream of a gateway; its identity names it to the core."""
+    """One stream of a gateway; the object itself is the stream's key in the core."""
 
     def __init__(self, node: SimDecode, endpoint: Endpoint) -> None:
         self.incarnation = 0
@@ -37,7 +37,7 @@ class _Caller:
         self._prompts: set[tuple[int, int]] = set()
 
     def put(self, output: Output) -> None:
-        """Design rule 4, as this stream sees it; then the outbox, which may merge steps."""
+        """Checks design rule 4 for this stream; then the outbox, which may merge steps."""
         self._check(output)
         if isinstance(output, Done | Failed):
             self.running.pop(output.request, None)
@@ -75,7 +75,7 @@ class _Prefill:
         self.usable = False
         self.pool: SimPool | None = None
         self.pulls: list[Pull] = []
-        """Those of the receiver that was opened last."""
+        """Pulls of the receiver that was opened last."""
         self._node = node
         self._session = 0
         self.link: SimLink = node.link(
@@ -138,7 +138,7 @@ class SimDecode(Worker):
         self.driver = self.drive(self.core)
         self.pull_pace = settings.pull_pace
         self.pull_fails_after: int | None = None
-        """The next pull breaks after so many pieces."""
+        """The next pull breaks after this many pieces."""
         self._callers: list[_Caller] = []
         self._peers: dict[str, _Prefill] = {}
         self._pulls: dict[int, Pull] = {}
@@ -177,7 +177,7 @@ class SimDecode(Worker):
     def drain(self) -> None:
         super().drain()
         for caller in self._callers:
-            if caller.incarnation:  # else it is told behind its welcome
+            if caller.incarnation:  # else it follows the welcome
                 caller.endpoint.send((Draining(),))
 
     def hand_back(self) -> None:

@@ -46,12 +46,13 @@ class StepDriver(Generic[C]):
         self._crashed = crashed
         self._busy = True
         self._since: float | None = None
-        """When it began to wait for a step's results, taking calls."""
+        """Time when it began to wait for a step's results."""
         self._serial = 0
         self._schedule(0.0)
 
     def call(self, function: Callable[[C, float], None]) -> None:
-        """As StepLoop.call: in the step thread, at the beginning of its next turn or while it waits."""
+        """Like StepLoop.call: runs in the step thread, at the beginning of its next iteration or while it
+        waits."""
         self.pipeline.inbox.append(function)
         if not self._busy:
             self._busy = True

@@ -27,7 +27,7 @@ from baton.v1 import common_pb2, inference_pb2
 from baton.worker.convert import FINISH_REASONS
 
 POLICY = "least-loaded"
-"""Of routing. What a gateway knows of caches is not simulated."""
+"""Routing policy. Cache views are not simulated."""
 BOUND_SECONDS = 0.5
 """How much later than its deadline a request may end, while its gateway runs."""
 
@@ -40,17 +40,17 @@ class _Running:
     log: TokenLog
     attempts: Attempts
     read_due: bool = False
-    """The client will come to read."""
+    """A read of the client is scheduled."""
 
 
 class _Node:
-    """gateway/decode_node.py in small."""
+    """A small version of gateway/decode_node.py."""
 
     def __init__(self, gateway: SimGateway, address: str, silence: float) -> None:
         self.address = address
         self.leaving = False
         self.owed: set[int] = set()
-        """Requests that were cancelled there; their terminal events are still to come."""
+        """Requests cancelled there whose terminal events have not come yet."""
         self._gateway = gateway
         self._liveness = Liveness(silence)
         self.link: SimLink = gateway.link(
@@ -189,7 +189,7 @@ class SimGateway(Process):
         return NodeLoad(address, rows=len(self.runs_at(address)))
 
     def take(self, address: str, output: Any) -> None:
-        """What a decode node says of a request."""
+        """Handles an output of a decode node."""
         running = self._running.get(output.request)
         if running is None or not running.attempts.current(address, output.attempt):
             return  # cancelled here, or an attempt that is over: what was under way is dropped
@@ -224,8 +224,8 @@ class SimGateway(Process):
         self._place(running)
 
     def _append(self, running: _Running, tokens: Tokens) -> None:
-        """As gateway.requests: a choice that a stop string has ended takes no more, and the request ends when
-        all have ended."""
+        """Like gateway.requests: a choice ended by a stop string takes no more tokens, and the request
+        ends when all choices have ended."""
         choice = running.log.choices[tokens.choice]
         if choice.finished:
             return
@@ -271,7 +271,7 @@ class SimGateway(Process):
         self._changed(running)
 
     def _settle(self, running: _Running) -> None:
-        """As gateway.requests: what still runs at a decode node is cancelled there."""
+        """Like gateway.requests: cancels what still runs at a decode node."""
         del self._running[running.number]
         node = self._nodes.get(running.attempts.address)
         if node is not None and not running.attempts.done:

@@ -70,8 +70,8 @@ def prompt_logprobs(prompt: Sequence[int]) -> tuple[Logprobs, ...]:
 
 
 class SimPool:
-    """Page bytes, and what receivers see of their owner: the pages' generations, the last step that has
-    retired. Outlives its process, as shared memory does."""
+    """Page bytes, the pages' generations and the last retired step, as receivers see them. Outlives its
+    process, like shared memory."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -107,7 +107,7 @@ class StepError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A launched step. Its writes and reads happen when the device comes to it, not at the launch."""
+    """A launched step. Its writes and reads happen when the device executes it, not at the launch."""
 
     plan: StepPlan
     done_at: float = 0.0

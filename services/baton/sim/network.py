@@ -1,7 +1,7 @@
-"""The simulated network: streams that delay, break, and stand still while two processes are cut off.
+"""The simulated network: streams that delay, break, and stop while two processes are partitioned.
 
-Messages of one stream keep their order; those of different streams do not. A stream ends in order (the rest
-is delivered first) or abruptly (what is under way is lost); each end learns of it by itself.
+Messages of one stream keep their order; those of different streams do not. A stream ends in order (messages
+under way are delivered first) or abruptly (they are lost). Each end learns of it separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Host(Protocol):
     loop: Actor
 
     def accept(self, endpoint: Endpoint) -> None:
-        """A peer has connected; its first message is to come."""
+        """A peer has connected; its first message will follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Endpoint:
         self._held = 0
 
     def send(self, message: Any) -> bool:
-        """False when the stream has ended here. True promises nothing."""
+        """Returns False if the stream has ended here. True does not promise arrival."""
         if not self.open:
             return False
         self._put(message)
@@ -66,21 +66,21 @@ class Endpoint:
             self._leave()
 
     def abort(self, reason: str) -> None:
-        """The stream breaks under this end: its owner is told now, the peer in its own time."""
+        """Breaks the stream at this end: its owner learns of it now, the peer later."""
         if self.open:
             self._put(_End(reason))
             self._leave()
             self.on_end(reason)
 
     def vanish(self, reason: str, silently: bool) -> None:
-        """The owner has died. Silently: nothing reaches the peer any more."""
+        """The owner has died. silently: the peer gets no notice."""
         if self.open:
             if not silently:
                 self._put(_End(reason))
             self._leave()
 
     def release(self) -> None:
-        """The two processes can reach each other again: what was held is delivered."""
+        """The two processes can reach each other again: delivers held messages."""
         for _ in range(self._held):
             self._network.world.at(0.0, self.owner.loop, self._arrive)
         self._held = 0
@@ -164,7 +164,7 @@ class Network:
             self._endpoints.remove(endpoint)
 
     def died(self, host: Host, silently: bool) -> None:
-        """All streams of the host end. Its peers hear of it at once, or by keepalive."""
+        """All streams of the host end. Its peers learn of it at once, or by keepalive."""
         if self._hosts.get(host.name) is host:
             self.unregister(host.name)
         for endpoint in [e for e in self._endpoints if e.owner is host]:
@@ -252,7 +252,7 @@ class SimLink:
 
     @property
     def partner(self) -> Host | None:
-        """Who is at the other end; None while down, and when that end is gone, heard of or not."""
+        """The host at the other end; None while down, and when that end has gone, noticed or not."""
         peer = self._endpoint.peer if self.connected and self._endpoint is not None else None
         return peer.owner if peer is not None and peer.open else None
 

@@ -35,7 +35,7 @@ class PrefillSettings:
 
 
 class _Holder:
-    """One stream of a decode node; its identity names it to the core."""
+    """One stream of a decode node; the object itself is the stream's key in the core."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -60,7 +60,7 @@ class SimPrefill(Worker):
 
     @property
     def busy(self) -> str:
-        """What it still holds; empty: nothing."""
+        """What it still holds, for messages; empty: nothing."""
         held = (self.side.requests, len(self.flights), len(self.driver.pipeline.inbox))
         return "{} attempts, {} steps, {} calls".format(*held) if any(held) else ""
 

@@ -1,4 +1,4 @@
-"""What the simulated processes share: a life, threads, a clock of their own, a pool and a device."""
+"""Common parts of simulated processes: threads, a clock, a pool and a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOP_SECONDS = 0.0001
 
 
 class Process:
-    """One life of a process. `name` is its address, the same in every life."""
+    """One incarnation of a process. `name` is its address, the same in every incarnation."""
 
     def __init__(self, network: Network, name: str, life: int) -> None:
         self.name = name
@@ -51,11 +51,11 @@ class Process:
         raise AssertionError(f"{self.name} serves nothing")
 
     def drain(self) -> None:
-        """Takes no more requests from now on."""
+        """Refuses new requests from now on."""
         self.draining = True
 
     def hand_back(self) -> None:
-        """Ends what still runs, with word to those who asked for it."""
+        """Ends running requests, with a terminal event to their callers."""
 
     def crash(self, silently: bool) -> None:
         for actor in (self.loop, self.steps, self.copies, self.device):
@@ -63,7 +63,7 @@ class Process:
         self.network.died(self, silently)
 
     def stall(self, seconds: float, which: int) -> None:
-        """Stands still: 0 all threads, 1 the step thread, 2 the copying thread. The device goes on."""
+        """Stalls: 0 all threads, 1 the step thread, 2 the copying thread. The device continues."""
         until = self.world.now + seconds
         if which != 2:
             self.steps.stall(until)
@@ -86,7 +86,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What differs between simulated workers."""
+    """Settings of a simulated worker."""
 
     pages: int
     page_size: int
@@ -129,7 +129,7 @@ class Worker(Process):
         self._device_rng = self.world.rng(f"device {name}")
 
     def hang(self, seconds: float) -> None:
-        """The device does nothing for so long. Hangs that overlap end with the last of them."""
+        """The device does nothing for `seconds`. Overlapping hangs end with the last of them."""
         self._device_free = self.hangs_until = max(self._device_free, self.world.now + seconds)
 
     def scheduling(self) -> SchedulerConfig:
@@ -158,7 +158,7 @@ class Worker(Process):
         )
 
     def _end_with(self, core: Any) -> None:
-        """As worker.node: callers are told of the requests that may be the cause; then the process ends."""
+        """Like worker.node: callers learn which requests may be the cause; then the process ends."""
         self.steps.alive = False
         core.node_failed("an error has escaped the core")
         self.ending()
@@ -176,7 +176,7 @@ class Worker(Process):
         self.check()
 
     def _submit(self, flight: Flight) -> None:
-        """The device begins with it when it has done what came before."""
+        """The device begins with it after all earlier steps."""
         self.flights.append(flight)
         usual = self.settings.step_seconds * (1 + flight.plan.num_tokens / 16)
         start = max(self._device_free, self.world.now)
@@ -207,7 +207,8 @@ class Worker(Process):
             )
 
     def check(self) -> None:
-        """Books of the pool; and design rule 5: what a step in flight uses is neither free nor given anew."""
+        """Checks the pool's accounting and design rule 5: nothing that a step in flight uses is free or
+        reused."""
         self.cache.check()
         if self.scheduler.reservations.total > self.cache.available:
             raise Violation(f"promises: {self.who} has promised more pages than it has")

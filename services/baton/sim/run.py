@@ -34,7 +34,7 @@ class Outcome:
     resumed: int = 0
     """Times that a request with output went on at another decode node."""
     rule: str = ""
-    """What was broken, in a word or two; empty: nothing."""
+    """The rule that was broken, in a word or two; empty: none."""
     failure: str = ""
     """One line."""
 
@@ -51,7 +51,7 @@ def run_seed(seed: int, max_steps: int | None = None) -> Outcome:
 
 
 def run_scenario(scenario: Scenario, max_steps: int | None = None, trace: Trace | None = None) -> Outcome:
-    """Raises nothing: whatever escapes the core is a failure of the run."""
+    """Raises nothing: an error that escapes the core is a failure of the run."""
     cluster: Cluster | None = None
     rule = failure = ""
     try:

@@ -1,4 +1,4 @@
-"""What happens in one simulated run, as plain data: drawn from a seed, and made smaller by `shrink`."""
+"""The scenario of one simulated run, as plain data: drawn from a seed, and reduced by `shrink`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class RequestSpec:
     stop: tuple[str, ...] = ()
     """Stop strings, which the gateway looks for."""
     cancel_after: float | None = None
-    """The client cancels, or leaves, so many seconds after it has asked."""
+    """The client cancels or leaves this many seconds after its request."""
     probe: bool = False
-    """Asked when all faults are over: it must finish."""
+    """Sent when all faults are over: it must finish."""
     namespace: str = ""
     resume: bool = True
-    """The client would rather have a resume than an error."""
+    """The client prefers a resume to an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class Scenario:
 
     @property
     def calm(self) -> float:
-        """When the last fault has been over for some time."""
+        """Time when the last fault has been over for a while."""
         return max((fault.at + fault.seconds for fault in self.faults), default=0.0) + CALM_SECONDS
 
     @property
     def end(self) -> float:
-        """By then everything must have come to rest."""
+        """Time by which everything must have come to rest."""
         return max([self.calm, *(r.at + r.timeout for r in self.requests)]) + 15.0
 
 

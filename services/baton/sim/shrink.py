@@ -1,4 +1,4 @@
-"""Makes a failing scenario small: fewer faults, fewer requests, plainer ones, while the same rule is broken.
+"""Reduces a failing scenario: fewer faults, fewer and simpler requests, while the same rule is broken.
 
 Greedy removal of ever smaller parts, after Zeller and Hildebrandt's delta debugging (2002).
 """

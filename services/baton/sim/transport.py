@@ -35,7 +35,7 @@ Ended = Callable[[str | None, list[int] | None], None]
 
 
 class Pull:
-    """One pull under way."""
+    """A running pull."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Pull:
 
     @property
     def waits(self) -> bool:
-        """For its step, still."""
+        """Whether it still waits for its step."""
         return not self._begun
 
     def close(self, reason: str) -> None:

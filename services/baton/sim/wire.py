@@ -1,4 +1,4 @@
-"""What the simulated streams carry, beside the messages of handoff/ and the outputs of decode/."""
+"""Messages of the simulated streams besides those of handoff/ and decode/."""
 
 from __future__ import annotations
 

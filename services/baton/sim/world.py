@@ -1,4 +1,4 @@
-"""The seeded scheduler: virtual time, who runs next, and the trace of what happened."""
+"""The seeded scheduler: virtual time, the order of events, and the trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Violation(Exception):
 
 
 class Actor:
-    """A thread of a process: what is due for it waits while it stalls, and is dropped when it is dead."""
+    """A thread of a process. Its events wait while it stalls, and are dropped when it is dead."""
 
     __slots__ = ("alive", "name", "stalled_until")
 
@@ -63,7 +63,7 @@ class World:
             if not actor.alive:
                 continue
             if actor.stalled_until > time:
-                # With its old serial: what was due during a stall keeps its order after it.
+                # With its old serial number: events due during a stall keep their order after it.
                 heapq.heappush(self._heap, (actor.stalled_until, serial, actor, function))
                 continue
             self.now = max(self.now, time)

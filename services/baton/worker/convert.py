@@ -144,7 +144,7 @@ def logprobs_from(message: common_pb2.PositionLogprobs) -> Logprobs:
 
 
 def prompt_logprobs_to(logprobs: Sequence[Logprobs] | None) -> list[common_pb2.PositionLogprobs]:
-    """One entry a prompt token; nothing predicts the first. None: they were not asked for."""
+    """One entry a prompt token; nothing predicts the first. None: not requested."""
     if logprobs is None:
         return []
     return [common_pb2.PositionLogprobs(), *(logprobs_to(entry) for entry in logprobs)]
