@@ -11,7 +11,7 @@ import zlib
 from collections import deque
 from dataclasses import dataclass
 
-from baton.engine.plan import Logprobs, RowResult, Sampled, StepPlan, StepResult
+from baton.engine.plan import Logprobs, RowResult, StepPlan, StepResult
 
 VOCAB = 1000
 UNWRITTEN = -1
@@ -86,7 +86,7 @@ class HashRunner:
                 self.last[slot] = next_token(seen, self.seeds[slot], known)
                 if known is not None:
                     known[1].append(self.last[slot])
-                samples.append(Sampled(slot, self.last[slot]))
+                samples.append(self.last[slot])
             wanted = enumerate(row.prompt_logprobs or (), row.start + 1)
             logprobs = tuple(Logprobs(token, float(position)) for position, token in wanted)
             rows.append(RowResult(tuple(samples), logprobs))

@@ -176,12 +176,12 @@ class Driver:
         """Reads the step in flight."""
         if self._flight is None:
             return ()
-        result = self.runner.read(self._flight)
+        planned, result = self._flight.rows, self.runner.read(self._flight)
         self._flight = None
-        for row in result.rows:
+        for plan, row in zip(planned, result.rows, strict=True):
             assert row.error is None, row.error
-            for sample in row.samples:
-                self.tracks[sample.slot].tokens.append(sample.token)
+            for slot, token in zip(plan.sample, row.tokens, strict=True):
+                self.tracks[slot].tokens.append(token)
         return result.rows
 
 

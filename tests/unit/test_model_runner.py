@@ -163,11 +163,11 @@ def test_several_samples_of_one_row_and_prompt_logprobs(checkpoints):
         assert entry.logprob == pytest.approx(expected[at, entry.token].item(), abs=1e-4)
         values, _ = expected[at].topk(2)
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
-    assert [sample.slot for sample in result.samples] == [1, 2]
-    for sample in result.samples:
-        assert sample.logprobs is not None and len(sample.logprobs.top) == 3
-        assert sample.logprobs.token == sample.token
-        assert sample.logprobs.logprob == pytest.approx(expected[-1, sample.token].item(), abs=1e-4)
+    assert len(result.tokens) == 2
+    for token, logprobs in result.sampled():
+        assert logprobs is not None and len(logprobs.top) == 3
+        assert logprobs.token == token
+        assert logprobs.logprob == pytest.approx(expected[-1, token].item(), abs=1e-4)
 
 
 PENALIZED = SamplingParams(
@@ -235,7 +235,7 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(checkpoints)
     rows = driver.runner.read(driver.runner.launch(plan)).rows
     assert rows[0].error is not None and "not finite" in rows[0].error
     assert rows[1].error is None
-    assert rows[1].samples[0].token == greedy_reference(model, prompts[0], 2)[1]
+    assert rows[1].tokens[0] == greedy_reference(model, prompts[0], 2)[1]
 
 
 def test_vocab_and_empty_plan(checkpoints):

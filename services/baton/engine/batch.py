@@ -70,7 +70,7 @@ class StepBuilder:
             wanted = request.prompt[start + 1 : start + 1 + count]
         row = PlanRow(
             slot=sequence.slot,
-            tokens=tuple(sequence.tokens[start:end]),
+            tokens=sequence.tokens[start:end],
             start=start,
             pages=tuple(sequence.holding.pages),
             sample=tuple(target.slot for target in targets if target.slot is not None),

@@ -13,7 +13,7 @@ step N+1 can be launched before step N's tokens have been read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -46,7 +46,7 @@ class PlanRow:
     """
 
     slot: int
-    tokens: tuple[int, ...] | None
+    tokens: Sequence[int] | None
     """Input token ids; None: one token, the slot's last."""
     start: int
     """Position of the first input token."""
@@ -107,23 +107,20 @@ class Logprobs:
 
 
 @dataclass(slots=True)
-class Sampled:
-    """A token sampled for a slot."""
-
-    slot: int
-    token: int
-    logprobs: Logprobs | None = None
-    """Of the unmodified logits; only where params.logprobs is not None."""
-
-
-@dataclass(slots=True)
 class RowResult:
-    """A row's results: one entry of `samples` for each slot in `PlanRow.sample`, in order."""
+    """A row's results."""
 
-    samples: tuple[Sampled, ...] = ()
+    tokens: tuple[int, ...] = ()
+    """Sampled for the slots in `PlanRow.sample`, in order."""
     prompt_logprobs: tuple[Logprobs, ...] = ()
     error: str | None = None
-    """Why the row has no samples, e.g. logits that are not numbers."""
+    """Why the row has no tokens, e.g. logits that are not numbers."""
+    logprobs: tuple[Logprobs | None, ...] = ()
+    """Of each token under the unmodified logits, where params.logprobs is not None; empty: of none."""
+
+    def sampled(self) -> list[tuple[int, Logprobs | None]]:
+        """Each token with its log-probabilities."""
+        return list(zip(self.tokens, self.logprobs or (None,) * len(self.tokens), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, SlotInit
+from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit
 from baton.engine.sampler_ops import draw, penalize, row_keys, thresholds
 from baton.engine.sampler_state import SlotStates
 from baton.layers.transfer import to_device
@@ -191,9 +191,7 @@ def row_results(
     """`tokens`, `finite` (whether the logits were numbers) and the keys of `logprobs` count the rows' sampled
     slots, in order; `prompts` holds prompt log-probabilities by the row's place."""
     if not logprobs and not prompts and all(finite) and all(len(row.sample) == 1 for row in rows):
-        return tuple(
-            RowResult((Sampled(row.sample[0], token),)) for row, token in zip(rows, tokens, strict=True)
-        )
+        return tuple(RowResult((token,)) for token in tokens)
     results: list[RowResult] = []
     first = 0
     for i, row in enumerate(rows):
@@ -201,10 +199,8 @@ def row_results(
         prompt = tuple(
             entry for part in prompts.get(i, ()) for entry in part.read([row.prompt_top] * len(part.tokens))
         )
-        sampled = tuple(
-            Sampled(slot, tokens[j], logprobs.get(j)) for j, slot in enumerate(row.sample, start=first)
-        )
+        own = tuple(map(logprobs.get, range(first, last))) if logprobs else ()
         error = None if all(finite[first:last]) else _BAD_LOGITS
-        results.append(RowResult(sampled, prompt, error))
+        results.append(RowResult(tuple(tokens[first:last]), prompt, error, own))
         first = last
     return tuple(results)

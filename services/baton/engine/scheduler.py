@@ -232,9 +232,8 @@ class Scheduler(SchedulerState):
             if row.error is not None:
                 self.fail(sequence.request, "BAD_LOGITS", row.error)
             elif sequence.phase is Phase.RUNNING:
-                sample = row.samples[0]
                 sequence.unread -= 1
-                self._take_token(sequence, sample.token, sample.logprobs)
+                self._take_token(sequence, row.tokens[0], row.logprobs[0] if row.logprobs else None)
                 if sequence.finish is not None:
                     self.end_finished([sequence])
             else:
@@ -257,7 +256,7 @@ class Scheduler(SchedulerState):
             return
         for sequence in record.targets:
             sequence.unread -= 1
-        self._take_first_tokens(leader, [(sample.token, sample.logprobs) for sample in row.samples])
+        self._take_first_tokens(leader, row.sampled())
         # After the tokens, so that a receiver whose request they finish does not begin to pull.
         self.events.append(ChunkEvent(leader))
         if self.config.prompt_only:

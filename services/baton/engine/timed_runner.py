@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, StepPlan, StepResult, step_load
+from baton.engine.plan import Logprobs, PlanRow, RowResult, StepPlan, StepResult, step_load
 from baton.engine.sampler_ops import row_keys
 from baton.stepcost import StepCost
 
@@ -71,8 +71,10 @@ class TimedRunner:
         position = row.start + row.count
         seeds = np.array([self._seeds[slot] for slot in row.sample], dtype=np.uint64)
         keys = row_keys(seeds, np.full(len(seeds), position, dtype=np.uint64)).view(np.uint64)
-        samples = tuple(
-            Sampled(slot, token, Logprobs(token, 0.0) if slot in self._logprobs else None)
-            for slot, token in zip(row.sample, (keys % np.uint64(self.vocab_size)).tolist(), strict=True)
+        tokens = tuple((keys % np.uint64(self.vocab_size)).tolist())
+        logprobs = tuple(
+            Logprobs(token, 0.0) if slot in self._logprobs else None
+            for slot, token in zip(row.sample, tokens, strict=True)
         )
-        return RowResult(samples, tuple(Logprobs(token, 0.0) for token in row.prompt_logprobs or ()))
+        prompt = tuple(Logprobs(token, 0.0) for token in row.prompt_logprobs or ())
+        return RowResult(tokens, prompt, logprobs=logprobs)

@@ -293,8 +293,8 @@ def _after_end(patch: Patch) -> None:
         def wrong(scheduler: Scheduler, step: Step, result: StepResult) -> None:
             for record, row in zip(step.records, result.rows, strict=True):
                 sequence = record.sequence
-                if sequence.phase is Phase.ENDED and sequence.finish is not None and row.samples:
-                    late = row.samples[0].token
+                if sequence.phase is Phase.ENDED and sequence.finish is not None and row.tokens:
+                    late = row.tokens[0]
                     scheduler.events.append(TokenEvent(sequence, late, None, None))
             commit(scheduler, step, result)
 

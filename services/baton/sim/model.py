@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from baton.engine.plan import Logprobs, PlanRow, RowResult, Sampled, StepPlan, StepResult
+from baton.engine.plan import Logprobs, PlanRow, RowResult, StepPlan, StepResult
 
 VOCAB = 997
 ENTRY_BYTES = 8
@@ -183,7 +183,7 @@ class SimRunner:
         flight.poisoned = any(self._seeds[slot] == POISON for row in plan.rows for slot in row.sample)
         flight.result = StepResult(plan.number, rows)
 
-    def _write(self, plan: StepPlan, row: PlanRow, tokens: tuple[int, ...]) -> None:
+    def _write(self, plan: StepPlan, row: PlanRow, tokens: Sequence[int]) -> None:
         pool, size = self.pool, self.pool.page_size
         checksum = 0
         if row.start:
@@ -199,7 +199,7 @@ class SimRunner:
             written, checksum = entry(token, checksum)
             pool.write(page, position % size * ENTRY_BYTES, written)
 
-    def _sample(self, row: PlanRow) -> tuple[Sampled, ...]:
+    def _sample(self, row: PlanRow) -> tuple[int, ...]:
         if not row.sample:
             return ()
         pool, end = self.pool, row.start + row.count
@@ -211,7 +211,7 @@ class SimRunner:
             token = self._last[slot] = sample(seen, self._seeds[slot], penalized or ())
             if penalized is not None:
                 penalized.append(token)
-            samples.append(Sampled(slot, self._last[slot]))
+            samples.append(token)
         return tuple(samples)
 
     def _prompt_logprobs(self, row: PlanRow) -> tuple[Logprobs, ...]:

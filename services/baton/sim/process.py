@@ -196,7 +196,7 @@ class Worker(Process):
     def _execute(self, flight: Flight) -> None:
         self.runner.execute(flight)
         if self.world.traced:
-            tokens = [s.token for row in flight.result.rows for s in row.samples] if flight.result else []
+            tokens = [token for row in flight.result.rows for token in row.tokens] if flight.result else []
             self.world.note(self.who, f"ran    {flight.plan.number} {tokens}")
 
     def _check_write(self, plan: StepPlan, page: int) -> None:
