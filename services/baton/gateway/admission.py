@@ -15,10 +15,10 @@ MAX_ID_CHARACTERS = 128
 MAX_NAME_CHARACTERS = 256
 MAX_PRIORITY = 100
 MAX_MESSAGES = 65536
-"""Of a conversation."""
+"""Most messages of a conversation."""
 MAX_TOKEN_BYTES = 256
-"""No vocabulary has longer tokens: a text with more bytes than that for each token of the context is refused
-without being encoded, which would take seconds."""
+"""Longest token of any vocabulary. A text with more bytes than this for each token of the context is
+refused without encoding, which would take seconds."""
 
 
 def check_id(id: str) -> None:
@@ -63,7 +63,7 @@ def _max_prompt_bytes(config: GatewayConfig, model: node_pb2.ModelInfo | None) -
 def _check_prompt(
     start: inference_pb2.GenerateStart, max_bytes: int, model: node_pb2.ModelInfo | None
 ) -> None:
-    """How much there is comes first: to look at each of millions would hold up everybody."""
+    """Checks amounts first: looking at each of millions of elements would stop the event loop."""
     kind = start.WhichOneof("prompt")
     if kind is None:
         raise invalid("prompt", "a prompt is missing: give text, chat or tokens")
@@ -93,7 +93,7 @@ def _check_prompt(
 
 
 def check_room(prompt_tokens: int, context_length: int, prompt_field: str) -> int:
-    """Tokens that the context has left. Raises BatonError if there is none."""
+    """Number of tokens that the context has left. Raises BatonError if there are none."""
     room = context_length - prompt_tokens
     if room < 1:
         raise invalid(

@@ -1,4 +1,5 @@
-"""Where a request runs, and what becomes of it when its decode node is lost: pure, the clock passed in."""
+"""Decides at which decode node a request runs, and what happens when that node is lost. Pure, the clock
+passed in."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LAST_BACKOFF_SECONDS = 1.0
 STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
 """Reasons of a decode node: a step with the request failed, or the node ended with it."""
 PROVEN_TOKENS = 8
-"""A request that has got so many tokens since is not the cause. The decode node counts the same."""
+"""A request that has received this many tokens since is not the cause. Decode nodes use the same number."""
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
@@ -28,7 +29,7 @@ class ResumePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No decode node can take the request now: ask again."""
+    """No decode node can take the request now: try again later."""
 
     seconds: float
 
@@ -44,15 +45,15 @@ class Attempts:
 
     def __init__(self, log: TokenLog, policy: ResumePolicy, *, resumable: bool = True) -> None:
         self.number = 0
-        """Of the attempt that runs, or is to run next."""
+        """Number of the attempt that runs or runs next."""
         self.address = ""
-        """Of the node that it runs on; empty: on none."""
+        """Address of its node; empty: none."""
         self.resumed = 0
-        """Times that the request was taken up after a node had run it and was lost, or had given it back."""
+        """How often the request was resumed after a node was lost or had handed it back."""
         self.failed_steps = 0
         """Steps with the request that failed, or with which their node ended, since it last made progress."""
         self.done = False
-        """No decode node has anything to add."""
+        """No decode node will send anything more."""
         self._log = log
         self._policy = policy
         self._resumable = resumable
@@ -60,18 +61,19 @@ class Attempts:
         self._begun_with = 0  # output tokens when the attempt that runs was begun
         self._progress = False  # of the attempt that runs: the node has said something about the request
         self._failures: dict[str, int] = {}
-        self._avoid: dict[str, float] = {}  # until when a node is not asked again
-        self._full: dict[str, BatonError] = {}  # nodes that had no room for a request without output
-        self._since: float | None = None  # since when it is to be placed, in vain
+        self._avoid: dict[str, float] = {}  # by node: not asked again before this time
+        self._full: dict[str, BatonError] = {}  # nodes without room for a request without output
+        self._since: float | None = None  # since when no node could be found
         self._last: BatonError | None = None
 
     def place(self, nodes: Sequence[str], now: float, pick: Callable[[Sequence[str]], str]) -> str | Wait:
-        """The address of the node for the next attempt. Raises BatonError when the request is given up.
+        """Returns the address of the node for the next attempt. Raises BatonError when the request is given
+        up.
 
-        nodes: addresses of those that could take the request. pick: chooses out of at least one.
+        nodes: addresses that could take the request. pick: chooses from at least one.
 
-        Without output a request that every node refuses for want of room fails at once: overload is told
-        early. One with output waits for room, and any request waits for a node.
+        A request without output that every node refuses for lack of room fails at once, so that clients learn
+        of overload early. A request with output waits for room, and any request waits for a node.
         """
         full = self._full if not self._log.has_output else {}
         left = [node for node in nodes if node not in full]
@@ -95,11 +97,11 @@ class Attempts:
         self._progress = False
 
     def current(self, address: str, attempt: int) -> bool:
-        """Whether what this node says of that attempt counts."""
+        """Whether messages of this node about that attempt count."""
         return address == self.address and attempt == self.number
 
     def progress(self) -> None:
-        """The node has said something about the attempt that runs."""
+        """The node has sent something for the running attempt."""
         self._progress = True
         self._since = None
 

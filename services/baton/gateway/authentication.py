@@ -48,10 +48,10 @@ class Limits:
 
 
 class Caller:
-    """One API key, or everybody where there are none. Used on one event loop only."""
+    """One API key; without keys, all clients together. Used on one event loop only."""
 
     def __init__(self, name: str, limits: Limits) -> None:
-        """name: for people and logs; no part of the key."""
+        """name: for logs; contains no part of the key."""
         self.name = name
         self.limits = limits
         self.revoked = False
@@ -59,7 +59,7 @@ class Caller:
         self._streams = 0
 
     def begin_request(self) -> None:
-        """Counts a request until `end_request`. Raises BatonError when it is one too many."""
+        """Counts a request until `end_request`. Raises BatonError above the limit."""
         self._check_key()
         if self.limits.requests and self._requests >= self.limits.requests:
             raise exhausted(
@@ -71,7 +71,7 @@ class Caller:
         self._requests -= 1
 
     def open_stream(self) -> None:
-        """Counts a stream until `close_stream`. Raises BatonError when it is one too many."""
+        """Counts a stream until `close_stream`. Raises BatonError above the limit."""
         self._check_key()
         if self.limits.streams and self._streams >= self.limits.streams:
             raise exhausted(f"this API key has {self._streams} streams open already", "KEY_STREAMS", 1000)
@@ -81,14 +81,14 @@ class Caller:
         self._streams -= 1
 
     def check_prompt(self, tokens: int, field: str) -> None:
-        """Raises BatonError, naming the field, for a prompt that is longer than this caller may send."""
+        """Raises BatonError naming the field if the prompt is too long for this caller."""
         longest = self.limits.prompt_tokens
         if longest and tokens > longest:
             text = f"the prompt has {tokens} tokens; {longest} are allowed here"
             raise invalid(field, text, "PROMPT_TOO_LONG")
 
     def _check_key(self) -> None:
-        """A stream may outlive its key."""
+        """Raises BatonError if the key was removed: a stream may outlive its key."""
         if self.revoked:
             raise unauthenticated("this API key has been withdrawn", "KEY_WITHDRAWN")
 
@@ -96,7 +96,7 @@ class Caller:
 FLAG = "--api-keys"
 MIN_KEY_CHARACTERS = 16
 LOOK_SECONDS = 1.0
-"""Least time between two looks at whether the file has changed."""
+"""Least time between two checks whether the file has changed."""
 HASHED = "sha256:"
 
 _log = get_logger()
@@ -110,8 +110,7 @@ class ApiKeys:
     """
 
     def __init__(self, path: str, limits: Limits) -> None:
-        """`limits`: of keys whose line does not say otherwise. Raises BatonError for what is wrong with the
-        file."""
+        """`limits`: defaults for keys whose line has no others. Raises BatonError if the file is wrong."""
         self._path = path
         self._limits = limits
         self._blind = secrets.token_bytes(32)
@@ -120,7 +119,7 @@ class ApiKeys:
         self._callers = self._read()
 
     def find(self, key: str) -> Caller | None:
-        """Whose key that is; None: nobody's."""
+        """The caller with this key; None: the key is unknown."""
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             self._looked = now
@@ -129,7 +128,7 @@ class ApiKeys:
         return self._callers.get(self._digest(hashlib.sha256(key.encode("utf-8", "replace")).digest()))
 
     def reload(self) -> None:
-        """Reads the file again. One that is wrong is reported and changes nothing."""
+        """Reads the file again. A wrong file is logged and changes nothing."""
         self._stamp = _stamp(self._path)
         try:
             found = self._read()
@@ -218,7 +217,7 @@ class GatewayAuthentication:
         self._anyone = Caller("", Limits(prompt_tokens=config.max_prompt_tokens))
 
     def caller(self, authorization: str) -> Caller:
-        """Who sends this `authorization`. Raises BatonError (UNAUTHENTICATED) for nobody's key."""
+        """The caller of this `authorization`. Raises BatonError (UNAUTHENTICATED) for an unknown key."""
         if self.keys is None:
             return self._anyone
         key = bearer(authorization)
@@ -230,7 +229,7 @@ class GatewayAuthentication:
         return caller
 
     def check_operator(self, secret: str) -> None:
-        """Raises BatonError unless the secret opens what is not for clients."""
+        """Raises BatonError unless this is the cluster secret."""
         if self.cluster.secret and not same(secret, self.cluster.secret):
             raise unauthenticated(NOT_FOR_CLIENTS, "CLUSTER_SECRET")
         if not self.cluster.secret and self.keys is not None:
@@ -277,12 +276,12 @@ def _read_tls(config: GatewayConfig) -> tuple[bytes, bytes] | None:
 
 
 OPEN = ("/health",)
-"""It says whether requests are served, and where there are keys nothing else."""
+"""/health says whether requests are served; with API keys, nothing else."""
 OPERATOR = ("/metrics",)
 
 
 class HttpAuthentication:
-    """ASGI middleware. Behind it the request's `state.caller` says who asks."""
+    """ASGI middleware. Sets the request's `state.caller`."""
 
     def __init__(self, app: ASGIApp, authentication: GatewayAuthentication, max_header_bytes: int) -> None:
         self._app = app
@@ -307,8 +306,8 @@ class HttpAuthentication:
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:
-            # Where a proxy goes by the one and this server by the other, they see different requests
-            # (request smuggling; RFC 9112, section 6.3).
+            # If a proxy used one header and this server the other, they would see different requests (request
+            # smuggling; RFC 9112, section 6.3).
             text = "the request has both Content-Length and Transfer-Encoding: send one of them"
             raise ApiError(400, text, None, "invalid_http")
         size = len(scope["raw_path"]) + len(scope["query_string"])

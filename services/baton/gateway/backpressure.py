@@ -32,7 +32,7 @@ class SlowReader:
         self._timer: asyncio.TimerHandle | None = None
 
     def look(self, unread: int) -> None:
-        """`unread`: tokens that the client has not taken. Called when it has changed."""
+        """`unread`: tokens that the client has not read. Called when it has changed."""
         if not self.paused and unread > self._limit:
             self.paused = True
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
@@ -48,7 +48,7 @@ class SlowReader:
             self._timer = None
 
     def end(self) -> None:
-        """The request has ended: nobody is told of anything any more."""
+        """The request has ended: no more callbacks."""
         self.close()
         self._fail = None
 
@@ -62,7 +62,7 @@ Write = Callable[[Any], Awaitable[None]]
 
 
 class _LimitedWrite:
-    """A timer for each write would cost as much as the write: one timer looks at them now and then."""
+    """A timer for each write would cost as much as the write, so one periodic timer checks them."""
 
     def __init__(self, write: Write, limit: asyncio.Timeout, seconds: float) -> None:
         self._write = write
@@ -90,8 +90,8 @@ class _LimitedWrite:
 
 @asynccontextmanager
 async def limited(write: Write, seconds: float) -> AsyncIterator[Write]:
-    """`write`, but the block raises TimeoutError when one call of it has taken `seconds`, or a quarter more.
-    After a call that has failed the block is to be left."""
+    """Like `write`, but the block raises TimeoutError when one call has taken `seconds` (up to a quarter
+    more). After a failed call the block must be left."""
     async with asyncio.timeout(None) as limit:
         writing = _LimitedWrite(write, limit, seconds)
         try:

@@ -1,5 +1,4 @@
-"""What a gateway believes that one node's prefix tree holds, and how busy it is. Pure; the clock is passed
-in."""
+"""A gateway's view of one node's prefix tree and load. Pure; the clock is passed in."""
 
 from __future__ import annotations
 
@@ -9,25 +8,25 @@ from baton.kvcache.kv_events import PromptDigests
 from baton.v1 import cache_pb2, node_pb2
 
 FRESH_SECONDS = 5.0
-"""A load that was heard longer ago tells nothing any more. Nodes tell theirs once a second at least."""
+"""An older load is ignored. Nodes report theirs at least once a second."""
 MAX_PAGES = 2**20
-"""Pages of a node that are kept in mind; what it holds beyond them is forgotten."""
+"""Most pages of a node in its view; further ones are forgotten."""
 MAX_PAGE_SIZE = 2**16
 
 
 class Gap(Exception):
-    """An update that does not follow what is known: a snapshot is needed. One line."""
+    """An update does not follow the known state: a snapshot is needed. One line."""
 
 
 class CacheView:
-    """Fed by a node's updates. Wrong or late, it costs time and nothing else."""
+    """Follows a node's updates. A wrong or late view only costs time."""
 
     def __init__(self, max_pages: int = MAX_PAGES) -> None:
         self.incarnation = 0
         self.sequence = 0
         """Of the last change known."""
         self.page_size = 0
-        """0: the node has told nothing of its tree yet."""
+        """0: the node has not reported its tree yet."""
         self.load: node_pb2.Load | None = None
         self.heard = 0.0
         """When the last update came."""
@@ -38,7 +37,7 @@ class CacheView:
         return len(self._held)
 
     def apply(self, update: cache_pb2.CacheUpdate, now: float) -> None:
-        """Raises Gap, having forgotten everything, for an update that cannot be."""
+        """Applies an update. Raises Gap, having forgotten everything, if it does not fit."""
         follows = update.incarnation == self.incarnation and update.after == self.sequence
         if not 0 < update.page_size <= MAX_PAGE_SIZE or not (update.snapshot or follows):
             known, told = (self.incarnation, self.sequence), (update.incarnation, update.after)
@@ -61,7 +60,7 @@ class CacheView:
         return self.load if now - self.heard <= FRESH_SECONDS else None
 
     def cached(self, prompt: PromptPages) -> int:
-        """Leading tokens of the prompt that the node's tree holds. O(pages found)."""
+        """Number of leading tokens of the prompt that the node's tree holds. O(pages found)."""
         if not self._held:
             return 0
         digests = prompt.digests(self.page_size)
@@ -72,7 +71,7 @@ class CacheView:
 
 
 class PromptPages:
-    """A prompt as views look it up: digests are computed once for all nodes, as far as they are needed."""
+    """A prompt's page digests for look-ups in views, computed once for all nodes, as far as needed."""
 
     def __init__(self, tokens: Sequence[int], namespace: str) -> None:
         self.tokens = tokens

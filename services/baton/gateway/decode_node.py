@@ -29,11 +29,11 @@ class Liveness:
         self._ticked: float | None = None
 
     def reset(self) -> None:
-        """Another session: nothing is asked."""
+        """A new connection: no heartbeat is out."""
         self._asked = self._ticked = None
 
     def heard(self) -> None:
-        """The node has said something."""
+        """The node has sent something."""
         self._asked = None
 
     def silent(self, now: float) -> bool:
@@ -71,7 +71,7 @@ class TokenSink(Protocol):
     def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None: ...
     def on_finished(self, stats: decode_pb2.RequestStats) -> None: ...
     def on_failed(self, error: BatonError, lost: bool) -> None:
-        """The node has failed the request, or (lost) the node is gone or silent."""
+        """The node has failed the request, or (lost) the node is lost or silent."""
 
 
 class DecodePeer:
@@ -93,11 +93,13 @@ class DecodePeer:
         self.info: node_pb2.NodeInfo | None = None
         self.incarnation = 0
         self.leaving = False
-        """It gets no more requests: it drains, or has been removed."""
+        """Gets no more requests: the node drains or has been removed."""
         self._accept = accept
         self._dial = dial
         self._sinks: dict[int, TokenSink] = {}
-        self._cancelled: dict[int, int] = {}  # request: attempt; the node still owes their terminal event
+        self._cancelled: dict[
+            int, int
+        ] = {}  # request: attempt, whose terminal event the node has not sent yet
         self._liveness = Liveness(silence)
         self._ticking: asyncio.TimerHandle | None = None
         self._asking: asyncio.Task[None] | None = None
@@ -119,7 +121,7 @@ class DecodePeer:
 
     @property
     def reached(self) -> bool:
-        """It is connected and has said what it serves."""
+        """Whether it is connected and its model is known."""
         return self._link.connected and self.info is not None
 
     @property
@@ -128,7 +130,7 @@ class DecodePeer:
 
     @property
     def requests(self) -> int:
-        """Requests that run there for this gateway."""
+        """Number of this gateway's requests there."""
         return len(self._sinks)
 
     @property
@@ -143,31 +145,31 @@ class DecodePeer:
         self._link.start()
 
     async def close(self) -> None:
-        """Leaves the node; it cancels what still runs there."""
+        """Disconnects; the node cancels what still runs there."""
         self._stop_ticking()
         if self._asking is not None:
             self._asking.cancel()
         await self._link.close()
 
     def takes(self, request: int) -> bool:
-        """Whether it could be given this request now. Not while an earlier attempt may still run there."""
+        """Whether the node could take this request now. Not while an earlier attempt may still run there."""
         return self.usable and request not in self._cancelled
 
     def send(self, start: decode_pb2.DecodeStart, sink: TokenSink) -> bool:
-        """Gives the node a request. False: the node is down, and nothing was sent."""
+        """Sends the node a request. Returns False if the node is down and nothing was sent."""
         if not self.usable or not self._link.send(decode_pb2.GenerateCommand(start=start)):
             return False
         self._sinks[start.request] = sink
         return True
 
     def cancel(self, request: int) -> None:
-        """The gateway is done with the request; nothing about it is handed out any more."""
+        """Cancels the request; its sink gets nothing more."""
         sink = self._sinks.pop(request, None)
         if sink is not None:
             self._send_cancel(request, sink.attempt)
 
     def lose(self, error: BatonError) -> None:
-        """Gives up all requests there, so that they go on elsewhere."""
+        """Fails all requests there as lost, so that they continue elsewhere."""
         lost, self._sinks = self._sinks, {}
         for request, sink in lost.items():
             if self._link.connected:
@@ -175,7 +177,7 @@ class DecodePeer:
             sink.on_failed(error, lost=True)
 
     def pause(self, request: int, attempt: int, paused: bool) -> None:
-        """The request's client does not read, or reads again."""
+        """Pauses or continues a request, as its client stops or resumes reading."""
         pause = decode_pb2.DecodePause(request=request, attempt=attempt, paused=paused)
         self._link.send(decode_pb2.GenerateCommand(pause=pause))
 
@@ -198,7 +200,7 @@ class DecodePeer:
             if sink is not None:
                 sink.on_tokens(self.address, delta)
             elif delta.request not in self._cancelled:
-                # Of a request that nobody here knows: told to stop, so that it frees what it holds.
+                # An unknown request: the node gets a cancel, so that it frees what it holds.
                 _log.warning("tokens of an unknown request", decode=self.address, request=delta.request)
                 self._send_cancel(delta.request, delta.attempt)
         for event in message.events:
@@ -217,7 +219,7 @@ class DecodePeer:
             return
         sink = self._sinks.get(event.request)
         if sink is None or sink.attempt != event.attempt:
-            # An answer to a cancel that came too late; or a node in error, which has been told by then.
+            # The answer to a late cancel; or an error of the node, which has got a cancel already.
             _log.debug("event of an unknown attempt", decode=self.address, request=event.request)
             return
         del self._sinks[event.request]
@@ -254,8 +256,8 @@ class DecodePeer:
             self._link.reset(error)
 
     def _tick(self) -> None:
-        """Asks for a sign of life while somebody waits for one. Not of the connection, which has pings of its
-        own, but of the step thread."""
+        """Sends a heartbeat while requests run there. It checks the step thread; the connection has its
+        own pings."""
         now = time.monotonic()
         if self._liveness.tick(now, wanted=bool(self._sinks)):
             heartbeat = decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat())

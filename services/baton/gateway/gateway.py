@@ -1,4 +1,4 @@
-"""What a gateway owns: its peers, its running requests, and what it tells about itself."""
+"""The gateway's state: its peers, its running requests, its problems and model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Gateway:
     # Life.
 
     def start(self) -> None:
-        """Begins to connect; what cannot be reached yet is tried again and again."""
+        """Begins to connect; unreachable peers are retried."""
         self._search.start()
         if self.config.probe_every > 0:
             self._prober.start()
@@ -80,7 +80,7 @@ class Gateway:
         self.metrics.probe_seconds.set(seconds)
 
     async def wait_until_usable(self, seconds: float) -> bool:
-        """Waits for the tokenizer and one decode node, so long at most; logs what it waits for."""
+        """Waits at most `seconds` for the tokenizer and one decode node; logs what it waits for."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         next_word = loop.time() + 2.0
@@ -100,7 +100,7 @@ class Gateway:
         return [*missing, *self._search.places] if missing else []
 
     def problems(self) -> list[node_pb2.Problem]:
-        """Current problems. A decode node that is lost stops nothing while another one is left."""
+        """Current problems. A lost decode node stops nothing while another one is left."""
         problems = []
         if not self.tokenizer.connected:
             text = f"no tokenizer is reachable ({', '.join(self.tokenizer.nodes) or 'none is known'})"
@@ -129,7 +129,8 @@ class Gateway:
         return not self._draining and not any(problem.stops_serving for problem in self.problems())
 
     async def drain(self, seconds: float) -> int:
-        """Takes no more requests; returns how many still run when none does, or after so long."""
+        """Refuses new requests and waits at most `seconds` for running ones; returns the number of those
+        left."""
         self._draining = True
         try:
             async with asyncio.timeout(seconds):
@@ -139,7 +140,7 @@ class Gateway:
         return len(self._running)
 
     async def stop(self) -> None:
-        """Fails what still runs and leaves all peers. Idempotent."""
+        """Fails running requests and disconnects from all peers. Idempotent."""
         self._draining = True
         self._prober.close()
         for request in list(self._running):
@@ -200,7 +201,7 @@ class Gateway:
         return [node for node in self.nodes.decode.values() if node.usable]
 
     def hops(self) -> list[tuple[DecodePeer, str]]:
-        """What requests may take: a decode node and a prefill node's address ("" where there are none)."""
+        """Pairs that requests may use: a decode node and a prefill node's address ("" if there are none)."""
         return [(node, prefill) for node in self.usable_nodes() for prefill in self.nodes.prefill or ("",)]
 
     def no_decode_node(self) -> BatonError:
@@ -244,7 +245,7 @@ class Gateway:
         return CacheWatch(address, self.router, self._dial)
 
     def _accept(self, info: node_pb2.NodeInfo) -> None:
-        """Refuses a decode node that is none, or that serves another model than the others."""
+        """Refuses a node that is no decode node or serves another model than the others."""
         if info.role != "decode" or not info.HasField("model"):
             raise failed_precondition(f"{info.address} is no decode node but {info.role or 'unknown'}")
         tokenizer = self.tokenizer.model

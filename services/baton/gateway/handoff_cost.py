@@ -1,4 +1,4 @@
-"""What a request is expected to take with its prompt computed on a prefill or on the decode node. Pure.
+"""Predicts the time of a request with its prompt computed on a prefill node or on the decode node. Pure.
 
 Only what differs between the two ways is reckoned: rows to wait for and steps after the second token are the
 same either way. All times are in seconds. D is the decode node with its R rows, P the prefill node.
@@ -33,7 +33,7 @@ from baton.stepcost import StepCost, StepLoad, chunk_pairs
 from baton.v1 import decode_pb2
 
 PRECISION = 16
-"""Limits are found to so many tokens, and those above its square to that part of them."""
+"""Limits are exact to this many tokens; above its square, to this fraction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Expected:
     step: float
     """Each further token."""
     others: float
-    """How much later all others get theirs, together."""
+    """Delay of all other rows' tokens, summed."""
 
     @property
     def cost(self) -> float:
-        """What one way is compared with the other by."""
+        """The figure by which the choices are compared."""
         return self.first + self.gap + self.others
 
     def end(self, tokens: int) -> float:
@@ -106,12 +106,12 @@ def _cost(node: NodeLoad) -> StepCost:
 
 
 def _rows(cost: StepCost, decode: NodeLoad) -> float:
-    """A step of the rows alone."""
+    """A step of the decode rows alone."""
     return cost.seconds(StepLoad(decode_sequences=decode.running, context_tokens=decode.keys))
 
 
 def _next(cost: StepCost, decode: NodeLoad) -> float:
-    """A step of them and the request."""
+    """A step of the decode rows and the request."""
     return cost.seconds(StepLoad(decode_sequences=decode.running + 1, context_tokens=decode.keys))
 
 
@@ -121,26 +121,26 @@ def _chunk(cost: StepCost, prompt: int, missing: int) -> float:
 
 
 WEIGHT = 1 / 16
-"""Of the newest."""
+"""Weight of the newest value."""
 HALF_LIFE = 30.0
-"""Seconds. What was learned in a bad moment would else keep a way from ever being taken again."""
+"""Seconds. Without it, a bias learned in a bad moment might keep one choice from ever being taken again."""
 
 
 class PredictionBias:
-    """How much longer than reckoned something has taken lately: messages between processes, threads that wake
-    up, the rest of a step. A moving mean, which fades while nothing is learned."""
+    """How much longer than predicted something has taken recently: messages between processes, thread
+    wake-ups, the rest of a step. A moving average that decays without new values."""
 
     def __init__(self) -> None:
         self._mean = 0.0
         self._at = 0.0
 
     def seconds(self, now: float) -> float:
-        """Below 0: less long."""
+        """Negative: shorter than predicted."""
         return self._mean * math.exp2(-max(0.0, now - self._at) / HALF_LIFE)
 
     def add(self, now: float, seconds: float, reckoned: float) -> None:
-        """It has taken so many seconds. One that took more than twice what was reckoned counts as twice:
-        it has met with something else."""
+        """Adds an actual and a predicted time. More than twice the prediction counts as twice: something
+        else caused it."""
         difference = min(seconds - reckoned, reckoned)
         self._mean = (1 - WEIGHT) * self.seconds(now) + WEIGHT * difference
         self._at = now
@@ -148,17 +148,17 @@ class PredictionBias:
 
 MODES = ("auto", "always", "never")
 ALWAYS, NEVER = 0, 2**32 - 1
-"""As limits of what a decode node computes itself."""
+"""Limits of what a decode node computes itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     limit: int | None
-    """For DecodeStart.local_prefill_tokens; None: as the decode node sees fit."""
+    """For DecodeStart.local_prefill_tokens; None: the decode node decides."""
     local: bool
-    """What that is taken to come to: the decode node computes the prompt."""
+    """Predicted result: the decode node computes the prompt."""
     ways: dict[str, Expected]
-    """What was reckoned for "split" and "local", without what experience adds; empty where nothing was."""
+    """Predictions for "split" and "local" without the bias; empty if there were none."""
 
 
 class Split:
@@ -172,13 +172,13 @@ class Split:
         self._metrics = metrics
         self._clock = clock
         self._bias = {"split": PredictionBias(), "local": PredictionBias()}
-        """Of first tokens."""
+        """Of the time to the first token."""
 
     def decide(
         self, decode: NodeLoad, prefill: NodeLoad | None, tokens: int, hand_off: bool | None = None
     ) -> Decision:
-        """prefill: the node that would compute the prompt of so many tokens; None: there is none. hand_off:
-        the client's word."""
+        """prefill: the node that would compute the prompt; None: there is none. hand_off: the client's
+        choice."""
         if prefill is None:
             return Decision(None, local=True, ways={})
         mode = self.mode if hand_off is None else "always" if hand_off else "never"
@@ -193,13 +193,13 @@ class Split:
                 now = self._clock()
                 more = self._bias["split"].seconds(now) - self._bias["local"].seconds(now)
                 limit = local_limit(tokens, decode, prefill, more)
-        # Where nothing is known the decode node hands off all but very short prompts.
+        # Without predictions the decode node hands off all but very short prompts.
         local = limit is not None and tokens - decode.cached <= limit
         self._metrics.decisions.labels("local" if local else "split").inc()
         return Decision(limit, local, ways)
 
     def ended(self, decision: Decision, stats: decode_pb2.RequestStats, first: float, end: float) -> None:
-        """The request has finished at its first attempt, in so many seconds from its sending."""
+        """The request has finished at its first attempt; times are in seconds from its sending."""
         way = "split" if stats.prefill_address else "local"
         thought = decision.ways.get(way)
         if thought is None or stats.retractions or stats.handoff_retries:

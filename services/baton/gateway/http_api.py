@@ -37,10 +37,10 @@ from baton.v1 import inference_pb2
 
 ECHO_SECONDS = 10.0
 BODY_SECONDS = 30.0
-"""A body must have arrived by then."""
+"""Time for a body to arrive."""
 
 SMALL_BODY_BYTES = 2**15
-"""A body of so many bytes is parsed on the event loop: handing it to a thread would take longer."""
+"""A body up to this size is parsed on the event loop: handing it to a thread would take longer."""
 
 _log = get_logger()
 _Body = TypeVar("_Body", bound=BaseModel)
@@ -60,13 +60,13 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
         described = {"id": model.name, "object": "model", "created": started, "owned_by": "baton"}
         return [{**described, "max_model_len": model.context_length}]
 
-    # One thread: each that computes costs the event loop milliseconds whenever it has something to do.
+    # One thread: each computing thread delays the event loop by milliseconds.
     parser = ThreadPoolExecutor(1, "http-bodies")
 
     async def read(
         request: Request, kind: type[_Body], convert: Callable[[_Body], _Starts]
     ) -> tuple[_Body, _Starts]:
-        """The checked body, and what it asks for. Raises ApiError or BatonError."""
+        """The checked body and its requests. Raises ApiError or BatonError."""
         body = await _read(request, gateway.config.max_message_bytes)
         if len(body) <= SMALL_BODY_BYTES:
             return parse_body(body, kind, convert)
@@ -112,7 +112,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
             {"role": peer.role, "address": peer.address, "connected": peer.connected} for peer in info.peers
         ]
         status: Json = {"status": "serving" if gateway.healthy else "not serving"}
-        if authentication.keys is None:  # else strangers may be asking
+        if authentication.keys is None:  # else the caller may be a stranger
             status["peers"] = peers
             status["problems"] = [problem.message for problem in gateway.problems()]
         return JSONResponse(status, status_code=200 if gateway.healthy else 503)
@@ -192,7 +192,8 @@ async def _cancel_on_disconnect(receive: Receive, job: Job) -> None:
 
 
 async def _answer(job: Job, answer: Answer, stream: bool) -> Response:
-    # Nothing is sent before there is output: a request that fails until then has its own HTTP status.
+    # Nothing is sent before there is output, so that a request which fails until then gets its own HTTP
+    # status.
     await job.wait_for_output()
     if stream:
         return EventStream(job, answer)
@@ -205,7 +206,7 @@ async def _answer(job: Job, answer: Answer, stream: bool) -> Response:
 
 
 class EventStream(Response):
-    """Server-sent events. While a client reads slowly the token logs grow, and nothing else."""
+    """Server-sent events. While a client reads slowly, only the token logs grow."""
 
     media_type = "text/event-stream"
 

@@ -21,9 +21,10 @@ from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 MAX_UNREAD = 1024
-"""Requests and refusals that a client has not read to their end; no more of its messages are read then."""
+"""Most requests and refusals that a client has not read to their end; above it no more of its messages are
+read."""
 WRITE_SECONDS = 2.0
-"""A message that has not left so long after the client's requests have failed for it ends the stream."""
+"""A message that has not left this long after the client's requests failed as slow ends the stream."""
 MAX_SESSIONS = 256
 """Per stream."""
 
@@ -54,7 +55,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 await stream.write_all(write)
             await reading
         except TimeoutError:
-            # Its requests have failed by now, or have ended; their output is let go.
+            # Its requests have failed or ended; their output is dropped.
             await abort(context, exhausted("the client does not read", "SLOW_READER"))
         finally:
             reading.cancel()
@@ -67,8 +68,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 class _ClientStream:
-    """One call of Generate. The reader starts and cancels requests; the writer takes from their token logs
-    what has accumulated since its last write, so that a slow client holds up nobody and costs no memory.
+    """One call of Generate. The reader starts and cancels requests. The writer takes what has accumulated in
+    their token logs since its last write, so that a slow client delays nobody and costs no memory.
     """
 
     def __init__(self, gateway: Gateway, caller: Caller) -> None:
@@ -83,7 +84,7 @@ class _ClientStream:
         self._half_closed = False
 
     async def read(self, requests: AsyncIterator[inference_pb2.GenerateRequest]) -> None:
-        """Handles the client's messages until it closes its side or goes away."""
+        """Handles the client's messages until it closes its side or disconnects."""
         messages = aiter(requests)
         number = 0
         try:
@@ -105,13 +106,13 @@ class _ClientStream:
             self._wake.set()
 
     async def write_all(self, write: Write) -> None:
-        """All there is for the client, until it has closed its side and all its requests have ended."""
+        """Writes all events, until the client has closed its side and all its requests have ended."""
         while True:
             self._wake.clear()
             while self._rejected:
                 await write(self._rejected.pop(0))
             while self._changed:
-                # In turns: a request that always has something new does not starve the others.
+                # Round-robin: a request that always has new output does not starve the others.
                 id = next(iter(self._changed))
                 del self._changed[id]
                 request = self._open[id]
@@ -129,7 +130,8 @@ class _ClientStream:
                 await self._sleep()
 
     async def _sleep(self) -> None:
-        """Until there may be something to write. Raises BatonError when nobody has asked for long."""
+        """Waits until there may be something to write. Raises BatonError after a long time without
+        requests."""
         if self._open:
             await self._wake.wait()
             return
@@ -142,7 +144,7 @@ class _ClientStream:
             raise deadline_exceeded(f"nothing was asked on this stream for {seconds:g} s", "IDLE")
 
     def leave(self) -> None:
-        """The client has gone, or has everything: what has not ended is cancelled."""
+        """The client has disconnected or has everything: cancels what has not ended."""
         for request in list(self._open.values()):
             request.cancel("the client has gone")
 
@@ -167,7 +169,7 @@ class _ClientStream:
                 f"a request {start.id!r} is running on this stream: choose another id",
                 field="start.id",
             )
-        id = start.id  # not `start`: whoever marks the request would keep its prompt
+        id = start.id  # not `start`: a closure over it would keep the prompt alive
         request = Request(self._gateway, start, lambda: self._mark(id, request), self._caller)
         self._open[id] = request
         try:

@@ -1,4 +1,4 @@
-"""What a decode node is told of a request, and what its client is told at its end."""
+"""Builds the messages of a request: to a decode node, and to the client at the end."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a client asks for beside its prompt. Plain values: any part of a message keeps all of it alive."""
+    """A request's options besides its prompt. Plain values: any part of a message keeps the whole message
+    alive."""
 
     n: int = 1
     namespace: str = ""
     priority: int | None = None
     prompt_logprobs: bool = False
     hand_off: bool | None = None
-    """The client's word in where its prompt is computed."""
+    """The client's choice where the prompt is computed; None: --split decides."""
 
     @classmethod
     def of(cls, start: inference_pb2.GenerateStart) -> Self:
@@ -36,7 +37,7 @@ class RequestOptions:
 
 
 def new_log(start: inference_pb2.GenerateStart) -> TokenLog:
-    """For what a client asks. Nothing of it has been checked: what the log keeps is bounded here."""
+    """A token log for an unchecked request: what the log keeps is bounded here."""
     sampling = start.sampling
     return TokenLog(
         start.id,
@@ -58,7 +59,7 @@ def decode_start(
     remaining: float,
     local_prefill_tokens: int | None,
 ) -> decode_pb2.DecodeStart:
-    """The next attempt at a request, with what earlier ones have delivered.
+    """The next attempt at a request, with the output that earlier ones delivered.
 
     sampling: complete, with its seed, so that every attempt continues the same sequence. remaining: seconds.
     """
@@ -86,7 +87,7 @@ def decode_start(
 def finished(
     log: TokenLog, stats: decode_pb2.RequestStats, attempts: Attempts, timing: RequestTimer
 ) -> inference_pb2.Finished:
-    """stats: those of the last attempt; what concerns all attempts is corrected in them."""
+    """stats: of the last attempt; figures that concern all attempts are corrected."""
     stats.prompt_tokens = len(log.prompt_ids)
     stats.output_tokens = log.output_tokens
     if attempts.resumed or not stats.cached_tokens:

@@ -23,8 +23,8 @@ _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1,
 
 
 class Histogram(Collector):
-    """As prometheus_client's, for values that come with every token: one thread adds them, so that nothing is
-    locked, and a value costs a tenth."""
+    """Like prometheus_client's Histogram, for values that come with every token. Only one thread adds
+    values, so nothing is locked, and a value costs a tenth."""
 
     def __init__(self, name: str, about: str, buckets: Sequence[float], registry: CollectorRegistry) -> None:
         self._name = name
@@ -105,7 +105,7 @@ class GatewayMetrics:
             self.requests.labels(outcome)
 
     def routed(self, expected: int, found: int) -> None:
-        """A request has finished: its cached tokens, as they were expected and as they were found."""
+        """Counts the cached tokens of a finished request, expected and found."""
         self.cached.labels("expected").inc(expected)
         self.cached.labels("found").inc(found)
         self.cached.labels("wrong").inc(abs(expected - found))
@@ -136,7 +136,7 @@ class RequestTimer:
 
     @property
     def first_token(self) -> float:
-        """When it came, on the monotonic clock; now, where there is none yet."""
+        """Time of the first token on the monotonic clock; now, if there is none yet."""
         return self._first_token if self._first_token is not None else time.monotonic()
 
     def tokens(self, choice: int, count: int) -> None:
@@ -163,15 +163,15 @@ class EndedRequest:
 
 
 class RequestLog:
-    """A line each; but those that are cancelled in one turn of the event loop share one: when a client goes
-    away with hundreds of requests, what they held is freed that much sooner."""
+    """One line per request. Requests cancelled in one iteration of the event loop share a line, so that a
+    client that disconnects with hundreds of requests is handled faster."""
 
     def __init__(self) -> None:
         self._cancelled: list[EndedRequest] = []
         self._write_soon = CoalescedCall(self._write)
 
     def tell(self, outcome: str, ending: EndedRequest, reason: str) -> None:
-        """outcome: finished, cancelled or failed. reason: of one that did not finish."""
+        """outcome: finished, cancelled or failed. reason: of requests that did not finish."""
         if outcome == "cancelled":
             self._cancelled.append(ending)
             self._write_soon()

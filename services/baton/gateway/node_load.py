@@ -10,52 +10,52 @@ from baton.stepcost import StepCost
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """One node as seen for one prompt. It is a moment old, and may be wrong: what is decided by it costs time
-    at worst. 0 where nothing is known yet."""
+    """The load of one node, with respect to one prompt. It may be old or wrong, which only costs time. 0:
+    not known yet."""
 
     address: str
     cached: int = 0
     """Leading tokens of this prompt that its prefix tree holds."""
     queued_tokens: int = 0
-    """Prompt tokens that it is still to compute: of requests that it has, and of those just sent to it."""
+    """Prompt tokens still to compute, including those of requests just sent to it."""
     rows: int = 0
-    """Sequences in its batch or waiting for it, and those just sent to it (decode)."""
+    """Sequences in its batch, waiting for it, or just sent to it (decode)."""
     free_pages: int = 0
-    """Free, or evictable: a new request could take them."""
+    """Free or evictable pages that a new request could take."""
     needed_pages: int = 0
-    """What this prompt would take of them; 0 where the size of a page is not known."""
+    """Pages that this prompt would take; 0 if the page size is not known."""
     wait: float = 0.0
     """Seconds that a request would wait for a row (decode)."""
     step: float = 0.0
     """Seconds that a step with decode rows takes."""
     prompt_rate: float = 0.0
-    """Prompt tokens that it computes in a second, when it does nothing else."""
+    """Prompt tokens per second when it does nothing else."""
     known: bool = False
-    """The node has told of itself just now; else there is only what this gateway has sent to it."""
+    """Whether the node has reported recently; else only this gateway's own requests are known."""
     running: int = 0
-    """Of the rows, those that steps hold now: prompts have been computed (decode)."""
+    """Rows in steps now: their prompts have been computed (decode)."""
     keys: int = 0
-    """Positions that these attend to, together (decode)."""
+    """Context tokens of these rows together (decode)."""
     step_tokens: int = 0
     """Tokens that a step holds at most."""
     cost: StepCost | None = None
-    """What its steps cost; None: not known."""
+    """Step cost; None: not known."""
     pull: PullCost = field(default=PullCost())
-    """What pulling pages takes (decode)."""
+    """Cost of pulls (decode)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a node has to do."""
+    """Work at a node."""
 
     tokens: int = 0
     """Prompt tokens still to be computed there."""
     rows: int = 0
-    """Sequences in its batch, waiting for it, or on their way (decode)."""
+    """Sequences in its batch, waiting for it, or under way to it (decode)."""
     running: int = 0
-    """Of these, those that steps hold now: their prompts have been computed."""
+    """Of these, sequences in steps now: their prompts have been computed."""
     keys: int = 0
-    """Positions that the running ones attend to, together."""
+    """Context tokens of the running sequences together."""
 
 
 @dataclass(slots=True)
@@ -66,26 +66,26 @@ class _Request:
 
 
 class SentLoad:
-    """Requests on their way to a node, or there, by number. All calls may name one that is not known."""
+    """Requests under way to a node or there, by number. Calls may name unknown ones."""
 
     def __init__(self) -> None:
         self._requests: dict[int, _Request] = {}
         self._others = Work()
         self.tokens = 0
-        """Prompt tokens to be computed there, of requests that were sent there."""
+        """Prompt tokens still to compute there, of requests sent there."""
         self._running = self._keys = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def add(self, request: int, tokens: int, prompt: int = 0) -> None:
-        """`tokens`: of its prompt, to be computed there. `prompt`: how many a row of it attends to there."""
+        """`tokens`: prompt tokens to compute there. `prompt`: context tokens of its row there."""
         self.drop(request)
         self._requests[request] = _Request(tokens, prompt)
         self.tokens += tokens
 
     def computed(self, request: int) -> None:
-        """Its prompt has been, wherever."""
+        """Its prompt has been computed, here or elsewhere."""
         sent = self._requests.get(request)
         if sent is not None and not sent.running:
             sent.running = True
@@ -102,7 +102,7 @@ class SentLoad:
             self.tokens -= sent.tokens
 
     def told(self, said: Work) -> None:
-        """The node has just said this of itself."""
+        """The node has just reported this."""
         own = self._own()
         running = max(0, said.running - own.running)
         self._others = Work(
@@ -113,7 +113,7 @@ class SentLoad:
         )
 
     def work(self, *, others: bool = True) -> Work:
-        """`others`: with what is not this gateway's."""
+        """`others`: include the work of other gateways."""
         own, more = self._own(), self._others if others else Work()
         return Work(
             own.tokens + more.tokens,

@@ -29,7 +29,7 @@ class Discovery:
     """Used on one event loop."""
 
     def __init__(self, config: GatewayConfig, nodes: Nodes) -> None:
-        """Raises BatonError for an address that is none, and for files for etcd that cannot be used."""
+        """Raises BatonError for an invalid address, and for unusable files for etcd."""
         self._nodes = nodes
         etcd = Etcd.load(config)
         self._finders = [
@@ -42,7 +42,7 @@ class Discovery:
 
     @property
     def places(self) -> list[str]:
-        """Where nodes may still come from, each once; for people."""
+        """Sources of nodes, each once; for messages."""
         return list(dict.fromkeys(place for finder in self._finders for place in finder.searches))
 
     def _changed(self, role: str, change: Change) -> None:
@@ -56,7 +56,7 @@ class Discovery:
 
 
 def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:
-    """As configured; the defaults are for one machine without etcd."""
+    """Configured addresses; without etcd, the defaults of one machine."""
     given: tuple[str, ...] = getattr(config, role)
     return () if config.etcd and given == getattr(GatewayConfig(), role) else given
 
@@ -64,13 +64,13 @@ def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 2.0
 UNKNOWN_SECONDS = 30.0
-"""A node that does not know the service is asked again after so long: it may have been replaced."""
+"""A node without the service is asked again after this time: it may have been replaced."""
 
 _log = get_logger()
 
 
 class CacheWatch:
-    """Tries again for as long as it is open. What was known stays meanwhile, as it costs time at worst."""
+    """Reconnects as long as it is open. The view stays meanwhile."""
 
     def __init__(self, address: str, router: Router, dial: Dial = open_channel) -> None:
         self.address = address
@@ -83,14 +83,14 @@ class CacheWatch:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"cache of {self.address}")
 
     def leave(self) -> None:
-        """The node has been left: what was known of it is forgotten at once. Idempotent."""
+        """The node has been removed: forgets its view at once. Idempotent."""
         if self._task is not None and not self._left:
             self._left = True
             self._task.cancel()
             self._router.forget(self.address)
 
     async def close(self) -> None:
-        """Leaves it, and returns when nothing is open any more."""
+        """Calls `leave` and returns when nothing is open any more."""
         self.leave()
         if self._task is not None:
             await asyncio.wait([self._task])
@@ -143,10 +143,10 @@ ROLES = ("tokenizer", "decode", "prefill")
 
 
 class Nodes:
-    """By role and address. Used on one event loop; `add` begins to connect, and goes on trying.
+    """By role and address. Used on one event loop. `add` begins to connect and keeps trying.
 
-    make_decode: makes the gateway's side of the decode node at an address. make_watch: what follows the cache
-    of the prefill or decode node there.
+    make_decode: makes the DecodeNode of an address. make_watch: makes the CacheWatch of a prefill or decode
+    node.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Nodes:
         self._closing: set[asyncio.Task[None]] = set()
 
     def add(self, role: str, address: str) -> None:
-        """A node that requests may be sent to from now on. Idempotent."""
+        """Adds a node that requests may be sent to. Idempotent."""
         if role == "tokenizer":
             self.tokenizer.add(address)
         elif role == "prefill":
@@ -224,7 +224,7 @@ class Nodes:
         )
 
     def candidates(self, request: int, fingerprint: str) -> list[str]:
-        """Decode nodes that could take the request now and serve the model that it was begun with."""
+        """Decode nodes that could take the request now and serve the model it began with."""
         return [
             node.address
             for node in self.decode.values()
@@ -242,7 +242,7 @@ class Nodes:
         return missing
 
     def models(self) -> Iterator[node_pb2.ModelInfo]:
-        """Of the decode nodes that can be reached."""
+        """Models of the decode nodes that can be reached."""
         return (node.info.model for node in self.decode.values() if node.reached and node.info is not None)
 
     def describe(self) -> Iterator[node_pb2.Peer]:

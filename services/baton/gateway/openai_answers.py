@@ -1,4 +1,4 @@
-"""From the events of baton.v1.Inference to the OpenAI API's answers, whole or in chunks."""
+"""Converts events of baton.v1.Inference to the OpenAI API's answers, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Event = inference_pb2.Delta | inference_pb2.Finished
 
 
 class Job:
-    """They start together, and fail together: the first failure cancels the others."""
+    """The requests start together; the first failure cancels the others."""
 
     def __init__(
         self, gateway: Gateway, starts: Sequence[inference_pb2.GenerateStart], caller: Caller
@@ -41,7 +41,7 @@ class Job:
             request.begin()
 
     def cancel(self, reason: str) -> None:
-        """Ends what has not ended."""
+        """Cancels the requests that have not ended."""
         for request in self._requests:
             request.cancel(reason)
 

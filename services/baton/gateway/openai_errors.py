@@ -26,12 +26,12 @@ _STATUS = {
     grpc.StatusCode.ABORTED: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-# Where the HTTP API calls a field otherwise than baton.v1 does.
+# Fields whose names differ between the HTTP API and baton.v1.
 _PARAMS = {"text": "prompt", "tokens.token_ids": "prompt", "chat": "messages", "chat.messages": "messages"}
 
 
 class ApiError(Exception):
-    """An error that HTTP knows and gRPC does not, or a field that only HTTP has."""
+    """An error that exists only in HTTP, or of a field that only HTTP has."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ def unsupported(param: str, message: str) -> ApiError:
 
 
 def from_baton(error: BatonError) -> ApiError:
-    """The same error in HTTP's words."""
+    """Converts a BatonError to an HTTP error."""
     param = _param(error.field) if error.field is not None else None
     message = error.message
     if error.field is not None and param is not None and "." in error.field:
@@ -58,11 +58,11 @@ def from_baton(error: BatonError) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """What is wrong with a body, by the path of the field: the first, and of a field that may have several
-    forms what is wrong with the form that fits best."""
+    """The first error of a body, by the path of the field. For a field of several possible forms, the
+    error of the form that fits best."""
     errors = error.errors(include_url=False, include_input=False)
     forms = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    # The form that was right for longest: the deepest path, then the highest index.
+    # The form that fits best: the deepest path, then the highest index.
     first = max(
         forms, key=lambda each: (len(each["loc"]), _indices(each["loc"]), "_type" not in each["type"])
     )

@@ -1,4 +1,4 @@
-"""Gives a request to decode nodes, one after the other until one finishes it."""
+"""Sends a request to decode nodes, one after the other, until one finishes it."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _log = get_logger()
 
 
 class PlacedRequest(TokenSink, Protocol):
-    """A request that is given to decode nodes."""
+    """A request that is sent to decode nodes."""
 
     def decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
-        """What the next attempt is told, with the prefill nodes in the order to try and the most tokens for
-        the decode node to compute itself."""
+        """The message of the next attempt. prefill: nodes in the order to try. local_tokens: limit of
+        tokens that the decode node computes itself."""
 
     def on_placed(self) -> None:
-        """A node has been given the request."""
+        """The request was sent to a node."""
 
     def on_unplaced(self, error: BatonError) -> None:
-        """No node can be."""
+        """No node can take the request."""
 
 
 class Placement:
-    """Runs on the event loop; `attempts` decides, this sends."""
+    """Runs on the event loop. `attempts` decides, this class sends."""
 
     def __init__(
         self,
@@ -54,7 +54,8 @@ class Placement:
         self._number = number
         self._attempts = attempts
         self._request: PlacedRequest | None = request
-        """Until it ends: an ended one goes with the last reference to it, not when garbage is collected."""
+        """None after the end, so that a request is freed with its last reference and not by the garbage
+        collector."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, routing: RequestRouting, fingerprint: str, hand_off: bool | None) -> None:
@@ -63,7 +64,7 @@ class Placement:
         self.place()
 
     def place(self) -> None:
-        """Now, or as soon as a node takes the request."""
+        """Sends the request now, or as soon as a node can take it."""
         routing, request = self._routing, self._request
         assert routing is not None, "not begun"
         if request is None:
@@ -87,12 +88,12 @@ class Placement:
         request.on_placed()
 
     def computed(self) -> None:
-        """The prompt of the attempt has been."""
+        """The prompt of the attempt has been computed."""
         if self._routing is not None:
             self._routing.computed()
 
     def finished(self, stats: decode_pb2.RequestStats, first_token: float) -> None:
-        """The attempt has; its first token had come at that time, by the clock."""
+        """The attempt has finished. first_token: time of its first token on the clock."""
         if self._routing is not None and not self._attempts.resumed:
             self._routing.reckon(self._split, stats, first_token)
 
@@ -103,8 +104,8 @@ class Placement:
         return self._routing.predicted(stats, self._attempts.address)
 
     def ended(self, error: BatonError, lost: bool) -> bool:
-        """The attempt has ended before the request (lost: see Attempts.ended). True: there is nothing left to
-        compute; False: it is to be placed again. Raises BatonError, the request's end."""
+        """The attempt has ended before the request (lost: see Attempts.ended). Returns True if nothing is
+        left to compute, False if the request is to be placed again. Raises BatonError, the request's end."""
         address = self._attempts.address
         self._attempts.ended(error, time.monotonic(), lost=lost)
         if not self._attempts.done:
@@ -112,13 +113,13 @@ class Placement:
         return self._attempts.done
 
     def pause(self, paused: bool) -> None:
-        """The client does not read, or reads again."""
+        """Pauses or continues the request, as its client stops or resumes reading."""
         node = self._node
         if node is not None:
             node.pause(self._number, self._attempts.number, paused)
 
     def let_go(self) -> None:
-        """The request has ended: no node is given it any more, and one that runs it is told."""
+        """The request has ended: cancels it at its node and sends it to no other."""
         self._request = None
         if self._timer is not None:
             self._timer.cancel()

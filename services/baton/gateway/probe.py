@@ -17,9 +17,9 @@ from baton.rpc.errors import BatonError, deadline_exceeded, unavailable
 from baton.v1 import common_pb2, decode_pb2
 
 PROBE_SECONDS = 10.0
-"""A probe may take so long."""
+"""Longest time of a probe."""
 PROMPT_TOKENS = 160
-"""Pages of every usual size."""
+"""Enough for full pages of every usual size."""
 
 Pair = tuple[str, str]
 """Addresses of a decode node and of a prefill node; "" where there are no prefill nodes."""
@@ -27,7 +27,7 @@ Pair = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class _Sink:
-    """A probe under way, as the decode node's stream sees it."""
+    """The token sink of a running probe."""
 
     done: asyncio.Future[decode_pb2.RequestStats]
     attempt: int = 0
@@ -49,7 +49,7 @@ class _Sink:
 
 
 class Prober:
-    """`failures`: what is wrong with a pair, by its last probe. To be too busy for one is not wrong."""
+    """`failures`: the error of each pair's last probe. Being too busy for a probe is no failure."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Prober:
         self._report(outcome, time.monotonic() - started)
 
     async def _ask(self, node: DecodePeer, prefill: str) -> decode_pb2.RequestStats:
-        """Two tokens for a prompt that nobody has cached. Raises BatonError."""
+        """Generates two tokens for a prompt that no node has cached. Raises BatonError."""
         assert node.info is not None
         model, number = node.info.model, self._next_number()
         length = min(PROMPT_TOKENS, model.context_length - 2)

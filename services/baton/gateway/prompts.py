@@ -12,7 +12,7 @@ from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 
 class Session:
-    """The state between turns. It changes only when a turn finishes: a failed turn leaves no trace.
+    """The state between turns. It changes only when a turn finishes; a failed turn leaves no trace.
 
     A text or token turn appends its prompt to the tokens so far. A chat turn appends its messages to the
     conversation and renders all of it. If the rendering starts with the text that the tokens so far stand
@@ -27,7 +27,7 @@ class Session:
         self._chat: bool | None = None
         self._messages: list[tokenizer_pb2.ChatMessage] = []
         self.encoded_text = ""
-        """Of a chat: what token_ids stand for. Empty: no text is known to stand for them."""
+        """For a chat: the text of token_ids. Empty: not known."""
         self._busy = False
 
     @property
@@ -69,9 +69,9 @@ class Session:
     ) -> None:
         """A turn has finished. conversation and rendered: of a chat turn, what its prompt was made from.
 
-        Text and tokens go on after the turn's last token. Of a chat's answer the token that ended it is left
-        out, for the template writes the end of a turn itself; after a stop string the tokens say more than
-        the text, so that the next turn starts afresh.
+        Text and tokens continue after the turn's last token. The token that ended a chat's answer is left
+        out, because the template writes the end of a turn itself. After a stop string the tokens go beyond
+        the text, so the next turn starts afresh.
         """
         self._chat = conversation is not None
         self.token_ids = [*prompt_ids, *answer.token_ids]
@@ -88,17 +88,17 @@ class Session:
 class Prompt:
     token_ids: list[int]
     field: str
-    """Where it came from, for errors."""
+    """The field of the prompt, for errors."""
     conversation: tokenizer_pb2.ChatPrompt | None = None
-    """Of a chat in a session: all messages, earlier turns included."""
+    """For a chat in a session: all messages, earlier turns included."""
     rendered: str = ""
-    """Of the same: the text that the template made of the conversation."""
+    """For a chat in a session: the template's text of the conversation."""
 
 
 async def encode_prompt(
     start: inference_pb2.GenerateStart, session: Session | None, tokenizer: Tokenizer, timeout: float
 ) -> Prompt:
-    """The tokens of the whole prompt, what the session already holds included."""
+    """The tokens of the whole prompt, including those of the session."""
     earlier = session.token_ids if session is not None else []
     kind = start.WhichOneof("prompt")
     if kind == "tokens":
@@ -109,7 +109,7 @@ async def encode_prompt(
     conversation = session.conversation(start.chat) if session is not None else start.chat
     given = tokenizer_pb2.EncodeInput(chat=conversation)
     if session is not None:
-        # Encoding the whole text again may cut it into other tokens than those that the KV was computed for.
+        # Encoding the whole text again may give other tokens than those whose KV exists.
         given.encoded_text = session.encoded_text
     try:
         result = (await tokenizer.encode([given], timeout))[0]
@@ -124,7 +124,7 @@ async def encode_prompt(
 
 
 def shown(start: inference_pb2.GenerateStart) -> str | list[int] | list[str]:
-    """A prompt as --log-prompts writes it."""
+    """A prompt in the form that --log-prompts writes."""
     kind = start.WhichOneof("prompt")
     if kind == "tokens":
         return list(start.tokens.token_ids)

@@ -33,8 +33,8 @@ _log = get_logger()
 
 
 class Request:
-    """Runs on the event loop. Whatever happens, `log` gets exactly one terminal event, and what the request
-    held at other nodes is let go at that moment (`_settle`).
+    """Runs on the event loop. In every case `log` gets exactly one terminal event, and at that moment the
+    request releases what it holds at other nodes (`_settle`).
 
     on_change: called when `log.take()` has something new; the client's writer takes it when it can.
     """
@@ -52,7 +52,7 @@ class Request:
         self.name = f"{gateway.incarnation:016x}-{self.number}"
         self._gateway = gateway
         self._start: inference_pb2.GenerateStart | None = start
-        """Until its prompt is encoded or refused: it may be large, and its client slow to read."""
+        """None once the prompt is encoded or refused: it may be large, and the client slow."""
         self._options = RequestOptions()
         self._session: Session | None = None
         self._on_change = on_change
@@ -107,14 +107,14 @@ class Request:
         self._preparing = loop.create_task(self._prepare(start), name=f"request {self.name}")
 
     def take(self) -> list[inference_pb2.GenerateResponse]:
-        """For the client's writer: see TokenLog.take."""
+        """Called by the client's writer: see TokenLog.take."""
         events = self.log.take()
         if self._reader.paused:
             self._reader.look(self.log.unread)
         return events
 
     def cancel(self, reason: str) -> None:
-        """Ends the request with CANCELLED, unless it has ended. What it held is freed at once."""
+        """Ends the request with CANCELLED, unless it has ended. Frees what it held at once."""
         self.fail(cancelled(reason))
 
     def fail(self, error: BatonError) -> None:
@@ -221,7 +221,7 @@ class Request:
     def _wrong(
         self, number: int, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs]
     ) -> str:
-        """What a decode node must not send; empty: nothing is wrong."""
+        """Why a delta of a decode node is invalid; empty: it is valid."""
         if number >= len(self.log.choices):
             return "an unknown choice"
         choice = self.log.choices[number]
@@ -260,7 +260,7 @@ class Request:
             self._placement.place()
 
     def _finish_if_complete(self) -> None:
-        """Ends the request well once all choices have finished and the decode node has nothing to add."""
+        """Finishes the request once all choices have finished and the decode node sends nothing more."""
         if not self.log.complete:
             return
         if not self._attempts.done and not any(choice.stop_matched for choice in self.log.choices):
@@ -279,8 +279,8 @@ class Request:
         self.fail(deadline_exceeded(f"the request did not finish within {self._timing.limit:g} s"))
 
     def _settle(self, outcome: str, error: BatonError | None) -> None:
-        """Lets go of everything, at every node, and of all that leads back here: with its last reference the
-        request goes, and its prompt. Called once, with the terminal event."""
+        """Releases everything at every node, and all references that lead back here, so that the request
+        and its prompt are freed with the last reference. Called once, with the terminal event."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -314,4 +314,4 @@ class Request:
 
 
 def _nobody() -> None:
-    """Who hears of changes once there are no more."""
+    """Replaces on_change after the end."""

@@ -1,7 +1,7 @@
-"""Which nodes a request goes to: by what is known of them, pure.
+"""Routing policies: choose nodes from their loads. Pure.
 
-`cache` estimates for each node when the request would have its first token there; the nodes whose trees hold
-the prompt's beginning win by what they need not compute, until their queues are longer than that is worth.
+`cache` predicts for each node when the request would get its first token there. Nodes that hold the prompt's
+beginning win by the tokens they need not compute, until their queues cost more than that.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from baton.v1 import decode_pb2, node_pb2
 POLICIES = ("cache", "least-loaded", "round-robin")
 
 DEFAULT_PROMPT_RATE = 2000.0
-"""Tokens a second, as long as no node has measured its own."""
+"""Tokens per second, until a node has measured its own rate."""
 PULL_RATE = 100_000.0
-"""Tokens whose pages a decode node pulls in a second: far more than are computed."""
+"""Tokens per second whose pages a decode node pulls: far more than it computes."""
 DEFAULT_STEP = 0.01
-"""Seconds, as long as a decode node has not measured its own."""
+"""Seconds, until a decode node has measured its own step time."""
 STEPS_PER_ROW = 5.0
-"""What one more row costs, in steps of its node: outputs of 250 tokens, each step 2 % longer."""
+"""Cost of one more row, in steps of its node: outputs of 250 tokens, each step 2 % longer."""
 NO_ROOM_SECONDS = 1.0
-"""For which a prompt waits where there are too few pages for it: nobody knows how long."""
+"""Assumed wait for pages if there are too few for the prompt; the true wait is unknown."""
 NEARLY = 1.1
-"""Times that differ by less than this factor are the same: measured rates differ by as much, and a few tokens
-that all prompts begin with must not draw all of them to one node."""
+"""Times that differ by less than this factor count as equal: measured rates vary as much, and a few tokens
+that all prompts begin with must not draw all prompts to one node."""
 
 
 def pick_decode(
@@ -56,8 +56,8 @@ def pick_decode(
 def order_prefill(
     policy: str, nodes: Sequence[NodeLoad], tokens: int, turn: int, preferred: str = ""
 ) -> list[str]:
-    """All prefill nodes, in the order to try them: likewise. One that is gone may come first: decode nodes
-    know, and take the next."""
+    """All prefill nodes in the order to try them, by the same rule. A lost one may come first: decode
+    nodes skip it."""
     if not nodes:
         return []
     start = turn % len(nodes)
@@ -78,14 +78,15 @@ def order_prefill(
 
 
 def prefill_seconds(node: NodeLoad, tokens: int, rate: float) -> float:
-    """Until a prompt of so many tokens would be computed there. rate: tokens a second, for a node that has
-    measured none."""
+    """Predicted seconds until a prompt of `tokens` tokens would be computed there. rate: tokens per second
+    for a node without a measured rate."""
     left = max(1, tokens - node.cached)
     return (node.queued_tokens + left) / (node.prompt_rate or rate) + _for_room(node)
 
 
 def decode_seconds(node: NodeLoad, tokens: int) -> float:
-    """What a decode node makes a prompt of so many tokens wait, and what it makes the others there wait."""
+    """Predicted wait of a prompt of `tokens` tokens at a decode node, plus the delay it causes for others
+    there."""
     pull = max(0, tokens - node.cached) / PULL_RATE
     rows = STEPS_PER_ROW * node.rows * (node.step or DEFAULT_STEP)
     return node.wait + pull + rows + _for_room(node)
@@ -96,7 +97,7 @@ def _for_room(node: NodeLoad) -> float:
 
 
 def _prompt_rate(nodes: Sequence[NodeLoad]) -> float:
-    """A rate for those that have measured none: the others' mean."""
+    """The rate for nodes without a measured one: the mean of the others."""
     rates = [node.prompt_rate for node in nodes if node.prompt_rate]
     return sum(rates) / len(rates) if rates else DEFAULT_PROMPT_RATE
 
@@ -108,7 +109,7 @@ class _Node:
         self._load: node_pb2.Load | None = None
 
     def settle(self) -> None:
-        """Takes in what the node has told of its work, if it has since the last time."""
+        """Applies the node's last load report, if it is new."""
         load = self.view.load
         if load is not None and load is not self._load:
             self._load = load
@@ -117,7 +118,7 @@ class _Node:
 
 
 class Router:
-    """All nodes that requests may go to, prefill and decode, by address."""
+    """All prefill and decode nodes that requests may go to, by address."""
 
     def __init__(self, policy: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises BatonError for an unknown policy."""
@@ -128,26 +129,27 @@ class Router:
         self._nodes: dict[str, _Node] = {}
 
     def view(self, address: str) -> CacheView:
-        """Of this node, to be fed."""
+        """The view of this node, for its watcher to update."""
         return self._node(address).view
 
     def sent(self, address: str) -> SentLoad:
         return self._node(address).sent
 
     def settle(self, address: str) -> None:
-        """To be called whenever its view has been fed: what the node says goes with what it had been sent."""
+        """To be called after each update of its view: compares the node's report with what had been sent
+        to it."""
         self._node(address).settle()
 
     def forget(self, address: str) -> None:
-        """The node has been left."""
+        """Forgets a node that was removed."""
         self._nodes.pop(address, None)
 
     def _node(self, address: str) -> _Node:
         return self._nodes.setdefault(address, _Node())
 
     def figures(self, address: str, prompt: PromptPages, preferred: str) -> NodeLoad:
-        """preferred: the node that a session's last turn ran on, which is taken to hold the prompt where it
-        tells nothing of its tree."""
+        """preferred: the node of the session's last turn. It is assumed to hold the prompt if it does not
+        report its tree."""
         node = self._nodes.get(address) or _Node()
         view, sent = node.view, node.sent
         guess = len(prompt.tokens) if address == preferred else 0
@@ -184,7 +186,7 @@ def _step_cost(load: node_pb2.Load) -> StepCost | None:
 
 
 class RequestRouting:
-    """One request's way through the nodes."""
+    """The routing of one request."""
 
     def __init__(
         self,
@@ -194,7 +196,7 @@ class RequestRouting:
         preferred_decode: str = "",
         preferred_prefill: str = "",
     ) -> None:
-        """number: of the request, one more with each. preferred: see Router.figures."""
+        """number: of the request, counting up. preferred: see Router.figures."""
         self._router = router
         self._number = number
         self._prompt = prompt
@@ -205,10 +207,10 @@ class RequestRouting:
         self._decision: Decision | None = None
         self._sent_at = 0.0
         self._cached: dict[str, int] = {}
-        """What the nodes were taken to hold of the prompt, when the request was last sent."""
+        """Predicted cached tokens of each node when the request was last sent."""
 
     def pick_decode(self, addresses: Sequence[str]) -> str:
-        """Out of at least one."""
+        """Chooses from at least one address."""
         nodes = [self._figures(address, self._preferred_decode) for address in addresses]
         self._cached = {node.address: node.cached for node in nodes}
         tokens = len(self._prompt.tokens)
@@ -226,8 +228,8 @@ class RequestRouting:
     def decide(
         self, split: Split, decode: str, prefill: Sequence[str], hand_off: bool | None = None
     ) -> int | None:
-        """For DecodeStart.local_prefill_tokens of an attempt at this decode node, with this order of prefill
-        nodes. hand_off: the client's word."""
+        """DecodeStart.local_prefill_tokens for an attempt at this decode node, with this order of prefill
+        nodes. hand_off: the client's choice."""
         here = self._figures(decode, self._preferred_decode)
         there = self._figures(prefill[0], self._preferred_prefill) if prefill else None
         self._decision = split.decide(here, there, len(self._prompt.tokens), hand_off)
@@ -256,18 +258,18 @@ class RequestRouting:
             self._at_prefill = None
 
     def reckon(self, split: Split, stats: decode_pb2.RequestStats, first: float) -> None:
-        """The first attempt has finished; its first token had come at `first`, on the clock."""
+        """The first attempt has finished; `first`: time of its first token on the clock."""
         if self._decision is not None:
             now = self._router.clock()
             split.ended(self._decision, stats, first - self._sent_at, now - self._sent_at)
 
     def ended(self) -> None:
-        """Nothing of the request is left at any node. Idempotent."""
+        """The request has ended at every node. Idempotent."""
         self.computed()
         if self._at_decode is not None:
             self._at_decode.drop(self._number)
             self._at_decode = None
 
     def predicted(self, stats: decode_pb2.RequestStats, decode: str) -> int:
-        """Tokens of the prompt that the node which computed it was taken to hold."""
+        """Predicted cached tokens of the node that computed the prompt."""
         return self._cached.get(stats.prefill_address or decode, 0)

@@ -25,7 +25,7 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2
 
 START_SECONDS = 60.0
 """How long the start waits for a tokenizer and a decode node. Then the gateway serves, and refuses with
-UNAVAILABLE what it cannot serve yet."""
+UNAVAILABLE what it cannot serve."""
 
 _log = get_logger()
 
@@ -33,8 +33,8 @@ _log = get_logger()
 async def serve(
     config: GatewayConfig, *, ready: asyncio.Event | None = None, stop: asyncio.Event | None = None
 ) -> int:
-    """Runs the gateway until it is told to stop. Returns the process's exit code. Unless `stop` is given,
-    SIGHUP reads the API keys again."""
+    """Runs the gateway until it is stopped. Returns the process's exit code. Unless `stop` is given,
+    SIGHUP reloads the API keys."""
     node = GatewayNode(config)
     with _reloading(node, install=stop is None):
         return await run_node(
@@ -94,7 +94,7 @@ class GatewayNode:
             _log.warning("serving without all peers", missing="; ".join(self.gateway.missing()))
 
     def _make_http(self, port: int) -> HttpServer:
-        """Binds. Raises BatonError when a port cannot be had or the certificate cannot be used."""
+        """Binds. Raises BatonError if a port is in use or the certificate cannot be used."""
         config = self._config
         tls = None
         if config.tls_cert:
@@ -130,7 +130,7 @@ class GatewayNode:
         info = self.gateway.info()
         if self._http is not None:
             info.http_address = join_address(self._config.host, self._http.port)
-        # Not connected to: each gateway serves by itself. Named so that one can be asked for all.
+        # Gateways do not connect to each other. They are listed so that `baton status` finds all from one.
         info.peers.extend(node_pb2.Peer(role="gateway", address=each) for each in self._config.siblings)
         return info
 

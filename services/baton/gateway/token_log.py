@@ -1,4 +1,4 @@
-"""What a request has produced, and how much of that its client has been given."""
+"""A request's output, and how much of it the client has taken."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2
 
 CONTEXT_TOKENS = 32
-"""Of the prompt: enough for a character that lies across its end, also with special tokens in it."""
+"""Prompt tokens as context: enough for a character that crosses the prompt's end, also with special tokens
+in it."""
 LOGPROBS_PER_DELTA = 512
 """Bounds the size of a merged delta: a position with 20 alternatives takes about 500 bytes."""
 
@@ -20,8 +21,8 @@ class StopMatcher:
     """Finds the first stop string in a text that comes in pieces, whatever the borders of the pieces.
 
     The first match is the one that ends first; of those that end at the same place, the longest. That makes
-    the outcome independent of how the text was cut into pieces. Only what may still become a stop string is
-    held back: the longest end of the text that a stop string starts with.
+    the outcome independent of how the text was cut into pieces. Text is held back only if it may become a
+    stop string: the longest end of the text that a stop string starts with.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -76,14 +77,14 @@ class ChoiceLog:
     def __init__(self, index: int, stop: Sequence[str], min_tokens: int) -> None:
         self.index = index
         self.token_ids: list[int] = []
-        """All that decode nodes have sent. None of these positions is ever sampled again."""
+        """All tokens that decode nodes have sent. None of these positions is ever sampled again."""
         self.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
         self._detokenizer: Detokenizer | None = None
         self._matcher = StopMatcher(stop)
         self._one_by_one = bool(stop)
         self._min_tokens = min_tokens
         self._logprobs: list[common_pb2.PositionLogprobs] = []
-        # Invariant: what lies before the marks has been taken by the client's writer.
+        # Invariant: the client's writer has taken everything before the marks.
         self._taken_tokens = 0
         self._pieces: list[str] = []
         self._taken_pieces = 0
@@ -95,7 +96,7 @@ class ChoiceLog:
 
     @property
     def unread(self) -> int:
-        """Tokens that have not been taken."""
+        """Number of tokens not yet taken."""
         return len(self.token_ids) - self._taken_tokens
 
     @property
@@ -117,8 +118,8 @@ class ChoiceLog:
         logprobs: Sequence[common_pb2.PositionLogprobs],
         finish_reason: common_pb2.FinishReason,
     ) -> None:
-        """Appends tokens of a decode node, with their text. What follows a stop string is dropped: the node
-        goes on until all of the request is cancelled."""
+        """Appends tokens of a decode node with their text. Tokens after a stop string are dropped: the
+        node continues until the whole request is cancelled."""
         if not self._one_by_one or len(token_ids) <= 1:
             if not self.finish_reason:
                 self._detokenize(token_ids, logprobs, finish_reason)
@@ -176,7 +177,7 @@ class ChoiceLog:
             self._pieces.append(shown)
 
     def take(self, id: str, include_token_ids: bool) -> inference_pb2.GenerateResponse | None:
-        """What is new since the last call, merged, as a delta of request `id`; None if nothing is."""
+        """New output since the last call, merged into a delta of request `id`; None if there is none."""
         start, end = self._taken_tokens, len(self.token_ids)
         if self._logprobs:
             end = min(end, start + LOGPROBS_PER_DELTA)
@@ -258,7 +259,7 @@ class TokenLog:
 
     @property
     def more(self) -> bool:
-        """A further `take` has something: what it gives out is bounded."""
+        """Whether `take` has more: one call returns a bounded amount."""
         return self.unread > 0 or (self.terminal is not None and not self._terminal_taken)
 
     @property
@@ -270,15 +271,15 @@ class TokenLog:
         self._accepted = accepted
 
     def set_prompt_logprobs(self, logprobs: Sequence[common_pb2.PositionLogprobs]) -> None:
-        """They go into the first delta; until they are here no delta is taken."""
+        """They go into the first delta; no delta is taken before they arrive."""
         self._prompt_logprobs = logprobs
 
     def finish(self, finished: inference_pb2.Finished) -> bool:
-        """Ends the request well. False if it has ended before: then nothing changes."""
+        """Finishes the request. Returns False and changes nothing if it has ended before."""
         return self._end(finished)
 
     def fail(self, status: status_pb2.Status) -> bool:
-        """Ends the request badly. False if it has ended before: then nothing changes."""
+        """Fails the request. Returns False and changes nothing if it has ended before."""
         return self._end(status)
 
     def _end(self, terminal: inference_pb2.Finished | status_pb2.Status) -> bool:

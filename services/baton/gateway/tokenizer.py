@@ -1,5 +1,5 @@
-"""The Tokenizer service as the gateway uses it: prompts are encoded by any of its processes that answers, and
-their common vocabulary is fetched once, so that the gateway detokenizes by itself."""
+"""The gateway's client of the tokenizer processes. Any process that answers encodes prompts. Their common
+vocabulary is fetched once, so that the gateway detokenizes by itself."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ RETRY_SECONDS = 0.1
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 2.0
 CONNECT_SECONDS = 10.0
-"""A tokenizer must answer the first questions about itself within so long."""
+"""Time for a tokenizer's first answers."""
 VOCABULARY_SECONDS = 60.0
-"""A vocabulary must have come within so long."""
+"""Time for a vocabulary to arrive."""
 
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 """Of a call. CANCELLED is of a tokenizer that stops."""
@@ -54,7 +54,7 @@ class TokenizerPeer:
         self.info: node_pb2.NodeInfo | None = None
         """None: not usable now."""
         self.stub: Any = None
-        """Of Tokenizer, while there is a connection."""
+        """Stub of Tokenizer while connected."""
         self._accept = accept
         self._dial = dial
         self._error: BatonError | None = None
@@ -66,7 +66,7 @@ class TokenizerPeer:
 
     @property
     def trouble(self) -> BatonError:
-        """That it cannot be reached, and why."""
+        """The error that it cannot be reached, with the reason."""
         return self.gone(self._error)
 
     def start(self) -> None:
@@ -126,7 +126,7 @@ class Tokenizer:
     def __init__(self, wait_seconds: float, dial: Dial = open_channel) -> None:
         self.nodes: dict[str, TokenizerPeer] = {}
         self.vocabulary: Vocabulary | None = None
-        """Of the tokenizers that are connected, or were last; None: none has been yet."""
+        """Of the tokenizers that are or were last connected; None: none yet."""
         self.model: node_pb2.ModelInfo | None = None
         """Likewise."""
         self._wait_seconds = wait_seconds
@@ -144,7 +144,7 @@ class Tokenizer:
             node.start()
 
     def remove(self, address: str) -> None:
-        """What it was asked is asked of others."""
+        """Its calls are repeated at others."""
         node = self.nodes.pop(address, None)
         if node is not None:
             self._closing.spawn(node.close(), f"leave tokenizer {address}")
@@ -158,7 +158,7 @@ class Tokenizer:
         return any(node.connected for node in self.nodes.values())
 
     def trouble(self) -> BatonError:
-        """That no tokenizer can be reached, and why."""
+        """The error that no tokenizer can be reached, with the reason."""
         found = next((node.trouble for node in self.nodes.values() if not node.connected), None)
         return found or unavailable("no tokenizer is known", "TOKENIZER_UNAVAILABLE", 1000)
 
@@ -193,7 +193,7 @@ class Tokenizer:
     async def encode(
         self, inputs: Sequence[tokenizer_pb2.EncodeInput], timeout: float
     ) -> list[tokenizer_pb2.EncodeResult]:
-        """Encodes; raises the BatonError of the first input that cannot be."""
+        """Encodes all inputs; raises the BatonError of the first that fails."""
         response = await self._encode(tokenizer_pb2.EncodeRequest(inputs=inputs), timeout)
         for result in response.results:
             if result.HasField("error"):
@@ -214,8 +214,8 @@ class Tokenizer:
     async def _encode(
         self, request: tokenizer_pb2.EncodeRequest, timeout: float
     ) -> tokenizer_pb2.EncodeResponse:
-        """Asks one after the other until one answers. Raises BatonError: TOKENIZER_UNAVAILABLE when none
-        does."""
+        """Calls one tokenizer after the other until one answers. Raises BatonError: TOKENIZER_UNAVAILABLE
+        if none does."""
         now = time.monotonic()
         deadline, wait_until = now + timeout, now + self._wait_seconds
         while True:
