@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hash_runner import HashRunner
 
-from baton.decode.core import DecodeCore, DecodePolicy, Key
-from baton.decode.outputs import Failed
+from baton.decode.core import DecodeCore
+from baton.decode.types import DecodePolicy, Failed, Key
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import SchedulerConfig

@@ -7,7 +7,7 @@ from decode_node import Node, Runner
 from test_attempts import A, B, attempts, placed
 
 from baton.decode.core import MAX_FAILED_STEPS
-from baton.decode.outputs import Done, Failed
+from baton.decode.types import Done, Failed
 from baton.engine.step_loop import MAX_FAILED_STEPS as MAX_IN_A_ROW
 from baton.gateway.attempts import PROVEN_TOKENS
 from baton.rpc.errors import BatonError, unavailable

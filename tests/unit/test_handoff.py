@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 from hash_runner import HashRunner, reference
 
-from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
-from baton.decode.outputs import Done, Prompt, Tokens
+from baton.decode.core import DecodeCore
+from baton.decode.types import DecodePolicy, Done, Key, Peer, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Set
 
 from google.rpc import status_pb2
 
-from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
+from baton.decode.types import Done, Failed, Output, Prompt, Tokens
 from baton.rpc.errors import BatonError, not_found, to_status
 from baton.rpc.streams import Outbox, byte_size
 from baton.v1 import decode_pb2

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from baton.config import DecodeConfig
-from baton.decode.core import Peer
 from baton.decode.messages import events_from, request_for, several
+from baton.decode.types import Peer
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
 from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull, StopPull
 from baton.handoff.pull_cost import PullMeter

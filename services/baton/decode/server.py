@@ -12,10 +12,9 @@ import grpc.aio
 
 from baton.config import DecodeConfig
 from baton.decode.callers import DecodeStream, add_output
-from baton.decode.core import DecodeCore, Key, make_core
-from baton.decode.outputs import Output
+from baton.decode.core import DecodeCore, make_core
 from baton.decode.peers import PrefillPeers
-from baton.engine.request import Request
+from baton.decode.types import Key, Output
 from baton.handoff.messages import DecodeEffect
 from baton.rpc.authentication import ClusterAuthentication
 from baton.rpc.errors import BatonError, invalid, unavailable
@@ -23,7 +22,7 @@ from baton.rpc.node import run_node
 from baton.rpc.validate import check_token_ids
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2
 from baton.worker.caller_stream import CallerStreams
-from baton.worker.convert import check_start, delivered_from, sampling_from
+from baton.worker.convert import check_start, delivered_from, request_from, sampling_from
 from baton.worker.node import WorkerNode
 
 HAND_BACK_SECONDS = 2.0
@@ -189,24 +188,14 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
         except BatonError as error:
             caller.refuse(start.request, start.attempt, error)
             return
-        seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else self._config.request_seconds
-        cut = len(start.token_ids) - start.delivered
-        request = Request(
-            key=Key(caller, start.request),
-            prompt=tuple(start.token_ids[:cut]),
-            delivered=delivered,
-            params=sampling_from(start.sampling, info.eos_token_ids, max(1, info.context_length - cut)),
-            n=n,
-            namespace=start.namespace,
-            priority=start.priority,
-            deadline=time.monotonic() + min(seconds, self._config.request_seconds),
-            failed_steps=start.failed_steps,
-        )
+        room = max(1, info.context_length - len(start.token_ids) + start.delivered)
+        params = sampling_from(start.sampling, info.eos_token_ids, room)
+        key = Key(caller, start.request)
+        request = request_from(start, key, n, delivered, params, self._config.request_seconds)
         candidates = tuple(dict.fromkeys(start.prefill)) or self._config.prefill
         for address in candidates:
             self._peers.connect(address)
-        attempt, key = start.attempt, Key(caller, start.request)
-        gateway = caller.incarnation
+        attempt, gateway = start.attempt, caller.incarnation
         local = start.local_prefill_tokens if start.HasField("local_prefill_tokens") else None
         self.steps.call(lambda core, now: core.start(key, gateway, attempt, request, candidates, now, local))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.decode.outputs import Done, Failed, Output, Tokens
+from baton.decode.types import Done, Failed, Output, Tokens
 from baton.sim.world import Actor, World
 
 

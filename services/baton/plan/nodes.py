@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.decode.core import DecodeCore, Key, Peer
+from baton.decode.core import DecodeCore
 from baton.decode.core import make_core as make_decode_core
-from baton.decode.outputs import Output
+from baton.decode.types import Key, Output, Peer
 from baton.engine.batch import Step
 from baton.engine.request import Request
 from baton.engine.scheduler import SchedulerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.decode.outputs import Done, Failed, Output, Tokens
+from baton.decode.types import Done, Failed, Output, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.latency import Record, Targets

@@ -11,7 +11,6 @@ from typing import Any
 import grpc.aio
 
 from baton.config import PrefillConfig
-from baton.engine.request import Request
 from baton.handoff.messages import (
     ChunkAnnounced,
     FirstSampled,
@@ -41,6 +40,7 @@ from baton.worker.convert import (
     name_from,
     name_to,
     prompt_logprobs_to,
+    request_from,
     sampling_from,
 )
 from baton.worker.node import WorkerNode, status_of
@@ -147,19 +147,10 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
             event = prefill_pb2.PrefillEvent(attempt=start.attempt, failed=to_status(error))
             caller.outbox.put(prefill_pb2.PrefillResponse(events=[event]))
             return
-        seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else self._config.request_seconds
-        cut = len(start.token_ids) - start.delivered
-        request = Request(
-            key=name,
-            prompt=tuple(start.token_ids[:cut]),
-            delivered=(tuple(start.token_ids[cut:]),) if start.delivered else (),
-            params=sampling_from(start.sampling, info.eos_token_ids, info.context_length),
-            n=n,
-            namespace=start.namespace,
-            priority=start.priority,
-            deadline=time.monotonic() + min(seconds, self._config.request_seconds),
-            failed_steps=start.failed_steps,
-        )
+        delivered = tuple(start.token_ids[len(start.token_ids) - start.delivered :])
+        params = sampling_from(start.sampling, info.eos_token_ids, info.context_length)
+        choices = (delivered,) if delivered else ()
+        request = request_from(start, name, n, choices, params, self._config.request_seconds)
         keep = start.keep_pages if start.HasField("keep_pages") else True
         ahead = start.announce_ahead
         self.steps.call(lambda core, now: core.side.start(caller, name, request, keep, now, ahead))

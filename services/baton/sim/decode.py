@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from baton.decode.core import DecodeCore, DecodePolicy, Key, Peer
-from baton.decode.outputs import Done, Failed, Output, Prompt, Tokens
+from baton.decode.core import DecodeCore
+from baton.decode.types import DecodePolicy, Done, Failed, Key, Output, Peer, Prompt, Tokens
 from baton.engine.request import Request
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import DecodeEffect, StartPull, StopPull

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.rpc import status_pb2
 
-from baton.decode.outputs import Done, Failed, Prompt, Tokens
+from baton.decode.types import Done, Failed, Prompt, Tokens
 from baton.gateway.attempts import Attempts, ResumePolicy, Wait
 from baton.gateway.decode_node import Liveness
 from baton.gateway.node_load import NodeLoad

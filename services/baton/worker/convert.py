@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Hashable, Iterable, Sequence
 from types import MappingProxyType
 
 from baton.engine.plan import Logprobs
-from baton.engine.request import FinishReason
+from baton.engine.request import FinishReason, Request
 from baton.engine.sampling import SamplingParams
 from baton.handoff.messages import AttemptName
 from baton.rpc.errors import invalid
 from baton.rpc.validate import check_choices, check_sampling, check_token_ids
-from baton.v1 import common_pb2, decode_pb2
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
 FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -119,6 +120,29 @@ def delivered_from(
             text = f"choices[{index}] has {len(choice.token_ids)} tokens: nothing is left to do"
             raise invalid(f"choices[{index}].token_ids", text)
     return tuple(None if choice.finished else tuple(choice.token_ids) for choice in start.choices)
+
+
+def request_from(
+    start: decode_pb2.DecodeStart | prefill_pb2.PrefillStart,
+    key: Hashable,
+    n: int,
+    delivered: tuple[tuple[int, ...] | None, ...],
+    params: SamplingParams,
+    most_seconds: float,
+) -> Request:
+    """A checked start as the engine takes it. `most_seconds`: the node's own limit."""
+    seconds = start.timeout_ms / 1000 if start.HasField("timeout_ms") else most_seconds
+    return Request(
+        key=key,
+        prompt=tuple(start.token_ids[: len(start.token_ids) - start.delivered]),
+        delivered=delivered,
+        params=params,
+        n=n,
+        namespace=start.namespace,
+        priority=start.priority,
+        deadline=time.monotonic() + min(seconds, most_seconds),
+        failed_steps=start.failed_steps,
+    )
 
 
 def name_from(message: common_pb2.Attempt) -> AttemptName:

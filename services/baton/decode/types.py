@@ -1,0 +1,130 @@
+"""Plain data of a decode node: its requests, the prefill nodes it knows, and what its callers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from baton.engine.plan import Logprobs
+from baton.engine.request import FinishReason, Request
+from baton.v1 import decode_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A request's name at this node: the caller's stream and the number the caller gave."""
+
+    caller: Hashable
+    request: int
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """State of a request from its start to its terminal event."""
+
+    key: Key
+    gateway: int
+    attempt: int
+    request: Request
+    candidates: tuple[str, ...]
+    local_tokens: int
+    """A prompt with at most this many uncached tokens is prefilled here."""
+    tried: int = 0
+    """Candidates given up so far."""
+    address: str = ""
+    """Where the prompt is computed; empty: here."""
+    fallback: bool = False
+    """The prompt is computed here because no prefill node could be used."""
+    retries: int = 0
+    """Hand-offs that failed."""
+    pulled_pages: int = 0
+    output_tokens: int = 0
+    last_failure: str = ""
+    step_failure: str = ""
+    """With which of STEP_FAILURES a prefill node last failed it."""
+    admitted: float | None = None
+    """When its admission was last decided on, less the seconds that steps had stalled by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Last known state of a prefill node."""
+
+    up: bool
+    since: float
+    transport: str = ""
+    shares_gpu: bool = False
+    """Whether it runs on this node's GPU."""
+
+
+@dataclass(slots=True)
+class DecodeCounters:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    """Refused because their deadline could not be met."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePolicy:
+    local_prefill_tokens: int | None
+    """A prompt with at most this many uncached tokens is prefilled here. None: callers decide."""
+    fallback_tokens: int
+    """Limit of prompt tokens prefilled here at a time because no prefill node could be used."""
+    silence_seconds: float
+    pull_seconds: float
+    """A pull that takes longer is given up."""
+
+
+# --- what callers are told, which `callers` puts on the wire ---
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Not frozen, for its number: see `engine.plan`."""
+
+    request: int
+    attempt: int
+    choice: int
+    token: int
+    logprobs: Logprobs | None
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    request: int
+    attempt: int
+    cached_tokens: int
+    logprobs: tuple[Logprobs, ...] | None
+    """None: not requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Terminal."""
+
+    request: int
+    attempt: int
+    stats: decode_pb2.RequestStats
+    """`pulled_bytes` is the shell's to set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Terminal. `code` is the name of a gRPC status code."""
+
+    request: int
+    attempt: int
+    code: str
+    reason: str
+    message: str
+    field: str | None = None
+    retry_after_ms: int | None = None
+
+
+Output = Tokens | Prompt | Done | Failed
