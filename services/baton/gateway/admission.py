@@ -1,4 +1,4 @@
-"""What is refused before any work starts."""
+"""Checks of requests before any work starts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def check_id(id: str) -> None:
 def check_start(
     start: inference_pb2.GenerateStart, config: GatewayConfig, model: node_pb2.ModelInfo | None
 ) -> None:
-    """Raises BatonError naming the field for whatever can be refused without encoding the prompt.
+    """Raises BatonError naming the field for everything that can be refused without encoding the prompt.
 
-    model None: no decode node has been reached yet, so names and token ids are not checked against it.
+    model None: no decode node has been reached yet, so names and token ids are not checked.
     """
     if model is not None and start.model not in ("", model.name):
         raise BatonError(

@@ -37,8 +37,8 @@ class Wait:
 class Attempts:
     """The attempts at one request, one after the other.
 
-    The caller alternates `place` and `begin`; then either `done` or `ended` follows. What a decode node says
-    counts only while `current` holds: tokens of an attempt that has been given up never reach the log.
+    The caller alternates `place` and `begin`; then either `done` or `ended` follows. Messages of a decode
+    node count only while `current` holds: tokens of an attempt that was given up never reach the log.
 
     resumable: False when the client prefers an error to a resume.
     """

@@ -1,14 +1,14 @@
-"""Who may use the gateway: clients by API key, the deployment's own processes and commands by its secret.
+"""Authentication of the gateway: clients by API key, processes and commands of the deployment by the cluster
+secret.
 
-Where there are keys, what concerns the deployment as a whole (`baton.v1.Node`, /metrics) needs the cluster
-secret: no client's key drains a gateway. The file of API keys has one a line, and is read again when it
-changes:
+With API keys, `baton.v1.Node` and /metrics need the cluster secret: no client's key drains a gateway. The
+file of API keys has one a line, and is read again when it changes:
 
     # comment
     KEY [name=NAME] [requests=N] [streams=N] [prompt_tokens=N]
 
 KEY is 16 or more printable characters, or `sha256:` and the hexadecimal SHA-256 of a key, so that the file
-need not hold it. The rest limits that key; 0 is no limit, what is not there is as the configuration says.
+need not hold it. The rest limits that key; 0 is no limit, and the configuration gives the defaults.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ _log = get_logger()
 class ApiKeys:
     """Used on one event loop only.
 
-    Keys are found by a digest under a random key of this process, so that the time of a search tells nothing
-    of the keys: whoever sends one cannot know what is compared.
+    Keys are looked up by a digest under a random key of this process, so that the time of a look-up reveals
+    nothing about the keys.
     """
 
     def __init__(self, path: str, limits: Limits) -> None:

@@ -11,10 +11,10 @@ from baton.rpc.errors import BatonError, exhausted
 
 
 class SlowReader:
-    """Watches how much of one request's output its client has not taken.
+    """Watches how much of one request's output is unread.
 
-    Above `limit` tokens the request is paused, at half of that it goes on. One that has been paused for
-    `seconds` fails. What was under way when it was paused still comes: a little more than `limit` is kept.
+    Above `limit` tokens the request pauses, at half of that it continues. After a pause of `seconds` it
+    fails. Tokens under way at the pause still come, so that a little more than `limit` is kept.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 
 class Liveness:
-    """One question is out at a time; a node that leaves it unanswered for `limit` seconds is silent.
+    """One heartbeat is out at a time. A node that does not answer it for `limit` seconds is silent.
 
     `tick` is to be called about every `interval` seconds.
     """
@@ -40,9 +40,9 @@ class Liveness:
         return self._asked is not None and now - self._asked > self._limit
 
     def tick(self, now: float, wanted: bool) -> bool:
-        """Whether to ask now; wanted: whether anybody waits for the node.
+        """Whether to send a heartbeat now. wanted: whether requests wait for the node.
 
-        After a pause of its own the caller has answers that it has not read yet: it asks anew.
+        If the caller itself has paused, unread answers may be pending, so it sends a new heartbeat first.
         """
         paused = self._ticked is not None and now - self._ticked > self._limit / 2
         self._ticked = now
@@ -59,9 +59,9 @@ _log = get_logger()
 
 
 class TokenSink(Protocol):
-    """A request that runs on a decode node. on_finished and on_failed end its attempt: one of them, once.
+    """A request that runs on a decode node. Exactly one of on_finished and on_failed ends its attempt, once.
 
-    Whether an attempt is the one that runs, the sink decides.
+    The sink decides whether an attempt is the current one.
     """
 
     @property
@@ -75,10 +75,10 @@ class TokenSink(Protocol):
 
 
 class DecodePeer:
-    """One decode node. It takes requests once it is connected and has said what it serves.
+    """One decode node. It takes requests once it is connected and its model is known.
 
-    silence: seconds after which a node that leaves a heartbeat unanswered gives its requests to others.
-    accept: judges the model that the node serves; raises BatonError when it must not be used.
+    silence: seconds without an answer to a heartbeat after which its requests go to other nodes. accept:
+    checks the node's model; raises BatonError if it must not be used.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class DecodePeer:
         cancel = decode_pb2.DecodeCancel(request=request, attempt=attempt)
         self._link.send(decode_pb2.GenerateCommand(cancel=cancel))
 
-    # What the node says.
+    # Messages of the node.
 
     def _on_message(self, message: decode_pb2.StepEvents) -> None:
         self._liveness.heard()

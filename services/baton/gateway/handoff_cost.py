@@ -1,22 +1,21 @@
 """Predicts the time of a request with its prompt computed on a prefill node or on the decode node. Pure.
 
-Only what differs between the two ways is reckoned: rows to wait for and steps after the second token are the
-same either way. All times are in seconds. D is the decode node with its R rows, P the prefill node.
+Only the differences between the two choices count: waiting for rows and steps after the second token are the
+same for both. All times are in seconds. D is the decode node with its R rows, P the prefill node.
 
-Split. The prompt waits at P for the prompts there, and is computed; the rest of a step of D passes, half of
-one on average, before D's step thread has heard of the first token. (With overlap it hears at once; what is
-reckoned too much is learned from the requests that end: `more` below.) Then pages move: those of the last
-step's tokens, for all earlier ones have moved meanwhile. Half a step later on average the request is in the
-batch.
+Split. The prompt waits at P for the prompts there and is computed. D's step thread receives the first token
+after the rest of a running step, half a step on average. (With overlap it receives it at once; the prediction
+bias, `more` below, corrects this.) Then the pages of the last step's tokens move; all earlier ones have moved
+meanwhile. Half a step later, on average, the request joins the batch.
 
-Local. The prompt waits at D for the prompts there, and is computed in steps that hold D's rows too, and take
-their time as well. And it costs others: each of the R rows gets its next token later by all the time that the
-prompt takes. A prompt at P delays nobody who is there: they are before it. What later requests will wait, at
-the one or the other, is left out on both sides.
+Local. The prompt waits at D for the prompts there and is computed in steps that also hold D's rows, and take
+their time as well. It delays others: each of the R rows gets its next token later by the whole time of the
+prompt. A prompt at P delays none of those there, because they come first. The wait of later requests is left
+out for both choices.
 
-So the way is chosen that adds least to the sum of all requests' times, not to this one's alone. An idle D
-computes what comes, a busy one hands it off; and where P has fallen behind, D takes what costs its rows less
-than waiting would cost the prompt.
+So the choice is the one that adds least to the sum of all requests' times. An idle D computes prompts itself,
+a busy one hands them off. If P has fallen behind, D takes prompts whose delay of its rows is smaller than
+their wait would be.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ PRECISION = 16
 @dataclass(frozen=True, slots=True)
 class Expected:
     first: float
-    """Until the first token."""
+    """Seconds until the first token."""
     gap: float
-    """From there until the second one can be computed."""
+    """From the first token until the second can be computed."""
     step: float
-    """Each further token."""
+    """For each further token."""
     others: float
     """Delay of all other rows' tokens, summed."""
 
@@ -53,12 +52,12 @@ class Expected:
         return self.first + self.gap + self.others
 
     def end(self, tokens: int) -> float:
-        """Until the last of so many output tokens, >= 1."""
+        """Seconds until the last of `tokens` >= 1 output tokens."""
         return self.first + (self.gap + self.step * (tokens - 1) if tokens > 1 else 0.0)
 
 
 def expect_local(prompt: int, decode: NodeLoad) -> Expected:
-    """On the decode node. Raises ValueError where its step cost is not known."""
+    """Predicts the prompt on the decode node. Raises ValueError if its step cost is not known."""
     cost = _cost(decode)
     missing = max(1, prompt - decode.cached)
     own = _chunk(cost, prompt, missing)
@@ -70,7 +69,7 @@ def expect_local(prompt: int, decode: NodeLoad) -> Expected:
 
 
 def expect_split(prompt: int, decode: NodeLoad, prefill: NodeLoad) -> Expected:
-    """On the prefill node. Raises ValueError where a step cost is not known."""
+    """Predicts the prompt on the prefill node. Raises ValueError if a step cost is not known."""
     cost, there = _cost(decode), _cost(prefill)
     missing = max(1, prompt - prefill.cached)
     steps = math.ceil((prefill.queued_tokens + missing) / max(1, prefill.step_tokens))
@@ -82,9 +81,9 @@ def expect_split(prompt: int, decode: NodeLoad, prefill: NodeLoad) -> Expected:
 
 
 def local_limit(prompt: int, decode: NodeLoad, prefill: NodeLoad, more: float = 0.0) -> int:
-    """About the most tokens that the decode node should compute of this prompt itself, 0 to `prompt`, however
-    many turn out to be cached there. more: seconds that first tokens of split requests are known to be later
-    than reckoned here, less those of local ones. Raises ValueError where a step cost is not known."""
+    """The most tokens of this prompt that the decode node should compute itself, about, from 0 to
+    `prompt`, however many turn out to be cached there. more: prediction bias in seconds of first tokens of
+    split requests, minus that of local ones. Raises ValueError if a step cost is not known."""
     most = expect_split(prompt, decode, prefill).cost + more
 
     def worth(tokens: int) -> bool:
@@ -116,7 +115,7 @@ def _next(cost: StepCost, decode: NodeLoad) -> float:
 
 
 def _chunk(cost: StepCost, prompt: int, missing: int) -> float:
-    """The last `missing` tokens of a prompt, beside what any step takes."""
+    """Time of the last `missing` tokens of a prompt, without the fixed cost of steps."""
     return cost.token * missing + cost.pair * chunk_pairs(prompt - missing, missing)
 
 

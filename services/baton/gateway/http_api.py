@@ -48,7 +48,7 @@ _Starts = TypeVar("_Starts")
 
 
 def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI:
-    """The HTTP application of one gateway; `authentication` says who may use it."""
+    """The HTTP application of one gateway."""
     app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(
         HttpAuthentication, authentication=authentication, max_header_bytes=gateway.config.max_header_bytes

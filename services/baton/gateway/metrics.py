@@ -1,4 +1,4 @@
-"""What the gateway measures of its requests, and what the log says of those that have ended."""
+"""Metrics of the gateway's requests, and the request log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load of one node, as the gateway knows it: what it reported, and what was sent to it since. Pure."""
+"""The load of one node: what it reported, and what this gateway has sent to it since. Pure."""
 
 from __future__ import annotations
 

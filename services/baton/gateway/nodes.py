@@ -181,9 +181,9 @@ class Nodes:
             raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
 
     def remove(self, role: str, address: str) -> None:
-        """A node that is to be left: what runs there goes on elsewhere. Idempotent.
+        """Removes a node; its requests continue elsewhere. Idempotent.
 
-        One that only drains need not be removed; it says so itself.
+        A draining node need not be removed; it says so itself.
         """
         if role == "tokenizer":
             self.tokenizer.remove(address)

@@ -46,10 +46,10 @@ class Job:
             request.cancel(reason)
 
     async def wait_for_output(self) -> None:
-        """Returns when there is output, or everything has finished. Raises ApiError for a failure.
+        """Returns when there is output, or all have finished. Raises ApiError for a failure.
 
-        Before any output all prompts must have been accepted, so that one that is wrong fails the HTTP
-        request, and not its stream.
+        All prompts must have been accepted before any output, so that a wrong one fails the HTTP request and
+        not its stream.
         """
         while self._waiting:
             self._wake.clear()

@@ -58,8 +58,8 @@ class Prober:
         every: float,
         report: Callable[[str, float], None],
     ) -> None:
-        """hops: the pairs to probe. next_number: of a request. every: seconds between probes. report: is told
-        the outcome and the seconds of each."""
+        """hops: the pairs to probe. next_number: returns a request number. every: seconds between probes.
+        report: gets the outcome and the seconds of each."""
         self.failures: dict[Pair, str] = {}
         self._hops = hops
         self._next_number = next_number

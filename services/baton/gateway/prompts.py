@@ -1,4 +1,4 @@
-"""From what a client sends as prompt to token ids; sessions, whose turns continue one token sequence."""
+"""Converts prompts to token ids, and keeps sessions, whose turns continue one token sequence."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ that all prompts begin with must not draw all prompts to one node."""
 def pick_decode(
     policy: str, nodes: Sequence[NodeLoad], tokens: int, turn: int = 0, preferred: str = ""
 ) -> str:
-    """The address of the decode node for a prompt of so many tokens, out of at least one.
+    """The address of the decode node for a prompt of `tokens` tokens, from at least one.
 
-    turn: rises by one with each request. preferred: taken where it is as good as the best.
+    turn: counts requests. preferred: chosen if it is as good as the best.
     """
     if policy == "round-robin":
         return nodes[turn % len(nodes)].address
