@@ -92,11 +92,14 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def runs(tree: ast.Module) -> Iterator[ast.AST]:
-    """What runs: neither messages of errors, nor annotations, nor what is only declared."""
+    """What runs: neither messages of errors, nor annotations, nor constants and aliases of a module."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.Module):
+            waiting += [child for child in node.body if not isinstance(child, ast.Assign | ast.AnnAssign)]
             continue
         yield node
         if isinstance(node, ast.AnnAssign):
@@ -127,16 +130,16 @@ def mutations() -> Iterator[tuple[Path, ast.Module, ast.AST, ast.AST]]:
 
 
 def tests_of(there: Path, path: Path) -> list[str]:
-    """Unit tests that import a module, those that import the fewest others first."""
+    """Unit tests named after a module or importing it, those that import the fewest others first."""
     module = "baton." + ".".join(path.relative_to(ROOT / "services/baton").with_suffix("").parts)
     package = module.rpartition(".")[0]
-    wanted = re.compile(
-        rf"^from ({re.escape(module)}|{re.escape(package)}) import|^import {re.escape(module)}$", re.M
-    )
-    found = [
-        (test.read_text().count("from baton."), test) for test in (there / "tests/unit").glob("test_*.py")
-    ]
-    return [str(test.relative_to(there)) for _, test in sorted(found) if wanted.search(test.read_text())]
+    wanted = re.compile(rf"^ *from ({re.escape(module)}|{re.escape(package)}) import", re.M)
+    found = []
+    for test in (there / "tests/unit").glob("test_*.py"):
+        text = test.read_text()
+        if wanted.search(text) or path.stem in test.stem:
+            found.append((text.count("from baton."), str(test.relative_to(there))))
+    return [test for _, test in sorted(found)]
 
 
 def run_tests(tests: list[str]) -> bool:

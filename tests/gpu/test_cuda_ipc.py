@@ -15,13 +15,13 @@ from pool_owner import Load, page_content
 
 from baton.transport import TransportError
 from baton.transport import cuda_copy as cuda_copy_module
-from baton.transport.cuda_copy import COPY_ENGINE, PageCopier, Way
+from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy, PageCopier
 from baton.transport.cuda_ipc import CudaIpcReceiver
 
 PAGES = 40
 MB = 2**20
 SLACK = 512 * MB
-WAYS = [COPY_ENGINE, Way(32), Way(2)]
+STRATEGIES = [COPY_ENGINE, CopyStrategy(32), CopyStrategy(2)]
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def directory():
         yield Path(name)
 
 
-async def open_fixed(endpoint, pool, way) -> CudaIpcReceiver:
+async def open_fixed(endpoint, pool, strategy) -> CudaIpcReceiver:
     receiver = await CudaIpcReceiver.open(endpoint, pool)
-    receiver.way = way
+    receiver.strategy = strategy
     return receiver
 
 
@@ -61,9 +61,9 @@ async def test_pulled_bytes_are_the_owners(directory, gpu, page_bytes):
             if busy:
                 owner.ask("busy")
                 load.start()
-            for way in WAYS:
+            for strategy in STRATEGIES:
                 pool = local_pool(PAGES, page_bytes)
-                receiver = await open_fixed(owner.endpoint, pool, way)
+                receiver = await open_fixed(owner.endpoint, pool, strategy)
                 for count in (0, 1, 7, PAGES):
                     pool.pool.fill_(UNTOUCHED)
                     torch.cuda.synchronize()
@@ -163,9 +163,9 @@ async def soon_free(least: int) -> int:
     return free
 
 
-@pytest.mark.parametrize("way", [COPY_ENGINE, Way(32)], ids=str)
+@pytest.mark.parametrize("strategy", [COPY_ENGINE, CopyStrategy(32)], ids=str)
 @pytest.mark.parametrize("gpu", gpus())
-async def test_the_owner_is_killed(directory, way, gpu):
+async def test_the_owner_is_killed(directory, strategy, gpu):
     """Between pulls and during one. What was pulled is right or an error; the memory comes back."""
     pages, page_bytes = 1000, 4 * MB
     pool = local_pool(pages, page_bytes)
@@ -174,7 +174,7 @@ async def test_the_owner_is_killed(directory, way, gpu):
     everything = [(page, page) for page in range(pages)]
     for during in (False, True, True):
         owner = Owner(directory, pages, page_bytes, gpu=gpu)
-        receiver = await open_fixed(owner.endpoint, pool, way)
+        receiver = await open_fixed(owner.endpoint, pool, strategy)
         pool.pool.fill_(UNTOUCHED)
         torch.cuda.synchronize()
         if during:
@@ -207,7 +207,7 @@ async def test_the_owner_is_killed(directory, way, gpu):
         # This process's GPU goes on, and the next owner's pool can be used.
         assert float(torch.ones(8, device="cuda:0").sum()) == 8.0
     with owning(directory, PAGES, page_bytes, gpu=gpu) as owner:
-        receiver = await open_fixed(owner.endpoint, pool, way)
+        receiver = await open_fixed(owner.endpoint, pool, strategy)
         pool.pool.fill_(UNTOUCHED)
         torch.cuda.synchronize()
         await receiver.pull([(5, 6)])
@@ -215,13 +215,13 @@ async def test_the_owner_is_killed(directory, way, gpu):
         await receiver.close()
 
 
-@pytest.mark.parametrize("way", [COPY_ENGINE, Way(2)], ids=str)
-async def test_a_cancelled_pull_writes_nothing_more(directory, way, monkeypatch):
+@pytest.mark.parametrize("strategy", [COPY_ENGINE, CopyStrategy(2)], ids=str)
+async def test_a_cancelled_pull_writes_nothing_more(directory, strategy, monkeypatch):
     monkeypatch.setattr(cuda_copy_module, "PART_BYTES", 8 * MB)
     pages, page_bytes = 1000, 4 * MB
     with owning(directory, pages, page_bytes) as owner:
         pool = local_pool(pages, page_bytes)
-        receiver = await open_fixed(owner.endpoint, pool, way)
+        receiver = await open_fixed(owner.endpoint, pool, strategy)
         everything = [(page, page) for page in range(pages)]
         await receiver.pull(everything[:4])
         cut = 0

@@ -1,4 +1,4 @@
-"""Which way a pull between GPUs goes, and what can be said of CUDA IPC where there is no GPU."""
+"""How pages are copied between GPUs, and what of CUDA IPC can be tested where there is no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from baton.transport import (
     open_receiver,
     share_gpu,
 )
-from baton.transport.cuda_copy import COPY_ENGINE, Way, choose_way, item_bytes, runs_of
+from baton.transport.base import runs_of
+from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy, choose_copy_strategy, item_bytes
 from baton.v1 import common_pb2 as pb
 
 KB, MB = 2**10, 2**20
@@ -28,21 +29,21 @@ KB, MB = 2**10, 2**20
         (1, 9 * MB, COPY_ENGINE, COPY_ENGINE),
         (512, 9 * MB, COPY_ENGINE, COPY_ENGINE),
         (4, 256 * KB, COPY_ENGINE, COPY_ENGINE),
-        (1024, 256 * KB, Way(32), Way(8)),
-        (256, MB, Way(32), COPY_ENGINE),
-        (2048, 16 * KB, Way(32), Way(8)),
+        (1024, 256 * KB, CopyStrategy(32), CopyStrategy(8)),
+        (256, MB, CopyStrategy(32), COPY_ENGINE),
+        (2048, 16 * KB, CopyStrategy(32), CopyStrategy(8)),
         (2048, 16 * KB + 8, COPY_ENGINE, COPY_ENGINE),
     ],
 )
-def test_the_way(pages, page_bytes, idle, busy):
+def test_the_strategy(pages, page_bytes, idle, busy):
     """Of pages at random places."""
-    assert choose_way(pages, pages, page_bytes, busy=False) == idle
-    assert choose_way(pages, pages, page_bytes, busy=True) == busy
-    assert choose_way(pages, pages, page_bytes, busy=False, kernel=False) == COPY_ENGINE
+    assert choose_copy_strategy(pages, pages, page_bytes, busy=False) == idle
+    assert choose_copy_strategy(pages, pages, page_bytes, busy=True) == busy
+    assert choose_copy_strategy(pages, pages, page_bytes, busy=False, kernel=False) == COPY_ENGINE
 
 
 def test_adjacent_pages_are_one_copy():
-    assert choose_way(2048, 1, 16 * KB, busy=False) == COPY_ENGINE
+    assert choose_copy_strategy(2048, 1, 16 * KB, busy=False) == COPY_ENGINE
 
 
 def test_items_divide_pages():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from baton.engine.plan import RowResult, Sampled, StepResult
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
@@ -172,6 +173,45 @@ def test_pages_with_other_generations_are_dropped():
     node.first()
     assert node.pulled(pull, generation=2) == [CancelPrefill("p0", NAME)]
     assert node.failed == ["STALE_PAGES"]
+
+
+def computed(max_leased_pages=30):
+    """A prefill side whose one prompt is complete and leased to "holder"."""
+    side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=max_leased_pages)
+    side.connect("holder", 0.0)
+    side.start("holder", NAME, Request(NAME, PROMPT, SamplingParams()), True, 0.0)
+    step = side.plan(1.0)
+    rows = (RowResult((Sampled(step.plan.rows[0].sample[0], 50),)),)
+    side.commit(step, StepResult(step.plan.number, rows), 2.0)
+    return side
+
+
+def test_what_is_leased_is_counted_until_it_ends():
+    side = computed()
+    assert side.leases == 1 and side.oldest_lease(5.0) == 3.0 and side._leased == {"holder": 3}
+    side.release("holder", NAME, 6.0)
+    assert side.leases == 0 and side.oldest_lease(7.0) == 0.0 and not side._leased
+    assert side.counters.finished == 1 and side.scheduler.cache.counts().owned == 0
+
+
+@pytest.mark.parametrize(("leased", "admitted"), [(2, False), (3, True)])
+def test_a_holder_that_does_not_pull_gets_no_more_pages(leased, admitted):
+    side = computed(leased)
+    another = AttemptName(7, 2, 0, 0)
+    request = Request(another, PROMPT, SamplingParams())
+    side.start("holder", another, request, True, 2.0)
+    assert side.may_admit(request) == admitted
+
+
+def test_a_lease_lasts_for_its_grace_after_the_last_heartbeat():
+    side = computed()
+    side.outputs.clear()
+    side.heartbeat("holder", 4.0)
+    side.tick(12.9)
+    assert side.leases == 1
+    side.tick(13.0)
+    assert side.leases == 0 and side.counters.expired == 1
+    assert side.outputs[-1][1].reason == "LEASE_EXPIRED"
 
 
 def test_only_its_holder_ends_an_attempt():

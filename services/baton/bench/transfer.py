@@ -35,7 +35,7 @@ from baton.plan.profile import PullCost
 from baton.rpc.address import join_address, loopback, new_incarnation
 from baton.rpc.channel import server_options
 from baton.transport import PageStore, Receiver, open_receiver
-from baton.transport.cuda_copy import COPY_ENGINE, Way
+from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy
 from baton.transport.grpc import PageSourceServicer
 from baton.transport.registry import DEFAULT_KINDS
 from baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
@@ -119,10 +119,10 @@ Pairs = Sequence[tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method:
-    """A transport, and for `cuda_ipc` perhaps a way of copying instead of the one it would choose."""
+    """A transport, and for `cuda_ipc` perhaps a copy strategy instead of the one it would choose."""
 
     kind: str
-    way: Way | None = None
+    strategy: CopyStrategy | None = None
     pages: Literal["adjacent", "in use", "random"] = "in use"
     """Which: all in one run, as good as one copy, which shows what the link gives; what the allocators of two
     pools give after a while of use; or any."""
@@ -131,7 +131,7 @@ class Method:
     def name(self) -> str:
         if self.pages == "adjacent":
             return f"{self.kind}, adjacent"
-        name = f"{self.kind}, {self.way}" if self.way is not None else self.kind
+        name = f"{self.kind}, {self.strategy}" if self.strategy is not None else self.kind
         return f"{name}, random pages" if self.pages == "random" else name
 
 
@@ -171,8 +171,8 @@ def methods_for(device: torch.device, quotas: Iterable[int]) -> list[Method]:
     """The reference, one contiguous copy, comes first."""
     if device.type == "cpu":
         return [Method("shm", pages="adjacent"), Method("shm"), Method("grpc")]
-    ways = [COPY_ENGINE, *(Way(quota) for quota in quotas)]
-    forced = [Method("cuda_ipc", way, "random") for way in ways]
+    strategies = [COPY_ENGINE, *(CopyStrategy(quota) for quota in quotas)]
+    forced = [Method("cuda_ipc", strategy, "random") for strategy in strategies]
     reference = Method("cuda_ipc", COPY_ENGINE, "adjacent")
     return [reference, Method("cuda_ipc"), *forced, Method("grpc")]
 
@@ -189,11 +189,11 @@ class Pools:
     async def receiver(self, method: Method) -> AsyncIterator[Receiver]:
         """Raises TransportError."""
         opened = await open_receiver(self.endpoints, self.pages, [method.kind])
-        if method.way is not None:
+        if method.strategy is not None:
             from baton.transport.cuda_ipc import CudaIpcReceiver
 
             assert isinstance(opened.receiver, CudaIpcReceiver)
-            opened.receiver.way = method.way
+            opened.receiver.strategy = method.strategy
         try:
             yield opened.receiver
         finally:

@@ -117,8 +117,7 @@ class PrefillCore:
         self.side.commit(step, result, now)
 
     def fail_step(self, step: Step, message: str) -> None:
-        # What waits for it would wait for ever. The pages are of no use to anybody: their prompts fail.
-        self.retire(step.plan.number)
+        # The step is never retired: its prompts fail, which stops the pulls that wait for it.
         self.step_stats.failed(step)
         self.side.fail_step(step, message)
 

@@ -188,7 +188,7 @@ class Audit:
         self._world.at(EVERY_SECONDS, self._actor, self._look)
 
     def _look(self) -> None:
-        wrong = dict((*self._waits(), *self._leaks(), *self._pulls()))
+        wrong = dict((*self._waits(), *self._leaks(), *self._overdue(), *self._pulls()))
         self._seen = {what: self._seen.get(what, 0) + 1 for what in wrong}
         for what, count in self._seen.items():
             if count * EVERY_SECONDS > TOLERATED_SECONDS:
@@ -221,6 +221,23 @@ class Audit:
                 if isinstance(decode, SimDecode) and unwanted and self._healthy(decode, prefill):
                     text = f"{prefill.who} holds {name} for {decode.who}, which knows nothing of it"
                     yield ("holds", decode.who, prefill.who, name), f"leak: {text}"
+
+    def _overdue(self) -> Iterator[tuple[tuple[object, ...], str]]:
+        """Each node keeps the time limits of what it holds, whatever its peers say."""
+        for prefill in self._of(SimPrefill):
+            assert isinstance(prefill, SimPrefill)
+            side, grace = prefill.core.side, prefill.prefill.lease_grace
+            for name, attempt in side._attempts.items():
+                limit = min(attempt.request.deadline, side._heard.get(attempt.holder, 0.0) + grace)
+                if limit < prefill.clock() and self._healthy(prefill, prefill):
+                    text = f"{prefill.who} holds {name} beyond its deadline or its lease"
+                    yield ("overdue", prefill.who, name), f"leak: {text}"
+        for decode in self._of(SimDecode):
+            assert isinstance(decode, SimDecode)
+            for key, entry in decode.core.entries.items():
+                if entry.request.deadline < decode.clock() and self._healthy(decode, decode):
+                    text = f"{decode.who} runs request {key.request} beyond its deadline"
+                    yield ("overdue", decode.who, key), f"leak: {text}"
 
     def _pulls(self) -> Iterator[tuple[tuple[object, ...], str]]:
         for decode in self._of(SimDecode):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -182,6 +182,20 @@ def check_step(step: int, receiver: Receiver) -> None:
     """Raises TransportError for a step that the receiver cannot see."""
     if step and not receiver.sees_steps:
         raise TransportError(f"the peer's steps cannot be seen over {receiver.kind}")
+
+
+def runs_of(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """(source, target, pages) of each run that is adjacent on both sides, in the order of the pairs."""
+    source = target = count = 0
+    for a, b in pairs:
+        if count and (a, b) == (source + count, target + count):
+            count += 1
+            continue
+        if count:
+            yield source, target, count
+        source, target, count = a, b, 1
+    if count:
+        yield source, target, count
 
 
 async def until_done(

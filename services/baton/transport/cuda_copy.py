@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from baton.transport import cuda
-from baton.transport.base import TransportError
+from baton.transport.base import TransportError, runs_of
 
 ITEM_BYTES = 4096
 ENGINE_RATE = 337e9
@@ -23,7 +23,7 @@ BUSY_QUOTA, IDLE_QUOTA = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class CopyStrategy:
     """`quota` 0: one copy-engine command for each run of adjacent pages. Else one kernel
     (`sgl_kernel.transfer_kv`) for all pages, on so many blocks."""
 
@@ -33,12 +33,14 @@ class Way:
         return f"kernel, quota {self.quota}" if self.quota else "copy engine"
 
 
-COPY_ENGINE = Way()
+COPY_ENGINE = CopyStrategy()
 
 
-def choose_way(pages: int, runs: int, page_bytes: int, busy: bool, kernel: bool = True) -> Way:
-    """The faster way for a pull of `pages` pages that lie in `runs` runs; the copy engine, which leaves all
-    multiprocessors to others, unless a kernel saves a quarter of the time.
+def choose_copy_strategy(
+    pages: int, runs: int, page_bytes: int, busy: bool, kernel: bool = True
+) -> CopyStrategy:
+    """The faster strategy for a pull of `pages` pages that lie in `runs` runs. It is the copy engine, which
+    leaves all multiprocessors to others, unless a kernel saves a quarter of the time.
 
     `busy`: decode steps run on this GPU meanwhile, and a kernel may take few of its multiprocessors only.
     `kernel`: sgl_kernel is there.
@@ -56,7 +58,7 @@ def choose_way(pages: int, runs: int, page_bytes: int, busy: bool, kernel: bool 
     size = pages * page_bytes
     by_engine = max(size / ENGINE_RATE, runs * COMMAND_SECONDS)
     by_kernel = KERNEL_SECONDS + size / KERNEL_RATES[quota]
-    return Way(quota) if by_kernel < 0.75 * by_engine else COPY_ENGINE
+    return CopyStrategy(quota) if by_kernel < 0.75 * by_engine else COPY_ENGINE
 
 
 def item_bytes(page_bytes: int) -> int:
@@ -64,20 +66,6 @@ def item_bytes(page_bytes: int) -> int:
     ITEM_BYTES; 0 for pages that have none of 128 bytes."""
     item = math.gcd(page_bytes, ITEM_BYTES)
     return item if item >= 128 else 0
-
-
-def runs_of(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(source, target, pages) of each run that is adjacent on both sides, in the order of the pairs."""
-    source = target = count = 0
-    for a, b in pairs:
-        if count and (a, b) == (source + count, target + count):
-            count += 1
-            continue
-        if count:
-            yield source, target, count
-        source, target, count = a, b, 1
-    if count:
-        yield source, target, count
 
 
 PART_BYTES = 256 * 2**20
@@ -114,7 +102,7 @@ class PageCopier:
             size = min(REHEARSAL_BYTES, self._page_bytes)
             self._scratch = torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def copy(self, pairs: Sequence[tuple[int, int]], way: Way, stop: threading.Event) -> None:
+    def copy(self, pairs: Sequence[tuple[int, int]], strategy: CopyStrategy, stop: threading.Event) -> None:
         """Copies pages (peer's, local); returns when the host has seen the copies complete, or, once `stop`
         is set, that those under way are. Waits without the interpreter's lock. Raises TransportError."""
         pages = max(1, PART_BYTES // self._page_bytes)
@@ -127,8 +115,8 @@ class PageCopier:
                     if len(flying) == 2:
                         flying.popleft().synchronize()
                     part = pairs[begin : begin + pages]
-                    if way.quota:
-                        self._by_kernel(part, way.quota)
+                    if strategy.quota:
+                        self._by_kernel(part, strategy.quota)
                     else:
                         self._by_engine(part)
                     # Spins while there are more cores than contexts: to be woken takes longer than to copy

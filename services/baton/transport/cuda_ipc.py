@@ -17,9 +17,10 @@ from baton.transport.base import (
     TransportError,
     check_pairs,
     check_step,
+    runs_of,
     unheard,
 )
-from baton.transport.cuda_copy import PageCopier, Way, choose_way, kernel_available, runs_of
+from baton.transport.cuda_copy import CopyStrategy, PageCopier, choose_copy_strategy, kernel_available
 from baton.transport.cuda_pages import CudaPages
 from baton.transport.pull_thread import PullThread
 from baton.transport.shm import MappedSegment, Segment, boot_id, pid_namespace, segment_endpoint
@@ -78,8 +79,8 @@ class CudaIpcReceiver:
     """
 
     kind = "cuda_ipc"
-    way: Way | None = None
-    """How to copy, whatever the pages; None: as `choose_way` says."""
+    strategy: CopyStrategy | None = None
+    """How to copy, whatever the pages; None: as `choose_copy_strategy` says."""
 
     def __init__(self, endpoint: pb.CudaIpcEndpoint, local: CudaPages, busy: Callable[[], bool]) -> None:
         """Use `open`."""
@@ -175,18 +176,18 @@ class CudaIpcReceiver:
 
     def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
         if self._copier is not None and not stop.is_set():
-            self._copier.copy(pairs, self._way(pairs), stop)
+            self._copier.copy(pairs, self._strategy(pairs), stop)
 
     def _rehearse(self) -> None:
         """Not where the owner computes on this very GPU: the processes take turns there."""
         if self._copier is not None and not self._same_gpu and not self._busy():
             self._copier.rehearse()
 
-    def _way(self, pairs: list[tuple[int, int]]) -> Way:
-        if self.way is not None:
-            return self.way
+    def _strategy(self, pairs: list[tuple[int, int]]) -> CopyStrategy:
+        if self.strategy is not None:
+            return self.strategy
         runs = sum(1 for _ in runs_of(pairs))
-        return choose_way(len(pairs), runs, self._local.page_bytes, self._busy(), self._kernel)
+        return choose_copy_strategy(len(pairs), runs, self._local.page_bytes, self._busy(), self._kernel)
 
     def _unmap(self) -> None:
         self._copier = None

@@ -25,10 +25,10 @@ from baton.transport.base import (
     TransportError,
     check_pairs,
     check_step,
+    runs_of,
     unheard,
     until_done,
 )
-from baton.transport.cuda_copy import runs_of
 from baton.v1 import common_pb2 as pb
 
 PROGRESS_MICROSECONDS = 10_000
