@@ -137,6 +137,8 @@ class Ledger:
             # All others are resumed, unless their clients prefer an error.
             excused = spec is self._poison or (reason == "NODE_FAILED" and not spec.resume)
             return excused or any(fault.kind == "step" and fault.at <= now for fault in self._scenario.faults)
+        if code == "UNAVAILABLE" and self._poison is not None and self._poison.at <= now:
+            return not spec.probe  # a node that the poisonous request ends is as good as a crashed one
         kinds = EXCUSES.get(reason, EXCUSES.get(code, ()))
         return not spec.probe and any(f.kind in kinds and f.at <= now for f in self._scenario.faults)
 
