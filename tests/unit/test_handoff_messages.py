@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.engine.plan import RowResult, Sampled, StepResult
+from baton.engine.plan import RowResult, StepResult
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
@@ -181,7 +181,7 @@ def computed(max_leased_pages=30):
     side.connect("holder", 0.0)
     side.start("holder", NAME, Request(NAME, PROMPT, SamplingParams()), True, 0.0)
     step = side.plan(1.0)
-    rows = (RowResult((Sampled(step.plan.rows[0].sample[0], 50),)),)
+    rows = (RowResult((50,)),)
     side.commit(step, StepResult(step.plan.number, rows), 2.0)
     return side
 
