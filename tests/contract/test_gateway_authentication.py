@@ -133,7 +133,7 @@ async def test_what_stays_open_tells_nothing(tmp_path):
 
 
 async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(authentication, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(authentication, "CHECK_SECONDS", 0.0)
     path = key_file(tmp_path)
     async with ScriptedDecode(saying([40])) as decode, gateway(decode, api_keys=path) as rig:
         stream = rig.stub.Generate(metadata=bearer(ALICE))
@@ -154,7 +154,7 @@ async def test_keys_change_while_the_gateway_runs(tmp_path, monkeypatch):
             assert await ask(rig.node.address, BOB)
             with pytest.raises(BatonError):
                 await ask(rig.node.address, ALICE)
-        monkeypatch.setattr(authentication, "LOOK_SECONDS", 1000.0)
+        monkeypatch.setattr(authentication, "CHECK_SECONDS", 1000.0)
         replace(path, f"{ALICE}\n")
         with pytest.raises(BatonError):
             await ask(rig.node.address, ALICE)  # nobody has looked

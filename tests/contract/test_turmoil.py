@@ -209,10 +209,10 @@ async def test_a_paused_request_is_paused_elsewhere_and_fails_there():
         assert second.starts[0].attempt == 1 and second.paused_attempts == [1]
         await until(lambda: second.cancels, 10)
         await rig.idle()
-        assert rig.node.authentication._anyone._requests == 0
+        assert rig.node.authentication._anonymous._requests == 0
         events = await stream.until_end()
         error = from_status(events[-1].failed)
         assert error.reason == "SLOW_READER" and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(second.starts) == 1 and not second.running
         stream.call.cancel()
-        await until(lambda: rig.node.authentication._anyone._streams == 0, 5)
+        await until(lambda: rig.node.authentication._anonymous._streams == 0, 5)

@@ -30,7 +30,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.config import GatewayConfig
 from baton.gateway import openai_errors
 from baton.gateway.openai_errors import ApiError
-from baton.rpc.authentication import HEADER, Cluster, bearer, read_private, read_public, same
+from baton.rpc.authentication import (
+    HEADER,
+    Cluster,
+    ClusterAuthentication,
+    bearer,
+    read_private,
+    read_public,
+    same,
+)
 from baton.rpc.channel import Options
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unauthenticated
 from baton.rpc.http_server import authorization
@@ -47,8 +55,8 @@ class Limits:
     prompt_tokens: int = 0
 
 
-class Caller:
-    """One API key; without keys, all clients together. Used on one event loop only."""
+class ApiKey:
+    """One API key and its use; or everybody, where there are no keys. Used on one event loop only."""
 
     def __init__(self, name: str, limits: Limits) -> None:
         """name: for logs; contains no part of the key."""
@@ -81,7 +89,7 @@ class Caller:
         self._streams -= 1
 
     def check_prompt(self, tokens: int, field: str) -> None:
-        """Raises BatonError naming the field if the prompt is too long for this caller."""
+        """Raises BatonError, naming the field, for a prompt that is longer than this key may send."""
         longest = self.limits.prompt_tokens
         if longest and tokens > longest:
             text = f"the prompt has {tokens} tokens; {longest} are allowed here"
@@ -95,8 +103,8 @@ class Caller:
 
 FLAG = "--api-keys"
 MIN_KEY_CHARACTERS = 16
-LOOK_SECONDS = 1.0
-"""Least time between two checks whether the file has changed."""
+CHECK_SECONDS = 1.0
+"""Minimum time between two checks whether the file has changed."""
 HASHED = "sha256:"
 
 _log = get_logger()
@@ -105,47 +113,47 @@ _log = get_logger()
 class ApiKeys:
     """Used on one event loop only.
 
-    Keys are looked up by a digest under a random key of this process, so that the time of a look-up reveals
-    nothing about the keys.
+    Keys are looked up by a digest under a random key of this process, so that the time of a lookup reveals
+    nothing about them.
     """
 
     def __init__(self, path: str, limits: Limits) -> None:
         """`limits`: defaults for keys whose line has no others. Raises BatonError if the file is wrong."""
         self._path = path
         self._limits = limits
-        self._blind = secrets.token_bytes(32)
-        self._stamp = _stamp(path)
-        self._looked = time.monotonic()
-        self._callers = self._read()
+        self._digest_key = secrets.token_bytes(32)
+        self._file_version = _file_version(path)
+        self._checked = time.monotonic()
+        self._keys = self._read()
 
-    def find(self, key: str) -> Caller | None:
-        """The caller with this key; None: the key is unknown."""
+    def find(self, key: str) -> ApiKey | None:
+        """None: the key is unknown."""
         now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            if _stamp(self._path) != self._stamp:
+        if now - self._checked >= CHECK_SECONDS:
+            self._checked = now
+            if _file_version(self._path) != self._file_version:
                 self.reload()
-        return self._callers.get(self._digest(hashlib.sha256(key.encode("utf-8", "replace")).digest()))
+        return self._keys.get(self._digest(hashlib.sha256(key.encode("utf-8", "replace")).digest()))
 
     def reload(self) -> None:
-        """Reads the file again. A wrong file is logged and changes nothing."""
-        self._stamp = _stamp(self._path)
+        """Reads the file again. One that is wrong is reported and changes nothing."""
+        self._file_version = _file_version(self._path)
         try:
             found = self._read()
         except BatonError as error:
             _log.error("API keys not read again; the old ones stay", error=error.message)
             return
-        for digest, caller in self._callers.items():
+        for digest, api_key in self._keys.items():
             if digest in found:
-                caller.name, caller.limits = found[digest].name, found[digest].limits
-                found[digest] = caller  # with what runs for it
+                api_key.name, api_key.limits = found[digest].name, found[digest].limits
+                found[digest] = api_key  # with what runs for it
             else:
-                caller.revoked = True
-        self._callers = found
+                api_key.revoked = True
+        self._keys = found
         _log.info("API keys read again", keys=len(found))
 
-    def _read(self) -> dict[bytes, Caller]:
-        found: dict[bytes, Caller] = {}
+    def _read(self) -> dict[bytes, ApiKey]:
+        found: dict[bytes, ApiKey] = {}
         text = read_private(self._path, FLAG).decode("utf-8", "replace")
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
@@ -155,7 +163,7 @@ class ApiKeys:
                 digest = self._digest(_hash(words[0]))
                 if digest in found:
                     raise ValueError("the key of an earlier line once more")
-                found[digest] = _caller(words[1:], f"line {number}", self._limits)
+                found[digest] = _parse_limits(words[1:], f"line {number}", self._limits)
             except ValueError as error:
                 text = f"{FLAG}: {self._path}, line {number}: {error}"
                 raise failed_precondition(text, "UNUSABLE_FILE") from None
@@ -164,7 +172,7 @@ class ApiKeys:
         return found
 
     def _digest(self, hashed: bytes) -> bytes:
-        return hmac.digest(self._blind, hashed, "sha256")
+        return hmac.digest(self._digest_key, hashed, "sha256")
 
 
 def _hash(word: str) -> bytes:
@@ -178,7 +186,7 @@ def _hash(word: str) -> bytes:
     return hashlib.sha256(word.encode()).digest()
 
 
-def _caller(words: list[str], name: str, limits: Limits) -> Caller:
+def _parse_limits(words: list[str], name: str, limits: Limits) -> ApiKey:
     numbers = {field.name: 0 for field in dataclasses.fields(Limits)}
     for word in words:
         what, equals, value = word.partition("=")
@@ -189,11 +197,11 @@ def _caller(words: list[str], name: str, limits: Limits) -> Caller:
         else:
             known = ", ".join(f"{each}=N" for each in numbers)
             raise ValueError(f"after the key come name=NAME, {known}" + (f", not {what}=" if equals else ""))
-    return Caller(name, limits)
+    return ApiKey(name, limits)
 
 
-def _stamp(path: str) -> tuple[int, int, int]:
-    """Another one when the file has been changed or replaced."""
+def _file_version(path: str) -> tuple[int, int, int]:
+    """Differs when the file has been changed or replaced."""
     try:
         about = Path(path).stat()
     except OSError:
@@ -205,28 +213,28 @@ NODE = node_pb2.DESCRIPTOR.services_by_name["Node"].full_name
 NOT_FOR_CLIENTS = "this is not for clients: it takes the deployment's cluster secret"
 
 
-class GatewayAuthentication:
+class GatewayAuthentication(ClusterAuthentication):
     """Raises BatonError when made of files that cannot be used."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        self.cluster = Cluster.load(config)
+        super().__init__(Cluster.load(config))
         self._config = config
         self._tls = _read_tls(config)
         limits = Limits(config.max_requests_per_key, config.max_streams_per_key, config.max_prompt_tokens)
         self.keys = ApiKeys(config.api_keys, limits) if config.api_keys else None
-        self._anyone = Caller("", Limits(prompt_tokens=config.max_prompt_tokens))
+        self._anonymous = ApiKey("", Limits(prompt_tokens=config.max_prompt_tokens))
 
-    def caller(self, authorization: str) -> Caller:
-        """The caller of this `authorization`. Raises BatonError (UNAUTHENTICATED) for an unknown key."""
+    def api_key(self, authorization: str) -> ApiKey:
+        """The key in this `authorization`. Raises BatonError (UNAUTHENTICATED) for an unknown key."""
         if self.keys is None:
-            return self._anyone
+            return self._anonymous
         key = bearer(authorization)
         if not key:
             raise unauthenticated("no API key: send `authorization: Bearer KEY`", "MISSING_API_KEY")
-        caller = self.keys.find(key)
-        if caller is None:
+        api_key = self.keys.find(key)
+        if api_key is None:
             raise unauthenticated("this API key is not known here", "INVALID_API_KEY")
-        return caller
+        return api_key
 
     def check_operator(self, secret: str) -> None:
         """Raises BatonError unless this is the cluster secret."""
@@ -236,14 +244,12 @@ class GatewayAuthentication:
             text = f"{NOT_FOR_CLIENTS}, and the gateway was started without --cluster-secret-file"
             raise unauthenticated(text, "CLUSTER_SECRET")
 
-    # Authentication.
-
     def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
         try:
             if service == NODE:
                 self.check_operator(metadata.get(HEADER, ""))
             else:
-                self.caller(metadata.get("authorization", ""))
+                self.api_key(metadata.get("authorization", ""))
         except BatonError as error:
             return error
         return None
@@ -275,13 +281,13 @@ def _read_tls(config: GatewayConfig) -> tuple[bytes, bytes] | None:
     return read_private(config.tls_key, "--tls-key"), read_public(config.tls_cert, "--tls-cert")
 
 
-OPEN = ("/health",)
-"""/health says whether requests are served; with API keys, nothing else."""
-OPERATOR = ("/metrics",)
+PUBLIC_PATHS = ("/health",)
+"""With API keys, /health only says whether requests are served."""
+OPERATOR_PATHS = ("/metrics",)
 
 
 class HttpAuthentication:
-    """ASGI middleware. Sets the request's `state.caller`."""
+    """ASGI middleware: checks headers and credentials. Sets the request's `state.api_key`."""
 
     def __init__(self, app: ASGIApp, authentication: GatewayAuthentication, max_header_bytes: int) -> None:
         self._app = app
@@ -294,7 +300,7 @@ class HttpAuthentication:
         try:
             headers = Headers(scope=scope)
             self._check_headers(scope, headers)
-            scope.setdefault("state", {})["caller"] = self._admit(scope["path"], headers)
+            scope.setdefault("state", {})["api_key"] = self._admit(scope["path"], headers)
         except BatonError as error:
             await openai_errors.response(openai_errors.from_baton(error))(scope, receive, send)
         except ApiError as error:
@@ -306,8 +312,7 @@ class HttpAuthentication:
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:
-            # If a proxy used one header and this server the other, they would see different requests (request
-            # smuggling; RFC 9112, section 6.3).
+            # Request smuggling (RFC 9112, section 6.3): a proxy in front may use the other of the two.
             text = "the request has both Content-Length and Transfer-Encoding: send one of them"
             raise ApiError(400, text, None, "invalid_http")
         size = len(scope["raw_path"]) + len(scope["query_string"])
@@ -316,12 +321,12 @@ class HttpAuthentication:
             text = f"the request's headers have {size} bytes; {self._max_header_bytes} are allowed here"
             raise ApiError(431, text, None, "headers_too_large")
 
-    def _admit(self, path: str, headers: Headers) -> Caller | None:
+    def _admit(self, path: str, headers: Headers) -> ApiKey | None:
         """Raises BatonError."""
-        if path in OPERATOR:
+        if path in OPERATOR_PATHS:
             if self._authentication.keys is not None:
                 self._authentication.check_operator(bearer(authorization(headers)))
             return None
-        if path in OPEN:
+        if path in PUBLIC_PATHS:
             return None
-        return self._authentication.caller(authorization(headers))
+        return self._authentication.api_key(authorization(headers))

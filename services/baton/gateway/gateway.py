@@ -10,7 +10,7 @@ from typing import Protocol
 from baton.config import GatewayConfig
 from baton.gateway import admission
 from baton.gateway.attempts import ResumePolicy
-from baton.gateway.authentication import Caller
+from baton.gateway.authentication import ApiKey
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.handoff_cost import Split
@@ -38,7 +38,7 @@ class RunningRequest(Protocol):
     @property
     def log(self) -> TokenLog: ...
     @property
-    def caller(self) -> Caller: ...
+    def api_key(self) -> ApiKey: ...
     def fail(self, error: BatonError) -> None: ...
 
 
@@ -164,7 +164,7 @@ class Gateway:
             raise unavailable("the gateway is draining", "DRAINING", 1000)
         if len(self._running) >= self.config.max_requests:
             raise exhausted(f"{len(self._running)} requests are running already", "TOO_MANY_REQUESTS", 1000)
-        request.caller.begin_request()
+        request.api_key.begin_request()
         self._running.add(request)
         self._idle.clear()
         if self.config.log_prompts:
@@ -181,7 +181,7 @@ class Gateway:
         self._counts["output"] += request.log.output_tokens
         if request in self._running:
             self._running.discard(request)
-            request.caller.end_request()
+            request.api_key.end_request()
             if self.config.log_prompts:
                 _log.info(
                     "answer", request=request.name, texts=[choice.text for choice in request.log.choices]

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from baton.gateway import openai_errors
 from baton.gateway.authentication import GatewayAuthentication, HttpAuthentication
 from baton.gateway.gateway import Gateway
-from baton.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Job, Json
+from baton.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json, RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.openai_protocol import (
     ChatRequest,
@@ -172,9 +172,9 @@ async def _read(request: Request, limit: int) -> bytearray:
 @asynccontextmanager
 async def _job(
     gateway: Gateway, starts: list[inference_pb2.GenerateStart], request: Request
-) -> AsyncIterator[Job]:
+) -> AsyncIterator[RequestBatch]:
     """Runs the requests; they are cancelled when the client leaves, or when the body fails."""
-    job = Job(gateway, starts, request.state.caller)
+    job = RequestBatch(gateway, starts, request.state.api_key)
     watch = asyncio.create_task(_cancel_on_disconnect(request.receive, job))
     try:
         yield job
@@ -185,13 +185,13 @@ async def _job(
         watch.cancel()
 
 
-async def _cancel_on_disconnect(receive: Receive, job: Job) -> None:
+async def _cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     job.cancel("the client has gone")
 
 
-async def _answer(job: Job, answer: Answer, stream: bool) -> Response:
+async def _answer(job: RequestBatch, answer: Answer, stream: bool) -> Response:
     # Nothing is sent before there is output, so that a request which fails until then gets its own HTTP
     # status.
     await job.wait_for_output()
@@ -210,7 +210,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, answer: Answer) -> None:
+    def __init__(self, job: RequestBatch, answer: Answer) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"

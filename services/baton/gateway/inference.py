@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from baton.gateway import admission
-from baton.gateway.authentication import Caller, GatewayAuthentication
+from baton.gateway.authentication import ApiKey, GatewayAuthentication
 from baton.gateway.backpressure import Write, limited
 from baton.gateway.gateway import Gateway
 from baton.gateway.prompts import Session
@@ -38,12 +38,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Generate(self, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Any) -> None:
         metadata = as_mapping(context.invocation_metadata())
-        caller = self._authentication.caller(metadata.get("authorization", ""))
-        caller.open_stream()
+        api_key = self._authentication.api_key(metadata.get("authorization", ""))
+        api_key.open_stream()
         try:
-            await self._generate(_ClientStream(self._gateway, caller), requests, context)
+            await self._generate(_ClientStream(self._gateway, api_key), requests, context)
         finally:
-            caller.close_stream()
+            api_key.close_stream()
 
     async def _generate(
         self, stream: _ClientStream, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Any
@@ -72,9 +72,9 @@ class _ClientStream:
     their token logs since its last write, so that a slow client delays nobody and costs no memory.
     """
 
-    def __init__(self, gateway: Gateway, caller: Caller) -> None:
+    def __init__(self, gateway: Gateway, api_key: ApiKey) -> None:
         self._gateway = gateway
-        self._caller = caller
+        self._api_key = api_key
         self._open: dict[str, Request] = {}  # by the client's id, until the terminal event has been taken
         self._changed: dict[str, None] = {}  # ids whose logs may have something new, oldest first
         self._rejected: list[inference_pb2.GenerateResponse] = []
@@ -170,7 +170,7 @@ class _ClientStream:
                 field="start.id",
             )
         id = start.id  # not `start`: a closure over it would keep the prompt alive
-        request = Request(self._gateway, start, lambda: self._mark(id, request), self._caller)
+        request = Request(self._gateway, start, lambda: self._mark(id, request), self._api_key)
         self._open[id] = request
         try:
             session = self._session(start.session) if start.session else None

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from baton.gateway.authentication import Caller
+from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.openai_errors import ApiError, from_baton
 from baton.gateway.requests import Request
@@ -19,15 +19,15 @@ from baton.v1 import common_pb2, inference_pb2
 Event = inference_pb2.Delta | inference_pb2.Finished
 
 
-class Job:
-    """The requests start together; the first failure cancels the others."""
+class RequestBatch:
+    """The requests of one HTTP call, one for each prompt. The first failure cancels the others."""
 
     def __init__(
-        self, gateway: Gateway, starts: Sequence[inference_pb2.GenerateStart], caller: Caller
+        self, gateway: Gateway, starts: Sequence[inference_pb2.GenerateStart], api_key: ApiKey
     ) -> None:
         self.n = starts[0].n or 1
         self._wake = asyncio.Event()
-        self._requests = [Request(gateway, start, self._wake.set, caller) for start in starts]
+        self._requests = [Request(gateway, start, self._wake.set, api_key) for start in starts]
         self._left = set(range(len(starts)))
         self._unaccepted = set(self._left)
         self._taken: deque[tuple[int, Event]] = deque()

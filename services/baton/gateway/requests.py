@@ -9,7 +9,7 @@ import grpc
 
 from baton.gateway import admission
 from baton.gateway.attempts import Attempts
-from baton.gateway.authentication import Caller
+from baton.gateway.authentication import ApiKey
 from baton.gateway.backpressure import SlowReader
 from baton.gateway.gateway import Gateway
 from baton.gateway.messages import RequestOptions, decode_start, finished, new_log
@@ -44,9 +44,9 @@ class Request:
         gateway: Gateway,
         start: inference_pb2.GenerateStart,
         on_change: Callable[[], None],
-        caller: Caller,
+        api_key: ApiKey,
     ) -> None:
-        self.caller = caller
+        self.api_key = api_key
         self.number = gateway.next_number()
         self.log = new_log(start)
         self.name = f"{gateway.incarnation:016x}-{self.number}"
@@ -138,7 +138,7 @@ class Request:
             model = self._gateway.model_or_last()
             if model is None:
                 raise self._gateway.no_decode_node()
-            self.caller.check_prompt(len(self._prompt.token_ids), self._prompt.field)
+            self.api_key.check_prompt(len(self._prompt.token_ids), self._prompt.field)
             self._sampling = admission.fit(
                 start.sampling, len(self._prompt.token_ids), model.context_length, self._prompt.field
             )

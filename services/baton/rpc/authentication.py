@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -195,44 +195,26 @@ HEALTH = "grpc.health.v1.Health"
 """Needs no authentication: it only says whether the process serves."""
 
 
-class Authentication(Protocol):
-    """Authentication of one process's gRPC server."""
-
-    cluster: Cluster
-
-    def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
-        """Why a call to the service is refused; None: it is accepted. Called for all services but HEALTH."""
-        ...
-
-    def credentials(self) -> grpc.ServerCredentials | None:
-        """TLS; None: none."""
-        ...
-
-    def options(self) -> Options:
-        """Additional options of the server."""
-        ...
-
-    def missing(self, reachable: bool) -> str:
-        """Missing options, as a message; empty: none. reachable: other machines can connect."""
-        ...
-
-
 class ClusterAuthentication:
-    """Authentication of a process that only other processes of the deployment call."""
+    """Authentication of the gRPC server of a process that only processes of the deployment call."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
 
     def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
+        """Why a call to the service is refused; None: it is accepted. Called for all services but HEALTH."""
         return self.cluster.refusal(metadata)
 
     def credentials(self) -> grpc.ServerCredentials | None:
+        """TLS; None: none."""
         return self.cluster.tls.server_credentials() if self.cluster.tls is not None else None
 
     def options(self) -> Options:
+        """Additional options of the server."""
         return []
 
     def missing(self, reachable: bool) -> str:
+        """Missing options, as a message; empty: none. reachable: other machines can connect."""
         cluster = self.cluster
         if cluster.tls is not None or (cluster.secret and (cluster.secret_in_clear or not reachable)):
             return ""
@@ -244,7 +226,7 @@ class ClusterAuthentication:
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Ends refused calls before a message of them is read. Must be the first interceptor."""
 
-    def __init__(self, authentication: Authentication) -> None:
+    def __init__(self, authentication: ClusterAuthentication) -> None:
         self._authentication = authentication
 
     async def intercept_service(
@@ -280,7 +262,7 @@ def bearer(authorization: str) -> str:
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
-def check_address(host: str, authentication: Authentication, insecure: bool) -> None:
+def check_address(host: str, authentication: ClusterAuthentication, insecure: bool) -> None:
     """Raises BatonError if strangers could reach `host` and there is no authentication."""
     if insecure or is_loopback(host):
         return

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 
 from baton.rpc.address import join_address, split_address
-from baton.rpc.authentication import Authentication, check_address
+from baton.rpc.authentication import ClusterAuthentication, check_address
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
 from baton.rpc.http_server import listen
 
@@ -19,7 +19,7 @@ def bind_grpc(
     server: grpc.aio.Server,
     host: str,
     port: int,
-    authentication: Authentication,
+    authentication: ClusterAuthentication,
     insecure: bool,
     *,
     shared: bool = False,

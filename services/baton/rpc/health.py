@@ -83,7 +83,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 INTERVAL_SECONDS = 0.5
 """Health follows the process's problems within this time."""
-UNKNOWN = 3
+MAX_UNKNOWN_LOADS = 3
 """A process whose load cannot be read this many times in a row is NOT_SERVING."""
 
 _log = get_logger()
@@ -93,7 +93,7 @@ def serves(load: node_pb2.Load) -> bool:
     return not load.draining and not any(problem.stops_serving for problem in load.problems)
 
 
-class Condition:
+class HealthMonitor:
     """Polls the load, sets health by its problems, and logs problems when they begin and end.
 
     load: called on the event loop; may raise. end: called with the problem if the process cannot recover.
@@ -111,14 +111,14 @@ class Condition:
 
     def start(self) -> None:
         """Starts to report SERVING, unless there are problems."""
-        self.look()
+        self.check()
         self._task = asyncio.get_running_loop().create_task(self._watch(), name="health")
 
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
-    def look(self) -> None:
+    def check(self) -> None:
         try:
             load = self._load()
         except Exception:
@@ -142,12 +142,12 @@ class Condition:
         self._failures += 1
         if self._failures == 1:
             _log.exception("load not known")
-        if self._failures == UNKNOWN:
+        if self._failures == MAX_UNKNOWN_LOADS:
             _log.error("load not known for long; serving no more", times=self._failures)
-        if self._failures >= UNKNOWN:
+        if self._failures >= MAX_UNKNOWN_LOADS:
             self._health.set_all(False)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_SECONDS)
-            self.look()
+            self.check()

@@ -18,11 +18,11 @@ import baton
 from baton.config import NodeConfig
 from baton.rpc import logs
 from baton.rpc.address import is_loopback, join_address
-from baton.rpc.authentication import Authentication, AuthenticationInterceptor, Cluster, ClusterAuthentication
+from baton.rpc.authentication import AuthenticationInterceptor, Cluster, ClusterAuthentication
 from baton.rpc.bind import bind_grpc, bind_http, host_and_port
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.errors import BatonError
-from baton.rpc.health import Condition, HealthServicer, serves
+from baton.rpc.health import HealthMonitor, HealthServicer, serves
 from baton.rpc.http_server import HttpServer, metrics_app
 from baton.rpc.interceptors import MalformedMessages, ReadinessInterceptor
 from baton.rpc.metrics import LoadCollector
@@ -80,7 +80,7 @@ async def run_node(
     node: Node,
     config: NodeConfig,
     *,
-    authentication: Authentication | None = None,
+    authentication: ClusterAuthentication | None = None,
     serve_metrics_http: bool = True,
     registry: CollectorRegistry | None = None,
     ready: asyncio.Event | None = None,
@@ -173,7 +173,7 @@ class _Shell:
         self,
         node: Node,
         config: NodeConfig,
-        authentication: Authentication,
+        authentication: ClusterAuthentication,
         serve_metrics_http: bool,
         registry: CollectorRegistry,
     ) -> None:
@@ -189,7 +189,7 @@ class _Shell:
         self.broken = ""
         """Why the process cannot continue; empty: it can."""
         self._ended = asyncio.Event()
-        self._condition = Condition(self._health, self.load, self._end)
+        self._health_monitor = HealthMonitor(self._health, self.load, self._end)
         self._http: HttpServer | None = None
         self._http_address = ""
         self.address = ""
@@ -255,7 +255,7 @@ class _Shell:
         """The node is ready: opens the services, reports SERVING, prints the ready line."""
         freeze_garbage_collector()
         self._gate.open()
-        self._condition.start()
+        self._health_monitor.start()
         info = self.info()
         http = info.http_address or "none"
         _log.info("ready", address=info.address, http=http, pid=info.pid)
@@ -278,7 +278,7 @@ class _Shell:
 
     async def close(self, hurry: asyncio.Event) -> None:
         """Stops the node, if its start was attempted, and the servers."""
-        self._condition.stop()
+        self._health_monitor.stop()
         try:
             if self._started:
                 async with asyncio.timeout(STOP_SECONDS):
