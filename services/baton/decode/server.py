@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
@@ -225,16 +226,9 @@ class DecodeNode(WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServicer):
             load.handoff_retry_reasons.update(dict(core.handoffs.counters.retries))
             load.handoff_retries = sum(load.handoff_retry_reasons.values())
             load.messages = self.messages
-            counters = core.counters
-            load.prompt_tokens = counters.prompt_tokens
-            load.cached_tokens = counters.cached_tokens
-            load.output_tokens = counters.output_tokens
-            load.finished = counters.finished
-            load.failed = counters.failed
-            load.cancelled = counters.cancelled
+            load.MergeFrom(node_pb2.Load(**asdict(core.counters)))
             load.local_prefills = core.scheduler.local_prompts
             load.paused = core.paused
-            load.refused = counters.refused
             load.first_token_ms = int(1000 * core.overload.first_token.value)
             load.wait_ms = int(1000 * core.overload.wait)
             pull = self._peers.pull_meter.cost
