@@ -13,9 +13,8 @@ from polling import until
 
 import certificates
 from baton.config import NodeConfig
-from baton.discovery.etcd import Etcd
+from baton.discovery.etcd import LEASE_SECONDS, Etcd, Registration, seen_from
 from baton.discovery.finder import Finder
-from baton.discovery.registration import LEASE_SECONDS, Registration, seen_from
 from baton.etcd import rpc_pb2, rpc_pb2_grpc
 from baton.rpc.errors import BatonError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from baton.cli.log_files import KEPT_FOLDERS, LogFolder, follow_logs, rotate, rotate_logs
+from baton.cli.progress import KEPT_FOLDERS, LogFolder, follow_logs, rotate, rotate_logs
 from baton.cli.supervisor import Child
 
 
@@ -44,7 +44,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_long_log_is_moved_and_its_process_writes_on(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("baton.cli.log_files.MAX_LOG_BYTES", 100)
+    monkeypatch.setattr("baton.cli.progress.MAX_LOG_BYTES", 100)
     log = tmp_path / "decode-0.log"
     with log.open("ab", buffering=0) as process:
         for number in range(40):
@@ -56,8 +56,8 @@ def test_a_long_log_is_moved_and_its_process_writes_on(tmp_path: Path, monkeypat
 
 
 async def test_logs_are_rotated_and_followed_while_a_deployment_runs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("baton.cli.log_files.MAX_LOG_BYTES", 100)
-    monkeypatch.setattr("baton.cli.log_files.ROTATE_SECONDS", 0.05)
+    monkeypatch.setattr("baton.cli.progress.MAX_LOG_BYTES", 100)
+    monkeypatch.setattr("baton.cli.progress.ROTATE_SECONDS", 0.05)
     child = Child("decode-0", "decode", folder=tmp_path, host="127.0.0.1")
     shown = io.StringIO()
     tasks = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.discovery.members import Change, Members, apply_events
+from baton.discovery.etcd import apply_events
+from baton.discovery.finder import Change, Members
 
 A, B, C = "10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"
 

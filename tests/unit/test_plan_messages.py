@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.decode.types import Done, Output, Prompt, Tokens
-from baton.plan.messages import Messages
+from baton.plan.nodes import Messages
 from baton.sim.world import Actor, World
 from baton.v1 import decode_pb2
 

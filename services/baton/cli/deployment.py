@@ -17,10 +17,9 @@ from rich.console import Console
 
 from baton.bench.machine import visible_gpus
 from baton.cli.local_secret import LocalSecret
-from baton.cli.log_files import LogFolder, follow_logs, rotate_logs
 from baton.cli.nodes import CLUSTER_FIELDS
 from baton.cli.options import read_config
-from baton.cli.progress import start_progress
+from baton.cli.progress import LogFolder, follow_logs, rotate_logs, start_progress
 from baton.cli.supervisor import SERVE, Child, Supervisor
 from baton.config import NodeConfig, WorkerConfig
 from baton.rpc.address import family_of, join_address, loopback, split_address

@@ -1,12 +1,18 @@
-"""Shows children on their way to health: a live table on a terminal, a line a change elsewhere."""
+"""What a starting deployment shows; its log files: where they are, and how much of them is kept."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -99,3 +105,93 @@ async def start_progress(children: Sequence[Child], console: Console) -> AsyncIt
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+KEPT_FOLDERS = 8
+"""Of deployments that have ended. Older ones are removed when the next one starts."""
+MAX_LOG_BYTES = 16 * 2**20
+"""A longer log is moved to NAME.log.1, which replaces the one before it."""
+ROTATE_SECONDS = 1.0
+
+
+class LogFolder:
+    """A new folder for the logs of one deployment. It stays when the deployment has ended; its lock, held
+    until `close`, says that it is in use."""
+
+    def __init__(self) -> None:
+        """Removes the oldest folders of earlier deployments. Raises OSError."""
+        parent = _parent()
+        began = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # in order, also within a second
+        self.path = Path(tempfile.mkdtemp(prefix=f"{began}-", dir=parent))
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        ended = [folder for folder in sorted(parent.iterdir()) if not _in_use(folder)]
+        for folder in ended[:-KEPT_FOLDERS]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _parent() -> Path:
+    """~/.local/state/baton/logs, or a folder of this user below /tmp where that cannot be written."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    parent = Path(state or Path.home() / ".local" / "state") / "baton" / "logs"
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        parent = Path(tempfile.gettempdir(), f"baton-logs-{os.geteuid()}")
+        parent.mkdir(mode=0o700, exist_ok=True)
+    return parent
+
+
+def _in_use(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def rotate(log: Path) -> None:
+    """Empties a log that is longer than MAX_LOG_BYTES, after copying it. Its process writes on at the start,
+    since it appends. Lines written between the copy and the truncation are lost."""
+    with contextlib.suppress(FileNotFoundError):
+        if log.stat().st_size > MAX_LOG_BYTES:
+            shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+            os.truncate(log, 0)
+
+
+async def rotate_logs(children: Sequence[Child]) -> None:
+    """Rotates the children's logs until cancelled."""
+    while True:
+        await asyncio.sleep(ROTATE_SECONDS)
+        for child in children:
+            with contextlib.suppress(OSError):  # a full disk must not end a deployment
+                rotate(child.log)
+
+
+async def follow_logs(children: Sequence[Child], console: Console) -> None:
+    """Prints what the children log, each line with its process's name, until cancelled."""
+    offsets = {child.name: 0 for child in children}
+    width = max(len(child.name) for child in children)
+    while True:
+        for child in children:
+            if not child.log.exists():
+                continue
+            with child.log.open("rb") as log:
+                if os.fstat(log.fileno()).st_size < offsets[child.name]:
+                    offsets[child.name] = 0  # it was rotated
+                log.seek(offsets[child.name])
+                text = log.read()
+            end = text.rfind(b"\n") + 1  # a line still being written waits for its end
+            offsets[child.name] += end
+            for line in text[:end].decode(errors="replace").splitlines():
+                console.print(f"{child.name:{width}}  {line}", highlight=False, markup=False, soft_wrap=True)
+        await asyncio.sleep(0.2)

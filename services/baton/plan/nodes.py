@@ -1,5 +1,5 @@
-"""Simulated nodes: the real cores over pools without bytes. The shells are as thin as can be: messages and
-pulls take their time and never fail."""
+"""Simulated nodes: the real cores over pools without bytes and a device in virtual time.
+Messages and pulls take their time and never fail."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from baton.config import DecodeConfig, PrefillConfig
 from baton.decode.core import DecodeCore
 from baton.decode.core import make_core as make_decode_core
-from baton.decode.types import Key, Output, Peer
+from baton.decode.types import Done, Failed, Key, Output, Peer, Tokens
 from baton.engine.batch import Step
+from baton.engine.plan import PlanRow, RowResult, Sampled, StepPlan, StepResult, step_load
 from baton.engine.request import Request
 from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import C, StepPipeline
@@ -27,16 +28,116 @@ from baton.handoff.messages import (
 from baton.handoff.pull_cost import PullMeter
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.kv_events import TreeEvents, TreeLog
-from baton.plan.messages import Messages
 from baton.plan.profile import Profile
-from baton.plan.runner import VirtualRunner
 from baton.prefill.core import PrefillCore
 from baton.prefill.core import make_core as make_prefill_core
 from baton.sim.driver import StepDriver
 from baton.sim.world import Actor, World
-from baton.stepcost import CostCalibration
+from baton.stepcost import CostCalibration, StepCost
 from baton.v1 import cache_pb2, node_pb2
 from baton.worker.load import add_step_cost, cache_update, snapshot
+
+
+@dataclass(slots=True)
+class VirtualFlight:
+    plan: StepPlan
+    ends: float
+
+
+class VirtualRunner:
+    """Implements `engine.plan.Runner`: executes one step after the other, each in the time that it costs.
+    `read` does not wait: whoever drives it reads a step when it has ended. All tokens are 0."""
+
+    vocab_size = 1
+
+    def __init__(self, cost: StepCost, max_slots: int, clock: Callable[[], float]) -> None:
+        self.max_slots = max_slots
+        self.busy = 0.0
+        """Seconds of all steps so far, until `stop_counting`."""
+        self._counting = True
+        self._cost = cost
+        self._clock = clock
+        self._free = 0.0
+        self._sampled = [RowResult((Sampled(slot, 0),)) for slot in range(max_slots)]
+        """A row's result, by its slot; nobody changes it."""
+
+    def launch(self, plan: StepPlan) -> VirtualFlight:
+        seconds = self._cost.seconds(step_load(plan.rows)) if plan.rows else 0.0
+        if self._counting:
+            self.busy += seconds
+        self._free = max(self._clock(), self._free) + seconds
+        return VirtualFlight(plan, self._free)
+
+    def stop_counting(self) -> None:
+        """Steps launched from now on do not count as busy, nor does what is left of those in flight."""
+        self._counting = False
+        self.busy -= max(0.0, self._free - self._clock())
+
+    def done(self, flight: VirtualFlight) -> bool:
+        return self._clock() >= flight.ends
+
+    def read(self, flight: VirtualFlight) -> StepResult:
+        return StepResult(flight.plan.number, tuple(self._result(row) for row in flight.plan.rows))
+
+    def _result(self, row: PlanRow) -> RowResult:
+        if len(row.sample) == 1:
+            return self._sampled[row.sample[0]]
+        return RowResult(tuple(Sampled(slot, 0) for slot in row.sample))
+
+
+class Messages:
+    """As decode.callers, whose one caller the simulated gateway is: after a message with everybody's tokens,
+    tokens gather for a while. Events and first tokens do not wait; they take along the tokens of their own
+    request, and the others' gather on."""
+
+    def __init__(
+        self, world: World, actor: Actor, gather: float, deliver: Callable[[list[Output]], None]
+    ) -> None:
+        """gather: seconds. deliver: called with the outputs of a message as it leaves."""
+        self._world = world
+        self._actor = actor
+        self._gather = gather
+        self._deliver = deliver
+        self._unsent: list[Output] = []
+        self._begun: set[int] = set()  # running requests of which a token has been said
+        self._due = 0.0
+        self._waking = False
+
+    def put(self, outputs: list[Output]) -> None:
+        """What the node says at one moment, in order."""
+        self._unsent += outputs
+        urgent: set[int] = set()
+        for output in outputs:
+            if not isinstance(output, Tokens) or output.request not in self._begun:
+                urgent.add(output.request)
+            if isinstance(output, Tokens):
+                self._begun.add(output.request)
+            elif isinstance(output, Done | Failed):
+                self._begun.discard(output.request)
+        if self._world.now >= self._due:
+            self._send(urgent)
+        elif urgent:
+            leaving = [output for output in self._unsent if output.request in urgent]
+            self._unsent = [output for output in self._unsent if output.request not in urgent]
+            self._deliver(leaving)
+        self._wake_when_due()
+
+    def _wake_when_due(self) -> None:
+        if self._unsent and not self._waking:
+            self._waking = True
+            self._world.at(self._due - self._world.now, self._actor, self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False
+        if self._unsent and self._world.now >= self._due:
+            self._send(set())
+        self._wake_when_due()
+
+    def _send(self, urgent: set[int]) -> None:
+        unsent, self._unsent = self._unsent, []
+        if any(output.request not in urgent for output in unsent):
+            self._due = self._world.now + self._gather
+        self._deliver(unsent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import grpc.aio
 
 from baton import checkpoint
 from baton.config import TokenizerConfig
-from baton.discovery.registration import Registration, register
+from baton.discovery.etcd import Registration, register
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import failed_precondition
 from baton.rpc.node import run_node

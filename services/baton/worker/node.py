@@ -14,7 +14,7 @@ import grpc.aio
 from google.rpc import status_pb2
 
 from baton.config import WorkerConfig
-from baton.discovery.registration import Registration, register
+from baton.discovery.etcd import Registration, register
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_loop import Core, StepLoop
 from baton.engine.step_stats import StepStats
