@@ -11,9 +11,8 @@ import time
 
 import pytest
 
-from baton.cli.bench import MEASUREMENTS
 from baton.cli.doctor import port_taken
-from baton.cli.main import COMMANDS, main
+from baton.cli.main import COMMANDS, MEASUREMENTS, main
 from baton.cli.options import ROLES
 
 NAMES = [name for section in COMMANDS.values() for name in section]

@@ -33,7 +33,7 @@ def test_a_worker_that_cuda_ipc_could_not_tell_apart_is_found(namespace, command
 
 @pytest.mark.skipif(any(path.exists() for path in DRIVER), reason="there is a GPU")
 def test_without_a_gpu_nothing_that_needs_one_is_a_fault():
-    findings = {(check.section, check.name): check.verdict for check in run_checks()}
+    findings = {(section, check.name): check.verdict for section, check in run_checks()}
     absent = {name for name, verdict in findings.items() if verdict == "absent"}
     assert {("devices", "cuda"), ("transports", "cuda_ipc"), ("attention", "fa3")} <= absent
     assert findings["attention", "torch"] == "ok"

@@ -36,7 +36,6 @@ GIB = 2**30
 class Check:
     """One finding."""
 
-    section: str
     name: str
     verdict: Verdict
     detail: str
@@ -49,39 +48,35 @@ def no_gpu() -> Verdict:
 
 def machine() -> Iterator[Check]:
     """Python, cores, memory, shared memory, disk."""
-    yield Check("machine", "python", "ok", f"{platform.python_version()} ({sys.executable})")
-    yield Check("machine", "system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
+    yield Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield Check("system", "ok", f"{platform.system()} {platform.release()} {platform.machine()}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Check("machine", "cores", "ok", f"{cores} usable of {os.cpu_count()}")
+    yield Check("cores", "ok", f"{cores} usable of {os.cpu_count()}")
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIB:.1f} GiB available of {memory.total / GIB:.1f} GiB"
     if memory.available < GIB:
-        yield Check(
-            "machine", "memory", "note", f"{text}; a deployment of the demo model takes about 1.5 GiB"
-        )
+        yield Check("memory", "note", f"{text}; a deployment of the demo model takes about 1.5 GiB")
     else:
-        yield Check("machine", "memory", "ok", text)
+        yield Check("memory", "ok", text)
     yield _shared_memory()
     cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache"))
     while not cache.exists():
         cache = cache.parent
-    yield Check(
-        "machine", "disk", "ok", f"{shutil.disk_usage(cache).free / GIB:.1f} GiB free for models in {cache}"
-    )
+    yield Check("disk", "ok", f"{shutil.disk_usage(cache).free / GIB:.1f} GiB free for models in {cache}")
 
 
 def _shared_memory() -> Check:
     folder = Path("/dev/shm")
     if not folder.is_dir():
-        return Check("machine", "/dev/shm", "note", "not there; pages travel over grpc instead of shm")
+        return Check("/dev/shm", "note", "not there; pages travel over grpc instead of shm")
     usage = shutil.disk_usage(folder)
     text = f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f} GiB"
     if not os.access(folder, os.W_OK):
-        return Check("machine", "/dev/shm", "note", f"{text}, not writable; pages travel over grpc")
+        return Check("/dev/shm", "note", f"{text}, not writable; pages travel over grpc")
     if usage.free < GIB:
         hint = "KV pools live there: use a smaller --kv-tokens, or give a container more (--shm-size)"
-        return Check("machine", "/dev/shm", "note", f"{text}; {hint}")
-    return Check("machine", "/dev/shm", "ok", text)
+        return Check("/dev/shm", "note", f"{text}; {hint}")
+    return Check("/dev/shm", "ok", text)
 
 
 def devices() -> Iterator[Check]:
@@ -89,21 +84,19 @@ def devices() -> Iterator[Check]:
     try:
         import torch
     except ImportError as error:
-        yield Check("devices", "torch", "bad", f"cannot be imported ({error}); install it: pip install torch")
+        yield Check("torch", "bad", f"cannot be imported ({error}); install it: pip install torch")
         return
-    yield Check("devices", "torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
-    yield Check("devices", "cpu", "ok", torch.backends.cpu.get_cpu_capability())
+    yield Check("torch", "ok", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    yield Check("cpu", "ok", torch.backends.cpu.get_cpu_capability())
     if not torch.cuda.is_available():
         built = torch.version.cuda
         reason = "no usable NVIDIA GPU or driver" if built else "this torch is built without CUDA"
-        yield Check("devices", "cuda", no_gpu(), f"{reason}; --device cpu is used")
+        yield Check("cuda", no_gpu(), f"{reason}; --device cpu is used")
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
         capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
         text = f"{torch.cuda.get_device_name(index)}, compute {capability}"
-        yield Check(
-            "devices", f"cuda:{index}", "ok", f"{text}, {free / GIB:.1f} GiB free of {total / GIB:.1f} GiB"
-        )
+        yield Check(f"cuda:{index}", "ok", f"{text}, {free / GIB:.1f} GiB free of {total / GIB:.1f} GiB")
 
 
 def attention() -> Iterator[Check]:
@@ -116,22 +109,22 @@ def attention() -> Iterator[Check]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, backend in BACKENDS.items():
         problem = backend.available(device)
-        yield Check("attention", name, no_gpu() if problem else "ok", problem or f"works on {device}")
+        yield Check(name, no_gpu() if problem else "ok", problem or f"works on {device}")
     if importlib.util.find_spec("sgl_kernel") is None:
         text = "not installed; only needed on NVIDIA GPUs: pip install 'baton-serve[gpu]'"
-        yield Check("attention", "sgl_kernel", no_gpu(), text)
+        yield Check("sgl_kernel", no_gpu(), text)
     else:
         problem = mismatch()
-        yield Check("attention", "sgl_kernel", no_gpu() if problem else "ok", problem or "installed")
+        yield Check("sgl_kernel", no_gpu() if problem else "ok", problem or "installed")
 
 
 def transports() -> Iterator[Check]:
     """How KV pages can travel from here."""
     if os.access("/dev/shm", os.W_OK):
-        yield Check("transports", "shm", "ok", "between processes of this host, CPU pools")
+        yield Check("shm", "ok", "between processes of this host, CPU pools")
     else:
-        yield Check("transports", "shm", "note", "/dev/shm is not there or not writable")
-    yield Check("transports", "grpc", "ok", "anywhere")
+        yield Check("shm", "note", "/dev/shm is not there or not writable")
+    yield Check("grpc", "ok", "anywhere")
     yield _cuda_ipc()
     yield process_id(*_inside())
     yield _nixl()
@@ -143,8 +136,8 @@ def _nixl() -> Check:
 
     why_not = problem()
     if why_not is not None:
-        return Check("transports", "nixl", "note", f"{why_not}; between hosts pages travel over grpc")
-    return Check("transports", "nixl", "ok", "between hosts, where --transports names it")
+        return Check("nixl", "note", f"{why_not}; between hosts pages travel over grpc")
+    return Check("nixl", "ok", "between hosts, where --transports names it")
 
 
 def _cuda_ipc() -> Check:
@@ -155,7 +148,7 @@ def _cuda_ipc() -> Check:
 
     problem = cuda.problem()
     if problem is not None:
-        return Check("transports", "cuda_ipc", no_gpu(), f"{problem}; between GPUs pages travel over grpc")
+        return Check("cuda_ipc", no_gpu(), f"{problem}; between GPUs pages travel over grpc")
     count = torch.cuda.device_count()
     for index in range(count):
         cuda.use(torch.device("cuda", index))
@@ -163,7 +156,7 @@ def _cuda_ipc() -> Check:
         try:
             cuda.export_memory(memory.data_ptr())
         except TransportError as error:
-            return Check("transports", "cuda_ipc", "note", f"cuda:{index}: {error}; pages travel over grpc")
+            return Check("cuda_ipc", "note", f"cuda:{index}: {error}; pages travel over grpc")
     torch.cuda.set_device(0)
     apart = [
         f"cuda:{a} and cuda:{b}"
@@ -173,9 +166,9 @@ def _cuda_ipc() -> Check:
     ]
     if apart:
         text = f"works on each GPU, but there is no peer access between {', '.join(apart)}"
-        return Check("transports", "cuda_ipc", "note", text)
+        return Check("cuda_ipc", "note", text)
     where = f"all {count} GPUs, which reach each other" if count > 1 else "the one GPU that is seen here"
-    return Check("transports", "cuda_ipc", "ok", f"memory can be shared from {where}")
+    return Check("cuda_ipc", "ok", f"memory can be shared from {where}")
 
 
 def _inside() -> tuple[str, dict[int, list[str]]]:
@@ -193,15 +186,15 @@ def process_id(namespace: str, commands: Mapping[int, Sequence[str]]) -> Check:
     """Whether workers in a PID namespace of their own, as in a container, can be told apart by CUDA IPC: it
     refuses memory of a process with our own id in another namespace; the first process of each has id 1."""
     if namespace == FIRST_PID_NAMESPACE:
-        return Check("transports", "process ids", "ok", "unique: not in a container's PID namespace")
+        return Check("process ids", "ok", "unique: not in a container's PID namespace")
     if "serve" in commands.get(1, ()) and "baton.cli.entry" not in commands[1]:
         text = "the worker here has process id 1, as those of other containers do, which CUDA IPC refuses"
         hint = "start it with 'python -m baton.cli.entry baton serve ...' as the images do; else grpc is used"
-        return Check("transports", "process ids", "note", f"{text}; {hint}")
+        return Check("process ids", "note", f"{text}; {hint}")
     workers = sorted(pid for pid, command in commands.items() if pid > 1 and "serve" in command)
     which = f"the worker's is {workers[0]}; " if workers else ""
     text = f"{which}CUDA IPC needs other ones in other containers, as baton.cli.entry chooses them"
-    return Check("transports", "process ids", "ok", text)
+    return Check("process ids", "ok", text)
 
 
 def ports() -> Iterator[Check]:
@@ -212,9 +205,9 @@ def ports() -> Iterator[Check]:
         if taken:
             numbers = " and ".join(map(str, taken))
             text = f"{numbers} in use, perhaps by a running Baton; others: --port, --http-port"
-            yield Check("ports", role, "note", text)
+            yield Check(role, "note", text)
         else:
-            yield Check("ports", role, "ok", f"{wanted} are free")
+            yield Check(role, "ok", f"{wanted} are free")
 
 
 def port_taken(port: int) -> bool:
@@ -236,9 +229,9 @@ def model() -> Iterator[Check]:
     folder = model_path()
     weights = folder / "model.safetensors"
     if weights.is_file():
-        yield Check("model", "demo", "ok", f"{weights.stat().st_size / 2**20:.1f} MiB in {folder}")
+        yield Check("demo", "ok", f"{weights.stat().st_size / 2**20:.1f} MiB in {folder}")
     else:
-        yield Check("model", "demo", "bad", f"{weights} is missing; install Baton again")
+        yield Check("demo", "bad", f"{weights} is missing; install Baton again")
 
 
 GROUPS: dict[str, Callable[[], Iterator[Check]]] = {
@@ -251,31 +244,32 @@ GROUPS: dict[str, Callable[[], Iterator[Check]]] = {
 }
 
 
-def run_checks() -> Iterator[Check]:
-    """All findings, in order; a group that fails is itself a finding."""
-    for name, group in GROUPS.items():
+def run_checks() -> Iterator[tuple[str, Check]]:
+    """All findings with their sections, in order; a section that fails is itself a finding."""
+    for section, checks in GROUPS.items():
         try:
-            yield from group()
+            for check in checks():
+                yield section, check
         except Exception as error:  # a broken installation must not end the doctor
-            yield Check(name, name, "bad", f"cannot be looked at: {type(error).__name__}: {error}")
+            yield section, Check(section, "bad", f"cannot be looked at: {type(error).__name__}: {error}")
 
 
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "absent": "[dim]-[/]", "bad": "[red]✗[/]"}
 
 
-def _table(findings: list[Check]) -> Table:
+def _table(findings: list[tuple[str, Check]]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column()
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    section = ""
-    for check in findings:
-        if section and check.section != section:
+    before = ""
+    for section, check in findings:
+        if before and section != before:
             table.add_row()
-        title = "" if check.section == section else f"[bold]{check.section}[/]"
+        title = "" if section == before else f"[bold]{section}[/]"
         table.add_row(title, MARKS[check.verdict], escape(check.name), escape(check.detail))
-        section = check.section
+        before = section
     return table
 
 
@@ -298,9 +292,9 @@ def doctor(as_json: bool) -> None:
     else:
         with console.status("Looking at this machine"):
             findings = list(run_checks())
-    broken = [check for check in findings if check.verdict == "bad"]
+    broken = [check for _, check in findings if check.verdict == "bad"]
     if as_json:
-        checks = [dataclasses.asdict(check) for check in findings]
+        checks = [{"section": section, **dataclasses.asdict(check)} for section, check in findings]
         click.echo(json.dumps({"version": __version__, "can_run": not broken, "checks": checks}, indent=2))
     else:
         console.print(f"Baton {__version__}", highlight=False)

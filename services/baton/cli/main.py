@@ -54,7 +54,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "status": ("status:status", "Every process of a running deployment, with health and load."),
         "probe": ("health:probe", "One small request through a running deployment, as an exit code."),
         "health": ("health:health", "Whether one process serves; for the probes of containers."),
-        "bench": ("bench:bench", "Measure a deployment or the engine: serve, offline, step, profile."),
+        "bench": ("main:bench", "Measure a deployment or the engine: serve, offline, step, profile, kv."),
         "plan": ("plan:plan", "How many prefill and decode nodes a traffic needs."),
         "verify": ("verify:verify", "Compare split with aggregated, token for token."),
         "sim": ("sim:sim", "Run the core of all processes in simulated time, with faults, from a seed."),
@@ -62,6 +62,45 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """Section -> command -> (module:attribute in baton.cli, short help)."""
+
+
+MEASUREMENTS = {
+    "Measurements": {
+        "serve": (
+            "bench_serve:serve",
+            "A deployment under load: TTFT, TPOT, ITL, goodput over request rate.",
+        ),
+        "offline": ("bench_offline:offline", "Many requests at once: output tokens per second."),
+        "step": (
+            "bench_step:step",
+            "Decode steps of the engine, by batch size and context, against their floor.",
+        ),
+        "profile": (
+            "bench_profile:profile",
+            "What steps, pulls and messages cost, for `baton plan`.",
+        ),
+        "kv": ("bench_kv:kv", "Rates of the transports between two processes, by prompt length."),
+    }
+}
+"""As COMMANDS."""
+
+
+@click.group(cls=LazyGroup, lazy=MEASUREMENTS)
+def bench() -> None:
+    """Measure a deployment, or the engine alone.
+
+    \b
+    Examples:
+      baton bench serve                                     start the demo model, one request a second
+      baton bench serve --server 127.0.0.1:50050 --rate 8,16,24,32 --plot load.png
+      baton bench serve --requests 200 --concurrency 32     closed loop
+      baton bench offline --requests 32                     all at once, tokens per second
+      baton bench step --batch 1,8,64 --context 128,1024    the engine without processes
+      baton bench profile --json profile.json               what `baton plan` needs to know
+      baton bench kv --tokens 2048,16384                    pages between two processes
+
+    `baton bench MEASUREMENT --help` tells more.
+    """
 
 
 @click.group(
