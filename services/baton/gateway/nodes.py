@@ -13,8 +13,7 @@ import grpc.aio
 
 from baton.config import GatewayConfig
 from baton.discovery.etcd import Etcd
-from baton.discovery.finder import Finder
-from baton.discovery.members import Change
+from baton.discovery.finder import Change, Finder
 from baton.gateway.cache_view import FRESH_SECONDS, Gap
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.routing import Router
