@@ -1,4 +1,4 @@
-"""Attempts at a request, and the pulse of a decode node: no network, no clock."""
+"""Attempts at a request, and the liveness of a decode node: no network, no clock."""
 
 import pytest
 
@@ -113,21 +113,21 @@ def test_with_every_last_token_there_is_nothing_to_resume():
 
 
 def test_a_pulse_asks_once_and_tells_silence():
-    pulse = Liveness(8.0)
-    assert not pulse.tick(0.0, wanted=False)
-    assert pulse.tick(1.0, wanted=True) and not pulse.tick(2.0, wanted=True)
-    assert not pulse.silent(8.9)
+    liveness = Liveness(8.0)
+    assert not liveness.tick(0.0, wanted=False)
+    assert liveness.tick(1.0, wanted=True) and not liveness.tick(2.0, wanted=True)
+    assert not liveness.silent(8.9)
     for now in range(3, 11):
-        pulse.tick(float(now), wanted=True)
-    assert pulse.silent(9.1)
-    pulse.heard()
-    assert not pulse.silent(9.1)
+        liveness.tick(float(now), wanted=True)
+    assert liveness.silent(9.1)
+    liveness.heard()
+    assert not liveness.silent(9.1)
 
 
 def test_a_pause_of_its_own_is_no_silence_of_the_node():
-    pulse = Liveness(8.0)
-    assert pulse.tick(0.0, wanted=True)
-    assert pulse.tick(60.0, wanted=True) and not pulse.silent(60.0)
+    liveness = Liveness(8.0)
+    assert liveness.tick(0.0, wanted=True)
+    assert liveness.tick(60.0, wanted=True) and not liveness.silent(60.0)
 
 
 @pytest.mark.parametrize(

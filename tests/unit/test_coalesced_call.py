@@ -5,13 +5,13 @@ from baton.rpc.tasks import CoalescedCall
 
 async def test_it_runs_once_behind_the_turn_that_asked():
     runs = []
-    soon = CoalescedCall(lambda: runs.append(len(runs)))
-    soon()
-    soon()
+    call = CoalescedCall(lambda: runs.append(len(runs)))
+    call()
+    call()
     assert runs == []
     await asyncio.sleep(0)
     assert runs == [0]
-    soon()
+    call()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert runs == [0, 1]
@@ -23,10 +23,10 @@ async def test_what_asks_while_it_runs_is_asked_anew():
     def work() -> None:
         runs.append(1)
         if len(runs) < 3:
-            soon()
+            call()
 
-    soon = CoalescedCall(work)
-    soon()
+    call = CoalescedCall(work)
+    call()
     for _ in range(5):
         await asyncio.sleep(0)
     assert len(runs) == 3

@@ -1,4 +1,4 @@
-"""baton.plan: the simulation of a deployment, against what can be reckoned by hand and queueing theory."""
+"""baton.plan: the simulation of a deployment, against what can be computed by hand and queueing theory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prompt_step(count):
     return COST.seconds(StepLoad(prefill_tokens=count, attention_pairs=count * (count + 1) // 2))
 
 
-def test_one_request_takes_the_time_that_can_be_reckoned():
+def test_one_request_takes_the_time_that_can_be_computed():
     """Split: there and back, the prompt; then the pull; then a step a token, with the host between."""
     host = HostCost(turn=1e-3, row=2e-4, request=3e-3, hop=5e-4)
     pull = PullCost(latency=7e-3, bytes_per_second=1e9)

@@ -206,7 +206,7 @@ def test_what_came_of_it_is_compared_with_what_was_expected():
     name = "baton_gateway_actual_over_expected"
     assert rig.value(f"{name}_sum", way="split", until="first_token") == pytest.approx(1.0)
     assert rig.value(f"{name}_sum", way="split", until="end") == pytest.approx(3.0)
-    # By the way that it has taken in the end; a request that had bad luck is no measure of the reckoning.
+    # By the way that it has taken in the end; a request that had bad luck is no measure of the prediction.
     rig.split.ended(decision, decode_pb2.RequestStats(output_tokens=1), expect_local(4000, BUSY).first, 1.0)
     assert rig.value(f"{name}_sum", way="local", until="first_token") == pytest.approx(1.0)
     stats.handoff_retries = 1
@@ -214,7 +214,7 @@ def test_what_came_of_it_is_compared_with_what_was_expected():
     assert rig.value(f"{name}_count", way="split", until="end") == 1
 
 
-def test_a_way_that_takes_longer_than_reckoned_is_taken_less_until_that_has_faded():
+def test_a_choice_that_takes_longer_than_predicted_is_taken_less_until_the_bias_has_decayed():
     rig = Rig()
     before = rig.split.decide(BUSY, PREFILL, 4000)
     thought, stats = before.ways["split"], decode_pb2.RequestStats(prefill_address="p", output_tokens=2)
@@ -232,18 +232,18 @@ def test_a_way_that_takes_longer_than_reckoned_is_taken_less_until_that_has_fade
 
 
 def test_excess_is_a_mean_that_fades():
-    excess = PredictionBias()
-    assert excess.seconds(5.0) == 0.0
+    bias = PredictionBias()
+    assert bias.seconds(5.0) == 0.0
     for _ in range(200):
-        excess.add(7.0, 3.0, 2.0)
-    assert excess.seconds(7.0) == pytest.approx(1.0, rel=1e-3)
-    assert excess.seconds(7.0 + HALF_LIFE) == pytest.approx(0.5, rel=1e-3)
+        bias.add(7.0, 3.0, 2.0)
+    assert bias.seconds(7.0) == pytest.approx(1.0, rel=1e-3)
+    assert bias.seconds(7.0 + HALF_LIFE) == pytest.approx(0.5, rel=1e-3)
     for _ in range(200):
-        excess.add(7.0, 1.5, 2.0)
-    assert excess.seconds(7.0) == pytest.approx(-0.5, rel=1e-3), "it may also take less"
+        bias.add(7.0, 1.5, 2.0)
+    assert bias.seconds(7.0) == pytest.approx(-0.5, rel=1e-3), "it may also take less"
     for _ in range(200):
-        excess.add(7.0, 60.0, 2.0)
-    assert excess.seconds(7.0) == pytest.approx(2.0, rel=1e-3), "one that was stalled is no measure"
+        bias.add(7.0, 60.0, 2.0)
+    assert bias.seconds(7.0) == pytest.approx(2.0, rel=1e-3), "one that was stalled is no measure"
 
 
 # --- of a router that has been told ---------------------------------------------------------------------

@@ -173,7 +173,7 @@ class World:
         if job.made == job.output:
             address = "" if job.local else "p"
             stats = decode_pb2.RequestStats(prefill_address=address, output_tokens=job.made)
-            job.way.reckon(self.split, stats, job.first)
+            job.way.learn(self.split, stats, job.first)
             job.way.ended()
             self.taken.append(self.now - job.at)
             if job in self.decode.rows:

@@ -359,7 +359,7 @@ class DecodeCore:
         )
 
     def _step_failed(self, entry: Entry, reason: str, message: str) -> tuple[str, str, str]:
-        """Code, reason and message for a request of a step that failed: it goes on elsewhere, once."""
+        """Code, reason and message for a request of a failed step: it is retried elsewhere, once."""
         entry.request.failed_steps += 1
         if entry.request.failed_steps < MAX_FAILED_STEPS:
             return "UNAVAILABLE", reason, message

@@ -1,4 +1,4 @@
-"""Plain data of a decode node: its requests, the prefill nodes it knows, and what its callers are told."""
+"""Plain data of a decode node: its requests, the prefill nodes it knows, and its outputs to callers."""
 
 from __future__ import annotations
 

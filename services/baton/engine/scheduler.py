@@ -108,8 +108,8 @@ class Scheduler(SchedulerState):
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens still to be computed here. Of waiting ones all, as nobody has looked what is cached;
-        none where they may yet be computed elsewhere."""
+        """Prompt tokens still to compute here. All tokens of waiting prompts count, because their cached
+        part is not known yet; none if they may be computed elsewhere."""
         waiting = sum(len(s.tokens) for s in self.waiting) if self.config.prompt_only else 0
         return waiting + sum(sequence.missing for sequence in self.prompts)
 

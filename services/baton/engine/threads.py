@@ -56,8 +56,8 @@ class TunedRunner:
     def _measure(self, rows: int) -> int:
         """The fewest threads that no larger number beats by much: 1, 2, 4, ... and the most are tried.
 
-        One core is left for what goes on between tokens (this process's event loop, gateway, tokenizer):
-        nothing disturbs the measurement here, but later a thread that waits for such a core delays them all.
+        One core is left for other work (this process's event loop, gateway, tokenizer). Nothing disturbs the
+        measurement here, but later one thread that waits for a busy core delays them all.
         """
         most = min(self.threads, max(1, (os.cpu_count() or 1) - 1))
         candidates = [1 << power for power in range(most.bit_length()) if 1 << power < most]

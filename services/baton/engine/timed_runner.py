@@ -1,4 +1,5 @@
-"""A runner that takes the time of measured steps, and computes nothing. For sizing, and to measure all else.
+"""A runner that takes the time of measured steps and computes nothing. For sizing, and for measuring
+everything else.
 
 It makes a deployment whose forward passes cost what they cost on another machine: everything around them
 (processes, queues, pages, pulls) is real. Its tokens mean nothing; they are a function of seed and position,

@@ -137,10 +137,10 @@ class PredictionBias:
         """Negative: shorter than predicted."""
         return self._mean * math.exp2(-max(0.0, now - self._at) / HALF_LIFE)
 
-    def add(self, now: float, seconds: float, reckoned: float) -> None:
+    def add(self, now: float, seconds: float, predicted: float) -> None:
         """Adds an actual and a predicted time. More than twice the prediction counts as twice: something
         else caused it."""
-        difference = min(seconds - reckoned, reckoned)
+        difference = min(seconds - predicted, predicted)
         self._mean = (1 - WEIGHT) * self.seconds(now) + WEIGHT * difference
         self._at = now
 
@@ -205,5 +205,5 @@ class Split:
             return
         self._bias[way].add(self._clock(), first, thought.first)
         pairs = {"first_token": (first, thought.first), "end": (end, thought.end(stats.output_tokens))}
-        for until, (seconds, reckoned) in pairs.items():
-            self._metrics.expected.labels(way, until).observe(seconds / max(reckoned, 1e-9))
+        for until, (seconds, predicted) in pairs.items():
+            self._metrics.expected.labels(way, until).observe(seconds / max(predicted, 1e-9))

@@ -95,7 +95,7 @@ class Placement:
     def finished(self, stats: decode_pb2.RequestStats, first_token: float) -> None:
         """The attempt has finished. first_token: time of its first token on the clock."""
         if self._routing is not None and not self._attempts.resumed:
-            self._routing.reckon(self._split, stats, first_token)
+            self._routing.learn(self._split, stats, first_token)
 
     def predicted(self, stats: decode_pb2.RequestStats) -> int | None:
         """Cached tokens that were counted on, where the first attempt has finished: see RequestRouting."""

@@ -257,7 +257,7 @@ class RequestRouting:
             self._at_prefill.drop(self._number)
             self._at_prefill = None
 
-    def reckon(self, split: Split, stats: decode_pb2.RequestStats, first: float) -> None:
+    def learn(self, split: Split, stats: decode_pb2.RequestStats, first: float) -> None:
         """The first attempt has finished; `first`: time of its first token on the clock."""
         if self._decision is not None:
             now = self._router.clock()

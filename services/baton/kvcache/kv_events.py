@@ -81,11 +81,11 @@ class Removed:
 
 
 class TreeEvents:
-    """A tree's observer: keeps what it is told until `take`, which another thread may call."""
+    """A tree's observer: keeps events until `take`, which another thread may call."""
 
     def __init__(self, limit: int = MAX_EVENTS) -> None:
         self.overflown = False
-        """Events have been lost, because nobody took them in time."""
+        """Events were dropped, because they were not taken in time."""
         self._limit = limit
         self._waiting: deque[Stored | Removed] = deque()
 
@@ -156,7 +156,7 @@ class TreeLog:
         self._log.append((as_number(digest), came))
 
     def clear(self) -> None:
-        """The tree is told anew, from nothing. Whoever follows gets a snapshot."""
+        """The whole tree is reported again. Watchers get a snapshot."""
         self.sequence += 1
         self._held.clear()
         self._log.clear()

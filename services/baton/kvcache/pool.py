@@ -37,9 +37,9 @@ class KvPool:
     """`num_pages` pages in one allocation: [page, layer, key or value, token, head, dim].
 
     On a CPU the pool can lie in `storage`, a writable buffer of at least num_pages * page_bytes bytes (a
-    shared mapping, say), which must outlive it. `spare` pages more follow the last one: nobody owns them, and
-    rows that pad a batch are written there. Contents are undefined until written. Raises ValueError for a
-    buffer that is too small, and for one on a device other than the CPU.
+    shared mapping, say), which must outlive it. `spare` more pages follow the last one: no sequence owns
+    them, and rows that pad a batch are written there. Contents are undefined until written. Raises ValueError
+    for a buffer that is too small, and for one on a device other than the CPU.
     """
 
     def __init__(

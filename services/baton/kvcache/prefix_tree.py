@@ -84,9 +84,8 @@ class EvictionQueue(Generic[T]):
 
 
 class Node:
-    """A run of pages that share their usage and their locks, so that the tree behaves as if every page were a
-    node of its own. A node object goes on ending at the same page when its run is split: the upper part is
-    new.
+    """A run of pages with common usage and locks, so that the tree behaves as if every page were a separate
+    node. When a run is split, the node object keeps its end, and the upper part is new.
     """
 
     __slots__ = (
@@ -182,7 +181,7 @@ class Insertion:
 
 
 class TreeObserver(Protocol):
-    """Told of each change, in the tree's thread; to return at once."""
+    """Called for each change, in the tree's thread; must return at once."""
 
     def stored(self, after: int | None, namespace: str, key: bytes, pages: Sequence[int]) -> None:
         """`pages` have come; they hold the tokens of `key`, of 4 bytes each, and follow page `after` (None:
@@ -236,8 +235,8 @@ class PrefixTree:
         return len(self._descend(self._root, self._encode(tokens, max_pages), namespace)[2])
 
     def unlocked_length(self, tokens: Tokens, pages: int, namespace: str, after: Node | None = None) -> int:
-        """Of the first `pages` pages of tokens that follow `after` (None: that begin a sequence): those in
-        the tree that nobody has locked. Changes nothing."""
+        """Number of unlocked pages in the tree among the first `pages` pages of tokens that follow `after`
+        (None: the beginning). Changes nothing."""
         after = self._root if after is None else after
         node, inside, _ = self._descend(after, self._encode(tokens, pages), namespace)
         count, size = 0, inside
@@ -316,8 +315,8 @@ class PrefixTree:
         return evicted
 
     def observe(self, observer: TreeObserver | None) -> None:
-        """From now on the observer is told of what comes and goes, at first of all that is here, each page
-        after the one that it follows. None: nobody is told any more."""
+        """Sets the observer. It is called for all pages present, parents first, and then for each change.
+        None: removes the observer."""
         self._observer = observer
         if observer is None:
             return
@@ -405,7 +404,7 @@ class PrefixTree:
         return node, inside, found
 
     def _append(self, node: Node, namespace: str, key: bytes, pages: list[int]) -> Node:
-        """Hangs pages below a node just touched; lengthens the node instead where nobody could tell."""
+        """Adds pages below a node just touched; extends the node instead if that makes no difference."""
         child = Node(node, (namespace, key[: self._stride]), key, pages)
         child.created = child.last_used = self._now
         self._cached += len(pages)

@@ -1,5 +1,5 @@
-"""A simulated gateway: routing, attempts, pulse, token log and stop strings of gateway/, and in place of its
-shells a small one. A token's text is its number and a space; clients read when they come to it."""
+"""A simulated gateway: routing, attempts, liveness, token log and stop strings of gateway/, in a small shell.
+A token's text is its number and a space; clients read at times that the scenario draws."""
 
 from __future__ import annotations
 

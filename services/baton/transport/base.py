@@ -77,7 +77,7 @@ class PageStore(Protocol):
     def writer(self) -> PageWriter: ...
 
     def close(self) -> None:
-        """Gives up what it takes beside the pool. What is read or written now fails with TransportError."""
+        """Frees what it holds besides the pool. Reads and writes fail with TransportError from now on."""
         ...
 
 
@@ -119,8 +119,8 @@ class Receiver(Protocol):
         ...
 
     def generations(self, pages: Sequence[int]) -> list[int] | None:
-        """The peer's generations of these pages, read now; None when they cannot be seen from here (the
-        answer to the lease's release tells then)."""
+        """The peer's generations of these pages, read now; None if they cannot be read here (then the
+        answer to `release` decides)."""
         ...
 
     async def close(self) -> None:

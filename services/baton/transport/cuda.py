@@ -1,8 +1,8 @@
 """The few calls of the CUDA runtime that torch has no public name for, by cuda-bindings (which torch's CUDA
 builds depend on).
 
-Everything here works on torch's own context: each device has one primary context, whoever asks for it. All
-functions raise TransportError with one line.
+Everything here works on torch's own context: each device has one primary context per process. All functions
+raise TransportError with one line.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def use(device: torch.device) -> None:
 
 
 def uuid_of(device: torch.device) -> str:
-    """The GPU's, the same in every process whatever number it has there."""
+    """The GPU's UUID, equal in every process whatever its number there."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

@@ -100,8 +100,7 @@ class CudaIpcReceiver:
     async def open(
         cls, endpoint: pb.CudaIpcEndpoint, local: PageStore, busy: Callable[[], bool] = lambda: False
     ) -> Self:
-        """`busy` tells whether decode steps run on this GPU; asked in another thread. Raises
-        EndpointRefused."""
+        """`busy`: whether decode steps run on this GPU; called in another thread. Raises EndpointRefused."""
         self = cls(endpoint, check_endpoint(endpoint, local), busy)
         try:
             await self._thread.run(lambda stop: self._map())

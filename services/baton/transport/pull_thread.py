@@ -61,9 +61,9 @@ class PullThread:
         self._thread.start()
 
     async def run(self, work: Work, step: int = 0, rehearse: Callable[[], None] = nothing) -> None:
-        """Returns soon after (QUIET_SECONDS) the end of `work`, run in the thread once the owner's `step` has
-        retired (0: now), and raises what it raises. `rehearse` is called there now and then while it waits
-        for that step; what it raises is not heard.
+        """Runs `work` in the thread once the owner's `step` has retired (0: now). Returns QUIET_SECONDS after
+        its end, and raises what it raises. `rehearse` is called there periodically while it waits for that
+        step; its errors are ignored.
 
         A cancellation ends the wait, or the work early; either way it is passed on once the work does not run
         any more. Raises TransportError where `settle` came before its turn.
@@ -114,7 +114,7 @@ class PullThread:
                 if not job.stop.is_set():
                     self._rest()
                 job.ended.set_result(None)
-            del job  # not to keep what its work refers to until the next one
+            del job  # drops references to the work before the next job
 
     def _rest(self) -> None:
         with self._changed:

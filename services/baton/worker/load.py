@@ -1,4 +1,4 @@
-"""What a worker tells of its engine: load, step cost, and what its prefix tree holds."""
+"""A worker's reports: load, step cost, and the contents of its prefix tree."""
 
 from __future__ import annotations
 
