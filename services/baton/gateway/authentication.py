@@ -24,12 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.config import GatewayConfig
-from baton.gateway import openai_errors
-from baton.gateway.openai_errors import ApiError
 from baton.rpc.authentication import (
     HEADER,
     Cluster,
@@ -41,7 +37,6 @@ from baton.rpc.authentication import (
 )
 from baton.rpc.channel import Options
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unauthenticated
-from baton.rpc.http_server import authorization
 from baton.rpc.logs import get_logger
 from baton.v1 import node_pb2
 
@@ -279,54 +274,3 @@ def _read_tls(config: GatewayConfig) -> tuple[bytes, bytes] | None:
     if not config.tls_cert:
         return None
     return read_private(config.tls_key, "--tls-key"), read_public(config.tls_cert, "--tls-cert")
-
-
-PUBLIC_PATHS = ("/health",)
-"""With API keys, /health only says whether requests are served."""
-OPERATOR_PATHS = ("/metrics",)
-
-
-class HttpAuthentication:
-    """ASGI middleware: checks headers and credentials. Sets the request's `state.api_key`."""
-
-    def __init__(self, app: ASGIApp, authentication: GatewayAuthentication, max_header_bytes: int) -> None:
-        self._app = app
-        self._authentication = authentication
-        self._max_header_bytes = max_header_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        try:
-            headers = Headers(scope=scope)
-            self._check_headers(scope, headers)
-            scope.setdefault("state", {})["api_key"] = self._admit(scope["path"], headers)
-        except BatonError as error:
-            await openai_errors.response(openai_errors.from_baton(error))(scope, receive, send)
-        except ApiError as error:
-            answer = openai_errors.response(error)
-            answer.headers["connection"] = "close"
-            await answer(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _check_headers(self, scope: Scope, headers: Headers) -> None:
-        if "content-length" in headers and "transfer-encoding" in headers:
-            # Request smuggling (RFC 9112, section 6.3): a proxy in front may use the other of the two.
-            text = "the request has both Content-Length and Transfer-Encoding: send one of them"
-            raise ApiError(400, text, None, "invalid_http")
-        size = len(scope["raw_path"]) + len(scope["query_string"])
-        size += sum(len(name) + len(value) for name, value in scope["headers"])
-        if size > self._max_header_bytes:
-            text = f"the request's headers have {size} bytes; {self._max_header_bytes} are allowed here"
-            raise ApiError(431, text, None, "headers_too_large")
-
-    def _admit(self, path: str, headers: Headers) -> ApiKey | None:
-        """Raises BatonError."""
-        if path in OPERATOR_PATHS:
-            if self._authentication.keys is not None:
-                self._authentication.check_operator(bearer(authorization(headers)))
-            return None
-        if path in PUBLIC_PATHS:
-            return None
-        return self._authentication.api_key(authorization(headers))

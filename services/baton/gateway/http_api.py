@@ -14,12 +14,13 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.gateway import openai_errors
-from baton.gateway.authentication import GatewayAuthentication, HttpAuthentication
+from baton.gateway.authentication import ApiKey, GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json, RequestBatch
 from baton.gateway.openai_errors import ApiError
@@ -31,7 +32,9 @@ from baton.gateway.openai_protocol import (
     completion_starts,
     parse_body,
 )
+from baton.rpc.authentication import bearer
 from baton.rpc.errors import BatonError
+from baton.rpc.http_server import authorization
 from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2
 
@@ -203,6 +206,57 @@ async def _answer(job: RequestBatch, answer: Answer, stream: bool) -> Response:
         else:
             answer.add_end(event)
     return JSONResponse(answer.whole())
+
+
+PUBLIC_PATHS = ("/health",)
+"""With API keys, /health only says whether requests are served."""
+OPERATOR_PATHS = ("/metrics",)
+
+
+class HttpAuthentication:
+    """ASGI middleware: checks headers and credentials. Sets the request's `state.api_key`."""
+
+    def __init__(self, app: ASGIApp, authentication: GatewayAuthentication, max_header_bytes: int) -> None:
+        self._app = app
+        self._authentication = authentication
+        self._max_header_bytes = max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            headers = Headers(scope=scope)
+            self._check_headers(scope, headers)
+            scope.setdefault("state", {})["api_key"] = self._admit(scope["path"], headers)
+        except BatonError as error:
+            await openai_errors.response(openai_errors.from_baton(error))(scope, receive, send)
+        except ApiError as error:
+            answer = openai_errors.response(error)
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_headers(self, scope: Scope, headers: Headers) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Request smuggling (RFC 9112, section 6.3): a proxy in front may use the other of the two.
+            text = "the request has both Content-Length and Transfer-Encoding: send one of them"
+            raise ApiError(400, text, None, "invalid_http")
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > self._max_header_bytes:
+            text = f"the request's headers have {size} bytes; {self._max_header_bytes} are allowed here"
+            raise ApiError(431, text, None, "headers_too_large")
+
+    def _admit(self, path: str, headers: Headers) -> ApiKey | None:
+        """Raises BatonError."""
+        if path in OPERATOR_PATHS:
+            if self._authentication.keys is not None:
+                self._authentication.check_operator(bearer(authorization(headers)))
+            return None
+        if path in PUBLIC_PATHS:
+            return None
+        return self._authentication.api_key(authorization(headers))
 
 
 class EventStream(Response):
