@@ -2,7 +2,7 @@
 
     python -m gateway_load.source --step-seconds 0.005 --message-seconds 0.005 --vocabulary 4096 --token 67
 
-It speaks the contract of baton.v1.Decode, and to its callers as a real node does (`decode.callers`: one
+It speaks the contract of baton.v1.Decode, and to its callers as a real node does (`decode.stream`: one
 message a step, what is unsent merges). What a real node spends on scheduling, it does not.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 
-from baton.decode.callers import DecodeStream
+from baton.decode.stream import DecodeStream
 from baton.rpc.address import new_incarnation
 from baton.rpc.channel import server_options
 from baton.rpc.errors import cancelled, to_status

@@ -1,4 +1,4 @@
-"""When messages leave a simulated decode node: by the rule of a real one (tests/unit/test_callers.py)."""
+"""When messages leave a simulated decode node: as a real one does (tests/unit/test_decode_stream.py)."""
 
 from __future__ import annotations
 

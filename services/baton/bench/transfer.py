@@ -40,7 +40,7 @@ from baton.transport.grpc import PageSourceServicer
 from baton.transport.registry import DEFAULT_KINDS
 from baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
 from baton.worker.engine import DTYPES
-from baton.worker.published import make_pool
+from baton.worker.pool import make_pool
 
 EXIT_SECONDS = 10.0
 

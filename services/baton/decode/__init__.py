@@ -1,2 +1,3 @@
-"""The decode process: `core` owns requests and decides where their prompts are computed, `server` is the
-shell that serves Decode.Generate to `callers`, `peers` are the prefill nodes it pulls from."""
+"""The decode process: `core` owns requests and decides where their prompts are computed, `server` serves
+Decode.Generate, one `stream` for each caller, `peers` are the prefill nodes whose pages it pulls, `overload`
+predicts which requests would miss their deadlines."""

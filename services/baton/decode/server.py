@@ -12,9 +12,9 @@ from typing import Any
 import grpc.aio
 
 from baton.config import DecodeConfig
-from baton.decode.callers import DecodeStream, add_output
 from baton.decode.core import DecodeCore, make_core
 from baton.decode.peers import PrefillPeers
+from baton.decode.stream import DecodeStream, add_output
 from baton.decode.types import Key, Output
 from baton.handoff.messages import DecodeEffect
 from baton.rpc.authentication import ClusterAuthentication

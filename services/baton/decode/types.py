@@ -80,7 +80,7 @@ class DecodePolicy:
     """A pull that takes longer is given up."""
 
 
-# --- what callers are told, which `callers` puts on the wire ---
+# --- what callers are told, which `stream` puts on the wire ---
 
 
 @dataclass(slots=True)

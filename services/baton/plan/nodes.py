@@ -84,7 +84,7 @@ class VirtualRunner:
 
 
 class Messages:
-    """As decode.callers, whose one caller the simulated gateway is: after a message with everybody's tokens,
+    """As decode.stream, whose one caller the simulated gateway is: after a message with everybody's tokens,
     tokens gather for a while. Events and first tokens do not wait; they take along the tokens of their own
     request, and the others' gather on."""
 

@@ -35,7 +35,7 @@ from baton.stepcost import StepCost, StepLoad, read_cost
 from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.memory import check_weights, free_and_total, num_pages, run_largest_steps
-from baton.worker.published import Published, make_pool
+from baton.worker.pool import PublishedPool, make_pool
 from baton.worker.runners import make_runner
 
 _log = get_logger()
@@ -55,7 +55,7 @@ class Engine:
     runner: Runner[Any]
     cache: KvCache
     pool: KvPool
-    published: Published
+    published: PublishedPool
     kinds: tuple[str, ...]
     layout: common_pb2.Layout
     model_info: node_pb2.ModelInfo

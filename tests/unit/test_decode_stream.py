@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from baton.decode.callers import DecodeStream, merge
+from baton.decode.stream import DecodeStream, merge
 from baton.v1 import decode_pb2
 
 

@@ -22,7 +22,7 @@ _log = get_logger()
 
 
 @dataclass(slots=True)
-class Published:
+class PublishedPool:
     """`close` frees the memory that others have not mapped; the pool must not be used afterwards."""
 
     pages: PageStore
@@ -50,7 +50,7 @@ class Published:
 
 def make_pool(
     layout: KvLayout, num_pages: int, device: torch.device, kinds: tuple[str, ...], incarnation: int
-) -> tuple[KvPool, Published]:
+) -> tuple[KvPool, PublishedPool]:
     """The pool, in shared memory on a CPU if `shm` is one of the kinds. Raises SegmentError."""
     if device.type == "cpu":
         return _host_pool(layout, num_pages, kinds, incarnation)
@@ -61,7 +61,7 @@ def make_pool(
     pool.raw.zero_()
     pages = CudaPages(pool.raw, num_pages)
     segment = _generations(num_pages, incarnation) if "cuda_ipc" in kinds else None
-    published = Published(
+    published = PublishedPool(
         pages=pages,
         generations=_where(segment, num_pages),
         segment=segment,
@@ -74,13 +74,13 @@ def make_pool(
 
 def _host_pool(
     layout: KvLayout, num_pages: int, kinds: tuple[str, ...], incarnation: int
-) -> tuple[KvPool, Published]:
+) -> tuple[KvPool, PublishedPool]:
     segment = Segment.create(num_pages, layout.page_bytes, incarnation) if "shm" in kinds else None
     pool = KvPool(layout, num_pages, storage=segment.pages if segment is not None else None)
     raw: Any = pool.raw.numpy()
     memory = segment.pages if segment is not None else memoryview(raw).cast("B")
     pages = HostPages(memory, layout.page_bytes)
-    published = Published(
+    published = PublishedPool(
         pages=pages,
         generations=_where(segment, num_pages),
         segment=segment,
