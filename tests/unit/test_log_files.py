@@ -11,6 +11,7 @@ from rich.console import Console
 
 from baton.cli.progress import KEPT_FOLDERS, LogFolder, follow_logs, rotate, rotate_logs
 from baton.cli.supervisor import Child
+from baton.rpc.errors import BatonError
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,14 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     folder = LogFolder()
     assert folder.path.parent.parent == tmp_path and folder.path.is_dir()
     folder.close()
+
+
+def test_where_no_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
+    with pytest.raises(BatonError, match="--log-dir"):
+        LogFolder()
 
 
 def test_a_long_log_is_moved_and_its_process_writes_on(tmp_path: Path, monkeypatch) -> None:

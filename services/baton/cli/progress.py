@@ -21,6 +21,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from baton.cli.supervisor import Child, State
+from baton.rpc.errors import failed_precondition
 
 _COLOURS = {State.HEALTHY: "green", State.DIED: "red", State.LOADING: "yellow", State.STARTING: "yellow"}
 _PREAMBLE = re.compile(r"^((timestamp|level|role)=\S+\s+)+")
@@ -119,10 +120,16 @@ class LogFolder:
     until `close`, says that it is in use."""
 
     def __init__(self) -> None:
-        """Removes the oldest folders of earlier deployments. Raises OSError."""
-        parent = _parent()
+        """Removes the oldest folders of earlier deployments. Raises BatonError."""
         began = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # in order, also within a second
-        self.path = Path(tempfile.mkdtemp(prefix=f"{began}-", dir=parent))
+        try:
+            parent = _parent()
+            self.path = Path(tempfile.mkdtemp(prefix=f"{began}-", dir=parent))
+        except OSError as error:
+            text = f"no folder for logs can be made: {error}"
+            raise failed_precondition(
+                f"{text}; give one (baton up --log-dir), or set XDG_STATE_HOME"
+            ) from None
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         ended = [folder for folder in sorted(parent.iterdir()) if not _in_use(folder)]
