@@ -27,12 +27,14 @@ class SlowReader:
         self.paused = False
         self._limit = limit
         self._seconds = seconds
-        self._pause = pause
+        self._pause: Callable[[bool], None] | None = pause
         self._fail: Callable[[BatonError], None] | None = fail
         self._timer: asyncio.TimerHandle | None = None
 
     def look(self, unread: int) -> None:
         """`unread`: tokens that the client has not read. Called when it has changed."""
+        if self._pause is None:
+            return
         if not self.paused and unread > self._limit:
             self.paused = True
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
@@ -48,9 +50,9 @@ class SlowReader:
             self._timer = None
 
     def end(self) -> None:
-        """The request has ended: no more callbacks."""
+        """The request has ended: no more callbacks, and no references to it."""
         self.close()
-        self._fail = None
+        self._fail = self._pause = None
 
     def _expire(self) -> None:
         text = f"the client has not read for {self._seconds:g} s, with more than {self._limit} tokens waiting"

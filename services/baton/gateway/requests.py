@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 import grpc
 
 from baton.gateway import admission
-from baton.gateway.attempts import Attempts
+from baton.gateway.attempts import Attempts, Wait
 from baton.gateway.authentication import ApiKey
 from baton.gateway.backpressure import SlowReader
+from baton.gateway.decode_node import DecodePeer
 from baton.gateway.gateway import Gateway
 from baton.gateway.messages import RequestOptions, decode_start, finished, new_log
 from baton.gateway.metrics import EndedRequest, RequestTimer
-from baton.gateway.placement import Placement
 from baton.gateway.prompts import Prompt, Session, encode_prompt
+from baton.gateway.routing import RequestRouting
 from baton.gateway.token_log import fill_token_bytes
 from baton.rpc.errors import (
     BatonError,
@@ -61,14 +63,9 @@ class Request:
         self._attempts = Attempts(
             self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
         )
-        self._placement = Placement(
-            gateway.nodes,
-            gateway.split,
-            self.name,
-            self.number,
-            self._attempts,
-            self,
-        )
+        self._routing: RequestRouting | None = None
+        self._fingerprint = ""
+        """Of the model that the prompt was encoded for."""
         self._accepted = self._prompt_done = False
         self._vocabulary: Vocabulary | None = None
         self._max_tokens = self._vocabulary_size = 0
@@ -80,9 +77,10 @@ class Request:
         )
         config = gateway.config
         self._reader = SlowReader(
-            config.max_unread_tokens, config.slow_reader_seconds, self._placement.pause, self.fail
+            config.max_unread_tokens, config.slow_reader_seconds, self._pause, self.fail
         )
         self._timer: asyncio.TimerHandle | None = None
+        self._place_timer: asyncio.TimerHandle | None = None
         self._preparing: asyncio.Task[None] | None = None
 
     @property
@@ -146,12 +144,13 @@ class Request:
             self._max_tokens, self._vocabulary_size = self._sampling.max_tokens, vocabulary.size
             self._with_logprobs = self._sampling.HasField("logprobs")
             self.log.prompt_ids = self._prompt.token_ids
-            routing = self._gateway.routing(
+            self._fingerprint = model.fingerprint
+            self._routing = self._gateway.routing(
                 self.number, self.log.prompt_ids, self._options.namespace, self._session
             )
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids)
-            self._placement.begin(routing, model.fingerprint, self._options.hand_off)
+            self._place()
         except BatonError as error:
             self.fail(error)
         except Exception as error:
@@ -160,9 +159,30 @@ class Request:
 
     # At decode nodes.
 
-    def on_placed(self) -> None:
+    def _place(self) -> None:
+        """Sends the next attempt now, or as soon as a node can take it. `attempts` and the routing decide."""
+        routing, nodes = self._routing, self._gateway.nodes
+        if self.log.terminal is not None or routing is None:
+            return
+        try:
+            while True:
+                candidates = nodes.candidates(self.number, self._fingerprint)
+                place = self._attempts.place(candidates, time.monotonic(), routing.pick_decode)
+                if isinstance(place, Wait):
+                    loop = asyncio.get_running_loop()
+                    self._place_timer = loop.call_later(place.seconds, self._place)
+                    return
+                prefill = routing.order_prefill(nodes.prefill)
+                limit = routing.decide(self._gateway.split, place, prefill, self._options.hand_off)
+                if nodes.decode[place].send(self._decode_start(prefill, limit), self):
+                    break
+        except BatonError as error:
+            self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
+            return
+        self._attempts.begin(place)
+        routing.sent(place, prefill)
         if self._reader.paused:
-            self._placement.pause(True)
+            self._pause(True)
         if not self._accepted:
             self._accepted = True
             accepted = inference_pb2.Accepted(request_id=self.name, seed=self._sampling.seed)
@@ -170,10 +190,9 @@ class Request:
             self.log.accept(accepted)
             self._on_change()
 
-    def on_unplaced(self, error: BatonError) -> None:
-        self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
-
-    def decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
+    def _decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
+        """The message of the next attempt. prefill: nodes in the order to try. local_tokens: limit of tokens
+        that the decode node computes itself."""
         return decode_start(
             self.number,
             self._options,
@@ -185,11 +204,23 @@ class Request:
             local_tokens,
         )
 
+    @property
+    def _node(self) -> DecodePeer | None:
+        """Where the attempt runs."""
+        return self._gateway.nodes.decode.get(self._attempts.address)
+
+    def _pause(self, paused: bool) -> None:
+        """The client does not read, or reads again."""
+        node = self._node
+        if node is not None:
+            node.pause(self.number, self._attempts.number, paused)
+
     # From the decode node (TokenSink).
 
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
         self._attempts.progress()
-        self._placement.computed()
+        if self._routing is not None:
+            self._routing.computed()
         if self._prompt_done:
             return  # computed again, for another attempt
         self._prompt_done = True
@@ -242,22 +273,24 @@ class Request:
             return
         self._stats = stats
         self._attempts.done = True
-        self._placement.finished(stats, self._timing.first_token)
+        if self._routing is not None and not self._attempts.resumed:
+            self._routing.learn(self._gateway.split, stats, self._timing.first_token)
         self._finish_if_complete()
 
     def on_failed(self, error: BatonError, lost: bool) -> None:
-        resumed = self._attempts.resumed
+        resumed, address = self._attempts.resumed, self._attempts.address
         try:
-            over = self._placement.ended(error, lost)
+            self._attempts.ended(error, time.monotonic(), lost=lost)
         except BatonError as last:
             self.fail(last)
             return
         if self._attempts.resumed > resumed:
             self._gateway.metrics.resumes.inc()
-        if over:
+        if self._attempts.done:
             self._finish_if_complete()
         else:
-            self._placement.place()
+            _log.info("trying another decode node", request=self.name, decode=address, error=error.message)
+            self._place()
 
     def _finish_if_complete(self) -> None:
         """Finishes the request once all choices have finished and the decode node sends nothing more."""
@@ -267,8 +300,8 @@ class Request:
             return
         stats = self._stats or decode_pb2.RequestStats()
         if self.log.finish(finished(self.log, stats, self._attempts, self._timing)):
-            predicted = self._placement.predicted(stats)
-            if predicted is not None:
+            if self._routing is not None and not self._attempts.resumed:
+                predicted = self._routing.predicted(stats, self._attempts.address)
                 self._gateway.metrics.routed(predicted, self.log.cached_tokens)
             self._commit_session(stats.prefill_address)
             self._settle("finished", None)
@@ -281,15 +314,20 @@ class Request:
     def _settle(self, outcome: str, error: BatonError | None) -> None:
         """Releases everything at every node, and all references that lead back here, so that the request
         and its prompt are freed with the last reference. Called once, with the terminal event."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._place_timer):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._place_timer = None
         if self._preparing is not None and self._preparing is not asyncio.current_task():
             self._preparing.cancel()
         self._preparing = None
         self._reader.end()
         self._start = None
-        self._placement.let_go()
+        node = self._node
+        if node is not None:
+            node.cancel(self.number)
+        if self._routing is not None:
+            self._routing.ended()
         if self._session is not None:
             self._session.end()
         self._gateway.forget(self, outcome)
