@@ -162,10 +162,7 @@ def show(profile: Profile, found: Fitted, report: dict[str, Any], console: Conso
 @options(
     option("--rows", NUMBERS, "1,2,4,8,16,32,48", "Decode rows of a step."),
     option(
-        "--contexts",
-        NUMBERS,
-        "64,256,1024,4096,16384",
-        "Tokens behind each row and before a prompt's chunk.",
+        "--contexts", NUMBERS, "64,256,1024,4096,16384", "Tokens behind each row and before a prompt's chunk."
     ),
     option("--chunks", NUMBERS, "16,64,128,256,512,2048", "Prompt tokens of a step."),
     option("--seconds", SECONDS, 0.3, "How long each kind of step is repeated."),

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from baton.cli.bench_options import (
-    NUMBERS,
-    Report,
-    engine_config,
-    open_engine,
-    report_options,
-    run_here,
-)
+from baton.cli.bench_options import NUMBERS, Report, engine_config, open_engine, report_options, run_here
 from baton.cli.console import progress_bar, shown, table
 from baton.cli.options import (
     COUNT,

@@ -75,10 +75,7 @@ MEASUREMENTS = {
             "bench_step:step",
             "Decode steps of the engine, by batch size and context, against their floor.",
         ),
-        "profile": (
-            "bench_profile:profile",
-            "What steps, pulls and messages cost, for `baton plan`.",
-        ),
+        "profile": ("bench_profile:profile", "What steps, pulls and messages cost, for `baton plan`."),
         "kv": ("bench_kv:kv", "Rates of the transports between two processes, by prompt length."),
     }
 }

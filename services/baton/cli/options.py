@@ -148,10 +148,7 @@ class SectionedCommand(click.Command):
 
 
 def config_options(
-    config: type,
-    *,
-    leave_out: Collection[str] = (),
-    defaults: Mapping[str, Any] | None = None,
+    config: type, *, leave_out: Collection[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Callable[[F], F]:
     """A decorator that adds one flag for each field of a configuration dataclass.
 

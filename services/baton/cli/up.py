@@ -35,14 +35,7 @@ from baton.cli.options import (
 from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.status import default_server
 from baton.cli.supervisor import Child
-from baton.config import (
-    DecodeConfig,
-    GatewayConfig,
-    NodeConfig,
-    PrefillConfig,
-    TokenizerConfig,
-    WorkerConfig,
-)
+from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, TokenizerConfig, WorkerConfig
 from baton.gateway.authentication import GatewayAuthentication
 from baton.rpc.address import family_of, loopback
 from baton.rpc.authentication import check_address
@@ -233,9 +226,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
     ),
     click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs here too."),
     click.option(
-        "--no-restart",
-        is_flag=True,
-        help="End all when a process dies, rather than starting it again.",
+        "--no-restart", is_flag=True, help="End all when a process dies, rather than starting it again."
     ),
     option(
         "--drain-seconds",

@@ -78,11 +78,7 @@ class Finder:
     registered in `etcd` are added. `changed` is called on the event loop, first by `start` for the list."""
 
     def __init__(
-        self,
-        role: str,
-        addresses: Sequence[str],
-        etcd: Etcd | None,
-        changed: Callable[[Change], None],
+        self, role: str, addresses: Sequence[str], etcd: Etcd | None, changed: Callable[[Change], None]
     ) -> None:
         """Raises BatonError that names the field of an address that is wrong."""
         self._role = role
