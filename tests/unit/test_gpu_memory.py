@@ -7,11 +7,11 @@ import torch
 from random_checkpoints import VARIANTS, save_checkpoint
 
 from baton.attention.registry import BACKENDS
-from baton.engine.measure import Room, largest_steps
 from baton.engine.model_runner import ModelRunner
 from baton.engine.plan import SlotInit
 from baton.engine.sampler_state import SlotStates
 from baton.engine.sampling import SamplingParams
+from baton.engine.startup_steps import StepLimits, largest_steps
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.models.loader import load_model
 from baton.rpc.errors import BatonError
@@ -61,20 +61,21 @@ def test_penalties_allocate_nothing_after_the_start():
 
 
 @pytest.mark.parametrize(
-    ("slots", "room"), [(8, Room(64, 200, 16, 1)), (1, Room(16, 32, 16, 1)), (16, Room(16, 256, 128, 1))]
+    ("slots", "limits"),
+    [(8, StepLimits(64, 200, 16, 1)), (1, StepLimits(16, 32, 16, 1)), (16, StepLimits(16, 256, 128, 1))],
 )
-def test_the_largest_steps_are_as_large_as_any_and_can_be_computed(slots, room, checkpoint):
-    steps = largest_steps(slots, room)
-    assert max(step.num_tokens for step in steps) == min(room.token_budget, slots * room.context_length)
+def test_the_largest_steps_are_as_large_as_any_and_can_be_computed(slots, limits, checkpoint):
+    steps = largest_steps(slots, limits)
+    assert max(step.num_tokens for step in steps) == min(limits.token_budget, slots * limits.context_length)
     assert max(len(step.rows) for step in steps) == max(len(step.inits) for step in steps) == slots
     assert any(all(row.tokens is None for row in step.rows) and len(step.rows) == slots for step in steps)
     for step in steps:
-        assert step.num_tokens <= room.token_budget
+        assert step.num_tokens <= limits.token_budget
         for row in step.rows:
-            assert row.start + row.count <= min(room.context_length, len(row.pages) * room.page_size)
+            assert row.start + row.count <= min(limits.context_length, len(row.pages) * limits.page_size)
     model = load_model(checkpoint, torch.float32, "cpu")
     shape = model.config
-    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, room.page_size, torch.float32)
+    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, limits.page_size, torch.float32)
     runner = ModelRunner(
         model,
         KvPool(layout, 1),
@@ -82,7 +83,7 @@ def test_the_largest_steps_are_as_large_as_any_and_can_be_computed(slots, room, 
         prefill_attention=BACKENDS["torch"],
         decode_attention=BACKENDS["torch"],
     )
-    run_largest_steps(runner, room)
+    run_largest_steps(runner, limits)
 
 
 def test_too_little_is_an_error_that_says_what_to_do():

@@ -4,14 +4,14 @@ import random
 
 import pytest
 
-from baton.engine.measure import BUDGET_SECONDS, ROUNDS, Room, measure
 from baton.engine.plan import step_load
+from baton.engine.startup_steps import BUDGET_SECONDS, ROUNDS, StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
 from baton.handoff.pull_cost import PullCost, PullMeter
 from baton.stepcost import CostCalibration, StepCost, StepLoad
 
 COST = StepCost(fixed=4e-3, row=5e-5, key=2e-8, token=2e-5, pair=1e-9)
-ROOM = Room(token_budget=2048, context_length=4096, page_size=16, pages=1024)
+LIMITS = StepLimits(token_budget=2048, context_length=4096, page_size=16, pages=1024)
 LOADS = [
     StepLoad(decode_sequences=7, context_tokens=900),
     StepLoad(decode_sequences=48, context_tokens=48 * 700),
@@ -43,7 +43,7 @@ class Machine:
         return self.runner.read(flight)
 
     def measure(self, **options):
-        return measure(self, options.pop("room", ROOM), clock=lambda: self.now, **options)
+        return measure_step_cost(self, options.pop("limits", LIMITS), clock=lambda: self.now, **options)
 
 
 def test_what_is_measured_is_what_steps_cost():
@@ -87,16 +87,18 @@ def test_a_busy_machine_is_measured_when_it_is_free():
         assert found.seconds(load) == pytest.approx(COST.seconds(load), rel=0.05)
 
 
-@pytest.mark.parametrize("room", [Room(16, 32, 16, 2), Room(512, 4096, 16, 3), Room(8, 64, 16, 64)])
-def test_steps_stay_within_what_an_engine_holds(room):
+@pytest.mark.parametrize(
+    "limits", [StepLimits(16, 32, 16, 2), StepLimits(512, 4096, 16, 3), StepLimits(8, 64, 16, 64)]
+)
+def test_steps_stay_within_what_an_engine_holds(limits):
     machine = Machine(slots=8)
-    machine.measure(room=room)
+    machine.measure(limits=limits)
     for plan in machine.plans:
-        assert plan.num_tokens <= max(room.token_budget, 8)
+        assert plan.num_tokens <= max(limits.token_budget, 8)
         for row in plan.rows:
-            assert row.slot < 8 and row.start + row.count <= room.context_length
-            assert len(row.pages) * room.page_size >= row.start + row.count
-            assert all(page < room.pages for page in row.pages)
+            assert row.slot < 8 and row.start + row.count <= limits.context_length
+            assert len(row.pages) * limits.page_size >= row.start + row.count
+            assert all(page < limits.pages for page in row.pages)
 
 
 def steps(count, seed=1):

@@ -16,11 +16,11 @@ from baton.attention.registry import NoBackend
 from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
+from baton.engine.cpu_threads import TunedRunner
 from baton.engine.cuda_runner import CudaRunner
-from baton.engine.measure import Room, measure
 from baton.engine.plan import Runner
 from baton.engine.scheduler_state import POLICIES
-from baton.engine.threads import TunedRunner
+from baton.engine.startup_steps import StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
@@ -130,7 +130,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool)
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
-        run_largest_steps(runner, Room(config.token_budget, context, size, pages))
+        run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages))
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture.name,
@@ -305,7 +305,7 @@ def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layo
 
 def measure_steps(engine: Engine) -> StepCost:
     """Runs a few steps; the pool must be empty. Blocks. Raises BatonError."""
-    room = Room(
+    limits = StepLimits(
         token_budget=engine.config.token_budget,
         context_length=engine.model_info.context_length,
         page_size=engine.layout.page_size,
@@ -313,7 +313,7 @@ def measure_steps(engine: Engine) -> StepCost:
     )
     started = time.monotonic()
     try:
-        cost = measure(engine.runner, room)
+        cost = measure_step_cost(engine.runner, limits)
     except torch.OutOfMemoryError as error:
         raise failed_precondition(f"not enough device memory: {error}; lower --kv-tokens") from error
     _log.info(

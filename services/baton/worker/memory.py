@@ -10,8 +10,8 @@ import psutil
 import torch
 
 from baton.config import WorkerConfig
-from baton.engine.measure import Room, largest_steps
 from baton.engine.plan import Runner
+from baton.engine.startup_steps import StepLimits, largest_steps
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.rpc.errors import failed_precondition, invalid
 
@@ -47,8 +47,8 @@ def num_pages(
         own = torch.cuda.memory_reserved(device)
         working = 0
         if make_runner is not None:
-            room = Room(config.token_budget, context, size, pages=1)
-            working = working_bytes(make_runner, layout, room, device)
+            limits = StepLimits(config.token_budget, context, size, pages=1)
+            working = working_bytes(make_runner, layout, limits, device)
         least = min(context, LEAST_TOKENS)
         return fitting(own, working, free, total, config.memory_fraction, layout, least)
     fitting_host = AUTO_KV_BYTES // layout.page_bytes
@@ -79,14 +79,14 @@ def check_weights(needed: int, free: int, total: int, fraction: float, device: t
         )
 
 
-def run_largest_steps(runner: Runner[Any], room: Room) -> None:
+def run_largest_steps(runner: Runner[Any], limits: StepLimits) -> None:
     """Makes the runner allocate all that steps may need. Nothing may be in the pool yet. Blocks."""
-    for plan in largest_steps(runner.max_slots, room):
+    for plan in largest_steps(runner.max_slots, limits):
         runner.read(runner.launch(plan))
 
 
 def working_bytes(
-    make_runner: Callable[[KvPool], Runner[Any]], layout: KvLayout, room: Room, device: torch.device
+    make_runner: Callable[[KvPool], Runner[Any]], layout: KvLayout, limits: StepLimits, device: torch.device
 ) -> int:
     """What a runner takes of a GPU beside weights and KV pool: activations, sampling, CUDA graphs. Measured
     with one over a pool of a single page, which is given up again. Blocks."""
@@ -95,7 +95,7 @@ def working_bytes(
     pool = KvPool(layout, 1, device, spare=1)
     pool.raw.zero_()
     runner = make_runner(pool)
-    run_largest_steps(runner, room)
+    run_largest_steps(runner, limits)
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_reserved(device) - before - pool.raw.nbytes
     del runner, pool

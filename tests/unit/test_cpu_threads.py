@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from baton.engine.cpu_threads import TunedRunner
 from baton.engine.plan import PlanRow, StepPlan, StepResult
-from baton.engine.threads import TunedRunner
 
 
 class Costly:

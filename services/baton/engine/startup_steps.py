@@ -33,7 +33,7 @@ DECODE_CONTEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class StepLimits:
     """Limits of a step on an engine."""
 
     token_budget: int
@@ -42,9 +42,9 @@ class Room:
     pages: int
 
 
-def measure(
+def measure_step_cost(
     runner: Runner[Any],
-    room: Room,
+    limits: StepLimits,
     *,
     budget: float = BUDGET_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
@@ -55,7 +55,7 @@ def measure(
     times: dict[StepLoad, list[float]] = {}
     number = 0
     least, per_token = 0.0, math.inf  # shortest times of one row and of one prompt token
-    sizes, began = _sizes(runner.max_slots, room), clock()
+    sizes, began = _sizes(runner.max_slots, limits), clock()
     for turn in range(ROUNDS):
         if len(times) == len(sizes) and min(map(len, times.values())) >= ENOUGH:
             break
@@ -81,7 +81,7 @@ def measure(
     return fit([(load, min(found[1:])) for load, found in times.items() if len(found) > 1])
 
 
-def largest_steps(max_slots: int, room: Room) -> list[StepPlan]:
+def largest_steps(max_slots: int, limits: StepLimits) -> list[StepPlan]:
     """Steps that together need as much device memory as any: full of prompt tokens, in one chunk and in
     many, with decode rows in all slots, and with both; all that sampling knows is asked for in every row.
 
@@ -98,8 +98,8 @@ def largest_steps(max_slots: int, room: Room) -> list[StepPlan]:
         logprobs=MAX_LOGPROBS,
         prompt_logprobs=MAX_LOGPROBS,
     )
-    longest, budget = room.context_length, room.token_budget
-    table = (0,) * -(-longest // room.page_size)
+    longest, budget = limits.context_length, limits.token_budget
+    table = (0,) * -(-longest // limits.page_size)
 
     def decode(slot: int) -> PlanRow:
         return PlanRow(slot, None, min(longest, DECODE_CONTEXT) - 1, table, (slot,))
@@ -129,34 +129,34 @@ def _init(slot: int) -> SlotInit:
     return SlotInit(slot, SamplingParams(temperature=0.0), 0, (), (), last_token=0)
 
 
-def _sizes(slots: int, room: Room) -> list[tuple[PlanRow, ...]]:
+def _sizes(slots: int, limits: StepLimits) -> list[tuple[PlanRow, ...]]:
     """Decode rows, few and many, of short and long contexts; prompt chunks, short and long, at a prompt's
     beginning and deep in it. The first two separate a decode step's cost from a prompt token's."""
-    longest = max(2, min(room.context_length, room.pages * room.page_size) - 1)
-    chunk = min(room.token_budget, longest)
+    longest = max(2, min(limits.context_length, limits.pages * limits.page_size) - 1)
+    chunk = min(limits.token_budget, longest)
     short = min(chunk, 32)
     deep = min(longest - short, 1024)
     found = [
-        _rows(1, 0, room),
-        _chunk(0, short, room),
-        _rows(max(1, slots // 4), 0, room),
-        _rows(slots, 0, room),
-        _rows(slots, deep, room),
-        _chunk(0, min(chunk, 256), room),
-        _chunk(deep, short, room),
-        _chunk(0, chunk, room),
+        _rows(1, 0, limits),
+        _chunk(0, short, limits),
+        _rows(max(1, slots // 4), 0, limits),
+        _rows(slots, 0, limits),
+        _rows(slots, deep, limits),
+        _chunk(0, min(chunk, 256), limits),
+        _chunk(deep, short, limits),
+        _chunk(0, chunk, limits),
     ]
     return list({step_load(rows): rows for rows in found}.values())
 
 
-def _pages(tokens: int, room: Room) -> Sequence[int]:
-    return range(-(-tokens // room.page_size))
+def _pages(tokens: int, limits: StepLimits) -> Sequence[int]:
+    return range(-(-tokens // limits.page_size))
 
 
-def _rows(count: int, start: int, room: Room) -> tuple[PlanRow, ...]:
-    pages = tuple(_pages(start + 1, room))
+def _rows(count: int, start: int, limits: StepLimits) -> tuple[PlanRow, ...]:
+    pages = tuple(_pages(start + 1, limits))
     return tuple(PlanRow(slot, None, start, pages, (slot,)) for slot in range(count))
 
 
-def _chunk(start: int, count: int, room: Room) -> tuple[PlanRow, ...]:
-    return (PlanRow(0, (0,) * count, start, tuple(_pages(start + count, room)), (0,)),)
+def _chunk(start: int, count: int, limits: StepLimits) -> tuple[PlanRow, ...]:
+    return (PlanRow(0, (0,) * count, start, tuple(_pages(start + count, limits)), (0,)),)
