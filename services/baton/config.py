@@ -27,7 +27,7 @@ class NodeConfig:
     """File with a secret that all processes of a deployment share: who does not know it can call none but the
     gateway's public services. Readable by its user only. `openssl rand -hex 32` makes one."""
     cluster_secret_in_clear: bool = False
-    """Send the secret to other machines also without TLS. For networks that nobody else can read."""
+    """Send the secret to other machines also without TLS. Only for networks that others cannot read."""
     cluster_cert: str = ""
     """PEM file with this process's certificate for connections within the deployment (mutual TLS)."""
     cluster_key: str = ""
@@ -37,7 +37,7 @@ class NodeConfig:
     cluster_tls_name: str = ""
     """The name in the other processes' certificates; empty: the host part of each one's address."""
     insecure: bool = False
-    """Bind an address that others can reach although nothing keeps strangers out."""
+    """Bind an address that others can reach although there is no authentication."""
     etcd: tuple[str, ...] = ()
     """host:port of an etcd's members. Tokenizers, prefill and decode nodes write themselves down there, and
     gateways find them; empty: none."""
@@ -62,8 +62,8 @@ class TokenizerConfig(NodeConfig):
     threads: int = 2
     """Threads that do vocabulary work, beside the event loop."""
     special_tokens_in_content: bool = False
-    """Special tokens that the messages of a chat name, such as "<|im_end|>", become those tokens; otherwise
-    they are plain text, so that nobody can write a system message into a user's."""
+    """Special tokens that the messages of a chat name, such as "<|im_end|>", become those tokens;
+    otherwise they are plain text, so that a user message cannot contain a system message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +138,10 @@ class DecodeConfig(WorkerConfig):
     prefill: tuple[str, ...] = ()
     """host:port of prefill nodes, for callers that name none."""
     local_prefill_tokens: int | None = None
-    """Prompts with at most this many tokens left to compute are prefilled here rather than handed off,
-    whatever a gateway says; none: as the gateway says, and where it says nothing up to 32."""
+    """Prompts with at most this many uncached tokens are prefilled here rather than handed off, whatever
+    the gateway says; none: the gateway decides, or 32 if it does not say."""
     fallback_tokens: int = 16384
-    """Prompt tokens that may be prefilled here at a time because no prefill node could be had."""
+    """Prompt tokens that may be prefilled here at a time because no prefill node can be used."""
     message_seconds: float = 0.005
     """Least time between two messages of tokens to a gateway; shorter steps share one. More of it makes a
     token cheaper for gateways, tokenizers and clients. First tokens and ends do not wait."""
@@ -150,7 +150,7 @@ class DecodeConfig(WorkerConfig):
     watermark: float = 0.02
     """Part of the pool that admission leaves free."""
     handoff_seconds: float = 30.0
-    """A prefill node that says nothing about a request for so long is given up."""
+    """A hand-off fails if its prefill node sends nothing for this time."""
     pull_seconds: float = 60.0
     """A copy of pages that takes longer is given up, its destination pages quarantined until it has ended."""
 
@@ -184,12 +184,12 @@ class GatewayConfig(NodeConfig):
     request_seconds: float = 600.0
     """Deadline of a request that names none, and the longest it may name."""
     max_resumes: int = 8
-    """Times that a request may go on at another decode node after one that ran it was lost."""
+    """How often a request may be resumed at another decode node."""
     resume_wait_seconds: float = 30.0
     """How long requests wait while no decode node, or no tokenizer, can be reached; then they fail."""
     silence_seconds: float = 10.0
-    """A decode node that leaves a heartbeat unanswered for so long is given up. It answers while its step
-    takes no longer than four times what steps of its size do."""
+    """A decode node that leaves a heartbeat unanswered for this time is given up. It answers while its
+    step takes at most four times the usual for its size."""
     max_requests: int = 4096
     """Running requests at most; more are refused with RESOURCE_EXHAUSTED."""
     max_message_bytes: int = 16 * 2**20
@@ -197,7 +197,7 @@ class GatewayConfig(NodeConfig):
     max_unread_tokens: int = 2048
     """Output tokens of a request that its client has not read; with more, the request pauses."""
     slow_reader_seconds: float = 30.0
-    """A request that has paused for so long fails."""
+    """A request that has paused for this time fails."""
     probe_every: float = 0.0
     """Seconds between requests of the gateway's own that try each hand-off in turn; 0: none."""
     max_prompt_bytes: int = 8 * 2**20
@@ -219,6 +219,7 @@ class GatewayConfig(NodeConfig):
     max_header_bytes: int = 16384
     """Size of a call's metadata or of an HTTP request's headers at most."""
     idle_seconds: float = 1800.0
-    """After so long a gRPC connection without calls is closed, and a stream ended on which nothing runs."""
+    """After this time a gRPC connection without calls is closed, and a stream without running requests
+    ends."""
     log_prompts: bool = False
     """Write prompts and answers into the log; without it neither is ever logged."""

@@ -44,10 +44,10 @@ from baton.v1 import decode_pb2
 REMEMBERED_TRIES = 16384
 """Names whose tries are counted on. More than a prefill node remembers of one stream."""
 MAX_FAILED_STEPS = 2
-"""A request that was in so many steps that failed, or that ended their node, is taken to be the cause."""
+"""A request that was in this many steps that failed, or that ended their node, counts as the cause."""
 PROVEN_TOKENS = 8
-"""A request that has got so many tokens since is not. Not 1: a prompt's last chunk yields one, and a decode
-step may be what fails."""
+"""A request that has received this many tokens since does not. More than 1: a prompt's last chunk yields
+one, and the decode step may be the one that fails."""
 STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
 """Reasons with which a prefill node fails prompts that were in such a step."""
 LOCAL_PREFILL_TOKENS = 32

@@ -15,7 +15,7 @@ PREFIX = "dns:"
 REFRESH_SECONDS = 3.0
 ANSWER_SECONDS = 5.0
 HOLD_SECONDS = 10.0
-"""A node that the name's answers leave out is taken as gone only after so long."""
+"""A node that is missing from a name's answers is dropped only after this time."""
 
 _log = get_logger()
 

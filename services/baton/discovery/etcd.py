@@ -33,7 +33,7 @@ SILENCE_SECONDS = 900.0
 """etcd says something at least every 10 minutes to a watcher that asks for it."""
 BACKOFF_SECONDS = 1.0
 HOLD_SECONDS = 30.0
-"""A node whose entry has expired is taken as gone only after so long: perhaps it, or etcd, was slow."""
+"""A node whose entry has expired is dropped only after this time: the node or etcd may be slow."""
 
 Heard = Callable[[list[str], Collection[str]], None]
 """Gets the addresses of all nodes, and of those that said that they leave."""
@@ -108,7 +108,7 @@ def range_end(prefix: bytes) -> bytes:
 
 @contextlib.contextmanager
 def etcd_errors() -> Iterator[None]:
-    """Whatever ends a conversation with etcd is a BatonError."""
+    """Every error of a connection to etcd is a BatonError."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -181,7 +181,7 @@ def _event(event: pb.Event) -> tuple[str, str | None]:
 
 
 LEASE_SECONDS = 10
-"""The entry of a process that died without a word goes after so long."""
+"""The entry of a process that died expires after this time."""
 
 _log = get_logger()
 

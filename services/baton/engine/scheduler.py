@@ -116,10 +116,10 @@ class Scheduler(SchedulerState):
     # --- admission --------------------------------------------------------------------------------------
 
     def admit_elsewhere(self) -> None:
-        """Admits what is computed elsewhere, in order; `plan` does the rest.
+        """Admits prompts that are computed elsewhere, in order; `plan` admits the others.
 
-        The first that is computed here waits for `plan`, and all behind it: of a prompt more may be cached by
-        then. Under longest prefix match all wait, to be put in order among those that have come by then.
+        The first prompt that is computed here waits for `plan`, and so do all after it, because more of it
+        may be cached by then. Under longest prefix match all wait, to be sorted with later arrivals.
         """
         if self.config.policy != "lpm":
             self._admit(elsewhere=True)

@@ -195,9 +195,10 @@ class SchedulerState:
         return sequence.match[1]
 
     def extend(self, sequence: Sequence, pages: int) -> bool:
-        """Brings an admitted sequence's page table to `pages` pages; False: there are none to be had now.
+        """Extends an admitted sequence's page table to `pages` pages; returns False if there are not enough
+        now.
 
-        A sequence takes from its own reservation first and beyond it only what nobody has been promised.
+        A sequence takes from its own reservation first, and beyond it only unreserved pages.
         """
         assert sequence.holding is not None
         count = pages - len(sequence.holding.pages)

@@ -60,7 +60,7 @@ class StepWatchdog:
 
 
 class StepStats:
-    """What a node knows of its own steps. Used in the step thread, but for `limit`."""
+    """A node's statistics of its steps. Used in the step thread, except `limit`."""
 
     def __init__(self, token_budget: int) -> None:
         self.step = MovingAverage(STEP_WEIGHT)

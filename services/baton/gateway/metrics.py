@@ -140,7 +140,7 @@ class RequestTimer:
         return self._first_token if self._first_token is not None else time.monotonic()
 
     def tokens(self, choice: int, count: int) -> None:
-        """So many tokens of a choice have come. The time without a decode node counts as any other."""
+        """Records `count` new tokens of a choice. Time without a decode node counts too."""
         now = time.monotonic()
         if self._first_token is None:
             self._first_token = now

@@ -22,7 +22,7 @@ class FreeRuns:
     def __init__(self, total: int) -> None:
         """Pages 0 .. total - 1, all of them free."""
         self._ends: dict[int, int] = {}
-        """Of each run: first page -> the page behind its last."""
+        """Runs of free pages: first page -> the page behind the last."""
         self._starts: dict[int, int] = {}
         """The same, the other way."""
         self._classes: list[dict[int, None]] = [{} for _ in range(total.bit_length())]
@@ -40,8 +40,8 @@ class FreeRuns:
             yield from range(start, end)
 
     def take(self, count: int) -> list[int]:
-        """`count` of the free pages: in one run if there is one so long, else in the longest there are; each
-        run's in ascending order. There must be so many."""
+        """Takes `count` free pages: from one run if there is one long enough, else from the longest ones;
+        ascending within a run. There must be as many."""
         taken: list[int] = []
         while count:
             start = self._fitting(count)

@@ -117,7 +117,8 @@ class Node:
         self.created = self.last_used = self.hits = 0
 
     def split(self, pages: int, stride: int) -> Node:
-        """Cuts the run after so many of its pages, of `stride` key bytes each; returns the new upper part."""
+        """Splits the run after `pages` of its pages, of `stride` key bytes each; returns the new upper
+        part."""
         parent = self.parent
         assert parent is not None, "the root has no pages to split"
         border = pages * stride

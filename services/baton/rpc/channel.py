@@ -41,8 +41,8 @@ def open_channel(
     """A connection of its own to host:port: not shared with other channels, never through a proxy.
 
     A peer that vanished without closing (a host lost, a process stopped) is noticed by keepalive.
-    credentials: TLS; None: none. tls_name: what the peer's certificate must be for; empty: the host.
-    metadata: sent with every call.
+    credentials: TLS; None: none. tls_name: the name in the peer's certificate; empty: the host. metadata:
+    sent with every call.
     """
     options = client_options(max_message_bytes)
     if tls_name:

@@ -54,8 +54,8 @@ class ReadinessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Applies to every service of a server. To be the last interceptor. A BatonError that a servicer raises
-    is what the caller is told."""
+    """Applies to every service of a server. Must be the last interceptor. A BatonError that a servicer
+    raises ends the call."""
 
     async def intercept_service(
         self,
@@ -88,7 +88,8 @@ def _lenient(parse: Callable[[bytes], Message], descriptor: Descriptor | None) -
 
 
 def _checked(behaviour: Any, streaming: bool) -> Any:
-    """Of the same kind as `behaviour`, by which gRPC tells how to call it. streaming: many requests come."""
+    """Wraps `behaviour` in a function of the same kind, from which gRPC decides how to call it. streaming:
+    a stream of requests."""
 
     def given(request: Any, context: grpc.aio.ServicerContext) -> Any:
         return _Requests(context) if streaming else _message(request)

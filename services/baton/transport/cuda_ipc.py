@@ -80,7 +80,7 @@ class CudaIpcReceiver:
 
     kind = "cuda_ipc"
     strategy: CopyStrategy | None = None
-    """How to copy, whatever the pages; None: as `choose_copy_strategy` says."""
+    """A fixed copy strategy; None: `choose_copy_strategy` decides."""
 
     def __init__(self, endpoint: pb.CudaIpcEndpoint, local: CudaPages, busy: Callable[[], bool]) -> None:
         """Use `open`."""

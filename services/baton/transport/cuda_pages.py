@@ -19,7 +19,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class CudaPages:
-    """A PageStore. Reading and writing block threads of its own, never the event loop."""
+    """A PageStore. Reads and writes block its own threads, never the event loop."""
 
     def __init__(self, pool: torch.Tensor, num_pages: int) -> None:
         """`pool`: uint8 [at least num_pages, page_bytes], contiguous, on a GPU."""
@@ -45,7 +45,7 @@ class CudaPages:
 
 
 class _Lane:
-    """A thread with a stream of its own: copies by the same engine would only take turns."""
+    """One thread with its own CUDA stream: several would only share the same copy engine."""
 
     def __init__(self, device: torch.device, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, name)

@@ -32,7 +32,7 @@ from baton.transport.base import (
 from baton.v1 import common_pb2 as pb
 
 PROGRESS_MICROSECONDS = 10_000
-"""The progress thread waits so long for UCX's file descriptors, which wake it at once."""
+"""The progress thread waits at most this long for UCX's file descriptors, which wake it at once."""
 
 Range = tuple[int, int, int]
 """Address, bytes, device."""

@@ -21,7 +21,8 @@ UPDATE_SECONDS = 0.05
 SIGN_OF_LIFE_SECONDS = 1.0
 """Most time between them."""
 LINGER_SECONDS = 60.0
-"""The tree is still followed for so long after the last watcher has left: one that comes back resumes."""
+"""The tree is still followed this long after the last watcher has left, so that one that returns can
+resume."""
 MAX_WATCHERS = 256
 
 
