@@ -509,43 +509,6 @@ def test_no_prefill_node_connected_means_local():
     world.check(request)
 
 
-def test_lost_node_after_the_first_token_costs_time_only():
-    world = World(random.Random(1))
-    request = world.start(1, range(30))
-    while not world.tokens[(1, 0)]:
-        world.turn()
-    world.disconnect("p0")
-    world.run()
-    world.check(request)
-    assert world.terminal[1].stats.prefill_address == "p1"
-    assert world.terminal[1].stats.handoff_retries == 1
-
-
-def test_pages_overwritten_during_the_pull_are_dropped():
-    world = World(random.Random(3), prefill_pages=(10,), decode_pages=60)
-    request = world.start(1, range(30), candidates=("p0",))
-    while not world.pulls:
-        world.turn()
-    entry = world.pulls[0]
-    node = world.nodes["p0"]
-    name = next(iter(node.side._attempts))
-    node.side.cancel("x", name, world.now)  # not its holder: refused, nothing happens
-    node.flush()
-    assert node.side.requests == 1 and node.outbox.pop().reason == "UNKNOWN_ATTEMPT"
-    # The lease goes, another prompt takes the pages, and only then the bytes are copied.
-    node.side._fail(node.side._attempts[name], "ABORTED", "LEASE_EXPIRED", "test")
-    side_request = Request(key=name, prompt=tuple(range(500, 538)), params=SamplingParams(max_tokens=1))
-    node.side.scheduler.submit(side_request)
-    for _ in range(10):
-        node.step(world.now)
-    world.pull(entry)
-    world.pull(entry)
-    assert world.core.handoffs.counters.retries == {"STALE_PAGES": 1}
-    node.side.scheduler.close(side_request)
-    world.run()
-    world.check(request)
-
-
 def test_pages_are_announced_before_their_step_has_retired_and_pulled_after():
     world = World(random.Random(1))
     request, node = world.start(1, range(33)), world.nodes["p0"]
@@ -679,26 +642,6 @@ def test_a_peer_that_invents_reasons_adds_to_one_count():
         counters.count_retry(f"REASON_{number}")
     assert len(counters.retries) == MAX_REASONS + 1 and sum(counters.retries.values()) == 200
     assert counters.retries["STALE_PAGES"] == 100 and counters.retries["OTHER"] == 100 - MAX_REASONS + 1
-
-
-def test_a_stalled_holder_loses_its_lease_and_recovers():
-    world = World(random.Random(1), prefill_pages=(20,), grace=5.0)
-    request = world.start(1, range(30), candidates=("p0",))
-    while not world.pulls:
-        world.turn()
-    world.now += 60  # the decode node stalls; the prefill node's clock goes on
-    world.nodes["p0"].step(world.now)
-    assert world.nodes["p0"].side.counters.expired == 1 and world.nodes["p0"].side.requests == 0
-    world.run()
-    world.check(request)
-
-
-def test_deadline_ends_a_request_wherever_it_is():
-    for stage in range(0, 60, 3):
-        world = World(random.Random(stage))
-        world.start(1, range(30), deadline=0.01 * stage + 0.005)
-        world.run()
-        assert isinstance(world.terminal[1], Done) or world.terminal[1].code == "DEADLINE_EXCEEDED"
 
 
 @pytest.mark.parametrize("ahead", [False, True])

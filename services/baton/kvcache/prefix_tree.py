@@ -9,78 +9,9 @@ import heapq
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from baton.kvcache.page_allocator import AccountingError
-
-
-class Usage(Protocol):
-    """What policies look at. Times are values of one counter."""
-
-    created: int
-    last_used: int
-    hits: int
-
-
-Policy = Callable[[Usage], tuple[int, ...]]
-"""Orders candidates: the smallest is evicted first."""
-
-POLICIES: dict[str, Policy] = {
-    "lru": lambda usage: (usage.last_used,),
-    "lfu": lambda usage: (usage.hits, usage.last_used),
-    "fifo": lambda usage: (usage.created,),
-    "mru": lambda usage: (-usage.last_used,),
-}
-
-
-def make_policy(name: str) -> Policy:
-    """Raises ValueError for an unknown name."""
-    if name not in POLICIES:
-        raise ValueError(f"unknown eviction policy {name!r}: use one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
-
-
-T = TypeVar("T", bound=Usage)
-
-
-class EvictionQueue(Generic[T]):
-    """Candidates in a policy's order. Operations take amortized O(log n).
-
-    A heap whose outdated entries stay until they surface; it is rebuilt when they outnumber the valid ones.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._heap: list[tuple[tuple[int, ...], int, T]] = []
-        self._valid: dict[T, int] = {}
-        self._serial = 0
-
-    def put(self, candidate: T) -> None:
-        """Adds a candidate, or moves it to where its usage now belongs."""
-        self._serial += 1
-        self._valid[candidate] = self._serial
-        heapq.heappush(self._heap, (self._policy(candidate), self._serial, candidate))
-        if len(self._heap) > 2 * len(self._valid) + 64:
-            self._heap = [entry for entry in self._heap if self._valid.get(entry[2]) == entry[1]]
-            heapq.heapify(self._heap)
-
-    def discard(self, candidate: T) -> None:
-        self._valid.pop(candidate, None)
-
-    def first(self) -> T | None:
-        """The next to evict; stays in the queue."""
-        while self._heap:
-            _, serial, candidate = self._heap[0]
-            if self._valid.get(candidate) == serial:
-                return candidate
-            heapq.heappop(self._heap)
-        return None
-
-    def __contains__(self, candidate: T) -> bool:
-        return candidate in self._valid
-
-    def __len__(self) -> int:
-        return len(self._valid)
 
 
 class Node:
@@ -115,6 +46,7 @@ class Node:
         self.locks = 0
         """Locks on it and on its descendants."""
         self.created = self.last_used = self.hits = 0
+        """Times are values of one counter."""
 
     def split(self, pages: int, stride: int) -> Node:
         """Splits the run after `pages` of its pages, of `stride` key bytes each; returns the new upper
@@ -164,6 +96,64 @@ class Node:
 TOKEN_BYTES = array("I").itemsize
 
 
+Policy = Callable[[Node], tuple[int, ...]]
+"""Orders candidates: the smallest is evicted first."""
+
+POLICIES: dict[str, Policy] = {
+    "lru": lambda node: (node.last_used,),
+    "lfu": lambda node: (node.hits, node.last_used),
+    "fifo": lambda node: (node.created,),
+    "mru": lambda node: (-node.last_used,),
+}
+
+
+def make_policy(name: str) -> Policy:
+    """Raises ValueError for an unknown name."""
+    if name not in POLICIES:
+        raise ValueError(f"unknown eviction policy {name!r}: use one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]
+
+
+class EvictionQueue:
+    """Candidates in a policy's order. Operations take amortized O(log n).
+
+    A heap whose outdated entries stay until they surface; it is rebuilt when they outnumber the valid ones.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
+        self._valid: dict[Node, int] = {}
+        self._serial = 0
+
+    def put(self, candidate: Node) -> None:
+        """Adds a candidate, or moves it to where its usage now belongs."""
+        self._serial += 1
+        self._valid[candidate] = self._serial
+        heapq.heappush(self._heap, (self._policy(candidate), self._serial, candidate))
+        if len(self._heap) > 2 * len(self._valid) + 64:
+            self._heap = [entry for entry in self._heap if self._valid.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, candidate: Node) -> None:
+        self._valid.pop(candidate, None)
+
+    def first(self) -> Node | None:
+        """The next to evict; stays in the queue."""
+        while self._heap:
+            _, serial, candidate = self._heap[0]
+            if self._valid.get(candidate) == serial:
+                return candidate
+            heapq.heappop(self._heap)
+        return None
+
+    def __contains__(self, candidate: Node) -> bool:
+        return candidate in self._valid
+
+    def __len__(self) -> int:
+        return len(self._valid)
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest cached prefix: `pages`, ending with `node`. Stale after an `evict`: lock it before."""
@@ -207,7 +197,7 @@ class PrefixTree:
         self._policy = make_policy(policy)
         # Holds exactly the leaves without locks. Locks count upwards, so below a node without locks there are
         # none: every page outside locked nodes can be evicted, leaf after leaf.
-        self._queue: EvictionQueue[Node] = EvictionQueue(self._policy)
+        self._queue: EvictionQueue = EvictionQueue(self._policy)
         self._root = Node(None, ("", b""), b"", [])
         self._observer: TreeObserver | None = None
         self.version = 0
