@@ -21,7 +21,7 @@ from baton.handoff.messages import (
     StartPrefill,
     StartPull,
 )
-from baton.handoff.prefill_side import PrefillSide
+from baton.handoff.prefill_side import PrefillCounters, PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 
 NAME = AttemptName(7, 1, 0, 0)
@@ -191,7 +191,9 @@ def test_what_is_leased_is_counted_until_it_ends():
     assert side.leases == 1 and side.oldest_lease(5.0) == 3.0 and side._leased == {"holder": 3}
     side.release("holder", NAME, 6.0)
     assert side.leases == 0 and side.oldest_lease(7.0) == 0.0 and not side._leased
-    assert side.counters.finished == 1 and side.scheduler.cache.counts().owned == 0
+    assert side.counters == PrefillCounters(finished=1, prompt_tokens=len(PROMPT), output_tokens=1)
+    assert [getattr(side.counters, name) for name in ("failed", "cancelled", "revoked", "expired")] == [0] * 4
+    assert side.counters.cached_tokens == 0 and side.scheduler.cache.counts().owned == 0
 
 
 @pytest.mark.parametrize(("leased", "admitted"), [(2, False), (3, True)])
