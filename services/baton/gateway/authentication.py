@@ -158,7 +158,7 @@ class ApiKeys:
                 digest = self._digest(_hash(words[0]))
                 if digest in found:
                     raise ValueError("the key of an earlier line once more")
-                found[digest] = _parse_limits(words[1:], f"line {number}", self._limits)
+                found[digest] = _parse_key_options(words[1:], f"line {number}", self._limits)
             except ValueError as error:
                 text = f"{FLAG}: {self._path}, line {number}: {error}"
                 raise failed_precondition(text, "UNUSABLE_FILE") from None
@@ -181,7 +181,7 @@ def _hash(word: str) -> bytes:
     return hashlib.sha256(word.encode()).digest()
 
 
-def _parse_limits(words: list[str], name: str, limits: Limits) -> ApiKey:
+def _parse_key_options(words: list[str], name: str, limits: Limits) -> ApiKey:
     numbers = {field.name: 0 for field in dataclasses.fields(Limits)}
     for word in words:
         what, equals, value = word.partition("=")
