@@ -103,7 +103,7 @@ def connected(decodes: list[Process], prefill: Process) -> bool:
 
 async def test_without_any_prefill_node_decode_computes_prompts_itself(pair, slow):
     asking = asyncio.create_task(ask(pair.gateway.address, all_of(slow[1], namespace="no prefill")))
-    await until(lambda: all(prefill.load().prefilling for prefill in pair.of("prefill")), "prompts computed")
+    await until(lambda: any(prefill.load().prefilling for prefill in pair.of("prefill")), "prompts computed")
     for prefill in pair.of("prefill"):
         prefill.kill()
     completions = await asking

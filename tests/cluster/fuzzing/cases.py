@@ -50,6 +50,7 @@ METHODS = (
     Method(("tokenizer",), "Tokenizer/Encode", tokenizer_pb2.EncodeRequest),
     Method(("tokenizer",), "Tokenizer/Decode", tokenizer_pb2.DecodeRequest),
     Method(("tokenizer",), "Tokenizer/Detokenize", tokenizer_pb2.DetokenizeRequest, True),
+    Method(("tokenizer",), "Tokenizer/Vocabulary", tokenizer_pb2.VocabularyRequest),
     Method(("decode",), "Decode/Generate", decode_pb2.GenerateCommand, True, hello=True),
     Method(("prefill",), "Prefill/Run", prefill_pb2.PrefillRequest, True, hello=True),
     Method(("prefill",), "PageSource/Fetch", prefill_pb2.FetchRequest, True),

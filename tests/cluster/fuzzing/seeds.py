@@ -56,6 +56,7 @@ SEEDS: dict[str, list[Message]] = {
         tokenizer_pb2.DetokenizeRequest(items=[{"id": 1, "token_ids": [9]}, {"id": 2, "token_ids": [200]}]),
         tokenizer_pb2.DetokenizeRequest(items=[{"id": 1, "finish": True, "token_bytes_of": [9]}]),
     ],
+    "Tokenizer/Vocabulary": [tokenizer_pb2.VocabularyRequest()],
     "Decode/Generate": [
         decode_pb2.GenerateCommand(
             start=decode_pb2.DecodeStart(request=1, token_ids=PROMPT, sampling=SAMPLING)
