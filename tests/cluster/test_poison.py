@@ -33,7 +33,9 @@ def test_a_poison_request_ends_two_nodes_and_no_stream(tmp_path, split):
     poisoned = deployment.of("prefill" if split else "decode")
     for process in poisoned:
         process.forked = False
-        process.environment["PYTHONPATH"] = f"{tmp_path}:{os.environ['PYTHONPATH']}"
+        process.environment["PYTHONPATH"] = os.pathsep.join(
+            [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
     deployment.start()
     client = deployment.client()
     prompts = [f"{number} " * 60 for number in range(8)]
