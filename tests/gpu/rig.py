@@ -17,8 +17,7 @@ from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool
-from baton.models.config import read_config
-from baton.models.loader import allocate, load_model
+from baton.models.loader import declared, load_model
 
 VOCAB = 1000
 CONTEXT = 1024
@@ -48,16 +47,17 @@ _CONFIG = {
 def save_checkpoint(path: Path, **overrides: object) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps({**_CONFIG, **overrides}))
-    config = read_config(path)
-    _, slots = allocate(config, torch.float32, torch.device("cpu"))
+    parameters = declared(path).parameters.table
     generator = torch.Generator().manual_seed(7)
     tensors = {}
-    for name, slot in slots.items():
-        noise = torch.randn(slot.shape, generator=generator)
-        if slot.norm:
+    for name, parameter in parameters.items():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.fill == "ones":
             tensors[name] = 1 + 0.2 * noise
         else:
-            tensors[name] = noise * (0.2 if slot.bias else 1.5 / math.sqrt(slot.shape[-1]))
+            tensors[name] = noise * (
+                0.2 if parameter.fill == "zeros" else 1.5 / math.sqrt(parameter.shape[-1])
+            )
     save_file(tensors, path / "model.safetensors")
     return path
 

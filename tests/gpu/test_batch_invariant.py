@@ -50,7 +50,7 @@ class Recorded:
 
     def project(self, linear, x, out=None):
         result = self._project(linear, x, out)
-        if linear is self._runner._model.weights.head and not torch.cuda.is_current_stream_capturing():
+        if linear is self._runner._model.head and not torch.cuda.is_current_stream_capturing():
             self._seen = result
         return result
 

@@ -28,9 +28,9 @@ def test_weights_arrive(tmp_path, monkeypatch, piece, dtype):
     model = load_model(path, dtype, CUDA)
     layers = "model.layers.1.self_attn"
     parts = [tensors[f"{layers}.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(model.weights.layers[1].qkv.weight.cpu(), torch.cat(parts).to(dtype))
-    assert torch.equal(model.weights.embedding.cpu(), tensors["model.embed_tokens.weight"].to(dtype))
-    assert torch.equal(model.weights.head.weight.cpu(), tensors["lm_head.weight"].to(dtype))
-    norm = model.weights.layers[1].qk_norm
+    assert torch.equal(model.layers[1].attention.qkv.weight.cpu(), torch.cat(parts).to(dtype))
+    assert torch.equal(model.embedding.cpu(), tensors["model.embed_tokens.weight"].to(dtype))
+    assert torch.equal(model.head.weight.cpu(), tensors["lm_head.weight"].to(dtype))
+    norm = model.layers[1].attention.qk_norm
     assert torch.equal(norm[7].cpu(), tensors[f"{layers}.q_norm.weight"].to(dtype))
     assert torch.equal(norm[9].cpu(), tensors[f"{layers}.k_norm.weight"].to(dtype))

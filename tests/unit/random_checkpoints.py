@@ -16,7 +16,7 @@ from baton.engine.model_runner import Flight, ModelRunner
 from baton.engine.plan import PlanRow, RowResult, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 from baton.kvcache.pool import KvLayout, KvPool
-from baton.models.decoder import Model
+from baton.models.decoder import Decoder
 from baton.models.loader import load_model
 
 VOCAB = 160
@@ -59,7 +59,13 @@ VARIANTS: dict[str, tuple[type, dict[str, object]]] = {
         {"attention_bias": True, "mlp_bias": True, **_rope("linear", factor=4.0)},
     ),
     "llama-yarn": (LlamaConfig, _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "llama-dynamic": (LlamaConfig, _rope("dynamic", factor=4.0)),
     "mistral": (MistralConfig, {"head_dim": 32, "sliding_window": None}),
+    "mistral-window": (MistralConfig, {"head_dim": 16, "sliding_window": 32}),
+    "qwen2-window": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
 }
 
 
@@ -105,7 +111,7 @@ class Driver:
         slots: int = 8,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.model: Model = load_model(path, dtype)
+        self.model: Decoder = load_model(path, dtype)
         config = self.model.config
         layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
         self.pool = KvPool(layout, num_pages)

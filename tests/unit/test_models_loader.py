@@ -9,8 +9,11 @@ import torch
 from random_checkpoints import VARIANTS, save_checkpoint
 from safetensors.torch import load_file, save_file
 
+from baton.layers.forward_batch import ForwardBatch
+from baton.layers.parameters import Parameters
 from baton.models.config import ModelError, read_config
-from baton.models.loader import allocate, fingerprint, load_model, read_weights, weight_bytes
+from baton.models.loader import declared, fingerprint, load_model, read_weights, weight_bytes
+from baton.models.registry import build
 from baton.rpc.errors import BatonError
 from baton.worker.memory import check_weights, free_and_total
 
@@ -19,6 +22,12 @@ from baton.worker.memory import check_weights, free_and_total
 def checkpoint(tmp_path):
     save_checkpoint("qwen3", tmp_path)
     return tmp_path
+
+
+def allocate(config, dtype):
+    parameters = Parameters(dtype, torch.device("cpu"))
+    build(config, parameters)
+    return parameters.table
 
 
 def edit_config(path, **changes):
@@ -62,14 +71,14 @@ def test_any_number_of_files_gives_the_same_weights(checkpoint, count, dtype):
     single = checkpoint / "model.safetensors"
     tensors = load_file(single)
     config = read_config(checkpoint)
-    _, slots = allocate(config, dtype, torch.device("cpu"))
+    parameters = allocate(config, dtype)
     single.unlink()
     write_shards(checkpoint, tensors, count)
     seen = []
-    read_weights(checkpoint, slots, config.tied, lambda done, total: seen.append((done, total)))
-    for name, slot in slots.items():
-        assert torch.equal(slot.target, tensors[name].to(dtype).expand_as(slot.target)), name
-    total = sum(slot.target.nbytes for slot in slots.values())
+    read_weights(checkpoint, parameters, config.tied, lambda done, total: seen.append((done, total)))
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter.target, tensors[name].to(dtype).expand_as(parameter.target)), name
+    total = sum(parameter.target.nbytes for parameter in parameters.values())
     assert seen[0] == (0, total) and seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert total == weight_bytes(checkpoint, dtype)
@@ -82,12 +91,12 @@ def test_nothing_is_copied_from_a_checkpoint_with_a_wrong_tensor_in_its_last_fil
     last = load_file(checkpoint / "part-3.safetensors")
     save_file(last | {"surprise": torch.zeros(3)}, checkpoint / "part-3.safetensors")
     config = read_config(checkpoint)
-    _, slots = allocate(config, torch.float32, torch.device("cpu"))
-    for slot in slots.values():
-        slot.target.fill_(7.0)
+    parameters = allocate(config, torch.float32)
+    for parameter in parameters.values():
+        parameter.target.fill_(7.0)
     with pytest.raises(ModelError, match=r"part-3\.safetensors holds unexpected tensor surprise"):
-        read_weights(checkpoint, slots, config.tied, lambda done, total: None)
-    assert all(bool((slot.target == 7.0).all()) for slot in slots.values())
+        read_weights(checkpoint, parameters, config.tied, lambda done, total: None)
+    assert all(bool((parameter.target == 7.0).all()) for parameter in parameters.values())
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint):
@@ -112,8 +121,8 @@ def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint):
 
 def head_norm_copies(path):
     """Bytes of the copies of head norms that their merged weight holds beyond the checkpoint's."""
-    _, slots = allocate(read_config(path), torch.float32, torch.device("meta"))
-    return sum(4 * (slot.target.numel() - slot.shape.numel()) for slot in slots.values())
+    parameters = declared(path, torch.float32).parameters.table
+    return sum(4 * (parameter.target.numel() - parameter.shape.numel()) for parameter in parameters.values())
 
 
 def test_missing_shard(tmp_path):
@@ -172,14 +181,10 @@ def test_damaged_or_absent_files(checkpoint, tmp_path_factory):
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type 'dynamic' is not supported",
+            {"rope_parameters": {"rope_type": "spiral", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type 'spiral' is not supported",
         ),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
-        (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor",
-        ),
         ({"num_key_value_heads": 3}, "multiple"),
         ({"hidden_size": "wide"}, "cannot be used"),
     ],
@@ -191,14 +196,16 @@ def test_what_is_not_computed_is_refused_in_one_line(checkpoint, changes, words)
     assert "\n" not in str(caught.value)
 
 
-def test_sliding_window_matters_only_below_the_context(tmp_path):
+def test_sliding_window_is_used_only_below_the_context(tmp_path):
+    def windows(**options):
+        return {options.window for options in load_model(tmp_path, **options).attention_options}
+
     save_checkpoint("mistral", tmp_path)
     edit_config(tmp_path, sliding_window=64)
-    with pytest.raises(ModelError, match="window of 64 tokens is shorter than the context of 256"):
-        load_model(tmp_path)
-    assert load_model(tmp_path, context_length=64).config.context_length == 256
+    assert windows() == {64}
+    assert windows(context_length=64) == {None}
     edit_config(tmp_path, sliding_window=256)
-    load_model(tmp_path)
+    assert windows() == {None}
 
 
 def test_fingerprint(checkpoint):
@@ -215,10 +222,11 @@ def test_fingerprint(checkpoint):
 def test_dummy_weights_are_always_the_same_and_need_no_files(checkpoint):
     (checkpoint / "model.safetensors").unlink()
     a, b = (load_model(checkpoint, torch.float32, load_format="dummy") for _ in range(2))
-    assert torch.equal(a.weights.embedding, b.weights.embedding)
+    assert torch.equal(a.embedding, b.embedding)
     tokens, positions = torch.arange(9), torch.arange(9)
     with torch.inference_mode():
-        logits = a.logits(a.forward(tokens, positions, lambda layer, q, k, v: q.reshape(9, -1)))
+        batch = ForwardBatch(tokens, positions, lambda layer, q, k, v: q.reshape(9, -1))
+        logits = a.logits(a.forward(batch))
     assert 0.1 < logits.std().item() < 100
     with pytest.raises(ModelError, match="load format"):
         load_model(checkpoint, load_format="pickle")

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from baton.kvcache.pool import KvPool
+from baton.layers.attention import AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+    features: frozenset[str]
+    """Names of the `AttentionOptions` that it computes."""
 
     @staticmethod
     def available(
@@ -37,7 +40,9 @@ class AttentionBackend(Protocol):
         """None if the backend works here (with this dtype and head size, if given); else why not."""
         ...
 
-    def __init__(self, pool: KvPool, num_heads: int) -> None: ...
+    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+        """`options`: of each layer; empty: none in any layer."""
+        ...
 
     def prepare(self, rows: Sequence[AttentionRow]) -> None:
         """Prepares a step's rows, those of one token first; tokens are flattened in this order."""
@@ -47,5 +52,5 @@ class AttentionBackend(Protocol):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Writes k and v [tokens, kv heads, head_dim] into the pool's `layer`, then attends with q
-        [tokens, heads, head_dim] into `out`, of q's shape. Scores are scaled by 1 / sqrt(head_dim)."""
+        [tokens, heads, head_dim] into `out`, of q's shape."""
         ...

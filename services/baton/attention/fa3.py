@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
 from baton.kvcache.pool import KvPool
+from baton.layers.attention import AttentionOptions
 
 _PAIRS = {"2.11": ("0.4.4",), "2.13": ("0.4.7", "0.4.8"), "2.14": ("0.4.9", "0.4.10")}
 """By torch release; 0.4.4 by trial, the others by what their metadata requires."""
@@ -64,10 +66,10 @@ class Fa3Attention(PagedAttention):
             return f"sgl_kernel cannot be loaded: {reason}"
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int) -> None:
+    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-        super().__init__(pool, num_heads)
+        super().__init__(pool, num_heads, options)
         self._attend: Any = flash_attn_with_kvcache
 
     def plan(self, rows: PagedRows) -> None:

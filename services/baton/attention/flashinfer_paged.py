@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
 from baton.kvcache.pool import KvPool
+from baton.layers.attention import AttentionOptions
 from baton.layers.transfer import to_device
 
 _HEAD_DIMS = (64, 128, 256)
@@ -62,10 +64,10 @@ class FlashInferAttention(PagedAttention):
             return f"flashinfer cannot be loaded: {str(error).splitlines()[0]}"
         return None if importlib.util.find_spec("flashinfer_jit_cache") is not None else _no_compiler()
 
-    def __init__(self, pool: KvPool, num_heads: int) -> None:
+    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        super().__init__(pool, num_heads)
+        super().__init__(pool, num_heads, options)
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         size = workspace_bytes(num_heads, pool.layout.num_kv_heads, pool.layout.head_dim, processors)
         workspace = torch.empty(size, dtype=torch.uint8, device=pool.device)

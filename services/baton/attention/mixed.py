@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from baton.attention.fa3 import Fa3Attention
 from baton.attention.paged import PagedAttention, PagedRows
 from baton.attention.triton_paged import TritonAttention
 from baton.kvcache.pool import KvPool
+from baton.layers.attention import AttentionOptions
 
 FEW_ROWS = 4
 """Rows of one token, up to which the Triton kernel's single launch beats FA3's two. Measured on an H200, 8 KV
@@ -30,9 +33,12 @@ class MixedAttention(PagedAttention):
                 return f"{part.name}: {problem}"
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int) -> None:
-        super().__init__(pool, num_heads)
-        self._few, self._many = TritonAttention(pool, num_heads), Fa3Attention(pool, num_heads)
+    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+        super().__init__(pool, num_heads, options)
+        self._few, self._many = (
+            TritonAttention(pool, num_heads, options),
+            Fa3Attention(pool, num_heads, options),
+        )
 
     def plan(self, rows: PagedRows) -> None:
         self._part(rows).plan(rows)

@@ -13,6 +13,7 @@ import torch
 
 from baton.attention.base import AttentionRow
 from baton.kvcache.pool import KvPool
+from baton.layers.attention import AttentionOptions
 from baton.layers.transfer import Upload
 
 
@@ -58,6 +59,7 @@ class PagedAttention(ABC):
     """
 
     name: str
+    features: frozenset[str] = frozenset()
     graphs = True
     """Whether a CUDA graph can hold `plan` and `attend`; if not, `plan` needs `PagedRows.host`."""
 
@@ -68,7 +70,8 @@ class PagedAttention(ABC):
     ) -> str | None:
         """None if it works here; else why not."""
 
-    def __init__(self, pool: KvPool, num_heads: int) -> None:
+    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+        self._options = options or [AttentionOptions()] * pool.layout.num_layers
         self._pool = pool
         self._layout = pool.layout
         self._num_heads = num_heads

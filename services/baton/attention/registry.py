@@ -29,16 +29,27 @@ class NoBackend(Exception):
 
 
 def resolve(
-    name: str, device: torch.device, dtype: torch.dtype | None = None, head_dim: int | None = None
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    head_dim: int | None = None,
+    features: frozenset[str] = frozenset(),
 ) -> tuple[type[AttentionBackend], str]:
     """The backend called `name`, or for "auto" the best that works on `device`, and why it was chosen.
 
-    `dtype` and `head_dim` None: not known yet. Raises NoBackend.
+    `dtype` and `head_dim` None: not known yet; `features`: the `AttentionOptions` that the model's layers
+    use. Raises NoBackend.
     """
+
+    def problem_of(backend: type[AttentionBackend]) -> str | None:
+        if missing := features - backend.features:
+            return f"does not compute attention with {', '.join(sorted(missing))}"
+        return backend.available(device, dtype, head_dim)
+
     if name == "auto":
         reasons: list[str] = []
         for candidate in _PREFERENCE.get(device.type, ("torch",)):
-            problem = BACKENDS[candidate].available(device, dtype, head_dim)
+            problem = problem_of(BACKENDS[candidate])
             if problem is None:
                 rest = f" ({'; '.join(reasons)})" if reasons else ""
                 return BACKENDS[candidate], f"{candidate}: the best that works on {device.type}{rest}"
@@ -48,7 +59,7 @@ def resolve(
         raise NoBackend(
             f"attention backend {name!r} is not known; known are auto, {', '.join(sorted(BACKENDS))}"
         )
-    problem = BACKENDS[name].available(device, dtype, head_dim)
+    problem = problem_of(BACKENDS[name])
     if problem is not None:
         raise NoBackend(f"attention backend {name!r} does not work on {device}: {problem}")
     return BACKENDS[name], f"{name}: asked for"

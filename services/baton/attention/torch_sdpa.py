@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 from baton.attention.base import AttentionRow
 from baton.kvcache.pool import KvPool
+from baton.layers.attention import AttentionOptions
 
 _PADDING = 1.2
 """Rows of one token are attended together as long as padding them to the longest costs at most this factor.
@@ -28,10 +29,12 @@ class _Group:
     rows: slice
     length: int
     """Keys of the longest."""
-    mask: torch.Tensor | None
-    """[rows, 1, 1, length], 0 or -inf; None where nothing is padded."""
+    lengths: torch.Tensor | None
+    """int64 [rows, 1, 1, 1]: keys of each row; None where nothing is padded."""
     padding: torch.Tensor | None
     """Entries of the gathered tokens that belong to no row."""
+    masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    """By window: [rows, 1, 1, length], 0 or -inf; None: all keys of every row are seen."""
 
 
 @dataclass(slots=True)
@@ -43,8 +46,8 @@ class _Chunk:
     """Keys of its last token."""
     pages: tuple[torch.Tensor, ...] | None
     """Like a group's; None where nothing precedes the chunk."""
-    mask: torch.Tensor | None
-    """[tokens, end], 0 or -inf; None: causal, nothing precedes the chunk."""
+    masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    """By window: [tokens, end], 0 or -inf; None: causal, nothing precedes the chunk."""
 
 
 class TorchAttention:
@@ -55,6 +58,7 @@ class TorchAttention:
     """
 
     name = "torch"
+    features = frozenset({"scale", "window", "softcap", "sinks"})
 
     @staticmethod
     def available(
@@ -62,7 +66,8 @@ class TorchAttention:
     ) -> str | None:
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int) -> None:
+    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
+        self._options = options or [AttentionOptions()] * pool.layout.num_layers
         self._pool = pool
         self._layout = pool.layout
         self._num_heads = num_heads
@@ -107,6 +112,7 @@ class TorchAttention:
         self._pool.tokens.index_copy_(0, self._values[layer], v)
         if self._groups:
             self._decode(layer, q[: self._single], out[: self._single])
+        options = self._options[layer]
         for chunk in self._chunks:
             at = chunk.tokens
             row_q = q[at].transpose(0, 1)[None]
@@ -114,22 +120,22 @@ class TorchAttention:
                 row_k, row_v = k[at].transpose(0, 1)[None], v[at].transpose(0, 1)[None]
             else:
                 row_k, row_v = self._gather(chunk.pages[layer], 1)[:, :, :, : chunk.end].unbind(0)
-            result = F.scaled_dot_product_attention(
-                row_q, row_k, row_v, attn_mask=chunk.mask, is_causal=chunk.mask is None, enable_gqa=True
-            )
-            out[at] = result[0].transpose(0, 1)
+            mask = self._chunk_mask(chunk, options.window)
+            out[at] = _attend(row_q, row_k, row_v, mask, options)[0].transpose(0, 1)
 
     def _decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         kv_heads, dim = self._layout.num_kv_heads, self._layout.head_dim
         shape = (-1, kv_heads, self._num_heads // kv_heads, dim)
         order = self._order
         q = q.reshape(shape) if order is None else q[order].view(shape)
+        options = self._options[layer]
         results = []
         for group, pages in zip(self._groups, self._group_pages[layer], strict=True):
             rows = group.rows
             gathered = self._gather(pages, rows.stop - rows.start, group.padding)
             keys, values = gathered[:, :, :, : group.length].unbind(0)
-            results.append(F.scaled_dot_product_attention(q[rows], keys, values, attn_mask=group.mask))
+            mask = self._group_mask(group, options.window)
+            results.append(_attend(q[rows], keys, values, mask, options, causal=False))
         result = results[0] if len(results) == 1 else torch.cat(results)
         result = result.reshape(-1, self._num_heads, dim)
         if order is None:
@@ -178,8 +184,8 @@ class TorchAttention:
             pages += keys
             pages += [key + 1 for key in keys]
             sizes.append(2 * len(keys))
-            mask, padding = self._masks(part)
-            self._groups.append(_Group(slice(first, first + len(part)), part[0].start + 1, mask, padding))
+            lengths, padding = self._lengths(part)
+            self._groups.append(_Group(slice(first, first + len(part)), part[0].start + 1, lengths, padding))
             first += len(part)
         entries = self._tensor(pages) + 2 * self._layers
         self._group_pages = tuple(torch.split(layer, sizes) for layer in entries.unbind(0))
@@ -195,27 +201,52 @@ class TorchAttention:
             table += [row.pages[0]] * (width - used)
         return table
 
-    def _masks(self, rows: Sequence[AttentionRow]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """A group's `mask` and `padding`."""
-        size, length = self._layout.page_size, rows[0].start + 1
-        if rows[-1].start + 1 == length:
+    def _lengths(self, rows: Sequence[AttentionRow]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """A group's `lengths` and `padding`."""
+        size, longest = self._layout.page_size, rows[0].start + 1
+        if rows[-1].start + 1 == longest:
             return None, None
-        width = -(-length // size)
-        lengths = self._tensor([row.start + 1 for row in rows])[:, None]
-        beyond = torch.arange(width * size, device=self._pool.device) >= lengths
-        mask = torch.zeros(len(rows), 1, 1, length, dtype=self._layout.dtype, device=self._pool.device)
-        mask.masked_fill_(beyond[:, None, None, :length], -torch.inf)
-        return mask, beyond.repeat(2, 1).flatten().nonzero().squeeze(1)
+        width = -(-longest // size)
+        lengths = self._tensor([row.start + 1 for row in rows])
+        beyond = torch.arange(width * size, device=self._pool.device) >= lengths[:, None]
+        return lengths.view(-1, 1, 1, 1), beyond.repeat(2, 1).flatten().nonzero().squeeze(1)
+
+    def _group_mask(self, group: _Group, window: int | None) -> torch.Tensor | None:
+        if window is not None and window >= group.length:
+            window = None
+        if window not in group.masks:
+            group.masks[window] = None
+            if window is not None or group.lengths is not None:
+                lengths = group.length if group.lengths is None else group.lengths
+                keys = torch.arange(group.length, device=self._pool.device)
+                hidden = (
+                    (keys >= lengths) if window is None else (keys >= lengths) | (keys < lengths - window)
+                )
+                rows = group.rows.stop - group.rows.start
+                mask = torch.zeros(rows, 1, 1, group.length, dtype=self._layout.dtype, device=keys.device)
+                group.masks[window] = mask.masked_fill_(hidden, -torch.inf)
+        return group.masks[window]
 
     def _chunk(self, row: AttentionRow, first: int) -> _Chunk:
         tokens, end = slice(first, first + row.count), row.start + row.count
-        if row.start == 0:
-            return _Chunk(tokens, end, None, None)
-        device = self._pool.device
-        positions = torch.arange(row.start, end, device=device)[:, None]
-        mask = torch.zeros(row.count, end, dtype=self._layout.dtype, device=device)
-        mask.masked_fill_(torch.arange(end, device=device) > positions, -torch.inf)
-        return _Chunk(tokens, end, self._halves(row.pages[: -(-end // self._layout.page_size)]), mask)
+        pages = row.pages[: -(-end // self._layout.page_size)] if row.start else None
+        return _Chunk(tokens, end, None if pages is None else self._halves(pages))
+
+    def _chunk_mask(self, chunk: _Chunk, window: int | None) -> torch.Tensor | None:
+        if window is not None and window >= chunk.end:
+            window = None
+        if window not in chunk.masks:
+            chunk.masks[window] = None
+            if window is not None or chunk.pages is not None:
+                device, count = self._pool.device, chunk.tokens.stop - chunk.tokens.start
+                positions = torch.arange(chunk.end - count, chunk.end, device=device)[:, None]
+                keys = torch.arange(chunk.end, device=device)
+                hidden = keys > positions
+                if window is not None:
+                    hidden |= keys <= positions - window
+                mask = torch.zeros(count, chunk.end, dtype=self._layout.dtype, device=device)
+                chunk.masks[window] = mask.masked_fill_(hidden, -torch.inf)
+        return chunk.masks[window]
 
     def _halves(self, pages: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Of each layer: the entries of `KvPool.halves` with the pages' keys, then with their values."""
@@ -224,3 +255,47 @@ class TorchAttention:
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, device=self._pool.device)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: AttentionOptions,
+    causal: bool = True,
+) -> torch.Tensor:
+    """q [rows, heads, queries, dim], k and v [rows, kv heads, keys, dim] -> q's shape. `causal`: where there
+    is no mask, the last query sees all keys, the one before all but the last, and so on."""
+    causal = causal and mask is None
+    if options.softcap is None and options.sinks is None:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=causal,
+            scale=options.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    rows, kv_heads, keys, dim = k.shape
+    queries = q.shape[2]
+    scale = dim**-0.5 if options.scale is None else options.scale
+    grouped = q.reshape(rows, kv_heads, -1, dim)
+    scores = (grouped @ k.transpose(2, 3)).float() * scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    scores = scores.view(rows, kv_heads, -1, queries, keys)
+    if causal:
+        ones = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(ones.triu(keys - queries + 1), -torch.inf)
+    elif mask is not None:
+        scores = scores + mask.unsqueeze(2) if mask.dim() == 4 else scores + mask
+    if options.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = options.sinks.float().view(kv_heads, -1, 1, 1).expand(rows, -1, -1, -1, -1)
+        # Rows of one token come with a KV head's query heads as its queries.
+        sinks = sinks.reshape(rows, kv_heads, scores.shape[2], -1, 1).expand(*scores.shape[:4], 1)
+        weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    return (weights.view(rows, kv_heads, -1, keys).to(v.dtype) @ v).view(q.shape)

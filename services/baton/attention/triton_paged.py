@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
 from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
 from baton.kvcache.pool import KvPool
+from baton.layers.attention import AttentionOptions
 
 _HEAD_DIMS = (64, 128)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,11 +40,11 @@ class TritonAttention(PagedAttention):
             return "triton is not installed; torch for CUDA brings it"
         return None
 
-    def __init__(self, pool: KvPool, num_heads: int) -> None:
+    def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
         from baton.layers.kernels.chunk_attention import chunk_attention
         from baton.layers.kernels.decode_attention import decode_attention, most_splits
 
-        super().__init__(pool, num_heads)
+        super().__init__(pool, num_heads, options)
         self._chunks, self._singles = chunk_attention, decode_attention
         self._most = most_splits(num_heads // pool.layout.num_kv_heads)
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count

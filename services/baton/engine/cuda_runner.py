@@ -22,7 +22,7 @@ from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Samples, TokenLogprobs, row_results
 from baton.kvcache.pool import KvPool
 from baton.layers.transfer import Upload, to_host
-from baton.models.decoder import Model
+from baton.models.decoder import Decoder
 
 Fresh = dict[int, int]
 """Last tokens of slots that the device does not have yet."""
@@ -50,7 +50,7 @@ class CudaRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         pool: KvPool,
         *,
         max_slots: int,
@@ -245,7 +245,7 @@ class CudaRunner:
         self._project_head(hidden, inputs.logits)
 
     def _project_head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._decoder.project(self._model.weights.head, hidden, out)
+        return self._decoder.project(self._model.head, hidden, out)
 
     def _tokens(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return torch.where(ids < 0, self._slots.last_token.index_select(0, slots), ids)

@@ -12,7 +12,8 @@ from baton.attention.base import AttentionBackend, AttentionRow
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Sampler, Samples, TokenLogprobs, row_results, token_logprobs
 from baton.kvcache.pool import KvPool
-from baton.models.decoder import Model
+from baton.layers.forward_batch import ForwardBatch
+from baton.models.decoder import Decoder
 
 _LOGITS_ROWS = 64
 """Prompt log-probabilities are computed for this many positions at a time, to bound their memory."""
@@ -35,7 +36,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         pool: KvPool,
         *,
         max_slots: int,
@@ -48,9 +49,9 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._device = torch.device(device) if device is not None else model.device
-        heads = model.config.num_heads
-        self._prefill = prefill_attention(pool, heads)
-        self._decode = decode_attention(pool, heads)
+        heads, options = model.config.num_heads, model.attention_options
+        self._prefill = prefill_attention(pool, heads, options)
+        self._decode = decode_attention(pool, heads, options)
         self._sampler = Sampler(max_slots, self.vocab_size, self._device)
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
 
@@ -115,7 +116,8 @@ class ModelRunner:
                 self._prefill.forward(layer, q[single:], k[single:], v[single:], out[single:])
             return out.flatten(1)
 
-        return self._model.forward(ids, torch.tensor(positions, device=self._device), attend), ends
+        batch = ForwardBatch(ids, torch.tensor(positions, device=self._device), attend)
+        return self._model.forward(batch), ends
 
     def _sample(self, rows: Sequence[PlanRow], hidden: torch.Tensor, ends: dict[int, int]) -> Samples | None:
         slots: list[int] = []

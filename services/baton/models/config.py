@@ -1,4 +1,4 @@
-"""The architectures that are served, and what a dense decoder is made of, read from a config.json."""
+"""What all decoders have in common, read from a config.json."""
 
 from __future__ import annotations
 
@@ -9,29 +9,10 @@ from typing import Any
 
 import torch
 
-from baton.layers.rope import RopeConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """Properties implied by the class name and not stated in config.json."""
-
-    name: str
-    qk_norm: bool = False
-    """Queries and keys of each head pass an RMS norm before the rotation."""
-    qkv_bias: bool = False
-    """The query, key and value projections always have a bias, the output projection never."""
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    a.name: a
-    for a in (
-        Architecture("LlamaForCausalLM"),
-        Architecture("MistralForCausalLM"),
-        Architecture("Qwen2ForCausalLM", qkv_bias=True),
-        Architecture("Qwen3ForCausalLM", qk_norm=True),
-    )
-}
+from baton.layers.mlp import ACTIVATIONS
+from baton.layers.parameters import Parameters
+from baton.layers.rope import Rope, rope_of
+from baton.models.registry import FAMILIES, build
 
 
 class ModelError(Exception):
@@ -40,10 +21,9 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    architecture: Architecture
+    architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -53,14 +33,13 @@ class ModelConfig:
     """Positions that the checkpoint was made for."""
     tied: bool
     """The output projection is the embedding."""
-    qkv_bias: bool
-    output_bias: bool
-    """Of the attention's output projection."""
-    mlp_bias: bool
-    rope: RopeConfig
     dtype: torch.dtype
     """Of the checkpoint's weights."""
     eos_token_ids: tuple[int, ...]
+    hf: Any
+    """transformers' configuration, for what only the family's module knows."""
+    used_length: int
+    """Positions that will be used."""
 
 
 def read_config(path: Path, context_length: int | None = None) -> ModelConfig:
@@ -74,7 +53,9 @@ def read_config(path: Path, context_length: int | None = None) -> ModelConfig:
         raise ModelError(f"{path} has no config.json: not a model in Hugging Face layout")
     try:
         hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return replace(_convert(hf, context_length), eos_token_ids=_eos_token_ids(path, hf))
+        config = replace(_convert(hf, context_length), eos_token_ids=_eos_token_ids(path, hf))
+        build(config, Parameters(config.dtype, torch.device("meta")))  # finds what the family refuses
+        return config
     except ModelError:
         raise
     except (
@@ -99,74 +80,55 @@ def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
 
 def _convert(hf: Any, context_length: int | None) -> ModelConfig:
     names = list(getattr(hf, "architectures", None) or [])
-    if len(names) != 1 or names[0] not in ARCHITECTURES:
+    if len(names) != 1 or names[0] not in FAMILIES:
         raise ModelError(
             f"architecture {', '.join(names) or '(none named)'} is not supported; "
-            f"supported are {', '.join(sorted(ARCHITECTURES))}"
+            f"supported are {', '.join(sorted(FAMILIES))}"
         )
-    architecture = ARCHITECTURES[names[0]]
     if getattr(hf, "quantization_config", None) is not None:
         raise ModelError("quantized checkpoints are not supported: config.json has quantization_config")
-    if hf.hidden_act != "silu":
-        raise ModelError(f"hidden_act {hf.hidden_act!r} is not supported, only 'silu'")
-    for name in ("num_experts", "num_local_experts"):
-        if getattr(hf, name, None):
-            raise ModelError(f"mixtures of experts are not supported: config.json has {name}")
+    activation = getattr(hf, "hidden_act", None) or getattr(hf, "hidden_activation", None)
+    if activation not in ACTIVATIONS:
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise ModelError(f"hidden_act {activation!r} is not supported; supported are {known}")
     if getattr(hf, "pretraining_tp", 1) not in (1, None):
         raise ModelError("pretraining_tp other than 1 is not supported")
-    context = min(context_length or hf.max_position_embeddings, hf.max_position_embeddings)
-    window = sliding_window(hf)
-    if window is not None and window < context:
-        raise ModelError(
-            f"sliding window attention is not supported: the window of {window} tokens is shorter than the "
-            f"context of {context}; --context-length {window} serves the model without it"
-        )
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    if hf.num_attention_heads % hf.num_key_value_heads:
+    heads = hf.num_attention_heads
+    kv_heads = getattr(hf, "num_key_value_heads", None) or heads
+    if heads % kv_heads:
         raise ModelError("num_attention_heads is not a multiple of num_key_value_heads")
-    bias = bool(getattr(hf, "attention_bias", False))
     return ModelConfig(
-        architecture=architecture,
+        architecture=names[0],
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
         num_layers=hf.num_hidden_layers,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=head_dim,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
         rms_norm_eps=hf.rms_norm_eps,
         context_length=hf.max_position_embeddings,
         tied=bool(hf.tie_word_embeddings),
-        qkv_bias=architecture.qkv_bias or bias,
-        output_bias=bias and not architecture.qkv_bias,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
-        rope=_rope(hf, head_dim),
         dtype=_dtype(hf),
         eos_token_ids=(),
+        hf=hf,
+        used_length=min(context_length or hf.max_position_embeddings, hf.max_position_embeddings),
     )
 
 
-def sliding_window(hf: Any) -> int | None:
-    """The shortest attention window of any layer; None: every layer attends to all positions."""
-    types = getattr(hf, "layer_types", None)
-    if types is not None and "sliding_attention" not in types:
-        return None
-    if getattr(hf, "use_sliding_window", True) is False:
-        return None
-    window = getattr(hf, "sliding_window", None)
-    return None if window is None else int(window)
+def window(config: ModelConfig, index: int) -> int | None:
+    """Positions that a token of this layer attends to, its own among them; None: all that will be used."""
+    size = getattr(config.hf, "sliding_window", None)
+    types = getattr(config.hf, "layer_types", None)
+    used = types[index] == "sliding_attention" if types else getattr(config.hf, "use_sliding_window", True)
+    return int(size) if size and used and size < config.used_length else None
 
 
-def _rope(hf: Any, head_dim: int) -> RopeConfig:
-    parameters = dict(getattr(hf, "rope_parameters", None) or {})
-    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
-    theta = float(parameters.pop("rope_theta", None) or getattr(hf, "rope_theta", None) or 10000.0)
-    if float(parameters.pop("partial_rotary_factor", 1.0) or 1.0) != 1.0:
-        raise ModelError("partial_rotary_factor other than 1 is not supported")
+def make_rope(config: ModelConfig, layer_type: str | None = None) -> Rope:
+    """`layer_type`: where kinds of layers rotate differently. Raises ModelError."""
     try:
-        return RopeConfig.make(kind, head_dim, theta, hf.max_position_embeddings, parameters)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
+        return rope_of(config.hf, config.used_length, layer_type)
+    except (ValueError, KeyError) as error:
+        raise ModelError(f"rope_parameters of config.json cannot be used: {_first_line(error)}") from error
 
 
 def _dtype(hf: Any) -> torch.dtype:

@@ -1,100 +1,139 @@
-"""The dense decoder that all architectures share: weights, and the forward pass over a ragged batch."""
+"""A decoder: embedding, layers, norm and head; the forward pass over a ragged batch on any device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from baton.layers.attention import Attention, AttentionOptions
+from baton.layers.forward_batch import ForwardBatch
 from baton.layers.linear import CpuLayout, Linear, fastest_layout
-from baton.layers.rope import apply_rope
+from baton.layers.mlp import GatedMlp
+from baton.layers.norm import RmsNorm
+from baton.layers.parameters import Parameters
 from baton.models.config import ModelConfig
 
 
-class Attend(Protocol):
-    """Writes a layer's keys and values of all tokens into the pool and attends."""
+class FeedForward(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        ...
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [tokens, heads, head_dim], k and v [tokens, kv heads, head_dim] -> [tokens, heads * head_dim]."""
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the same; `residual` may be overwritten."""
         ...
 
 
-@dataclass(slots=True)
-class LayerWeights:
-    """One layer; projections that read the same input are merged."""
+class Layer(Protocol):
+    attention: Attention
 
-    input_norm: torch.Tensor
-    qkv: Linear
-    qk_norm: torch.Tensor | None
-    """[heads + kv heads, head_dim]: the weight of each head's norm."""
-    output: Linear
-    post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]; `hidden` may be overwritten."""
+        ...
 
 
-@dataclass(slots=True)
-class Weights:
-    embedding: torch.Tensor
-    layers: list[LayerWeights]
-    norm: torch.Tensor
-    head: Linear
-    """Its weight is the embedding if the checkpoint ties them."""
+class DecoderLayer:
+    """hidden += attention(norm(hidden)); hidden += feed_forward(norm(hidden))"""
 
-    def pack(self) -> None:
-        """On a CPU: brings the matrices into the layout that computes fastest, one by one."""
-        if self.embedding.device.type != "cpu":
-            return
+    def __init__(
+        self, input_norm: RmsNorm, attention: Attention, post_norm: RmsNorm, feed_forward: FeedForward
+    ) -> None:
+        self.input_norm, self.attention = input_norm, attention
+        self.post_norm, self.feed_forward = post_norm, feed_forward
+
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        hidden = self.attention.add_to(hidden, self.input_norm(hidden), batch)
+        return self.feed_forward.add_to(hidden, self.post_norm(hidden))
+
+
+class Decoder:
+    """A decoder on one device; can be used once its parameters are filled and `prepare` was called."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        layers: Sequence[Layer],
+        *,
+        norm_plus_one: bool = False,
+        embedding_scale: float | None = None,
+        head_bias: bool = False,
+    ) -> None:
+        """Declares embedding, final norm and head under the names that all families use.
+
+        `embedding_scale` multiplies the embeddings.
+        """
+        self.config = config
+        self.layers = layers
+        self.device, self.dtype = parameters.device, parameters.dtype
+        self.parameters = parameters
+        self._embedding_scale = embedding_scale
+        size, hidden = config.vocab_size, config.hidden_size
+        self.embedding = parameters.tensor("model.embed_tokens.weight", size, hidden)
+        self.norm = RmsNorm(parameters, "model.norm", hidden, config.rms_norm_eps, norm_plus_one)
+        if config.tied:
+            self.head = Linear(self.embedding)
+            """Its weight is the embedding if the checkpoint ties them."""
+            parameters.linears.append(self.head)
+        else:
+            self.head = parameters.linear({"lm_head": size}, hidden, head_bias)
+
+    @property
+    def attention_options(self) -> list[AttentionOptions]:
+        """Of each layer."""
+        return [layer.attention.options for layer in self.layers]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; tied ones count once."""
+        return sum(parameter.shape.numel() for parameter in self.parameters.table.values())
+
+    def prepare(self, context_length: int | None = None) -> None:
+        """Computes the rotations of the positions below `context_length` (the checkpoint's if None), and on a
+        CPU brings the matrices into the layout that computes fastest, one by one."""
+        positions = min(context_length or self.config.context_length, self.config.context_length)
+        for rope in {id(layer.attention.rope): layer.attention.rope for layer in self.layers}.values():
+            if rope is not None:
+                rope.prepare(positions, self.dtype, self.device)
+        if self.device.type == "cpu":
+            self._pack()
+
+    def _pack(self) -> None:
         layouts: dict[torch.Size, type[CpuLayout]] = {}
-        linears = [x for w in self.layers for x in (w.qkv, w.output, w.gate_up, w.down)]
-        for linear in (*linears, self.head):
+        for linear in self.parameters.linears:
             weight = linear.weight
             assert weight is not None
             if weight.shape not in layouts:
                 layouts[weight.shape] = fastest_layout(weight)
             linear.pack(layouts[weight.shape])
 
-
-class Model:
-    """A decoder on one device."""
-
-    def __init__(
-        self, config: ModelConfig, weights: Weights, num_parameters: int, context_length: int | None = None
-    ) -> None:
-        """`num_parameters`: number of weights, tied ones once; `context_length`: how far positions will go,
-        if less than the checkpoint allows."""
-        self.config = config
-        self.weights = weights
-        self.num_parameters = num_parameters
-        self.device = weights.embedding.device
-        self.dtype = weights.embedding.dtype
-        positions = min(context_length or config.context_length, config.context_length)
-        self._rope = config.rope.table(positions, self.dtype, self.device)
-
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Token ids and positions, int64 [tokens] -> final normalized hidden states [tokens, hidden]."""
-        config = self.config
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        rotated, all_heads = heads + kv_heads, heads + 2 * kv_heads
-        eps, count = config.rms_norm_eps, tokens.shape[0]
-        hidden_shape, dim_shape = (config.hidden_size,), (dim,)
-        cos, sin = self._rope.index_select(0, positions).unsqueeze(2).unbind(1)
-        hidden = F.embedding(tokens, self.weights.embedding)
-        for index, w in enumerate(self.weights.layers):
-            qkv = w.qkv(F.rms_norm(hidden, hidden_shape, w.input_norm, eps)).view(count, all_heads, dim)
-            qk = qkv[:, :rotated]
-            if w.qk_norm is not None:
-                qk = F.rms_norm(qk, dim_shape, None, eps).mul_(w.qk_norm)
-            qk = apply_rope(qk, cos, sin)
-            attended = attend(index, qk[:, :heads], qk[:, heads:], qkv[:, rotated:])
-            hidden = w.output.add_to(hidden, attended)
-            x = F.rms_norm(hidden, hidden_shape, w.post_norm, eps)
-            gate, up = w.gate_up(x).chunk(2, -1)
-            hidden = w.down.add_to(hidden, F.silu(gate).mul_(up))
-        return F.rms_norm(hidden, hidden_shape, self.weights.norm, eps)
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """-> final normalized hidden states [tokens, hidden]"""
+        hidden = F.embedding(batch.tokens, self.embedding)
+        if self._embedding_scale is not None:
+            hidden = hidden * self._embedding_scale
+        for layer in self.layers:
+            hidden = layer(hidden, batch)
+        return self.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> float32 [rows, vocab]."""
-        return self.weights.head(hidden).float()
+        return self.head(hidden).float()
+
+
+def plain_layers(decoder: Decoder) -> list[DecoderLayer] | None:
+    """The layers if all are those of Llama: attention to all positions, whole heads rotated alike, a gated
+    SiLU layer; else None."""
+    layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
+    same = len({id(layer.attention.rope) for layer in layers}) == 1
+    return layers if same and len(layers) == len(decoder.layers) else None
+
+
+def _plain(layer: DecoderLayer) -> bool:
+    attention, mlp = layer.attention, layer.feed_forward
+    rotated = attention.rope is not None and attention.rope.dim == attention.head_dim
+    simple = rotated and not attention.options.features
+    return simple and isinstance(mlp, GatedMlp) and mlp.activation == "silu"

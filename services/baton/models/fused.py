@@ -9,6 +9,7 @@ gate or add what they write. Needs a GPU: import it where one is in use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +22,38 @@ from baton.layers.kernels.matmul import matmul
 from baton.layers.kernels.norm import fused_add_rmsnorm, rmsnorm
 from baton.layers.kernels.qkv import write_qkv
 from baton.layers.linear import Linear
-from baton.models.decoder import Model
+from baton.layers.mlp import GatedMlp
+from baton.models.decoder import Decoder, DecoderLayer, plain_layers
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer, q [tokens, heads, head_dim], out of that shape); keys and values are in the pool."""
+
+
+@dataclass(slots=True)
+class _Weights:
+    """Of one layer."""
+
+    input_norm: torch.Tensor
+    qkv: Linear
+    qk_norm: torch.Tensor | None
+    output: Linear
+    post_norm: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+    @staticmethod
+    def of(layer: DecoderLayer) -> _Weights:
+        attention, mlp = layer.attention, layer.feed_forward
+        assert isinstance(mlp, GatedMlp)
+        return _Weights(
+            layer.input_norm.weight,
+            attention.qkv,
+            attention.qk_norm,
+            attention.output,
+            layer.post_norm.weight,
+            mlp.gate_up,
+            mlp.down,
+        )
 
 
 class FusedDecoder:
@@ -32,25 +61,32 @@ class FusedDecoder:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         pool: KvPool,
         tables: torch.Tensor,
         context_length: int,
         invariant: bool = False,
     ) -> None:
-        """`tables`: int32 [slots, pages]; `context_length`: positions that will be used. `invariant`: a
-        token is computed in the same order whatever else is in the step; slower."""
+        """`model`: of plain layers. `tables`: int32 [slots, pages]; `context_length`: positions that will be
+        used. `invariant`: a token is computed in the same order whatever else is in the step; slower."""
         self.model = model
         self._invariant = invariant
         self._tables = tables
         self._caches = [pool.pages[:, index] for index in range(pool.layout.num_layers)]
-        config = model.config
-        table = config.rope.table(context_length, torch.float32, model.device)
-        half = config.head_dim // 2
+        layers = plain_layers(model)
+        assert layers is not None
+        rope = layers[0].attention.rope
+        assert rope is not None
+        self._layers = [_Weights.of(layer) for layer in layers]
+        first = layers[0].feed_forward
+        assert isinstance(first, GatedMlp)
+        self._inner = first.inner
+        table = rope.table(context_length, torch.float32, model.device)
+        half = model.config.head_dim // 2
         # Cosines, then the sines of the second half, which are the positive ones.
         self._rope = torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
         self._few = not invariant and all(
-            fits(linear) for w in model.weights.layers for linear in (w.output, w.gate_up, w.down)
+            fits(linear) for w in self._layers for linear in (w.output, w.gate_up, w.down)
         )
 
     def forward(
@@ -66,25 +102,25 @@ class FusedDecoder:
         """Token ids, positions and batch slots, int32 [tokens] -> final normalized hidden states
         [tokens, hidden], or only those of the tokens `wanted` [n]: what follows the last layer's attention is
         not computed for others. `decode`: every token is a row's only one."""
-        config, weights = self.model.config, self.model.weights
+        config, model = self.model.config, self.model
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
-        residual = F.embedding(tokens, weights.embedding)
+        residual = F.embedding(tokens, model.embedding)
         if tokens.shape[0] == 1 and not self._invariant:
             return self._forward_one(residual, positions, slots, attend, wanted)
         if decode and self._few and tokens.shape[0] <= MOST_ROWS:
             return self._forward_few(residual, positions, slots, attend, wanted)
-        norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
-        x = rmsnorm(residual, weights.layers[0].input_norm, eps)
-        for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
+        norms = [w.input_norm for w in self._layers[1:]] + [model.norm.weight]
+        x = rmsnorm(residual, self._layers[0].input_norm, eps)
+        for index, (w, following) in enumerate(zip(self._layers, norms, strict=True)):
             qkv = self.project(w.qkv, x)
             self._write(index, qkv, positions, slots)
-            if wanted is not None and following is weights.norm and not wanted.shape[0]:
+            if wanted is not None and following is model.norm.weight and not wanted.shape[0]:
                 return x[:0]
             q = qkv.view(tokens.shape[0], -1, dim)[:, :heads]
             attended = torch.empty(tokens.shape[0], heads, dim, dtype=x.dtype, device=x.device)
             attend(index, q, attended)
             attended = attended.flatten(1)
-            if wanted is not None and following is weights.norm:
+            if wanted is not None and following is model.norm.weight:
                 attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
             x = self.project(w.output, attended)
             fused_add_rmsnorm(x, residual, w.post_norm, eps)
@@ -94,7 +130,7 @@ class FusedDecoder:
 
     def _write(self, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Normalizes and rotates a layer's queries and keys; writes keys and values into the pool."""
-        config, norm = self.model.config, self.model.weights.layers[index].qk_norm
+        config, norm = self.model.config, self._layers[index].qk_norm
         write_qkv(
             qkv,
             norm,
@@ -116,12 +152,12 @@ class FusedDecoder:
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         """The same for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
-        config, weights = self.model.config, self.model.weights
+        config, model = self.model.config, self.model
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
-        norms = [w.input_norm for w in weights.layers[1:]] + [weights.norm]
-        x = rmsnorm(residual, weights.layers[0].input_norm, eps)
+        norms = [w.input_norm for w in self._layers[1:]] + [model.norm.weight]
+        x = rmsnorm(residual, self._layers[0].input_norm, eps)
         attended = residual.new_empty(residual.shape[0], heads, dim)
-        for index, (w, following) in enumerate(zip(weights.layers, norms, strict=True)):
+        for index, (w, following) in enumerate(zip(self._layers, norms, strict=True)):
             qkv = w.qkv(x)
             self._write(index, qkv, positions, slots)
             attend(index, qkv.view(residual.shape[0], -1, dim)[:, :heads], attended)
@@ -150,14 +186,12 @@ class FusedDecoder:
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         """The same for one token, of which `residual` [1, hidden] is the embedding."""
-        config, weights = self.model.config, self.model.weights
+        config, model = self.model.config, self.model
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         eps = config.rms_norm_eps
-        qkv, inner = (
-            residual.new_empty(1, size) for size in ((heads + 2 * kv_heads) * dim, config.intermediate_size)
-        )
+        qkv, inner = (residual.new_empty(1, size) for size in ((heads + 2 * kv_heads) * dim, self._inner))
         attended = residual.new_empty(1, heads, dim)
-        for index, w in enumerate(weights.layers):
+        for index, w in enumerate(self._layers):
             gemv(residual, w.qkv, qkv, norm=w.input_norm, eps=eps)
             self._write(index, qkv, positions, slots)
             attend(index, qkv.view(1, -1, dim)[:, :heads], attended)
@@ -166,4 +200,4 @@ class FusedDecoder:
             gemv(inner, w.down, residual, add=True)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
-        return rmsnorm(residual, weights.norm, eps)
+        return rmsnorm(residual, model.norm.weight, eps)

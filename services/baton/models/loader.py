@@ -10,84 +10,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from baton.layers.linear import Linear
-from baton.models.config import ModelConfig, ModelError, read_config
-from baton.models.decoder import LayerWeights, Model, Weights
-
-
-@dataclass(slots=True)
-class Slot:
-    """Where one tensor of the checkpoint goes."""
-
-    target: torch.Tensor
-    """A view of the merged weights. Of a head norm: [heads, head_dim], each head gets a copy."""
-    norm: bool = False
-    bias: bool = False
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the tensor in the checkpoint."""
-        return self.target.shape[-1:] if self.norm else self.target.shape
-
-
-def allocate(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Weights, dict[str, Slot]]:
-    """Uninitialized weights, and every checkpoint tensor's place in them by its name."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    slots: dict[str, Slot] = {}
-
-    def new(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def norm(name: str, size: int) -> torch.Tensor:
-        tensor = new(size)
-        slots[name] = Slot(tensor, norm=True)
-        return tensor
-
-    def linear(prefix: str, parts: dict[str, int], width: int, biased: bool) -> Linear:
-        sizes = list(parts.values())
-        weight, bias = new(sum(sizes), width), new(sum(sizes)) if biased else None
-        for name, view in zip(parts, torch.split(weight, sizes), strict=True):
-            slots[f"{prefix}.{name}.weight"] = Slot(view)
-        if bias is not None:
-            for name, view in zip(parts, torch.split(bias, sizes), strict=True):
-                slots[f"{prefix}.{name}.bias"] = Slot(view, bias=True)
-        return Linear(weight, bias)
-
-    embedding = new(config.vocab_size, hidden)
-    slots["model.embed_tokens.weight"] = Slot(embedding)
-    layers: list[LayerWeights] = []
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}"
-        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        qkv = linear(attention, {"q_proj": q, "k_proj": kv, "v_proj": kv}, hidden, config.qkv_bias)
-        output = linear(attention, {"o_proj": hidden}, q, config.output_bias)
-        gate_up = linear(mlp, {"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias)
-        down = linear(mlp, {"down_proj": hidden}, inner, config.mlp_bias)
-        qk_norm: torch.Tensor | None = None
-        if config.architecture.qk_norm:
-            qk_norm = new(config.num_heads + config.num_kv_heads, config.head_dim)
-            slots[f"{attention}.q_norm.weight"] = Slot(qk_norm[: config.num_heads], norm=True)
-            slots[f"{attention}.k_norm.weight"] = Slot(qk_norm[config.num_heads :], norm=True)
-        input_norm = norm(f"{layer}.input_layernorm.weight", hidden)
-        post_norm = norm(f"{layer}.post_attention_layernorm.weight", hidden)
-        layers.append(LayerWeights(input_norm, qkv, qk_norm, output, post_norm, gate_up, down))
-    final = norm("model.norm.weight", hidden)
-    head = embedding
-    if not config.tied:
-        head = new(config.vocab_size, hidden)
-        slots["lm_head.weight"] = Slot(head)
-    return Weights(embedding, layers, final, Linear(head)), slots
-
+from baton.layers.parameters import Parameter, Parameters
+from baton.models.config import ModelError, read_config
+from baton.models.decoder import Decoder
+from baton.models.registry import build
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -119,18 +51,20 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def read_weights(path: Path, slots: dict[str, Slot], tied: bool, report: Progress) -> None:
-    """Fills all slots. Names and shapes are checked before anything is copied.
+def read_weights(path: Path, parameters: dict[str, Parameter], tied: bool, report: Progress) -> None:
+    """Fills all parameters. Names and shapes are checked before anything is copied.
 
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
     """
-    found = _check(path, slots, tied)
-    progress = _Progress(sum(slots[name].target.nbytes for name in itertools.chain(*found.values())), report)
+    found = _check(path, parameters, tied)
+    progress = _Progress(
+        sum(parameters[name].target.nbytes for name in itertools.chain(*found.values())), report
+    )
     count = min(_THREADS, os.cpu_count() or 1)
     stripes = -(-count // len(found))
     with ThreadPoolExecutor(count, "weights") as threads:
         work = [
-            threads.submit(_copy, file, names[first::stripes], slots, progress)
+            threads.submit(_copy, file, names[first::stripes], parameters, progress)
             for file, names in found.items()
             for first in range(stripes)
         ]
@@ -142,9 +76,9 @@ def read_weights(path: Path, slots: dict[str, Slot], tied: bool, report: Progres
             raise
 
 
-def _check(path: Path, slots: dict[str, Slot], tied: bool) -> dict[Path, list[str]]:
+def _check(path: Path, parameters: dict[str, Parameter], tied: bool) -> dict[Path, list[str]]:
     """The tensors to read from each file."""
-    missing = set(slots)
+    missing = set(parameters)
     found: dict[Path, list[str]] = {}
     for file in weight_files(path):
         found[file] = []
@@ -153,13 +87,13 @@ def _check(path: Path, slots: dict[str, Slot], tied: bool) -> dict[Path, list[st
                 if _ignorable(name, tied):
                     continue
                 raise ModelError(f"{file.name} holds unexpected tensor {name}")
-            shape, wanted = tensors.get_slice(name).get_shape(), list(slots[name].shape)
+            shape, wanted = tensors.get_slice(name).get_shape(), list(parameters[name].shape)
             if shape != wanted:
                 raise ModelError(f"tensor {name} has shape {shape}, config.json asks for {wanted}")
             missing.discard(name)
             found[file].append(name)
     if missing:
-        first = next(name for name in slots if name in missing)
+        first = next(name for name in parameters if name in missing)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{path} lacks tensor {first}{more}")
     return found
@@ -180,19 +114,22 @@ def _ignorable(name: str, tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
-def _copy(file: Path, names: list[str], slots: dict[str, Slot], progress: _Progress) -> None:
+def _copy(file: Path, names: list[str], parameters: dict[str, Parameter], progress: _Progress) -> None:
     """One thread's share; returns when all of it has arrived."""
     wanted = set(names)
-    device = next(iter(slots.values())).target.device
+    device = next(iter(parameters.values())).target.device
     staging = _Staging(device) if device.type == "cuda" and names else None
     for name, tensors in _tensors(file):
         if name in wanted:
-            slot, source = slots[name], tensors.get_tensor(name)
-            if staging is None or slot.norm:
-                slot.target.copy_(source)
+            parameter, source = parameters[name], tensors.get_tensor(name)
+            if parameter.convert is not None:
+                source = parameter.convert(source)
+            target = parameter.target
+            if staging is None or source.numel() != target.numel():
+                target.copy_(source)
             else:
-                staging.copy(source.flatten(), slot.target.view(-1))
-            progress.add(slot.target.nbytes)
+                staging.copy(source.flatten(), target.view(-1))
+            progress.add(target.nbytes)
     if staging is not None:
         staging.wait()
 
@@ -245,7 +182,7 @@ def load_model(
     load_format: str = "auto",
     progress: Progress | None = None,
     context_length: int | None = None,
-) -> Model:
+) -> Decoder:
     """Reads a checkpoint's safetensors straight to the device.
 
     `dtype` None: the checkpoint's own. `load_format` "dummy": random weights, always the same, no files but
@@ -253,38 +190,41 @@ def load_model(
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
     """
     config = read_config(path, context_length)
-    weights, slots = allocate(config, dtype or config.dtype, torch.device(device))
+    parameters = Parameters(dtype or config.dtype, torch.device(device))
+    model = build(config, parameters)
     report = progress or (lambda done, total: None)
     if load_format == "dummy":
-        _fill(slots, report)
+        _fill(parameters, report)
     elif load_format == "auto":
-        read_weights(path, slots, config.tied, report)
+        read_weights(path, parameters.table, config.tied, report)
     else:
         raise ModelError(f"load format {load_format!r} is not known; known are 'auto' and 'dummy'")
-    weights.pack()
-    return Model(config, weights, sum(slot.shape.numel() for slot in slots.values()), context_length)
+    model.prepare(context_length)
+    return model
+
+
+def declared(path: Path, dtype: torch.dtype | None = None, context_length: int | None = None) -> Decoder:
+    """The model without any memory, by config.json alone. Raises ModelError for what is not supported."""
+    config = read_config(path, context_length)
+    return build(config, Parameters(dtype or config.dtype, torch.device("meta")))
 
 
 def weight_bytes(path: Path, dtype: torch.dtype | None = None, context_length: int | None = None) -> int:
-    """Bytes of the weights that `load_model` would allocate, by config.json alone. Raises ModelError."""
-    config = read_config(path, context_length)
-    _, slots = allocate(config, dtype or config.dtype, torch.device("meta"))
-    return sum(slot.target.nbytes for slot in slots.values())
+    """Bytes of the weights that `load_model` would allocate. Raises ModelError."""
+    return declared(path, dtype, context_length).parameters.nbytes
 
 
-def _fill(slots: dict[str, Slot], report: Progress) -> None:
+def _fill(parameters: Parameters, report: Progress) -> None:
     """Normal with deviation 1 / sqrt(inputs), so that activations neither vanish nor explode."""
-    total = sum(slot.target.nbytes for slot in slots.values())
-    done = 0
-    for index, slot in enumerate(slots.values()):
-        if slot.norm:
-            slot.target.fill_(1.0)
-        elif slot.bias:
-            slot.target.zero_()
+    total, done = parameters.nbytes, 0
+    for index, parameter in enumerate(parameters.table.values()):
+        target = parameter.target
+        if parameter.fill == "normal":
+            generator = torch.Generator(target.device).manual_seed(index)
+            target.normal_(0.0, 1 / math.sqrt(target.shape[-1]), generator=generator)
         else:
-            generator = torch.Generator(slot.target.device).manual_seed(index)
-            slot.target.normal_(0.0, 1 / math.sqrt(slot.target.shape[1]), generator=generator)
-        done += slot.target.nbytes
+            target.fill_(1.0 if parameter.fill == "ones" else 0.0)
+        done += target.nbytes
         report(done, total)
 
 

@@ -26,7 +26,7 @@ from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
 from baton.kvcache.prefix_tree import make_policy
 from baton.models.config import ModelError
-from baton.models.decoder import Model
+from baton.models.decoder import Decoder
 from baton.models.loader import fingerprint, load_model, weight_bytes
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
@@ -115,8 +115,10 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     shape = model.config
     size = config.page_size or default_page_size(device)
     layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, model.dtype)
-    prefill, why_prefill = resolve_attention(config.prefill_attention, device, model.dtype, shape.head_dim)
-    decode, why_decode = resolve_attention(config.decode_attention, device, model.dtype, shape.head_dim)
+    features = frozenset[str]().union(*(options.features for options in model.attention_options))
+    needs = (device, model.dtype, shape.head_dim, features)
+    prefill, why_prefill = resolve_attention(config.prefill_attention, *needs)
+    decode, why_decode = resolve_attention(config.decode_attention, *needs)
     context = min(config.context_length or shape.context_length, shape.context_length)
 
     def computing(pool: KvPool) -> Runner[Any]:
@@ -133,7 +135,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages))
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
-        architecture=shape.architecture.name,
+        architecture=shape.architecture,
         context_length=context,
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
@@ -179,7 +181,7 @@ def _timed(config: WorkerConfig, vocab_size: int) -> TimedRunner:
 
 def _computing(
     config: WorkerConfig,
-    model: Model,
+    model: Decoder,
     pool: KvPool,
     attention: tuple[type[AttentionBackend], type[AttentionBackend]],
     context: int,
@@ -197,7 +199,7 @@ def _computing(
     return tuned
 
 
-def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Model:
+def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Decoder:
     context = config.context_length or None
     size = weight_bytes(path, dtype, context)
     check_weights(size, *free_and_total(device), config.memory_fraction, device)

@@ -11,14 +11,14 @@ from baton.attention.paged import PagedAttention
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache.pool import KvPool
-from baton.models.decoder import Model
+from baton.models.decoder import Decoder, plain_layers
 from baton.rpc.logs import get_logger
 
 _log = get_logger()
 
 
 def make_runner(
-    model: Model,
+    model: Decoder,
     pool: KvPool,
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
@@ -72,11 +72,13 @@ def make_runner(
     return runner
 
 
-def unsuited(model: Model, prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> str | None:
+def unsuited(model: Decoder, prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> str | None:
     """Why this model cannot be computed with fused kernels and CUDA graphs; None: it can."""
     for backend in (prefill, decode):
         if not issubclass(backend, PagedAttention):
             return f"attention backend {backend.name!r} does not follow page tables on the device"
+    if plain_layers(model) is None:
+        return f"{model.config.architecture} has layers that they do not know"
     if not (torch.cuda.is_available() and torch.cuda.get_device_capability(model.device) == (9, 0)):
         return "its kernels have been made for, and run on, Hopper GPUs alone"
     if model.dtype not in (torch.bfloat16, torch.float16):

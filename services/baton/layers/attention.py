@@ -1,0 +1,99 @@
+"""Attention with grouped queries: Ainslie et al., GQA, arXiv:2305.13245."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from baton.layers.forward_batch import ForwardBatch
+from baton.layers.norm import add_one
+from baton.layers.parameters import Parameters
+from baton.layers.rope import Rope, apply_rope
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer's attention does beside softmax(q k^T / sqrt(head_dim)) v over all earlier positions."""
+
+    scale: float | None = None
+    """Of the scores, instead of 1 / sqrt(head_dim)."""
+    window: int | None = None
+    """A token sees this many positions, the last of them its own; None: all."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap)."""
+    sinks: torch.Tensor | None = None
+    """[heads]: of each head a score that takes part in the softmax and has no value."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Those in use, by name."""
+        names = ("scale", "window", "softcap", "sinks")
+        return frozenset(name for name in names if getattr(self, name) is not None)
+
+
+class Attention:
+    """Projections, norms of each head, rotation, attention over the paged pool, output projection."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        index: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        rope: Rope | None,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        norm_eps: float | None = None,
+        norm_plus_one: bool = False,
+        options: AttentionOptions | None = None,
+        convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        merged: str | None = None,
+    ) -> None:
+        """`index`: of the layer; `rope` None: no rotation; `norm_eps`: queries and keys of each head are
+        normalized; `convert`: of the weights of queries and of keys; `merged`: the checkpoint's name for
+        queries, keys and values in one tensor."""
+        self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
+        self.rope = rope
+        self.options = options or AttentionOptions()
+        q, kv = heads * head_dim, kv_heads * head_dim
+        parts = {merged: q + 2 * kv} if merged else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        conversions = {"q_proj": convert, "k_proj": convert} if convert else None
+        self.qkv = parameters.linear(parts, hidden, qkv_bias, conversions)
+        self.output = parameters.linear({"o_proj": hidden}, q, output_bias)
+        self.qk_norm: torch.Tensor | None = None
+        """[heads + kv heads, head_dim]: the weight of each head's norm."""
+        self.norm_eps = norm_eps or 0.0
+        if norm_eps is not None:
+            self.qk_norm = parameters.empty(heads + kv_heads, head_dim)
+            for name, part in (("q_norm", self.qk_norm[:heads]), ("k_norm", self.qk_norm[heads:])):
+                parameters.add(
+                    f"{name}.weight",
+                    part,
+                    shape=torch.Size([head_dim]),
+                    fill="zeros" if norm_plus_one else "ones",
+                    convert=add_one if norm_plus_one else None,
+                )
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        return self.output(self._attend(x, batch))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """residual + the same; `residual` may be overwritten."""
+        return self.output.add_to(residual, self._attend(x, batch))
+
+    def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        heads, rotated = self.heads, self.heads + self.kv_heads
+        qkv = self.qkv(x).view(x.shape[0], rotated + self.kv_heads, self.head_dim)
+        qk = qkv[:, :rotated]
+        if self.qk_norm is not None:
+            qk = F.rms_norm(qk, (self.head_dim,), None, self.norm_eps).mul_(self.qk_norm)
+        if self.rope is not None:
+            qk = apply_rope(qk, *batch.rotation(self.rope))
+        return batch.attend(self.index, qk[:, :heads], qk[:, heads:], qkv[:, rotated:])

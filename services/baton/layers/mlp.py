@@ -1,0 +1,56 @@
+"""The gated feed-forward layer: Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from baton.layers.parameters import Parameters
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
+"""By their names in config.json."""
+
+
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)); gate and up are one product."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        activation: str = "silu",
+        merged: str | None = None,
+    ) -> None:
+        """`merged`: the checkpoint's name for gate and up in one tensor. Raises KeyError for an activation
+        that is not in ACTIVATIONS."""
+        parts = {merged: 2 * inner} if merged else {"gate_proj": inner, "up_proj": inner}
+        self.activation = activation
+        self._activation = ACTIVATIONS[activation]
+        self.inner = inner
+        self.gate_up = parameters.linear(parts, hidden, bias)
+        self.down = parameters.linear({"down_proj": hidden}, inner, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        return self.down(self._inner(x))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the same; `residual` may be overwritten."""
+        return self.down.add_to(residual, self._inner(x))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self._activation(gate).mul_(up)

@@ -1,0 +1,34 @@
+"""Root mean square norm: Zhang and Sennrich, arXiv:1910.07467."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from baton.layers.parameters import Parameters
+
+
+class RmsNorm:
+    """x / rms(x) * weight over the last dimension."""
+
+    __slots__ = ("_shape", "eps", "weight")
+
+    def __init__(
+        self, parameters: Parameters, name: str, size: int, eps: float, plus_one: bool = False
+    ) -> None:
+        """`plus_one`: the checkpoint holds weight - 1, as Gemma's do."""
+        self.weight = parameters.empty(size)
+        self._shape, self.eps = (size,), eps
+        parameters.add(
+            f"{name}.weight",
+            self.weight,
+            fill="zeros" if plus_one else "ones",
+            convert=add_one if plus_one else None,
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self._shape, self.weight, self.eps)
+
+
+def add_one(weight: torch.Tensor) -> torch.Tensor:
+    return weight.float() + 1

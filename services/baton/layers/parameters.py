@@ -1,0 +1,94 @@
+"""A model's tensors: allocated as its modules declare them, each noted by its name in the checkpoint.
+
+Loader, memory estimate, dummy weights and fingerprint read these declarations and nothing else of a model.
+On the `meta` device nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from baton.layers.linear import Linear
+
+Fill = Literal["normal", "ones", "zeros"]
+
+
+@dataclass(slots=True)
+class Parameter:
+    """One tensor of the checkpoint and where it goes."""
+
+    target: torch.Tensor
+    """A view of the model's memory. A norm that all heads share is broadcast to it."""
+    shape: torch.Size
+    """In the checkpoint."""
+    fill: Fill = "normal"
+    """Its contents in a model of random weights."""
+    convert: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """From the checkpoint's tensor, on the host, to what is copied to `target`."""
+
+
+@dataclass(slots=True)
+class Parameters:
+    """Declares the tensors below a prefix of the checkpoint's names."""
+
+    dtype: torch.dtype
+    device: torch.device
+    prefix: str = ""
+    table: dict[str, Parameter] = field(default_factory=dict)
+    """By the checkpoint's name; shared by all prefixes."""
+    linears: list[Linear] = field(default_factory=list)
+
+    def under(self, name: str) -> Parameters:
+        """Those below `name`."""
+        return Parameters(self.dtype, self.device, f"{self.prefix}{name}.", self.table, self.linears)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Memory that `add` gives names to."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def add(
+        self,
+        name: str,
+        target: torch.Tensor,
+        *,
+        shape: torch.Size | None = None,
+        fill: Fill = "normal",
+        convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """`shape`: in the checkpoint, where it is not the target's."""
+        self.table[self.prefix + name] = Parameter(target, shape or target.shape, fill, convert)
+
+    def tensor(self, name: str, *shape: int, fill: Fill = "normal") -> torch.Tensor:
+        """A tensor that lies in memory as it does in the checkpoint."""
+        target = self.empty(*shape)
+        self.add(name, target, fill=fill)
+        return target
+
+    def linear(
+        self,
+        parts: Mapping[str, int],
+        inputs: int,
+        bias: bool = False,
+        convert: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    ) -> Linear:
+        """Projections of one input, merged: name -> outputs. `convert`: of a part's weight and bias, by
+        name."""
+        sizes, convert = list(parts.values()), convert or {}
+        weight = self.empty(sum(sizes), inputs)
+        biases = self.empty(sum(sizes)) if bias else None
+        for name, view in zip(parts, torch.split(weight, sizes), strict=True):
+            self.add(f"{name}.weight", view, convert=convert.get(name))
+        if biases is not None:
+            for name, view in zip(parts, torch.split(biases, sizes), strict=True):
+                self.add(f"{name}.bias", view, fill="zeros", convert=convert.get(name))
+        linear = Linear(weight, biases)
+        self.linears.append(linear)
+        return linear
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.target.nbytes for parameter in self.table.values())

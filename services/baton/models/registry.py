@@ -1,0 +1,26 @@
+"""Which module makes the models of an architecture."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton.layers.parameters import Parameters
+    from baton.models.config import ModelConfig
+    from baton.models.decoder import Decoder
+
+FAMILIES: dict[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "llama",
+    "Qwen3ForCausalLM": "llama",
+}
+"""Name in config.json -> module of this package with a function `build`."""
+
+
+def build(config: ModelConfig, parameters: Parameters) -> Decoder:
+    """The model, its parameters declared and not yet filled. Raises ModelError for what is not supported."""
+    family = import_module(f"baton.models.{FAMILIES[config.architecture]}")
+    decoder: Decoder = family.build(config, parameters)
+    return decoder
