@@ -41,8 +41,8 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(tokens=tokens_strategy, namespace=namespaces, spare=st.integers(0, 1))
     def insert(self, tokens: list[int], namespace: str, spare: int) -> None:
         pages = self.fresh(max(0, len(tokens) // PAGE - spare))
-        insertion = self.tree.insert(tokens, pages, namespace)
-        assert list(insertion.taken) == self.model.insert(tokens, pages, namespace)
+        _, present = self.tree.insert(tokens, pages, namespace)
+        assert list(range(present, len(pages))) == self.model.insert(tokens, pages, namespace)
 
     @rule(
         tokens=tokens_strategy, namespace=namespaces, limit=st.none() | st.integers(0, 6), lock=st.booleans()
@@ -51,13 +51,13 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.match_length(tokens, namespace, limit) == len(
             self.model.find(tokens, namespace, limit)
         )
-        match = self.tree.match(tokens, namespace, limit)
-        assert list(match.pages) == self.model.match(tokens, namespace, limit)
+        found, matched = self.tree.match(tokens, namespace, limit)
+        assert matched == self.model.match(tokens, namespace, limit)
         if lock:
-            self.tree.lock(match.node)
-            prefix = (namespace, tuple(tokens[: len(match.pages) * PAGE]))
+            self.tree.lock(found)
+            prefix = (namespace, tuple(tokens[: len(matched) * PAGE]))
             self.model.locks.append(prefix)
-            self.locked.append((match.node, prefix))
+            self.locked.append((found, prefix))
 
     @precondition(lambda self: self.locked)
     @rule(data=st.data(), more=tokens_strategy)
@@ -68,15 +68,15 @@ class TreeMachine(RuleBasedStateMachine):
         whole = [*tokens, *more]
         pages = self.fresh(len(more) // PAGE)
         self.tree.unlock(node)
-        insertion = self.tree.insert(more, pages, namespace, after=node)
-        self.tree.lock(insertion.node)
+        below, present = self.tree.insert(more, pages, namespace, after=node)
+        self.tree.lock(below)
         shared = len(tokens) // PAGE
         taken = self.model.insert(whole, [-1] * shared + pages, namespace)
-        assert [shared + index for index in insertion.taken] == taken
+        assert list(range(shared + present, shared + len(pages))) == taken
         prefix = (namespace, tuple(whole[: (shared + len(pages)) * PAGE]))
         self.model.locks.remove((namespace, tokens))
         self.model.locks.append(prefix)
-        self.locked[index] = (insertion.node, prefix)
+        self.locked[index] = (below, prefix)
 
     @precondition(lambda self: self.locked)
     @rule(data=st.data())
@@ -134,46 +134,46 @@ def test_a_leaf_is_trimmed_from_its_end() -> None:
     tree = PrefixTree(1)
     tree.insert([5, 6, 7], [50, 60, 70])
     assert tree.evict(2) == [70, 60]
-    assert tree.match([5, 6, 7]).pages == (50,)
+    assert tree.match([5, 6, 7])[1] == [50]
     tree.check()
 
 
 def test_a_match_inside_a_run_ends_exactly_there() -> None:
     tree = PrefixTree(1)
     tree.insert([1, 2, 3, 4], [10, 20, 30, 40])
-    match = tree.match([1, 2, 9])
-    assert match.pages == (10, 20)
-    tree.lock(match.node)
+    node, pages = tree.match([1, 2, 9])
+    assert pages == [10, 20]
+    tree.lock(node)
     assert (tree.locked, tree.evictable) == (2, 2)
     assert tree.evict(9) == [40, 30]
-    tree.unlock(match.node)
+    tree.unlock(node)
     assert tree.evict(9) == [20, 10]
 
 
 def test_namespaces_do_not_mix() -> None:
     tree = PrefixTree(1)
     tree.insert([1], [10], "a")
-    assert tree.match([1], "b").pages == ()
-    assert tree.match([1]).pages == ()
-    assert tree.insert([1], [11], "b").taken == (0,)
-    assert tree.match([1], "a").pages == (10,)
+    assert tree.match([1], "b")[1] == []
+    assert tree.match([1])[1] == []
+    assert tree.insert([1], [11], "b")[1] == 0
+    assert tree.match([1], "a")[1] == [10]
 
 
 def test_partial_pages_are_not_entered() -> None:
     tree = PrefixTree(4)
-    assert tree.insert([1, 2, 3, 4, 5, 6], [10]).taken == (0,)
-    assert tree.match([1, 2, 3, 4, 5, 6]).pages == (10,)
-    assert tree.match([1, 2, 3]).pages == ()
+    assert tree.insert([1, 2, 3, 4, 5, 6], [10])[1] == 0
+    assert tree.match([1, 2, 3, 4, 5, 6])[1] == [10]
+    assert tree.match([1, 2, 3])[1] == []
     with pytest.raises(ValueError, match="2 pages of 4 for only 6 tokens"):
         tree.insert([1, 2, 3, 4, 5, 6], [10, 11])
 
 
 def test_misuse_of_locks_is_seen() -> None:
     tree = PrefixTree(1)
-    node = tree.insert([1], [10]).node
+    node, _ = tree.insert([1], [10])
     with pytest.raises(AccountingError, match="more often"):
         tree.unlock(node)
-    deeper = tree.insert([1, 2], [30, 20], "other").node
+    deeper, _ = tree.insert([1, 2], [30, 20], "other")
     tree.lock(deeper)
     assert deeper.parent is not None
     with pytest.raises(AccountingError, match="more often"):
@@ -198,14 +198,14 @@ def test_bad_arguments() -> None:
 def test_check_sees_damage(damage: str) -> None:
     tree = PrefixTree(1)
     tree.insert([1], [10])
-    node = tree.insert([2], [20]).node
+    node, _ = tree.insert([2], [20])
     tree.check()
     if damage == "page twice":
         node.pages[0] = 10
     elif damage == "lock count":
         node.locks += 1
     elif damage == "cached count":
-        tree._cached += 1
+        tree.cached += 1
     else:
         tree._queue.discard(node)
     with pytest.raises(AccountingError):
@@ -240,12 +240,12 @@ def test_ten_thousand_prompts_stay_fast(policy: str) -> None:
 def test_a_sequence_that_grows_stays_shallow() -> None:
     """Lock and unlock walk up the tree: appending page after page must not make a chain of nodes."""
     tree = PrefixTree(1)
-    node = tree.insert([0], [0]).node
+    node, _ = tree.insert([0], [0])
     tree.lock(node)
     for token in range(1, 500):
         tree.unlock(node)
-        node = tree.insert([token], [token], after=node).node
+        node, _ = tree.insert([token], [token], after=node)
         tree.lock(node)
     assert len(list(node.path())) == 2
-    assert tree.match(list(range(500))).pages == tuple(range(500))
+    assert tree.match(list(range(500)))[1] == list(range(500))
     tree.check()

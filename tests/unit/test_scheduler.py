@@ -247,9 +247,9 @@ class CountingTree(PrefixTree):
 
     encoded = searched = 0
 
-    def _encode(self, tokens, max_pages):
+    def encode(self, tokens, max_pages=None):
         self.encoded += not isinstance(tokens, bytes)
-        return super()._encode(tokens, max_pages)
+        return super().encode(tokens, max_pages)
 
     def _descend(self, *arguments):
         self.searched += 1
@@ -275,6 +275,19 @@ def test_a_prompt_that_waits_is_encoded_once_and_searched_for_when_the_tree_has_
     assert (tree.encoded, tree.searched) == (0, 0)
     engine.run()
     check_outputs(engine, [first, *waiting])
+
+
+def test_a_retracted_request_finds_the_pages_of_its_own_output():
+    engine = Engine(pages=12, rows=8, output_margin=1, watermark=0)
+    requests = [request(i, [i * 10 + j for j in range(6)], max_tokens=20) for i in range(2)]
+    for r in requests:
+        engine.scheduler.submit(r)
+    while not engine.scheduler.retractions:
+        engine.turn()
+    retracted = requests[1].sequences[0]
+    assert engine.scheduler.cached_pages(retracted) > len(requests[1].prompt) // 4
+    engine.run()
+    check_outputs(engine, requests)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

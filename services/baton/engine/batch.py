@@ -15,7 +15,6 @@ class Copy:
 
     holding: Holding
     sequence: Sequence
-    epoch: int
     source: int
     target: int
 

@@ -30,6 +30,7 @@ class Phase(Enum):
     ENDED = auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One choice of a request: a token log, and while admitted a batch slot and pages.
 
@@ -37,54 +38,33 @@ class Sequence:
     Invariant: retired <= computed <= len(tokens) + unread.
     """
 
-    __slots__ = (
-        "computed",
-        "encoded",
-        "epoch",
-        "finish",
-        "followers",
-        "holding",
-        "index",
-        "last_step",
-        "match",
-        "phase",
-        "request",
-        "reserved",
-        "retired",
-        "slot",
-        "slot_ready",
-        "tokens",
-        "unread",
-    )
-
-    def __init__(self, request: Request, index: int, tokens: list[int]) -> None:
-        self.request = request
-        self.index = index
-        self.tokens = tokens
-        """Prompt and the output read from the device so far."""
-        self.encoded: bytes | None = None
-        """While it waits: its tokens, as the prefix tree compares them."""
-        self.match: tuple[int, int] | None = None
-        """While it waits: KvCache.version, and how many of its pages were cached then."""
-        self.phase = Phase.WAITING
-        self.finish: FinishReason | None = None
-        self.slot: int | None = None
-        self.slot_ready = False
-        self.holding: Holding | None = None
-        self.reserved = 0
-        """Pages reserved at admission and not yet taken."""
-        self.computed = 0
-        """Tokens whose KV has been launched."""
-        self.retired = 0
-        """Tokens whose KV is final: their step has retired."""
-        self.unread = 0
-        """Sampled tokens that have been launched and not yet read: up to two with overlap."""
-        self.last_step = 0
-        """The last launched step that uses its pages or its slot."""
-        self.followers: list[Sequence] = []
-        """For an admitted leader: the choices that will fork from its pages once the prompt is complete."""
-        self.epoch = 0
-        """Counts placements; results of a step launched in an earlier one are dropped."""
+    request: Request
+    index: int
+    tokens: list[int]
+    """Prompt and the output read from the device so far."""
+    encoded: bytes | None = None
+    """While it waits: its tokens, as the prefix tree compares them."""
+    match: tuple[int, int] | None = None
+    """While it waits: KvCache.version, and how many of its pages were cached then."""
+    phase: Phase = Phase.WAITING
+    finish: FinishReason | None = None
+    slot: int | None = None
+    slot_ready: bool = False
+    holding: Holding | None = None
+    reserved: int = 0
+    """Pages reserved at admission and not yet taken."""
+    computed: int = 0
+    """Tokens whose KV has been launched."""
+    retired: int = 0
+    """Tokens whose KV is final: their step has retired."""
+    unread: int = 0
+    """Sampled tokens that have been launched and not yet read: up to two with overlap."""
+    last_step: int = 0
+    """The last launched step that uses its pages or its slot."""
+    followers: list[Sequence] = field(default_factory=list)
+    """For an admitted leader: the choices that will fork from its pages once the prompt is complete."""
+    epoch: int = 0
+    """Counts placements; results of a step launched in an earlier one are dropped."""
 
     @property
     def rank(self) -> tuple[int, int, int]:

@@ -201,7 +201,8 @@ class Scheduler(SchedulerState):
             if self.extend(sequence, self.pages(sequence.computed + count)):
                 step.add_chunk(sequence, count)
         copies, self.copies = self.copies, []
-        wanted = [c for c in copies if c.epoch == c.sequence.epoch and c.sequence.phase is Phase.RUNNING]
+        # A choice that no longer runs has lost its pages: it cannot run again before this plan.
+        wanted = [copy for copy in copies if copy.sequence.phase is Phase.RUNNING]
         pinned = tuple(copy.holding for copy in copies)
         built = step.build(wanted, pinned)
         if built is None:

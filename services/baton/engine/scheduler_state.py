@@ -280,7 +280,6 @@ class SchedulerState:
         for sequence in (leader, *followers):
             sequence.phase = Phase.HANDOFF if holding is None else Phase.PROMPT
             sequence.slot = self.slots.take()
-            sequence.slot_ready = False
         (self.handoffs if holding is None else self.prompts).append(leader)
 
     def requeue(self, leader: Sequence) -> None:
@@ -351,7 +350,7 @@ class SchedulerState:
         if partial:
             self.cache.pin(leader.holding)
             source, target = leader.holding.pages[full], follower.holding.pages[full]
-            self.copies.append(Copy(leader.holding, follower, follower.epoch, source, target))
+            self.copies.append(Copy(leader.holding, follower, source, target))
         follower.computed = follower.retired = len(prefix)
         self.running.append(follower)
 

@@ -5,14 +5,12 @@ informs observers of what is cached. All of this is pure: synchronous, no I/O, n
 
 from baton.kvcache.cache import Holding, KvCache
 from baton.kvcache.page_allocator import AccountingError, OutOfPages, PageAllocator, PageCounts
-from baton.kvcache.prefix_tree import Insertion, Match, Node, PrefixTree
+from baton.kvcache.prefix_tree import Node, PrefixTree
 
 __all__ = [
     "AccountingError",
     "Holding",
-    "Insertion",
     "KvCache",
-    "Match",
     "Node",
     "OutOfPages",
     "PageAllocator",

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from baton.kvcache.page_allocator import AccountingError, OutOfPages, PageAllocator, PageCounts, PageState
+from baton.kvcache.page_allocator import (
+    AccountingError,
+    OutOfPages,
+    PageAllocator,
+    PageCounts,
+    PageState,
+    require,
+)
 from baton.kvcache.prefix_tree import Node, PrefixTree, Tokens, TreeObserver
 
 
+@dataclass(slots=True, eq=False)
 class Holding:
     """What one sequence holds. Made by `KvCache.hold`, given up by `KvCache.release`.
 
@@ -19,34 +28,25 @@ class Holding:
     Quarantined pages stay in the table and belong to none of these.
     """
 
-    __slots__ = (
-        "_node",
-        "committed",
-        "last_step",
-        "namespace",
-        "owned",
-        "pages",
-        "pins",
-        "release_step",
-        "shared",
-    )
+    pages: list[int]
+    """Page table: page ids in the order of the tokens. Changed by `extend` only."""
+    namespace: str
+    node: Node
+    """Where the tree's part of the page table ends; locked."""
+    owned: set[int] = field(default_factory=set)
+    pins: int = 0
+    """Leases and pulls that have not ended yet."""
+    last_step: int = 0
+    """Number of the last launched step that uses its pages; the scheduler keeps it."""
+    release_step: int | None = None
+    """Set by the release: the step after which the pages are freed."""
+    shared: int = field(init=False)
+    """Leading pages that were found in the tree."""
+    committed: int = field(init=False)
+    """Leading pages whose tokens are in the tree, with these or with other page ids."""
 
-    def __init__(self, node: Node, pages: list[int], namespace: str) -> None:
-        self.pages = pages
-        """Page table: page ids in the order of the tokens. Changed by `extend` only."""
-        self.shared = len(pages)
-        """Leading pages that were found in the tree."""
-        self.committed = len(pages)
-        """Leading pages whose tokens are in the tree, with these or with other page ids."""
-        self.namespace = namespace
-        self.owned: set[int] = set()
-        self.pins = 0
-        """Leases and pulls that have not ended yet."""
-        self.last_step = 0
-        """Number of the last launched step that uses its pages; the scheduler keeps it."""
-        self.release_step: int | None = None
-        """Set by the release: the step after which the pages are freed."""
-        self._node = node
+    def __post_init__(self) -> None:
+        self.shared = self.committed = len(self.pages)
 
     @property
     def released(self) -> bool:
@@ -81,9 +81,9 @@ class KvCache:
 
     def hold(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> Holding:
         """Begins a sequence: finds and locks the longest cached prefix, of `max_pages` pages at most."""
-        match = self._tree.match(tokens, namespace, max_pages)
-        self._tree.lock(match.node)
-        holding = Holding(match.node, list(match.pages), namespace)
+        node, pages = self._tree.match(tokens, namespace, max_pages)
+        self._tree.lock(node)
+        holding = Holding(pages, namespace, node)
         self._holdings.add(holding)
         return holding
 
@@ -142,17 +142,17 @@ class KvCache:
         fresh = tokens[holding.committed * self.page_size :]
         if (
             spare is not None
-            and self._tree.unlocked_length(fresh, len(pages), namespace, holding._node) > spare
+            and self._tree.unlocked_length(fresh, len(pages), namespace, holding.node) > spare
         ):
             return
         # Unlocked first, so that the tree may extend a node that no other holding has locked.
-        self._tree.unlock(holding._node)
+        self._tree.unlock(holding.node)
         try:
-            insertion = self._tree.insert(fresh, pages, namespace, after=holding._node)
-            holding._node, holding.committed = insertion.node, end
+            holding.node, present = self._tree.insert(fresh, pages, namespace, after=holding.node)
+            holding.committed = end
         finally:
-            self._tree.lock(holding._node)
-        entered = [pages[index] for index in insertion.taken]
+            self._tree.lock(holding.node)
+        entered = pages[present:]
         self._allocator.to_cached(entered)
         holding.owned.difference_update(entered)
 
@@ -230,31 +230,31 @@ class KvCache:
         self._tree.check()
         counts, state = self._allocator.counts(), self._allocator.state
         wrong = [page for page in self._tree.pages() if state(page) is not PageState.CACHED]
-        _require(not wrong, f"pages {wrong} of the tree are not cached")
-        _require(
+        require(not wrong, f"pages {wrong} of the tree are not cached")
+        require(
             self._tree.cached == counts.cached,
             f"{counts.cached} cached pages, {self._tree.cached} in the tree",
         )
         owned = [page for holding in self._holdings for page in holding.owned]
         wrong = [page for page in owned if state(page) is not PageState.OWNED]
-        _require(not wrong, f"pages {wrong} of holdings are not owned")
-        _require(
+        require(not wrong, f"pages {wrong} of holdings are not owned")
+        require(
             len(owned) == counts.owned == len(set(owned)), f"{counts.owned} owned pages, {len(owned)} held"
         )
-        _require(
+        require(
             self._tree.locks == len(self._holdings),
             f"{self._tree.locks} locks, {len(self._holdings)} holdings",
         )
         released = sum(holding.released for holding in self._holdings)
-        _require(released == self._pending, f"{self._pending} releases pending, {released} holdings released")
+        require(released == self._pending, f"{self._pending} releases pending, {released} holdings released")
         if idle:
-            _require(not self._holdings, f"{len(self._holdings)} holdings at idle")
-            _require(counts.owned == 0, f"{counts.owned} pages owned at idle")
+            require(not self._holdings, f"{len(self._holdings)} holdings at idle")
+            require(counts.owned == 0, f"{counts.owned} pages owned at idle")
 
     def _let_go(self, holding: Holding) -> None:
         if holding.pins:
             return
-        self._tree.unlock(holding._node)
+        self._tree.unlock(holding.node)
         self._allocator.give_back(holding.owned)
         holding.owned.clear()
         self._holdings.remove(holding)
@@ -265,8 +265,3 @@ class KvCache:
             raise AccountingError("a holding was used after its release, or released twice")
         if holding not in self._holdings:
             raise AccountingError("a holding of another cache")
-
-
-def _require(true: bool, message: str) -> None:
-    if not true:
-        raise AccountingError(f"KV cache: {message}")

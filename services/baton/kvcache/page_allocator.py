@@ -103,6 +103,11 @@ class AccountingError(Exception):
     """A rule of page ownership was broken. Always a bug in the caller; nothing was changed."""
 
 
+def require(true: bool, message: str) -> None:
+    if not true:
+        raise AccountingError(message)
+
+
 class PageState(IntEnum):
     FREE = 0
     OWNED = 1
@@ -204,14 +209,13 @@ class PageAllocator:
         """Recounts everything, O(total). Raises AccountingError."""
         found = Counter(self._states)
         for state in PageState:
-            if found[state] != self._counts[state]:
-                raise AccountingError(f"{found[state]} pages are {state.name}, counted {self._counts[state]}")
+            counted = self._counts[state]
+            require(found[state] == counted, f"{found[state]} pages are {state.name}, counted {counted}")
         free = list(self._free)
-        if not len(free) == len(set(free)) == len(self._free) == found[PageState.FREE]:
-            raise AccountingError(f"{len(free)} pages in free runs, {found[PageState.FREE]} are free")
-        for page in free:
-            if self._states[page] != PageState.FREE:
-                raise AccountingError(f"page {page} is in a free run but {self.state(page).name}")
+        same = len(free) == len(set(free)) == len(self._free) == found[PageState.FREE]
+        require(same, f"{len(free)} pages in free runs, {found[PageState.FREE]} are free")
+        wrong = [page for page in free if self._states[page] != PageState.FREE]
+        require(not wrong, f"pages {wrong} are in a free run and not free")
 
     def _move(self, pages: Iterable[int], source: PageState, target: PageState) -> list[int]:
         moved = list(pages)

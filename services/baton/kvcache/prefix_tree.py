@@ -8,45 +8,34 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.kvcache.page_allocator import AccountingError
+from baton.kvcache.page_allocator import AccountingError, require
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A run of pages with common usage and locks, so that the tree behaves as if every page were a separate
     node. When a run is split, the node object keeps its end, and the upper part is new.
     """
 
-    __slots__ = (
-        "children",
-        "created",
-        "hits",
-        "key",
-        "last_used",
-        "locks",
-        "own_locks",
-        "pages",
-        "parent",
-        "slot",
-    )
-
-    def __init__(self, parent: Node | None, slot: tuple[str, bytes], key: bytes, pages: list[int]) -> None:
-        self.parent = parent
-        """None: the root, or a node that was evicted."""
-        self.slot = slot
-        """Where the parent keeps it: namespace, and the first page's tokens."""
-        self.key = key
-        """Tokens of its pages, 4 bytes each."""
-        self.pages = pages
-        self.children: dict[tuple[str, bytes], Node] = {}
-        self.own_locks = 0
-        """Locks on exactly this end."""
-        self.locks = 0
-        """Locks on it and on its descendants."""
-        self.created = self.last_used = self.hits = 0
-        """Times are values of one counter."""
+    parent: Node | None
+    """None: the root, or a node that was evicted."""
+    child_key: tuple[str, bytes]
+    """The parent's key of it: namespace, and the first page's tokens."""
+    key: bytes
+    """Tokens of its pages, 4 bytes each."""
+    pages: list[int]
+    children: dict[tuple[str, bytes], Node] = field(default_factory=dict)
+    own_locks: int = 0
+    """Locks on exactly this end."""
+    locks: int = 0
+    """Locks on it and on its descendants."""
+    created: int = 0
+    """Times are values of one counter."""
+    last_used: int = 0
+    hits: int = 0
 
     def split(self, pages: int, stride: int) -> Node:
         """Splits the run after `pages` of its pages, of `stride` key bytes each; returns the new upper
@@ -54,13 +43,13 @@ class Node:
         parent = self.parent
         assert parent is not None, "the root has no pages to split"
         border = pages * stride
-        upper = Node(parent, self.slot, self.key[:border], self.pages[:pages])
+        upper = Node(parent, self.child_key, self.key[:border], self.pages[:pages])
         upper.locks, upper.created = self.locks, self.created
         upper.last_used, upper.hits = self.last_used, self.hits
-        parent.children[self.slot] = upper
+        parent.children[self.child_key] = upper
         self.parent, self.key, self.pages = upper, self.key[border:], self.pages[pages:]
-        self.slot = (self.slot[0], self.key[:stride])
-        upper.children[self.slot] = self
+        self.child_key = (self.child_key[0], self.key[:stride])
+        upper.children[self.child_key] = self
         return upper
 
     def common_pages(self, key: bytes, offset: int, stride: int) -> int:
@@ -91,9 +80,6 @@ class Node:
             node = waiting.pop()
             waiting.extend(node.children.values())
             yield node
-
-
-TOKEN_BYTES = array("I").itemsize
 
 
 Policy = Callable[[Node], tuple[int, ...]]
@@ -154,21 +140,8 @@ class EvictionQueue:
         return len(self._valid)
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached prefix: `pages`, ending with `node`. Stale after an `evict`: lock it before."""
-
-    node: Node
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Insertion:
-    """`node` ends where the inserted tokens end. `taken`: indexes of the pages that the tree now holds; for
-    the others it held pages before."""
-
-    node: Node
-    taken: tuple[int, ...]
+Tokens = Sequence[int] | bytes
+"""Token ids, or what `PrefixTree.encode` has made of them."""
 
 
 class TreeObserver(Protocol):
@@ -182,10 +155,6 @@ class TreeObserver(Protocol):
         """These have gone; likewise."""
 
 
-Tokens = Sequence[int] | bytes
-"""Token ids, or what `PrefixTree.encode` has made of them."""
-
-
 class PrefixTree:
     """Keys are a namespace and token ids (0 <= id < 2**32), values whole pages of `page_size` tokens."""
 
@@ -193,43 +162,54 @@ class PrefixTree:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         self.page_size = page_size
-        self._stride = page_size * TOKEN_BYTES
+        self._stride = page_size * array("I").itemsize
         self._policy = make_policy(policy)
         # Holds exactly the leaves without locks. Locks count upwards, so below a node without locks there are
         # none: every page outside locked nodes can be evicted, leaf after leaf.
-        self._queue: EvictionQueue = EvictionQueue(self._policy)
+        self._queue = EvictionQueue(self._policy)
         self._root = Node(None, ("", b""), b"", [])
         self._observer: TreeObserver | None = None
         self.version = 0
         """Counts changes of which pages are held."""
+        self.cached = 0
+        """Pages held."""
+        self.locked = 0
+        """Pages that cannot be evicted now."""
         self._now = 0
-        self._cached = 0
-        self._locked = 0
 
-    def encode(self, tokens: Sequence[int]) -> bytes:
-        """For who searches for the same tokens several times. Raises OverflowError as `match` does."""
-        return self._encode(tokens, None)
+    def encode(self, tokens: Tokens, max_pages: int | None = None) -> bytes:
+        """The keys of the first `max_pages` whole pages. For who searches for the same tokens several times.
 
-    def match(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> Match:
-        """Finds the longest cached prefix in whole pages, and counts as a use of it. Locks nothing.
-
-        Raises OverflowError for a token id that is out of range.
+        Raises OverflowError for a token id that is out of range, as all methods that take token ids.
         """
-        node, inside, pages = self._descend(self._root, self._encode(tokens, max_pages), namespace)
+        encoded = isinstance(tokens, bytes)
+        count = len(tokens) // (self._stride if encoded else self.page_size)
+        if max_pages is not None:
+            count = min(count, max(0, max_pages))
+        if isinstance(tokens, bytes):
+            return tokens[: count * self._stride]
+        return array("I", tokens[: count * self.page_size]).tobytes()
+
+    def match(
+        self, tokens: Tokens, namespace: str = "", max_pages: int | None = None
+    ) -> tuple[Node, list[int]]:
+        """Finds the longest cached prefix in whole pages, and counts as a use of it: its pages, and the node
+        that ends with it. Locks nothing; the node is stale after an `evict`."""
+        node, inside, pages = self._descend(self._root, self.encode(tokens, max_pages), namespace)
         if inside < len(node.pages):
             node = node.split(inside, self._stride)
         self._touch(node, hits=1)
-        return Match(node, tuple(pages))
+        return node, pages
 
     def match_length(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> int:
         """Pages that `match` would find; changes nothing."""
-        return len(self._descend(self._root, self._encode(tokens, max_pages), namespace)[2])
+        return len(self._descend(self._root, self.encode(tokens, max_pages), namespace)[2])
 
     def unlocked_length(self, tokens: Tokens, pages: int, namespace: str, after: Node | None = None) -> int:
         """Number of unlocked pages in the tree among the first `pages` pages of tokens that follow `after`
         (None: the beginning). Changes nothing."""
         after = self._root if after is None else after
-        node, inside, _ = self._descend(after, self._encode(tokens, pages), namespace)
+        node, inside, _ = self._descend(after, self.encode(tokens, pages), namespace)
         count, size = 0, inside
         while node is not after and node.locks == 0:
             assert node.parent is not None
@@ -246,7 +226,7 @@ class PrefixTree:
         node.own_locks += 1
         for above in node.path():
             if above.locks == 0:
-                self._locked += len(above.pages)
+                self.locked += len(above.pages)
             above.locks += 1
 
     def unlock(self, node: Node) -> None:
@@ -256,20 +236,22 @@ class PrefixTree:
         for above in node.path():
             above.locks -= 1
             if above.locks == 0:
-                self._locked -= len(above.pages)
+                self.locked -= len(above.pages)
         self._enqueue(node)
 
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int], namespace: str = "", after: Node | None = None
-    ) -> Insertion:
-        """Enters `pages`, which hold the KV of `tokens` (those beyond the last whole page are left out).
+    ) -> tuple[Node, int]:
+        """Inserts `pages`, which hold the KV of `tokens` (those beyond the last whole page are left out).
 
+        Returns the node that ends where the pages end, and for how many leading pages the tree already held
+        others. It takes the rest.
         `after`: the tokens follow the prefix that ends with this node, of the same namespace; None: they
         begin a sequence. Raises ValueError when there are too few tokens for the pages.
         """
         if len(tokens) < len(pages) * self.page_size:
             raise ValueError(f"{len(pages)} pages of {self.page_size} for only {len(tokens)} tokens")
-        key = self._encode(tokens, len(pages))
+        key = self.encode(tokens, len(pages))
         start = self._root if after is None else after
         node, inside, found = self._descend(start, key, namespace)
         if inside < len(node.pages):
@@ -283,7 +265,7 @@ class PrefixTree:
                 self._observer.stored(before[-1] if before else None, namespace, rest, fresh)
             node = self._append(node, namespace, rest, fresh)
             self.version += 1
-        return Insertion(node, tuple(range(len(found), len(pages))))
+        return node, len(found)
 
     def evict(self, count: int) -> list[int]:
         """Removes `count` pages, or all that are not locked if those are fewer; returns their ids."""
@@ -299,7 +281,7 @@ class PrefixTree:
                 leaf.key = leaf.key[: kept * self._stride]
             else:
                 self._remove(leaf)
-        self._cached -= len(evicted)
+        self.cached -= len(evicted)
         self.version += bool(evicted)
         if evicted and self._observer is not None:
             self._observer.removed(evicted)
@@ -314,22 +296,12 @@ class PrefixTree:
         for node in self._root.subtree():
             if node.parent is not None:
                 above = node.parent.pages
-                observer.stored(above[-1] if above else None, node.slot[0], node.key, node.pages)
-
-    @property
-    def cached(self) -> int:
-        """Pages held."""
-        return self._cached
-
-    @property
-    def locked(self) -> int:
-        """Pages that cannot be evicted now."""
-        return self._locked
+                observer.stored(above[-1] if above else None, node.child_key[0], node.key, node.pages)
 
     @property
     def evictable(self) -> int:
         """Pages that `evict` could remove now."""
-        return self._cached - self._locked
+        return self.cached - self.locked
 
     @property
     def locks(self) -> int:
@@ -347,35 +319,32 @@ class PrefixTree:
         seen: set[int] = set()
         for node in self._root.subtree():
             inner = sum(child.locks for child in node.children.values())
-            _require(node.locks == node.own_locks + inner, "a node's locks are not its own and lower ones")
-            _require(len(node.key) == len(node.pages) * self._stride, "a node's tokens do not fill its pages")
-            for slot, child in node.children.items():
-                _require(child.parent is node and child.slot == slot, "a child hangs in the wrong place")
-                _require(
-                    slot[1] == child.key[: self._stride], "a child hangs under other tokens than its own"
+            require(node.locks == node.own_locks + inner, "a node's locks are not its own and lower ones")
+            require(
+                len(node.key) == len(node.pages) * self._stride,
+                "a node's tokens do not fill its pages",
+            )
+            for child_key, child in node.children.items():
+                require(
+                    child.parent is node and child.child_key == child_key, "a child hangs in the wrong place"
+                )
+                require(
+                    child_key[1] == child.key[: self._stride],
+                    "a child hangs under other tokens than its own",
                 )
             if node is not self._root:
-                _require(bool(node.pages), "a node without pages")
+                require(bool(node.pages), "a node without pages")
                 candidate = not node.children and node.locks == 0
-                _require(candidate == (node in self._queue), "the eviction queue is not the unlocked leaves")
+                require(candidate == (node in self._queue), "the eviction queue is not the unlocked leaves")
                 leaves += candidate
             cached += len(node.pages)
             locked += len(node.pages) if node.locks else 0
             seen.update(node.pages)
-        _require(
+        require(
             len(self._queue) == leaves, f"{len(self._queue)} eviction candidates, {leaves} unlocked leaves"
         )
-        _require(len(seen) == cached, "a page is in the tree twice")
-        _require((cached, locked) == (self._cached, self._locked), "pages in the tree were counted wrongly")
-
-    def _encode(self, tokens: Tokens, max_pages: int | None) -> bytes:
-        encoded = isinstance(tokens, bytes)
-        count = len(tokens) // (self._stride if encoded else self.page_size)
-        if max_pages is not None:
-            count = min(count, max(0, max_pages))
-        if isinstance(tokens, bytes):
-            return tokens[: count * self._stride]
-        return array("I", tokens[: count * self.page_size]).tobytes()
+        require(len(seen) == cached, "a page is in the tree twice")
+        require((cached, locked) == (self.cached, self.locked), "pages in the tree were counted wrongly")
 
     def _descend(self, node: Node, key: bytes, namespace: str) -> tuple[Node, int, list[int]]:
         """Follows `key` below `node`: the last node reached, how many of its pages match, all pages found."""
@@ -398,21 +367,21 @@ class PrefixTree:
         """Adds pages below a node just touched; extends the node instead if that makes no difference."""
         child = Node(node, (namespace, key[: self._stride]), key, pages)
         child.created = child.last_used = self._now
-        self._cached += len(pages)
+        self.cached += len(pages)
         alone = node is not self._root and not node.children and node.locks == 0
         if alone and self._policy(node) == self._policy(child):
             node.key += key
             node.pages += pages
             return node
         self._queue.discard(node)
-        node.children[child.slot] = child
+        node.children[child.child_key] = child
         self._enqueue(child)
         return child
 
     def _remove(self, leaf: Node) -> None:
         assert leaf.parent is not None
         self._queue.discard(leaf)
-        del leaf.parent.children[leaf.slot]
+        del leaf.parent.children[leaf.child_key]
         self._enqueue(leaf.parent)
         leaf.parent = None
 
@@ -426,8 +395,3 @@ class PrefixTree:
     def _enqueue(self, node: Node) -> None:
         if node is not self._root and not node.children and node.locks == 0:
             self._queue.put(node)
-
-
-def _require(true: bool, message: str) -> None:
-    if not true:
-        raise AccountingError(f"prefix tree: {message}")
