@@ -9,7 +9,15 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from baton.attention.registry import resolve
 from baton.engine.model_runner import Flight, ModelRunner
@@ -60,6 +68,35 @@ VARIANTS: dict[str, tuple[type, dict[str, object]]] = {
     ),
     "llama-yarn": (LlamaConfig, _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "llama-dynamic": (LlamaConfig, _rope("dynamic", factor=4.0)),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0},
+            },
+        },
+    ),
+    "phi3": (Phi3Config, {"pad_token_id": None, "sliding_window": 48}),
+    "phi3-longrope": (
+        Phi3Config,
+        {
+            "pad_token_id": None,
+            "original_max_position_embeddings": 256,
+            "num_attention_heads": 2,
+            **_rope(
+                "longrope",
+                partial_rotary_factor=0.75,
+                short_factor=[1.0 + i / 8 for i in range(12)],
+                long_factor=[2.0 + i / 4 for i in range(12)],
+            ),
+        },
+    ),
     "mistral": (MistralConfig, {"head_dim": 32, "sliding_window": None}),
     "mistral-window": (MistralConfig, {"head_dim": 16, "sliding_window": 32}),
     "qwen2-window": (

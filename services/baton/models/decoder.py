@@ -70,7 +70,10 @@ class Decoder:
         self.layers = layers
         self.device, self.dtype = parameters.device, parameters.dtype
         self.parameters = parameters
-        self._embedding_scale = embedding_scale
+        # Rounded to the model's dtype, as embeddings are.
+        self._embedding_scale = (
+            torch.tensor(embedding_scale).to(self.dtype).item() if embedding_scale else None
+        )
         size, hidden = config.vocab_size, config.hidden_size
         self.embedding = parameters.tensor("model.embed_tokens.weight", size, hidden)
         self.norm = RmsNorm(parameters, "model.norm", hidden, config.rms_norm_eps, norm_plus_one)

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from baton.models.decoder import Decoder
 
 FAMILIES: dict[str, str] = {
+    "Gemma3ForCausalLM": "gemma3",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
 }

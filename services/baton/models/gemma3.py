@@ -1,0 +1,69 @@
+"""Gemma 3, text: Gemma Team, arXiv:2503.19786."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from baton.layers.attention import Attention, AttentionOptions
+from baton.layers.forward_batch import ForwardBatch
+from baton.layers.mlp import GatedMlp
+from baton.layers.norm import RmsNorm
+from baton.layers.parameters import Parameters
+from baton.models.config import ModelConfig, ModelError, make_rope, window
+from baton.models.decoder import Decoder
+
+
+class GemmaLayer:
+    """Attention and feed-forward layer, each between two norms."""
+
+    def __init__(self, config: ModelConfig, parameters: Parameters, index: int, attention: Attention) -> None:
+        def norm(name: str) -> RmsNorm:
+            return RmsNorm(parameters, name, config.hidden_size, config.rms_norm_eps, plus_one=True)
+
+        hf = config.hf
+        self.attention = attention
+        self.input_norm = norm("input_layernorm")
+        self.post_attention_norm = norm("post_attention_layernorm")
+        self.pre_feed_forward_norm = norm("pre_feedforward_layernorm")
+        self.post_feed_forward_norm = norm("post_feedforward_layernorm")
+        self.mlp = GatedMlp(
+            parameters.under("mlp"), config.hidden_size, hf.intermediate_size, activation=hf.hidden_activation
+        )
+
+    def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        hidden = hidden + self.post_attention_norm(self.attention(self.input_norm(hidden), batch))
+        return hidden + self.post_feed_forward_norm(self.mlp(self.pre_feed_forward_norm(hidden)))
+
+
+def build(config: ModelConfig, parameters: Parameters) -> Decoder:
+    """Layers with a window rotate otherwise than those without."""
+    hf = config.hf
+    if hf.final_logit_softcapping is not None or getattr(hf, "use_bidirectional_attention", False):
+        raise ModelError("Gemma 3 with final_logit_softcapping or bidirectional attention is not supported")
+    ropes = {kind: make_rope(config, kind) for kind in set(hf.layer_types)}
+    layers = []
+    for index, kind in enumerate(hf.layer_types):
+        layer = parameters.under(f"model.layers.{index}")
+        attention = Attention(
+            layer.under("self_attn"),
+            index,
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            ropes[kind],
+            qkv_bias=hf.attention_bias,
+            output_bias=hf.attention_bias,
+            norm_eps=config.rms_norm_eps,
+            norm_plus_one=True,
+            options=AttentionOptions(
+                scale=hf.query_pre_attn_scalar**-0.5,
+                window=window(config, index),
+                softcap=hf.attn_logit_softcapping,
+            ),
+        )
+        layers.append(GemmaLayer(config, layer, index, attention))
+    scale = math.sqrt(config.hidden_size)
+    return Decoder(config, parameters, layers, norm_plus_one=True, embedding_scale=scale)
