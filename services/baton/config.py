@@ -74,6 +74,9 @@ class WorkerConfig(NodeConfig):
     """Path or Hugging Face id; "demo" is the model inside the package."""
     load_format: str = "auto"
     """"auto": safetensors; "dummy": random weights."""
+    model_impl: str = "auto"
+    """What computes the model: "baton": Baton's own code; "transformers": that of transformers, slower;
+    "auto": Baton's own for the architectures that it has."""
     device: str = "auto"
     """"auto", "cpu" or "cuda[:index]"."""
     dtype: str = "auto"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from baton.engine.model_runner import Flight, ModelRunner
 from baton.engine.plan import PlanRow, RowResult, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 from baton.kvcache.pool import KvLayout, KvPool
-from baton.models.decoder import Decoder
 from baton.models.loader import load_model
 
 VOCAB = 160
@@ -47,7 +46,10 @@ def _rope(kind: str, **parameters: float) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
-VARIANTS: dict[str, tuple[type, dict[str, object]]] = {
+Variant = tuple[type, dict[str, object]]
+"""Class of the configuration, and what differs from _SMALL."""
+
+VARIANTS: dict[str, Variant] = {
     "qwen3": (Qwen3Config, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-bias": (Qwen3Config, {"head_dim": 16, "attention_bias": True, "num_key_value_heads": 1}),
     "qwen2": (Qwen2Config, {"num_key_value_heads": 2}),
@@ -106,10 +108,12 @@ VARIANTS: dict[str, tuple[type, dict[str, object]]] = {
 }
 
 
-def save_checkpoint(variant: str, path: Path, *, shards: bool = False) -> torch.nn.Module:
+def save_checkpoint(
+    variant: str, path: Path, *, shards: bool = False, variants: Mapping[str, Variant] = VARIANTS
+) -> torch.nn.Module:
     """Saves the variant's checkpoint to `path`; returns the transformers model, float32."""
     transformers.utils.logging.disable_progress_bar()
-    make, overrides = VARIANTS[variant]
+    make, overrides = variants[variant]
     torch.manual_seed(len(variant))
     model = AutoModelForCausalLM.from_config(make(**{**_SMALL, **overrides})).eval()
     with torch.no_grad():
@@ -147,8 +151,9 @@ class Driver:
         num_pages: int = 64,
         slots: int = 8,
         dtype: torch.dtype = torch.float32,
+        implementation: str = "auto",
     ) -> None:
-        self.model: Decoder = load_model(path, dtype)
+        self.model = load_model(path, dtype, implementation=implementation)
         config = self.model.config
         layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
         self.pool = KvPool(layout, num_pages)

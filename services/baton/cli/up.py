@@ -49,16 +49,17 @@ OWN = (
 
 
 NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
-MODEL_FIELDS = ("model", "load_format", "context_length")
+MODEL_FIELDS = ("model", "load_format", "context_length", "model_impl")
 CHECK_MODEL = """
 import sys
 from pathlib import Path
 from baton.models.config import ModelError, read_config
 from baton.models.loader import weight_files
 
-path, load_format, context_length = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+path, load_format, context_length, implementation = sys.argv[1:]
+path = Path(path)
 try:
-    read_config(path, context_length or None)
+    read_config(path, int(context_length) or None, implementation)
     if load_format != "dummy":
         weight_files(path)
 except ModelError as error:
@@ -80,7 +81,12 @@ def fetch_model(values: Mapping[str, Any]) -> None:
         fail(str(error), code=2)
     if name != "demo":
         # In a process of its own: this one, which goes on for as long as the deployment, stays without torch.
-        words = (str(path), values.get("load_format") or "auto", str(values.get("context_length") or 0))
+        words = (
+            str(path),
+            values.get("load_format") or "auto",
+            str(values.get("context_length") or 0),
+            values.get("model_impl") or "auto",
+        )
         check = subprocess.run(
             [sys.executable, "-c", CHECK_MODEL, *words], capture_output=True, text=True, check=False
         )

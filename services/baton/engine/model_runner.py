@@ -13,7 +13,7 @@ from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Sampler, Samples, TokenLogprobs, row_results, token_logprobs
 from baton.kvcache.pool import KvPool
 from baton.layers.forward_batch import ForwardBatch
-from baton.models.decoder import Decoder
+from baton.models.decoder import Model
 
 _LOGITS_ROWS = 64
 """Prompt log-probabilities are computed for this many positions at a time, to bound their memory."""
@@ -36,7 +36,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         pool: KvPool,
         *,
         max_slots: int,

@@ -38,12 +38,18 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     hf: Any
     """transformers' configuration, for what only the family's module knows."""
+    implementation: str
+    """"baton": a family of this package; "transformers": its own code."""
     used_length: int
     """Positions that will be used."""
 
 
-def read_config(path: Path, context_length: int | None = None) -> ModelConfig:
+IMPLEMENTATIONS = ("auto", "baton", "transformers")
+
+
+def read_config(path: Path, context_length: int | None = None, implementation: str = "auto") -> ModelConfig:
     """Reads config.json in `path`. `context_length` is how far the model will be used, if less than it can.
+    `implementation`: one of IMPLEMENTATIONS; "auto" is "baton" where there is a family for it.
 
     Raises ModelError for what is not supported, rather than computing something else.
     """
@@ -53,15 +59,17 @@ def read_config(path: Path, context_length: int | None = None) -> ModelConfig:
         raise ModelError(f"{path} has no config.json: not a model in Hugging Face layout")
     try:
         hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        config = replace(_convert(hf, context_length), eos_token_ids=_eos_token_ids(path, hf))
-        build(config, Parameters(config.dtype, torch.device("meta")))  # finds what the family refuses
+        config = _convert(hf, context_length, implementation)
+        config = replace(config, eos_token_ids=_eos_token_ids(path, hf))
+        if config.implementation == "baton":
+            build(config, Parameters(config.dtype, torch.device("meta")))  # finds what the family refuses
         return config
     except ModelError:
         raise
     except (
         Exception
     ) as error:  # anything that transformers and its validators may raise for an arbitrary file
-        raise ModelError(f"{path / 'config.json'} cannot be used: {_first_line(error)}") from error
+        raise ModelError(f"{path / 'config.json'} cannot be used: {first_line(error)}") from error
 
 
 def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
@@ -78,41 +86,58 @@ def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
     return tuple(sorted(set(found)))
 
 
-def _convert(hf: Any, context_length: int | None) -> ModelConfig:
-    names = list(getattr(hf, "architectures", None) or [])
-    if len(names) != 1 or names[0] not in FAMILIES:
-        raise ModelError(
-            f"architecture {', '.join(names) or '(none named)'} is not supported; "
-            f"supported are {', '.join(sorted(FAMILIES))}"
-        )
+def _convert(hf: Any, context_length: int | None, implementation: str) -> ModelConfig:
+    name, implementation = _choose(hf, implementation)
     if getattr(hf, "quantization_config", None) is not None:
         raise ModelError("quantized checkpoints are not supported: config.json has quantization_config")
-    activation = getattr(hf, "hidden_act", None) or getattr(hf, "hidden_activation", None)
-    if activation not in ACTIVATIONS:
-        known = ", ".join(sorted(ACTIVATIONS))
-        raise ModelError(f"hidden_act {activation!r} is not supported; supported are {known}")
-    if getattr(hf, "pretraining_tp", 1) not in (1, None):
-        raise ModelError("pretraining_tp other than 1 is not supported")
+    if implementation == "baton":
+        activation = getattr(hf, "hidden_act", None) or getattr(hf, "hidden_activation", None)
+        if activation not in ACTIVATIONS:
+            known = ", ".join(sorted(ACTIVATIONS))
+            raise ModelError(f"hidden_act {activation!r} is not supported; supported are {known}")
+        if getattr(hf, "pretraining_tp", 1) not in (1, None):
+            raise ModelError("pretraining_tp other than 1 is not supported")
     heads = hf.num_attention_heads
     kv_heads = getattr(hf, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise ModelError("num_attention_heads is not a multiple of num_key_value_heads")
     return ModelConfig(
-        architecture=names[0],
+        architecture=name,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         num_layers=hf.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
-        rms_norm_eps=hf.rms_norm_eps,
+        rms_norm_eps=getattr(hf, "rms_norm_eps", 0.0),
         context_length=hf.max_position_embeddings,
         tied=bool(hf.tie_word_embeddings),
         dtype=_dtype(hf),
         eos_token_ids=(),
         hf=hf,
+        implementation=implementation,
         used_length=min(context_length or hf.max_position_embeddings, hf.max_position_embeddings),
     )
+
+
+def _choose(hf: Any, implementation: str) -> tuple[str, str]:
+    """The architecture's name, and "baton" or "transformers". Raises ModelError."""
+    from baton.models import transformers_backed
+
+    names = list(getattr(hf, "architectures", None) or [])
+    name = ", ".join(names) or "(none named)"
+    ours = len(names) == 1 and names[0] in FAMILIES
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ModelError(f"model implementation {implementation!r} is not known; known are {known}")
+    if ours and implementation != "transformers":
+        return name, "baton"
+    supported = f"Baton's own are {', '.join(sorted(FAMILIES))}"
+    if implementation == "baton":
+        raise ModelError(f"architecture {name} is not one of Baton's own; {supported}")
+    if problem := transformers_backed.problem(hf, name):
+        raise ModelError(f"architecture {name} is not supported: {problem}; {supported}")
+    return name, "transformers"
 
 
 def window(config: ModelConfig, index: int) -> int | None:
@@ -128,7 +153,7 @@ def make_rope(config: ModelConfig, layer_type: str | None = None) -> Rope:
     try:
         return rope_of(config.hf, config.used_length, layer_type)
     except (ValueError, KeyError) as error:
-        raise ModelError(f"rope_parameters of config.json cannot be used: {_first_line(error)}") from error
+        raise ModelError(f"rope_parameters of config.json cannot be used: {first_line(error)}") from error
 
 
 def _dtype(hf: Any) -> torch.dtype:
@@ -138,5 +163,6 @@ def _dtype(hf: Any) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of its message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

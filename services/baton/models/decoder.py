@@ -17,6 +17,24 @@ from baton.layers.parameters import Parameters
 from baton.models.config import ModelConfig
 
 
+class Model(Protocol):
+    """What a runner needs of a model: a `Decoder`, or one of `transformers_backed`."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    @property
+    def attention_options(self) -> Sequence[AttentionOptions]: ...
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
 class FeedForward(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
@@ -94,10 +112,10 @@ class Decoder:
         """Number of weights; tied ones count once."""
         return sum(parameter.shape.numel() for parameter in self.parameters.table.values())
 
-    def prepare(self, context_length: int | None = None) -> None:
-        """Computes the rotations of the positions below `context_length` (the checkpoint's if None), and on a
-        CPU brings the matrices into the layout that computes fastest, one by one."""
-        positions = min(context_length or self.config.context_length, self.config.context_length)
+    def prepare(self) -> None:
+        """Computes the rotations of all positions, and on a CPU brings the matrices into the layout that
+        computes fastest, one by one."""
+        positions = self.config.used_length
         for rope in {id(layer.attention.rope): layer.attention.rope for layer in self.layers}.values():
             if rope is not None:
                 rope.prepare(positions, self.dtype, self.device)
@@ -127,9 +145,11 @@ class Decoder:
         return self.head(hidden).float()
 
 
-def plain_layers(decoder: Decoder) -> list[DecoderLayer] | None:
+def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
     """The layers if all are those of Llama: attention to all positions, whole heads rotated alike, a gated
     SiLU layer; else None."""
+    if not isinstance(decoder, Decoder):
+        return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
     same = len({id(layer.attention.rope) for layer in layers}) == 1
     return layers if same and len(layers) == len(decoder.layers) else None

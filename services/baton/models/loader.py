@@ -17,8 +17,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.layers.parameters import Parameter, Parameters
+from baton.models import transformers_backed
 from baton.models.config import ModelError, read_config
-from baton.models.decoder import Decoder
+from baton.models.decoder import Decoder, Model
 from baton.models.registry import build
 
 Progress = Callable[[int, int], None]
@@ -182,35 +183,49 @@ def load_model(
     load_format: str = "auto",
     progress: Progress | None = None,
     context_length: int | None = None,
-) -> Decoder:
+    implementation: str = "auto",
+) -> Model:
     """Reads a checkpoint's safetensors straight to the device.
 
     `dtype` None: the checkpoint's own. `load_format` "dummy": random weights, always the same, no files but
     config.json needed. `context_length`: how far the model will be used, if less than it can.
+    `implementation`: see `read_config`.
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
     """
-    config = read_config(path, context_length)
-    parameters = Parameters(dtype or config.dtype, torch.device(device))
+    if load_format not in ("auto", "dummy"):
+        raise ModelError(f"load format {load_format!r} is not known; known are 'auto' and 'dummy'")
+    config = read_config(path, context_length, implementation)
+    dtype, device = dtype or config.dtype, torch.device(device)
+    if config.implementation == "transformers":
+        return transformers_backed.load(path, config, dtype, device, load_format == "dummy")
+    parameters = Parameters(dtype, device)
     model = build(config, parameters)
     report = progress or (lambda done, total: None)
     if load_format == "dummy":
         _fill(parameters, report)
-    elif load_format == "auto":
-        read_weights(path, parameters.table, config.tied, report)
     else:
-        raise ModelError(f"load format {load_format!r} is not known; known are 'auto' and 'dummy'")
-    model.prepare(context_length)
+        read_weights(path, parameters.table, config.tied, report)
+    model.prepare()
     return model
 
 
 def declared(path: Path, dtype: torch.dtype | None = None, context_length: int | None = None) -> Decoder:
-    """The model without any memory, by config.json alone. Raises ModelError for what is not supported."""
-    config = read_config(path, context_length)
+    """One of Baton's own models without any memory, by config.json alone. Raises ModelError for what is not
+    supported."""
+    config = read_config(path, context_length, "baton")
     return build(config, Parameters(dtype or config.dtype, torch.device("meta")))
 
 
-def weight_bytes(path: Path, dtype: torch.dtype | None = None, context_length: int | None = None) -> int:
+def weight_bytes(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    context_length: int | None = None,
+    implementation: str = "auto",
+) -> int:
     """Bytes of the weights that `load_model` would allocate. Raises ModelError."""
+    config = read_config(path, context_length, implementation)
+    if config.implementation == "transformers":
+        return transformers_backed.weight_bytes(config, dtype or config.dtype)
     return declared(path, dtype, context_length).parameters.nbytes
 
 
@@ -228,14 +243,17 @@ def _fill(parameters: Parameters, report: Progress) -> None:
         report(done, total)
 
 
-def fingerprint(path: Path, dtype: torch.dtype, load_format: str = "auto") -> str:
-    """Identifies a checkpoint quickly: a hash of the dtype, config.json, and of every safetensors file its
-    header (names, shapes, dtypes, offsets) and 64 bytes from the start, middle and end of each tensor.
+def fingerprint(
+    path: Path, dtype: torch.dtype, load_format: str = "auto", implementation: str = "baton"
+) -> str:
+    """Identifies a checkpoint quickly: a hash of the dtype, of what computes it (keys may differ), of
+    config.json, and of every safetensors file its header (names, shapes, dtypes, offsets) and 64 bytes from
+    the start, middle and end of each tensor.
 
     Two checkpoints that differ only in bytes between those samples get the same fingerprint; fine-tuning and
     re-quantization change every tensor, so that this does not happen by accident. 16 hexadecimal digits.
     """
-    digest = hashlib.sha256(f"{dtype} {load_format}".encode())
+    digest = hashlib.sha256(f"{dtype} {load_format} {implementation}".encode())
     try:
         digest.update((path / "config.json").read_bytes())
         for file in weight_files(path) if load_format != "dummy" else []:

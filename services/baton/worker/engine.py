@@ -26,7 +26,7 @@ from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
 from baton.kvcache.prefix_tree import make_policy
 from baton.models.config import ModelError
-from baton.models.decoder import Decoder
+from baton.models.decoder import Model
 from baton.models.loader import fingerprint, load_model, weight_bytes
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
@@ -139,7 +139,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         context_length=context,
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
-        fingerprint=fingerprint(path, model.dtype, config.load_format),
+        fingerprint=fingerprint(path, model.dtype, config.load_format, shape.implementation),
         dtype=str(model.dtype).removeprefix("torch."),
         parameters=model.num_parameters,
     )
@@ -181,7 +181,7 @@ def _timed(config: WorkerConfig, vocab_size: int) -> TimedRunner:
 
 def _computing(
     config: WorkerConfig,
-    model: Decoder,
+    model: Model,
     pool: KvPool,
     attention: tuple[type[AttentionBackend], type[AttentionBackend]],
     context: int,
@@ -199,9 +199,9 @@ def _computing(
     return tuned
 
 
-def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Decoder:
+def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Model:
     context = config.context_length or None
-    size = weight_bytes(path, dtype, context)
+    size = weight_bytes(path, dtype, context, config.model_impl)
     check_weights(size, *free_and_total(device), config.memory_fraction, device)
     started = time.monotonic()
     model = load_model(
@@ -211,6 +211,7 @@ def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: t
         load_format=config.load_format,
         progress=_progress_log(),
         context_length=context,
+        implementation=config.model_impl,
     )
     seconds = time.monotonic() - started
     _log.info(

@@ -11,14 +11,14 @@ from baton.attention.paged import PagedAttention
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache.pool import KvPool
-from baton.models.decoder import Decoder, plain_layers
+from baton.models.decoder import Decoder, Model, plain_layers
 from baton.rpc.logs import get_logger
 
 _log = get_logger()
 
 
 def make_runner(
-    model: Decoder,
+    model: Model,
     pool: KvPool,
     prefill: type[AttentionBackend],
     decode: type[AttentionBackend],
@@ -42,7 +42,11 @@ def make_runner(
             decode_attention=decode,
             device=pool.device,
         )
-    assert issubclass(prefill, PagedAttention) and issubclass(decode, PagedAttention)
+    assert (
+        isinstance(model, Decoder)
+        and issubclass(prefill, PagedAttention)
+        and issubclass(decode, PagedAttention)
+    )
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -72,7 +76,7 @@ def make_runner(
     return runner
 
 
-def unsuited(model: Decoder, prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> str | None:
+def unsuited(model: Model, prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> str | None:
     """Why this model cannot be computed with fused kernels and CUDA graphs; None: it can."""
     for backend in (prefill, decode):
         if not issubclass(backend, PagedAttention):

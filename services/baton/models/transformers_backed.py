@@ -1,0 +1,231 @@
+"""Any causal language model of transformers, by its own modelling code, over Baton's paged attention.
+
+transformers' attention interface hands each layer's queries, keys and values to a function registered by
+name; the one here writes them into the paged pool and attends. To the model all rows of a step are one
+sequence; only attention tells them apart. Slower than a family of this package, and the reference for it.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from baton.layers.attention import AttentionOptions
+from baton.layers.forward_batch import ForwardBatch
+from baton.models.config import ModelConfig, ModelError, first_line
+
+NAME = "baton"
+"""Of the attention function."""
+
+
+class _Function(Protocol):
+    def __call__(
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim] -> [1, tokens, heads, value dim]"""
+        ...
+
+
+_function: ContextVar[_Function] = ContextVar("baton_attention")
+
+
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
+) -> tuple[torch.Tensor, None]:
+    return _function.get()(module, query, key, value, attention_mask, options), None
+
+
+def problem(hf: Any, architecture: str) -> str | None:
+    """Why this model of transformers cannot be served; None: as far as that can be told without its weights,
+    it can."""
+    from transformers import AutoModelForCausalLM
+
+    found: Any = AutoModelForCausalLM._model_mapping
+    try:
+        model = found[type(hf)]
+    except KeyError:
+        model = None
+    if model is None or model.__name__ != architecture:
+        return f"transformers has no causal language model {architecture}"
+    if not model.is_backend_compatible():
+        return "its code in transformers does not use the attention interface"
+    ropes = getattr(hf, "rope_parameters", None) or {}
+    if "longrope" in (
+        ropes.get("rope_type"),
+        *(r.get("rope_type") for r in ropes.values() if isinstance(r, dict)),
+    ):
+        return "its rotation (longrope) would depend on the other requests of a step"
+    return None
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config.hf, dtype=dtype
+        )
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def load(
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, dummy: bool
+) -> TransformersModel:
+    """`dummy`: random weights, always the same. Raises ModelError."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(NAME, _attention)
+    options = {"dtype": dtype, "attn_implementation": NAME}
+    try:
+        if dummy:
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config.hf, **options
+            )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config.hf,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                **options,
+            )
+    except Exception as error:  # anything that transformers may raise for an arbitrary checkpoint
+        raise ModelError(f"{path} cannot be loaded by transformers: {first_line(error)}") from error
+    return TransformersModel(config, model.to(device).eval())
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """How a layer attends."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    options: AttentionOptions
+
+
+class TransformersModel:
+    """A model of transformers with the interface of `Decoder`."""
+
+    def __init__(self, config: ModelConfig, model: Any) -> None:
+        """Learns from a pass over two tokens how each layer attends. Raises ModelError for a model whose
+        layers do not all attend to earlier positions through the interface."""
+        self._model = model
+        self.device, self.dtype = model.device, model.dtype
+        self.num_parameters = int(model.num_parameters())
+        self._given: torch.Tensor | None = None
+        self._output: type[Any]
+        self._base = model.base_model.forward
+        model.base_model.forward = self._base_forward
+        try:
+            layers = self._learn(config)
+        except ModelError:
+            raise
+        except Exception as error:  # whatever the model's own code raises
+            raise ModelError(
+                f"{config.architecture} does not run with paged attention: {first_line(error)}"
+            ) from error
+        self.attention_options = [layer.options for layer in layers]
+        shape = layers[0]
+        self.config = replace(
+            config, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim
+        )
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """-> final hidden states [tokens, hidden]"""
+
+        def attend(
+            module: Any,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            mask: torch.Tensor | None,
+            options: dict[str, Any],
+        ) -> torch.Tensor:
+            dim, width = q.shape[-1], v.shape[-1]
+            if width < dim:
+                v = F.pad(v, (0, dim - width))
+            q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))
+            out = batch.attend(module.layer_idx, q, k, v)
+            return out.view(1, *q.shape)[..., :width]
+
+        return self._run(batch.tokens, batch.positions, attend)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] -> float32 [rows, vocab], by whatever the model does behind its last layer."""
+        self._given = hidden[None]
+        try:
+            logits: torch.Tensor = self._model(inputs_embeds=self._given, use_cache=False).logits
+        finally:
+            self._given = None
+        return logits[0].float()
+
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: _Function) -> torch.Tensor:
+        token = _function.set(attend)
+        try:
+            output = self._base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        finally:
+            _function.reset(token)
+        self._output = type(output)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _base_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands for the model without its head: while `logits` runs, it returns the given states."""
+        if self._given is None:
+            return self._base(*args, **kwargs)
+        return self._output(last_hidden_state=self._given)
+
+    @torch.inference_mode()
+    def _learn(self, config: ModelConfig) -> list[_Seen]:
+        seen: dict[int, _Seen] = {}
+
+        def note(
+            module: Any,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            mask: torch.Tensor | None,
+            options: dict[str, Any],
+        ) -> torch.Tensor:
+            if mask is not None or not getattr(module, "is_causal", True):
+                raise ModelError(
+                    f"{config.architecture}: its attention is not causal, or has a mask of its own"
+                )
+            window = options.get("sliding_window") or None
+            if window is not None and window >= config.used_length:
+                window = None
+            scale = options.get("scaling")
+            plain = scale is None or abs(scale * q.shape[-1] ** 0.5 - 1) < 1e-6
+            seen[module.layer_idx] = _Seen(
+                q.shape[1],
+                k.shape[1],
+                q.shape[-1],
+                AttentionOptions(
+                    None if plain else scale, window, options.get("softcap"), options.get("s_aux")
+                ),
+            )
+            return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
+
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._run(tokens, torch.arange(2, device=self.device), note)
+        layers = [seen[index] for index in sorted(seen)]
+        if sorted(seen) != list(range(config.num_layers)):
+            text = f"{len(seen)} of {config.num_layers} layers attend through transformers' interface"
+            raise ModelError(f"{config.architecture}: {text}")
+        if len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers}) > 1:
+            raise ModelError(f"{config.architecture}: its layers have heads of different numbers or sizes")
+        return layers
