@@ -12,6 +12,9 @@ LANES ?= 3
 # How long `make soak` goes on.
 SECONDS ?= 600
 
+# Else each of the hundreds of processes that tests start compiles Baton anew, and each lane all tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -42,7 +45,7 @@ ifdef ARGS
 else
 	@code=0; \
 	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --durations=40 -m "not alone" || code=$$?; \
-	$(BIN)/python -m pytest --durations=20 -m alone || code=$$?; \
+	$(BIN)/python -m pytest --durations=20 -m alone $$(grep -rlE 'mark\.alone' tests --include='test_*.py') || code=$$?; \
 	exit $$code
 endif
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.sim.bugs import BUGS
-from baton.sim.run import run_many, run_seed
+from baton.sim.bugs import BUGS, planted
+from baton.sim.run import run_seed
 
 TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
 
@@ -17,12 +17,11 @@ TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):
-    bug = BUGS[name]
-    outcomes = run_many(range(bug.within), bug=name)
-    failure = next((outcome for outcome in outcomes if outcome.failure), None)
-    outcomes.close()
-    assert failure is not None, f"{name} was not found within {bug.within} seeds"
-    assert not run_seed(failure.seed).failure, "the seed fails without the bug too"
+    within = BUGS[name].within
+    with planted(name):
+        found = next((seed for seed in range(within) if run_seed(seed).failure), None)
+    assert found is not None, f"{name} was not found within {within} seeds"
+    assert not run_seed(found).failure, "the seed fails without the bug too"
 
 
 def test_the_documentation_lists_every_bug():

@@ -1,4 +1,4 @@
-"""The simulator: two thousand seeds of the core as it is, replay, shrinking, and its own parts."""
+"""The simulator: the first seeds of the core as it is, replay, shrinking, and its own parts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from baton.sim.world import Actor, Violation, World
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 2000), marks=pytest.mark.slow)])
-def test_no_seed_breaks_a_rule(seeds):
+def test_no_seed_breaks_a_rule():
+    seeds = range(400)
     outcomes = list(run_many(seeds))
     failed = [str(outcome) for outcome in outcomes if outcome.failure]
     assert not failed, "\n".join([f"{len(failed)} seeds failed", *failed[:5]])
