@@ -11,6 +11,8 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -46,6 +48,15 @@ def _rope(kind: str, **parameters: float) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
+_LATENT: dict[str, object] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 2,
+}
+
 Variant = tuple[type, dict[str, object]]
 """Class of the configuration, and what differs from _SMALL."""
 
@@ -70,6 +81,21 @@ VARIANTS: dict[str, Variant] = {
     ),
     "llama-yarn": (LlamaConfig, _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "llama-dynamic": (LlamaConfig, _rope("dynamic", factor=4.0)),
+    "deepseek-v2": (
+        DeepseekV2Config,
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=0.7,
+                mscale_all_dim=0.9,
+            ),
+        },
+    ),
+    "deepseek-v3": (DeepseekV3Config, {**_LATENT, "q_lora_rank": 24}),
     "gemma3": (
         Gemma3TextConfig,
         {
@@ -154,11 +180,12 @@ class Driver:
         implementation: str = "auto",
     ) -> None:
         self.model = load_model(path, dtype, implementation=implementation)
-        config = self.model.config
-        layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
+        kv = self.model.kv
+        layout = KvLayout(self.model.config.num_layers, kv.heads, kv.dim, page_size, dtype, kv.parts)
         self.pool = KvPool(layout, num_pages)
         self.pool.pages.fill_(math.nan)  # memory that nothing may read before it is written
-        backend, _ = resolve("auto", torch.device("cpu"))
+        features = frozenset[str]().union(*(options.features for options in self.model.attention_options))
+        backend, _ = resolve("auto", torch.device("cpu"), features=features)
         self.runner = ModelRunner(
             self.model, self.pool, max_slots=slots, prefill_attention=backend, decode_attention=backend
         )

@@ -14,7 +14,11 @@ from baton.attention.registry import BACKENDS, NoBackend, resolve
 from baton.kvcache.pool import KvLayout, KvPool
 
 CPU = torch.device("cpu")
-ON_CPU = [name for name, backend in BACKENDS.items() if backend.available(CPU) is None]
+ON_CPU = [
+    name
+    for name, backend in BACKENDS.items()
+    if backend.available(CPU) is None and "latent" not in backend.features
+]
 
 
 def expected(q, keys, values, start):
@@ -76,7 +80,14 @@ def test_resolve():
     backend, reason = resolve("auto", CPU)
     assert backend.available(CPU) is None and backend.name in reason
     assert resolve("torch", CPU)[0].name == "torch"
-    with pytest.raises(NoBackend, match="known are auto, fa3, fa3-fixed, flashinfer, mixed, torch, triton"):
+    assert resolve("auto", CPU, features=frozenset({"latent", "scale"}))[0].name == "torch-latent"
+    with pytest.raises(
+        NoBackend, match="'torch' does not work on cpu: does not compute attention with latent"
+    ):
+        resolve("torch", CPU, features=frozenset({"latent"}))
+    with pytest.raises(
+        NoBackend, match="known are auto, fa3, fa3-fixed, flashinfer, mixed, torch, torch-latent, triton"
+    ):
         resolve("magic", CPU)
     for name in ("fa3", "fa3-fixed", "flashinfer", "mixed", "triton"):
         with pytest.raises(NoBackend, match=f"'{name}' does not work on cpu: .*needs an NVIDIA GPU"):

@@ -8,6 +8,7 @@ from baton.attention.base import AttentionBackend
 from baton.attention.fa3 import Fa3Attention, FixedFa3Attention
 from baton.attention.flashinfer_paged import FlashInferAttention
 from baton.attention.mixed import MixedAttention
+from baton.attention.torch_latent import TorchLatentAttention
 from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
 
@@ -17,10 +18,14 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     "flashinfer": FlashInferAttention,
     "mixed": MixedAttention,
     "torch": TorchAttention,
+    "torch-latent": TorchLatentAttention,
     "triton": TritonAttention,
 }
 
-_PREFERENCE: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("mixed", "fa3", "triton", "torch")}
+_PREFERENCE: dict[str, tuple[str, ...]] = {
+    "cpu": ("torch", "torch-latent"),
+    "cuda": ("mixed", "fa3", "triton", "torch", "torch-latent"),
+}
 """By device type, best first."""
 
 
@@ -48,7 +53,7 @@ def resolve(
 
     if name == "auto":
         reasons: list[str] = []
-        for candidate in _PREFERENCE.get(device.type, ("torch",)):
+        for candidate in _PREFERENCE.get(device.type, _PREFERENCE["cpu"]):
             problem = problem_of(BACKENDS[candidate])
             if problem is None:
                 rest = f" ({'; '.join(reasons)})" if reasons else ""

@@ -31,6 +31,7 @@ from baton.checkpoint import resolve
 from baton.kvcache import PageAllocator
 from baton.kvcache.pool import KvLayout, default_page_size
 from baton.models.config import read_config
+from baton.models.loader import kv_shape
 from baton.plan.profile import PullCost
 from baton.rpc.address import join_address, loopback, new_incarnation
 from baton.rpc.channel import server_options
@@ -52,9 +53,9 @@ async def owner(
     """Starts the process and yields its endpoints. `gpu`: as CUDA_VISIBLE_DEVICES names it; empty: none of
     its own. Raises BenchError."""
     dtype = str(layout.dtype).removeprefix("torch.")
-    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_size, dtype, pages, device)
+    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_size, layout.parts, pages)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.bench.transfer", *map(str, sizes)),
+        *(sys.executable, "-m", "baton.bench.transfer", dtype, device, *map(str, sizes)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -102,9 +103,10 @@ async def _serve(layout: KvLayout, pages: int, device: torch.device) -> None:
 
 
 def main() -> None:
-    layers, heads, head_dim, page_size, dtype, pages, device = sys.argv[1:]
-    layout = KvLayout(int(layers), int(heads), int(head_dim), int(page_size), getattr(torch, dtype))
-    asyncio.run(_serve(layout, int(pages), torch.device(device)))
+    dtype, device, *sizes = sys.argv[1:]
+    layers, heads, head_dim, page_size, parts, pages = map(int, sizes)
+    layout = KvLayout(layers, heads, head_dim, page_size, getattr(torch, dtype), parts)
+    asyncio.run(_serve(layout, pages, torch.device(device)))
 
 
 LOAD_BYTES = {"cuda": 2**31, "cpu": 2**27}
@@ -374,13 +376,15 @@ class KvBench:
 def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> KvLayout:
     """As a worker would choose it. Raises ModelError or CheckpointError."""
     config = read_config(resolve(model))
+    kv = kv_shape(config)
     default = torch.float32 if device.type == "cpu" else config.dtype
     return KvLayout(
         config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
+        kv.heads,
+        kv.dim,
         page_size or default_page_size(device),
         DTYPES.get(dtype, default),
+        kv.parts,
     )
 
 

@@ -108,8 +108,11 @@ class ModelRunner:
         if single < len(rows):
             self._prefill.prepare(meta[single:])
 
+        options = self._model.attention_options
+
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+            latent = options[layer].latent
+            out = q.new_empty(*q.shape[:2], q.shape[2] if latent is None else latent.value_dim)
             if single:
                 self._decode.forward(layer, q[:single], k[:single], v[:single], out[:single])
             if single < len(rows):

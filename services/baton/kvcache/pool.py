@@ -14,7 +14,7 @@ def default_page_size(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What the bytes of a page mean: [layer, key or value, token, head, dim], contiguous."""
+    """What the bytes of a page mean: [layer, part, token, head, dim], contiguous."""
 
     num_layers: int
     num_kv_heads: int
@@ -22,11 +22,13 @@ class KvLayout:
     page_size: int
     """Tokens per page."""
     dtype: torch.dtype
+    parts: int = 2
+    """2: keys and values; 1: latents, of which both are made."""
 
     @property
     def bytes_per_token_per_layer(self) -> int:
-        """Of keys and values together."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Of all parts together."""
+        return self.parts * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
     def page_bytes(self) -> int:
@@ -34,7 +36,7 @@ class KvLayout:
 
 
 class KvPool:
-    """`num_pages` pages in one allocation: [page, layer, key or value, token, head, dim].
+    """`num_pages` pages in one allocation: [page, layer, part, token, head, dim].
 
     On a CPU the pool can lie in `storage`, a writable buffer of at least num_pages * page_bytes bytes (a
     shared mapping, say), which must outlive it. `spare` more pages follow the last one: no sequence owns
@@ -67,20 +69,21 @@ class KvPool:
         self.raw = raw.view(total, layout.page_bytes)
         """uint8 [num_pages + spare, page_bytes]."""
         self.pages = raw.view(layout.dtype).view(
-            total, layout.num_layers, 2, layout.page_size, layout.num_kv_heads, layout.head_dim
+            total, layout.num_layers, layout.parts, layout.page_size, layout.num_kv_heads, layout.head_dim
         )
         self.tokens = self.pages.view(-1, layout.num_kv_heads, layout.head_dim)
-        """[num_pages * num_layers * 2 * page_size, num_kv_heads, head_dim]: one entry per token, layer and
-        kind. The key of `page`, `layer`, `offset` is entry ((page * num_layers + layer) * 2) * page_size +
-        offset; its value follows page_size entries later."""
-        self.halves = self.pages.view(total * layout.num_layers * 2, -1)
+        """[num_pages * num_layers * 2 * page_size, num_kv_heads, head_dim], of two parts: one entry per
+        token, layer and part. The key of `page`, `layer`, `offset` is entry
+        ((page * num_layers + layer) * 2) * page_size + offset; its value follows page_size entries later."""
+        self.halves = self.pages.view(total * layout.num_layers * layout.parts, -1)
         """[num_pages * num_layers * 2, page_size * num_kv_heads * head_dim]: a page's keys in a layer are
         entry (page * num_layers + layer) * 2, its values the next."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer: strided views [num_pages, page_size, num_kv_heads, head_dim]."""
+        """Keys and values of a layer: strided views [num_pages, page_size, num_kv_heads, head_dim]. Of
+        latents both are the same."""
         view = self.pages[:, index]
-        return view[:, 0], view[:, 1]
+        return view[:, 0], view[:, -1]
 
     def page_bytes(self, page: int) -> memoryview:
         """The bytes of a page, writable (CPU only)."""

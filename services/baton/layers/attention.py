@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,18 @@ from baton.layers.forward_batch import ForwardBatch
 from baton.layers.norm import add_one
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope
+
+if TYPE_CHECKING:
+    from baton.layers.latent_attention import LatentProjections
+
+
+class KvShape(NamedTuple):
+    """What a layer keeps of a token."""
+
+    heads: int
+    dim: int
+    parts: int
+    """2: a key and a value of so many heads; 1: a latent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +39,13 @@ class AttentionOptions:
     """Scores become softcap * tanh(scores / softcap)."""
     sinks: torch.Tensor | None = None
     """[heads]: of each head a score that takes part in the softmax and has no value."""
+    latent: LatentProjections | None = None
+    """What the pool holds are latents, of which keys and values are made."""
 
     @property
     def features(self) -> frozenset[str]:
         """Those in use, by name."""
-        names = ("scale", "window", "softcap", "sinks")
+        names = ("scale", "window", "softcap", "sinks", "latent")
         return frozenset(name for name in names if getattr(self, name) is not None)
 
 
@@ -59,6 +74,7 @@ class Attention:
         normalized; `convert`: of the weights of queries and of keys; `merged`: the checkpoint's name for
         queries, keys and values in one tensor."""
         self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
+        self.kv = KvShape(kv_heads, head_dim, 2)
         self.rope = rope
         self.options = options or AttentionOptions()
         q, kv = heads * head_dim, kv_heads * head_dim

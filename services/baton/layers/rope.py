@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,15 +71,14 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(x * cos, x.roll(dim // 2, -1), sin)
 
 
-def half_split(heads_of: int, dim: int) -> Any:
-    """Conversion of a projection's weight or bias whose rotation pairs neighbours (2i, 2i + 1) to one whose
-    rotation pairs halves: reorders the first `dim` rows of each head of `heads_of` rows. Scores do not
-    change where queries and keys are both reordered."""
+def half_split(size: int, start: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Conversion of a projection, whose rotation pairs neighbours (2i, 2i + 1), to one that pairs halves:
+    reorders the rows from `start` on of each head of `size` rows, in its weight or bias. Scores do not change
+    where queries and keys are both reordered."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        heads = tensor.view(-1, heads_of, *tensor.shape[1:])
-        rotated = heads[:, :dim]
-        order = torch.cat((torch.arange(0, dim, 2), torch.arange(1, dim, 2)))
-        return torch.cat((rotated[:, order], heads[:, dim:]), 1).reshape(tensor.shape)
+        heads = tensor.view(-1, size, *tensor.shape[1:])
+        rotated = heads[:, start:]
+        return torch.cat((heads[:, :start], rotated[:, ::2], rotated[:, 1::2]), 1).view(tensor.shape)
 
     return convert

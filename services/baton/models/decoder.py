@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from baton.layers.attention import Attention, AttentionOptions
+from baton.layers.attention import Attention, AttentionOptions, KvShape
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.linear import CpuLayout, Linear, fastest_layout
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
+from baton.layers.rope import Rope
 from baton.models.config import ModelConfig
 
 
@@ -30,6 +31,9 @@ class Model(Protocol):
     @property
     def attention_options(self) -> Sequence[AttentionOptions]: ...
 
+    @property
+    def kv(self) -> KvShape: ...
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -45,8 +49,25 @@ class FeedForward(Protocol):
         ...
 
 
+class AttentionModule(Protocol):
+    options: AttentionOptions
+    kv: KvShape
+
+    @property
+    def rope(self) -> Rope | None: ...
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """residual + the same; `residual` may be overwritten."""
+        ...
+
+
 class Layer(Protocol):
-    attention: Attention
+    @property
+    def attention(self) -> AttentionModule: ...
 
     def __call__(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]; `hidden` may be overwritten."""
@@ -57,7 +78,7 @@ class DecoderLayer:
     """hidden += attention(norm(hidden)); hidden += feed_forward(norm(hidden))"""
 
     def __init__(
-        self, input_norm: RmsNorm, attention: Attention, post_norm: RmsNorm, feed_forward: FeedForward
+        self, input_norm: RmsNorm, attention: AttentionModule, post_norm: RmsNorm, feed_forward: FeedForward
     ) -> None:
         self.input_norm, self.attention = input_norm, attention
         self.post_norm, self.feed_forward = post_norm, feed_forward
@@ -106,6 +127,11 @@ class Decoder:
     def attention_options(self) -> list[AttentionOptions]:
         """Of each layer."""
         return [layer.attention.options for layer in self.layers]
+
+    @property
+    def kv(self) -> KvShape:
+        """Of each layer."""
+        return self.layers[0].attention.kv
 
     @property
     def num_parameters(self) -> int:
@@ -157,6 +183,7 @@ def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
 
 def _plain(layer: DecoderLayer) -> bool:
     attention, mlp = layer.attention, layer.feed_forward
-    rotated = attention.rope is not None and attention.rope.dim == attention.head_dim
-    simple = rotated and not attention.options.features
-    return simple and isinstance(mlp, GatedMlp) and mlp.activation == "silu"
+    if not isinstance(attention, Attention) or attention.options.features or attention.rope is None:
+        return False
+    whole = attention.rope.dim == attention.head_dim
+    return whole and isinstance(mlp, GatedMlp) and mlp.activation == "silu"

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from sgl_kernel import silu_and_mul
 
 from baton.kvcache.pool import KvPool
+from baton.layers.attention import Attention
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_parts
 from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.matmul import matmul
@@ -44,7 +45,7 @@ class _Weights:
     @staticmethod
     def of(layer: DecoderLayer) -> _Weights:
         attention, mlp = layer.attention, layer.feed_forward
-        assert isinstance(mlp, GatedMlp)
+        assert isinstance(attention, Attention) and isinstance(mlp, GatedMlp)
         return _Weights(
             layer.input_norm.weight,
             attention.qkv,

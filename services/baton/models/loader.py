@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
 from baton.models import transformers_backed
-from baton.models.config import ModelError, read_config
+from baton.models.config import ModelConfig, ModelError, read_config
 from baton.models.decoder import Decoder, Model
 from baton.models.registry import build
 
@@ -227,6 +228,13 @@ def weight_bytes(
     if config.implementation == "transformers":
         return transformers_backed.weight_bytes(config, dtype or config.dtype)
     return declared(path, dtype, context_length).parameters.nbytes
+
+
+def kv_shape(config: ModelConfig) -> KvShape:
+    """What a layer keeps of a token."""
+    if config.implementation == "transformers":
+        return KvShape(config.num_kv_heads, config.head_dim, 2)
+    return build(config, Parameters(config.dtype, torch.device("meta"))).kv
 
 
 def _fill(parameters: Parameters, report: Progress) -> None:

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from baton.models.decoder import Decoder
 
 FAMILIES: dict[str, str] = {
+    "DeepseekV2ForCausalLM": "deepseek",
+    "DeepseekV3ForCausalLM": "deepseek",
     "Gemma3ForCausalLM": "gemma3",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",

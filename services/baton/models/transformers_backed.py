@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from baton.layers.attention import AttentionOptions
+from baton.layers.attention import AttentionOptions, KvShape
 from baton.layers.forward_batch import ForwardBatch
 from baton.models.config import ModelConfig, ModelError, first_line
 
@@ -140,6 +140,7 @@ class TransformersModel:
             ) from error
         self.attention_options = [layer.options for layer in layers]
         shape = layers[0]
+        self.kv = KvShape(shape.kv_heads, shape.head_dim, 2)
         self.config = replace(
             config, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim
         )

@@ -114,7 +114,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     model = _load(config, path, dtype, device)
     shape = model.config
     size = config.page_size or default_page_size(device)
-    layout = KvLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, size, model.dtype)
+    layout = KvLayout(shape.num_layers, model.kv.heads, model.kv.dim, size, model.dtype, model.kv.parts)
     features = frozenset[str]().union(*(options.features for options in model.attention_options))
     needs = (device, model.dtype, shape.head_dim, features)
     prefill, why_prefill = resolve_attention(config.prefill_attention, *needs)
@@ -293,7 +293,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
 
 def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layout:
     group = common_pb2.KvGroup(
-        kind="attention",
+        kind="attention" if layout.parts == 2 else "latent",
         layers=layout.num_layers,
         bytes_per_token=layout.bytes_per_token_per_layer,
         dtype=str(layout.dtype).removeprefix("torch."),

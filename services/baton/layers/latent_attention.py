@@ -1,0 +1,142 @@
+"""Multi-head latent attention: DeepSeek-AI, DeepSeek-V2, arXiv:2405.04434.
+
+The KV of a token is one latent vector and one rotated key, which all heads share. Two forms give the same
+result. Plain: each head's keys and values are projected from the latents (`expand`). Absorbed: queries are
+projected to the latents instead (`absorb`), which then serve as keys and as values of all heads (`project`);
+that reads far less for a query that attends to many positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from baton.layers.attention import AttentionOptions, KvShape
+from baton.layers.forward_batch import ForwardBatch
+from baton.layers.norm import RmsNorm
+from baton.layers.parameters import Parameters
+from baton.layers.rope import Rope, apply_rope, half_split
+
+_NORM_EPS = 1e-6
+"""Of the latents' norms; config.json does not name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Sizes of one layer."""
+
+    heads: int
+    query_rank: int | None
+    """Of the queries' own latent; None: they have none."""
+    rank: int
+    """Of the latent of keys and values."""
+    plain: int
+    """Values of a head's query and key that are not rotated."""
+    rotated: int
+    """Those that are."""
+    value: int
+    """Of a head."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProjections:
+    """From latents to each head's keys and values."""
+
+    keys: torch.Tensor
+    """[heads, plain, rank]"""
+    values: torch.Tensor
+    """[heads, value, rank]"""
+
+    @property
+    def rank(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[1]
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """[tokens, heads, plain + rotated] -> [tokens, heads, rank + rotated]: the scores' other factors are
+        latents with rotated keys"""
+        plain = self.keys.shape[1]
+        return torch.cat((torch.einsum("thd,hdr->thr", q[..., :plain], self.keys), q[..., plain:]), -1)
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor:
+        """Weighted latents [tokens, heads, rank] -> [tokens, heads, value]"""
+        return torch.einsum("thr,hvr->thv", attended, self.values)
+
+    def expand(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents with rotated keys [tokens, rank + rotated] -> keys [tokens, heads, plain + rotated] and
+        values [tokens, heads, value]"""
+        heads, rank = self.keys.shape[0], self.rank
+        keys = torch.einsum("tr,hdr->thd", latents[:, :rank], self.keys)
+        rotated = latents[:, None, rank:].expand(-1, heads, -1)
+        return torch.cat((keys, rotated), -1), torch.einsum("tr,hvr->thv", latents[:, :rank], self.values)
+
+
+class LatentAttention:
+    """Projections to and from latents, rotation, attention over the paged pool, output projection."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        index: int,
+        hidden: int,
+        shape: LatentShape,
+        rope: Rope,
+        scale: float,
+        *,
+        bias: bool = False,
+        interleaved: bool = True,
+    ) -> None:
+        """`interleaved`: the checkpoint's rotation pairs neighbours."""
+        self.index, self.shape = index, shape
+        self.rope = rope
+        self.kv = KvShape(1, shape.rank + shape.rotated, 1)
+        size = shape.plain + shape.rotated
+        latent = shape.rank + shape.rotated
+        of_query = half_split(size, shape.plain) if interleaved else None
+        of_key = half_split(latent, shape.rank) if interleaved else None
+        down = {"kv_a_proj_with_mqa": latent}
+        conversions = {"kv_a_proj_with_mqa": of_key} if of_key else {}
+        self.query_norm: RmsNorm | None = None
+        if shape.query_rank is None:
+            down = {"q_proj": shape.heads * size, **down}
+            conversions |= {"q_proj": of_query} if of_query else {}
+        else:
+            down = {"q_a_proj": shape.query_rank, **down}
+            self.query_norm = RmsNorm(parameters, "q_a_layernorm", shape.query_rank, _NORM_EPS)
+            up = {"q_b_proj": of_query} if of_query else None
+            self.query_up = parameters.linear({"q_b_proj": shape.heads * size}, shape.query_rank, convert=up)
+        self.down = parameters.linear(down, hidden, bias, conversions)
+        self.latent_norm = RmsNorm(parameters, "kv_a_layernorm", shape.rank, _NORM_EPS)
+        up_projection = parameters.tensor(
+            "kv_b_proj.weight", shape.heads * (shape.plain + shape.value), shape.rank
+        ).view(shape.heads, -1, shape.rank)
+        self.options = AttentionOptions(
+            scale=scale,
+            latent=LatentProjections(up_projection[:, : shape.plain], up_projection[:, shape.plain :]),
+        )
+        self.output = parameters.linear({"o_proj": hidden}, shape.heads * shape.value, bias)
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        return self.output(self._attend(x, batch))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """residual + the same; `residual` may be overwritten."""
+        return self.output.add_to(residual, self._attend(x, batch))
+
+    def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        shape = self.shape
+        queries = shape.query_rank or shape.heads * (shape.plain + shape.rotated)
+        q, latents, key = torch.split(self.down(x), [queries, shape.rank, shape.rotated], -1)
+        if self.query_norm is not None:
+            q = self.query_up(self.query_norm(q))
+        q = q.reshape(x.shape[0], shape.heads, -1)
+        rotation = batch.rotation(self.rope)
+        q = torch.cat((q[..., : shape.plain], apply_rope(q[..., shape.plain :], *rotation)), -1)
+        key = apply_rope(key[:, None], *rotation)
+        latent = torch.cat((self.latent_norm(latents)[:, None], key), -1)
+        return batch.attend(self.index, q, latent, latent)
