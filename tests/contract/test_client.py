@@ -210,3 +210,23 @@ def test_importing_the_client_is_light():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+
+
+async def test_a_busy_gateway_may_take_seconds_to_accept_a_connection():
+    async with ScriptedDecode(saying([40])) as node, gateway(node) as rig:
+
+        async def accept(reader, writer):
+            await asyncio.sleep(2.5)
+            behind = await asyncio.open_connection(*rig.node.address.split(":"))
+            await asyncio.gather(_forward(reader, behind[1]), _forward(behind[0], writer))
+
+        async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            async with AsyncClient(f"{host}:{port}") as client:
+                assert (await client.generate(token_ids=[1, 2])).token_ids == [40]
+
+
+async def _forward(reader, writer):
+    while data := await reader.read(65536):
+        writer.write(data)
+    writer.close()

@@ -15,6 +15,8 @@ MAX_STREAMS = 1024
 MAX_METADATA_BYTES = 16 * 2**10
 KEEPALIVE_SECONDS = 10.0
 KEEPALIVE_TIMEOUT_SECONDS = 5.0
+CONNECT_SECONDS = 10.0
+"""Longest time of one attempt to connect."""
 HANDSHAKE_SECONDS = 20.0
 """Time for a new connection's handshake."""
 MAX_PING_STRIKES = 100
@@ -64,7 +66,8 @@ def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.enable_retries", 0),
         ("grpc.service_config_disable_resolution", 1),
         ("grpc.initial_reconnect_backoff_ms", 50),
-        ("grpc.min_reconnect_backoff_ms", 1000),
+        # Despite its name this is the time that an attempt may take, not a pause (subchannel.cc in gRPC).
+        ("grpc.min_reconnect_backoff_ms", int(CONNECT_SECONDS * 1000)),
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
 
