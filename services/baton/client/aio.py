@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import count
 from typing import Any, Unpack
 
 import grpc.aio
 
 from baton.client.access import Access
-from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model, rpc_error
-from baton.client.types import DEFAULT_ADDRESS, Completion, Delta, Message, Model, Options
+from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model
+from baton.client.types import DEFAULT_ADDRESS, Arguments, Completion, Delta, Model
 from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from baton.rpc.client_stream import ClientStream, retrieve
-from baton.rpc.errors import BatonError
+from baton.rpc.errors import BatonError, from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 Call = ClientStream[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
@@ -69,34 +69,20 @@ class AsyncClient:
         try:
             response = await self._stub.ListModels(inference_pb2.ListModelsRequest(), timeout=MODELS_SECONDS)
         except grpc.aio.AioRpcError as error:
-            raise rpc_error(error) from None
+            raise from_rpc_error(error) from None
         return [model(each) for each in response.models]
 
-    async def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: str | Sequence[Message] | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Completion:
+    async def generate(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Completion:
         """Answers one of prompt, messages (a str: one user message) and token_ids, as a whole.
 
         Cancelling the awaiting task cancels the request.
         """
-        async with self.stream(prompt, messages=messages, token_ids=token_ids, **options) as stream:
+        async with self.stream(prompt, **options) as stream:
             return await stream.completion()
 
-    def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: str | Sequence[Message] | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> AsyncStream:
+    def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> AsyncStream:
         """The same, piece by piece; begins with the first read. Closing it before its end cancels it."""
-        start = make_start("0", prompt, messages, token_ids, options)
+        start = make_start("0", prompt, options)
         call = self._generate(call_timeout(options))
 
         async def begin() -> None:
@@ -210,30 +196,16 @@ class AsyncSession:
         if under_way:
             await asyncio.wait(under_way, timeout=CLOSE_SECONDS)
 
-    async def send(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: str | Sequence[Message] | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Completion:
+    async def send(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Completion:
         """The next turn, as a whole."""
-        async with self.stream(prompt, messages=messages, token_ids=token_ids, **options) as stream:
+        async with self.stream(prompt, **options) as stream:
             return await stream.completion()
 
-    def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: str | Sequence[Message] | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> AsyncStream:
+    def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> AsyncStream:
         """The next turn, piece by piece. A turn that is closed before its end leaves no trace."""
         id = f"turn-{next(self._turns)}"
         collector = Collector(id, options.get("n") or 1)
-        start = make_start(id, prompt, messages, token_ids, options, session="session")
+        start = make_start(id, prompt, options, session="session")
 
         async def begin() -> None:
             collector.message = next(self._messages)

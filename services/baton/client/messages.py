@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import grpc
+from collections.abc import Iterable
+from dataclasses import fields
 
 from baton.client.types import (
+    Arguments,
     Choice,
     Completion,
     Delta,
@@ -19,7 +19,7 @@ from baton.client.types import (
     TokenLogprob,
     Usage,
 )
-from baton.rpc.errors import BatonError, from_rpc_error, from_status, internal, invalid
+from baton.rpc.errors import BatonError, from_status, internal, invalid
 from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
 
 _SAMPLING = {each.name for each in common_pb2.SamplingParams.DESCRIPTOR.fields}
@@ -33,19 +33,16 @@ TIMEOUT_MARGIN_SECONDS = 5.0
 
 
 def make_start(
-    id: str,
-    prompt: str | None,
-    messages: str | Sequence[Message] | None,
-    token_ids: Sequence[int] | None,
-    options: Options,
-    session: str = "",
+    id: str, prompt: str | None, options: Arguments, session: str = ""
 ) -> inference_pb2.GenerateRequest:
     """The first message of a request. Raises BatonError for what the contract cannot express."""
     start = inference_pb2.GenerateStart(id=id, session=session)
+    messages, token_ids = options.get("messages"), options.get("token_ids")
     if sum(each is not None for each in (prompt, messages, token_ids)) != 1:
         raise invalid("prompt", "give one of prompt, messages and token_ids")
     for name, value in options.items():
-        _set(start, name, value)
+        if name not in ("messages", "token_ids"):
+            _set(start, name, value)
     try:
         if prompt is not None:
             start.text = prompt
@@ -121,7 +118,8 @@ class Collector:
             return self._add_delta(event.delta)
         elif kind == "finished":
             self.ended = True
-            self.completion.usage = _usage(event.finished.usage)
+            usage = event.finished.usage
+            self.completion.usage = Usage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
             self.completion.stats = _stats(event.finished)
         elif kind == "failed":
             self.ended = True
@@ -152,24 +150,8 @@ class Collector:
         return delta
 
 
-def rpc_error(error: grpc.RpcError) -> BatonError:
-    """A failed call, of either kind of stub, as BatonError."""
-    return from_rpc_error(error)
-
-
 def model(info: node_pb2.ModelInfo) -> Model:
-    return Model(
-        name=info.name,
-        architecture=info.architecture,
-        context_length=info.context_length,
-        vocab_size=info.vocab_size,
-        parameters=info.parameters,
-        chat=info.chat,
-    )
-
-
-def _usage(usage: inference_pb2.Usage) -> Usage:
-    return Usage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
+    return Model(**{field.name: getattr(info, field.name) for field in fields(Model)})
 
 
 def _stats(finished: inference_pb2.Finished) -> Stats:

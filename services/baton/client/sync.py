@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
-from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 
 from baton.client.access import Access
-from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model, rpc_error
-from baton.client.types import DEFAULT_ADDRESS, Completion, Delta, Message, Model, Options
+from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model
+from baton.client.types import DEFAULT_ADDRESS, Arguments, Completion, Delta, Model
 from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, client_options
+from baton.rpc.errors import from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 MODELS_SECONDS = 10.0
@@ -61,30 +61,16 @@ class Client:
                 inference_pb2.ListModelsRequest(), timeout=MODELS_SECONDS, metadata=self._metadata
             )
         except grpc.RpcError as error:
-            raise rpc_error(error) from None
+            raise from_rpc_error(error) from None
         return [model(each) for each in response.models]
 
-    def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: str | Sequence[Message] | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Completion:
+    def generate(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Completion:
         """Answers one of prompt, messages (a str: one user message) and token_ids, as a whole."""
-        return self.stream(prompt, messages=messages, token_ids=token_ids, **options).completion()
+        return self.stream(prompt, **options).completion()
 
-    def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: str | Sequence[Message] | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Stream:
+    def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Stream:
         """The same, piece by piece. Closing the stream before its end cancels the request."""
-        start = make_start("0", prompt, messages, token_ids, options)
+        start = make_start("0", prompt, options)
         call = self._stub.Generate(iter([start]), timeout=call_timeout(options), metadata=self._metadata)
         return Stream(call, Collector("0", options.get("n") or 1), call.cancel)
 
@@ -109,9 +95,7 @@ class Stream(Iterator[Delta]):
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -125,7 +109,7 @@ class Stream(Iterator[Delta]):
                 raise self._collector.lost() from None
             except grpc.RpcError as error:
                 self._collector.ended = True
-                raise rpc_error(error) from None
+                raise from_rpc_error(error) from None
             delta = self._collector.add(event)
             if delta is not None:
                 return delta
@@ -173,28 +157,14 @@ class Session:
         self._outgoing.put(None)
         self._call.cancel()
 
-    def send(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: str | Sequence[Message] | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Completion:
+    def send(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Completion:
         """The next turn, as a whole."""
-        return self.stream(prompt, messages=messages, token_ids=token_ids, **options).completion()
+        return self.stream(prompt, **options).completion()
 
-    def stream(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: str | Sequence[Message] | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[Options],
-    ) -> Stream:
+    def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Stream:
         """The next turn, piece by piece. A turn that is closed before its end leaves no trace."""
         id = f"turn-{next(self._turns)}"
-        number = self._put(make_start(id, prompt, messages, token_ids, options, session="session"))
+        number = self._put(make_start(id, prompt, options, session="session"))
         collector = Collector(id, options.get("n") or 1, number)
         return Stream(self._call, collector, lambda: self._put(make_cancel(id)))
 

@@ -50,6 +50,14 @@ class Options(TypedDict, total=False):
     same."""
 
 
+class Arguments(Options, total=False):
+    """Arguments of a request. Its prompt is a text, or one of these."""
+
+    messages: str | Sequence[Message] | None
+    """A chat; a str: one user message."""
+    token_ids: Sequence[int] | None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     token_id: int

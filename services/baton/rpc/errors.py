@@ -122,8 +122,8 @@ def from_status(status: status_pb2.Status) -> BatonError:
     return error
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> BatonError:
-    """The error of a failed call, from its trailing Status if there is one."""
+def from_rpc_error(error: grpc.RpcError) -> BatonError:
+    """The error of a failed call of either kind of stub, from its trailing Status if there is one."""
     try:
         status = rpc_status.from_call(error)
     except ValueError:  # the Status contradicts the call's own code
