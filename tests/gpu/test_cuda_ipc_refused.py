@@ -11,7 +11,7 @@ import torch
 from owners import local_pool, owning
 from pool_owner import page_content
 
-from baton.transport import EndpointRefused, HostPages, Refusal
+from baton.transport import EndpointRefused, HostPages
 from baton.transport.cuda_ipc import CudaIpcReceiver
 from baton.v1 import common_pb2 as pb
 
@@ -28,15 +28,15 @@ def directory():
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"boot_id": "another"}, Refusal.OTHER_HOST),
-        ({"boot_id": ""}, Refusal.OTHER_HOST),
-        ({"page_bytes": 2 * MB}, Refusal.PAGE_BYTES),
-        ({"pid": os.getpid()}, Refusal.SAME_PROCESS),
-        ({"pid": os.getpid(), "pid_namespace": "pid:[1]"}, Refusal.SAME_PID),
-        ({"handle": b"short"}, Refusal.NOT_MAPPED),
-        ({"num_pages": 10 * PAGES}, Refusal.NOT_MAPPED),
-        ({"offset": 2**40}, Refusal.NOT_MAPPED),
-        ({"handle": bytes(64)}, Refusal.NOT_MAPPED),
+        ({"boot_id": "another"}, "another host"),
+        ({"boot_id": ""}, "another host"),
+        ({"page_bytes": 2 * MB}, "the peer's pages have"),
+        ({"pid": os.getpid()}, "this very process"),
+        ({"pid": os.getpid(), "pid_namespace": "pid:[1]"}, "in another PID namespace"),
+        ({"handle": b"short"}, "cannot be mapped"),
+        ({"num_pages": 10 * PAGES}, "cannot be mapped"),
+        ({"offset": 2**40}, "cannot be mapped"),
+        ({"handle": bytes(64)}, "cannot be mapped"),
     ],
 )
 async def test_what_cannot_be_opened_is_refused(directory, changes, refusal):
@@ -47,7 +47,7 @@ async def test_what_cannot_be_opened_is_refused(directory, changes, refusal):
         pool = local_pool(PAGES, MB)
         with pytest.raises(EndpointRefused) as caught:
             await CudaIpcReceiver.open(endpoint, pool)
-        assert caught.value.refusal is refusal
+        assert refusal in str(caught.value)
         assert "\n" not in str(caught.value)
         print(caught.value)
         # A refused call leaves no error behind that the next one would report.
@@ -61,7 +61,7 @@ async def test_what_cannot_be_opened_is_refused(directory, changes, refusal):
 async def test_a_pool_on_the_host_is_refused(directory):
     with owning(directory, PAGES, MB) as owner, pytest.raises(EndpointRefused) as caught:
         await CudaIpcReceiver.open(owner.endpoint, HostPages(memoryview(bytearray(4 * MB)), MB))
-    assert caught.value.refusal is Refusal.HOST_POOL
+    assert "is not on a GPU" in str(caught.value)
 
 
 async def test_generations_of_another_container_cannot_be_seen(directory):

@@ -26,7 +26,7 @@ async def test_a_rehearsal_that_fails_ends_neither_pull_nor_thread():
     await asyncio.wait_for(waiting, 5)
     await asyncio.wait_for(thread.run(lambda stop: order.append(2)), 5)
     assert order == [1, 2]
-    await thread.settle()
+    await thread.drain()
     thread.close()
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from segment_owner import page_content
 
-from baton.transport import EndpointRefused, HostPages, Refusal, TransportError, offered, open_receiver
+from baton.transport import EndpointRefused, HostPages, TransportError, offered, open_receiver
 from baton.transport import nixl as transport
 from baton.transport.nixl import NixlReceiver
 from baton.v1 import common_pb2 as pb
@@ -124,12 +124,12 @@ async def test_pages_out_of_range_and_other_pools_are_refused(owner: Owner) -> N
             await receiver.pull([(0, 0), pair])
     assert local == pool()
     await receiver.close()
-    changes: list[tuple[dict[str, object], Refusal]] = [
-        ({"page_bytes": 4096}, Refusal.PAGE_BYTES),
-        ({"memory": "VRAM"}, Refusal.HOST_POOL),
-        ({"metadata": b"nothing"}, Refusal.NOT_REACHED),
-        ({"agent": "another"}, Refusal.NOT_REACHED),
-        ({"address": 4096}, Refusal.NOT_REACHED),
+    changes: list[tuple[dict[str, object], str]] = [
+        ({"page_bytes": 4096}, "the peer's pages have"),
+        ({"memory": "VRAM"}, "ours in DRAM"),
+        ({"metadata": b"nothing"}, "the peer's agent cannot be reached"),
+        ({"agent": "another"}, "the metadata are of agent"),
+        ({"address": 4096}, "the peer's memory cannot be read"),
     ]
     for change, refusal in changes:
         endpoint = pb.NixlEndpoint()
@@ -138,7 +138,7 @@ async def test_pages_out_of_range_and_other_pools_are_refused(owner: Owner) -> N
             setattr(endpoint, name, value)
         with pytest.raises(EndpointRefused) as refused:
             await NixlReceiver.open(endpoint, host(local))
-        assert refused.value.refusal is refusal, change
+        assert refusal in str(refused.value), change
 
 
 async def test_an_owner_killed_in_mid_pull_and_its_successor(owner: Owner) -> None:

@@ -283,10 +283,10 @@ def test_a_read_only_local_pool_is_refused(owner: Owner) -> None:
 class Slow(ShmReceiver):
     """Stops inside the copy until the test says go on, then copies."""
 
-    def _copy(self, source, target, stop) -> None:  # type: ignore[no-untyped-def, override]
+    def _copy(self, pairs, stop) -> None:  # type: ignore[no-untyped-def, override]
         self.entered.set()
         assert self.go_on.wait(30)
-        super()._copy(source, target, stop)
+        super()._copy(pairs, stop)
         self.left.set()
 
 

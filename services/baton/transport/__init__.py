@@ -3,7 +3,7 @@
 `cuda_copy`), `nixl` and `grpc` are the transports. A pool's bytes are a page store: on the host (`base`) or
 on a GPU (`cuda_pages`). A transport knows nothing of requests or leases."""
 
-from baton.transport.base import EndpointRefused, HostPages, PageStore, Receiver, Refusal, TransportError
+from baton.transport.base import EndpointRefused, HostPages, PageStore, Receiver, TransportError
 from baton.transport.registry import Opened, check_kinds, offered, open_receiver, share_gpu
 from baton.transport.shm import Segment, SegmentError, reap_orphans
 
@@ -13,7 +13,6 @@ __all__ = [
     "Opened",
     "PageStore",
     "Receiver",
-    "Refusal",
     "Segment",
     "SegmentError",
     "TransportError",

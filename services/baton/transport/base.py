@@ -6,7 +6,6 @@ Also what transports share: a pool on the host, the check of page ids, waiting f
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -19,27 +18,8 @@ class TransportError(Exception):
     any more once the call that raised this has returned."""
 
 
-class Refusal(enum.Enum):
-    """Why an endpoint cannot be opened from here."""
-
-    NO_CUDA = "no CUDA here"
-    HOST_POOL = "the local pool is not on a GPU"
-    GPU_POOL = "the local pool is on a GPU"
-    OTHER_HOST = "the peer is on another host"
-    SAME_PROCESS = "the peer is this process"
-    SAME_PID = "the peer has our process id in another PID namespace"
-    PAGE_BYTES = "the peer's pages have another size"
-    NO_NIXL = "nixl is not here"
-    NOT_REACHED = "the peer's agent cannot be reached"
-    NOT_MAPPED = "the peer's memory cannot be mapped"
-
-
 class EndpointRefused(TransportError):
     """The endpoint is not for us; another one of the same peer may be."""
-
-    def __init__(self, refusal: Refusal, message: str) -> None:
-        super().__init__(message)
-        self.refusal = refusal
 
 
 class PageReader(Protocol):
@@ -95,10 +75,8 @@ class Receiver(Protocol):
     kind: str
     """"shm", "grpc", ...; reported in statistics."""
 
-    @property
-    def sees_steps(self) -> bool:
-        """Whether it sees which of the peer's steps have retired, so that a pull can wait for one."""
-        ...
+    sees_steps: bool
+    """Whether it sees which of the peer's steps have retired, so that a pull can wait for one."""
 
     async def pull(
         self,
@@ -176,6 +154,12 @@ def check_pairs(pairs: Sequence[tuple[int, int]], peer_pages: int, local_pages: 
             raise TransportError(f"page {source} is not one of the peer's {peer_pages}")
         if not 0 <= target < local_pages:
             raise TransportError(f"page {target} is not one of the local pool's {local_pages}")
+
+
+def check_page_bytes(peer: int, local: PageStore) -> None:
+    """Raises EndpointRefused for a peer whose pages have another size."""
+    if peer != local.page_bytes:
+        raise EndpointRefused(f"the peer's pages have {peer} bytes, not {local.page_bytes}")
 
 
 def check_step(step: int, receiver: Receiver) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from baton.transport.base import EndpointRefused, Refusal, TransportError
+from baton.transport.base import EndpointRefused, TransportError
 
 HANDLE_BYTES = 64
 Pointer = int
@@ -35,7 +35,7 @@ def _bindings() -> tuple[Any, Any]:
         from cuda.bindings import driver, runtime
     except ImportError as error:
         text = f"cuda-bindings cannot be imported ({error}); install it: pip install cuda-bindings"
-        raise EndpointRefused(Refusal.NO_CUDA, text) from error
+        raise EndpointRefused(text) from error
     return runtime, driver
 
 

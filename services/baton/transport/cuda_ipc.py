@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -13,16 +11,13 @@ from baton.transport import cuda
 from baton.transport.base import (
     EndpointRefused,
     PageStore,
-    Refusal,
     TransportError,
-    check_pairs,
-    check_step,
+    check_page_bytes,
     runs_of,
-    unheard,
 )
 from baton.transport.cuda_copy import CopyStrategy, PageCopier, choose_copy_strategy, kernel_available
 from baton.transport.cuda_pages import CudaPages
-from baton.transport.pull_thread import PullThread
+from baton.transport.pull_thread import ThreadReceiver
 from baton.transport.shm import MappedSegment, Segment, boot_id, pid_namespace, segment_endpoint
 from baton.v1 import common_pb2 as pb
 
@@ -49,27 +44,24 @@ def check_endpoint(endpoint: pb.CudaIpcEndpoint, local: PageStore) -> CudaPages:
     """The local pool, if the endpoint may be opened into it. Raises EndpointRefused."""
     problem = cuda.problem()
     if problem is not None:
-        raise EndpointRefused(Refusal.NO_CUDA, problem)
+        raise EndpointRefused(problem)
     if not isinstance(local, CudaPages):
-        raise EndpointRefused(Refusal.HOST_POOL, "the local pool is not on a GPU")
+        raise EndpointRefused("the local pool is not on a GPU")
     if not endpoint.boot_id or endpoint.boot_id != boot_id():
-        raise EndpointRefused(Refusal.OTHER_HOST, "the peer's GPU is on another host")
+        raise EndpointRefused("the peer's GPU is on another host")
     if endpoint.pid == os.getpid():
         if endpoint.pid_namespace == pid_namespace():
-            raise EndpointRefused(Refusal.SAME_PROCESS, "the peer's pool is in this very process")
+            raise EndpointRefused("the peer's pool is in this very process")
         raise EndpointRefused(
-            Refusal.SAME_PID,
             f"the peer has process id {endpoint.pid}, as we have, in another PID namespace, which "
             "CUDA cannot tell apart; let the containers share the namespace, or make the ids differ",
         )
-    if endpoint.page_bytes != local.page_bytes:
-        text = f"the peer's pages have {endpoint.page_bytes} bytes, not {local.page_bytes}"
-        raise EndpointRefused(Refusal.PAGE_BYTES, text)
+    check_page_bytes(endpoint.page_bytes, local)
     return local
 
 
-class CudaIpcReceiver:
-    """One pull runs at a time, in a thread of the receiver's own; others wait their turn.
+class CudaIpcReceiver(ThreadReceiver):
+    """Maps the owner's pool into this process.
 
     Pulls have a stream of their own, which nothing on the device orders with steps. The hosts do: a pull
     begins after the owner's host has seen the step that wrote its pages retire; a page here is pulled into
@@ -85,84 +77,38 @@ class CudaIpcReceiver:
     def __init__(self, endpoint: pb.CudaIpcEndpoint, local: CudaPages, busy: Callable[[], bool]) -> None:
         """Use `open`."""
         self._endpoint = endpoint
-        self._local = local
+        self._pool = local
         self._busy = busy
         self._same_gpu = endpoint.device_uuid == cuda.uuid_of(local.device)
-        self._generations = _generations(endpoint)
-        retired = self._generations.retired if self._generations is not None else lambda: 0
-        self._thread = PullThread("baton-cuda-ipc", retired)
+        self._generations = seen = _generations(endpoint)
         self._base: cuda.Pointer | None = None
         self._copier: PageCopier | None = None
         self._kernel = False
-        self._closing: asyncio.Task[None] | None = None
+        retired = seen.retired if seen is not None and seen.sees_steps else None
+        super().__init__(local, endpoint.num_pages, retired)
 
     @classmethod
     async def open(
         cls, endpoint: pb.CudaIpcEndpoint, local: PageStore, busy: Callable[[], bool] = lambda: False
     ) -> Self:
         """`busy`: whether decode steps run on this GPU; called in another thread. Raises EndpointRefused."""
-        self = cls(endpoint, check_endpoint(endpoint, local), busy)
-        try:
-            await self._thread.run(lambda stop: self._map())
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, TransportError | RuntimeError):
-                text = f"the peer's GPU memory cannot be mapped: {cuda.one_line(error)}"
-                raise EndpointRefused(Refusal.NOT_MAPPED, text) from error
-            raise
-        return self
-
-    @property
-    def sees_steps(self) -> bool:
-        return self._generations is not None and self._generations.sees_steps
-
-    async def pull(
-        self,
-        pairs: Sequence[tuple[int, int]],
-        step: int = 0,
-        copied: Callable[[float], None] = unheard,
-    ) -> None:
-        self._require_open()
-        check_pairs(pairs, self._endpoint.num_pages, self._local.num_pages)
-        check_step(step, self)
-        wanted = list(pairs)
-
-        def work(stop: threading.Event) -> None:
-            began = time.monotonic()
-            self._copy(wanted, stop)
-            if not stop.is_set():
-                copied(time.monotonic() - began)
-
-        await self._thread.run(work, step, self._rehearse)
+        return await cls(endpoint, check_endpoint(endpoint, local), busy)._connected()
 
     def generations(self, pages: Sequence[int]) -> list[int] | None:
         """Raises TransportError for a page that is out of range, and after `close`."""
         self._require_open()
         return self._generations.generations(pages) if self._generations is not None else None
 
-    async def close(self) -> None:
-        """Raises TransportError when the memory cannot be unmapped."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        await self._thread.settle()
-        try:
-            await self._thread.run(lambda stop: self._unmap())
-        finally:
-            self._thread.close()
-            if self._generations is not None:
-                self._generations.close()
-
-    def _require_open(self) -> None:
-        if self._closing is not None:
-            raise TransportError("the receiver is closed")
-
     # --- in the receiver's thread -----------------------------------------------------------------------
 
+    def _connect(self) -> None:
+        try:
+            self._map()
+        except (TransportError, RuntimeError) as error:
+            raise TransportError(f"the peer's GPU memory cannot be mapped: {cuda.one_line(error)}") from error
+
     def _map(self) -> None:
-        cuda.use(self._local.device)
+        cuda.use(self._pool.device)
         endpoint = self._endpoint
         self._base = cuda.open_memory(endpoint.handle)
         # An address outside would not fail one copy: it would end all work of this process on the GPU.
@@ -170,7 +116,7 @@ class CudaIpcReceiver:
         if (there := cuda.mapped_bytes(self._base)) < needed:
             raise TransportError(f"the allocation has {there} bytes, the peer's pages end at {needed}")
         peer = self._base + endpoint.offset
-        self._copier = PageCopier(self._local.pool, peer, endpoint.num_pages)
+        self._copier = PageCopier(self._pool.pool, peer, endpoint.num_pages)
         self._kernel = kernel_available()
 
     def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
@@ -186,13 +132,17 @@ class CudaIpcReceiver:
         if self.strategy is not None:
             return self.strategy
         runs = sum(1 for _ in runs_of(pairs))
-        return choose_copy_strategy(len(pairs), runs, self._local.page_bytes, self._busy(), self._kernel)
+        return choose_copy_strategy(len(pairs), runs, self._pool.page_bytes, self._busy(), self._kernel)
 
-    def _unmap(self) -> None:
+    def _disconnect(self) -> None:
         self._copier = None
         base, self._base = self._base, None
-        if base is not None:
-            cuda.close_memory(base)
+        try:
+            if base is not None:
+                cuda.close_memory(base)
+        finally:
+            if self._generations is not None:
+                self._generations.close()
 
 
 def _generations(endpoint: pb.CudaIpcEndpoint) -> MappedSegment | None:

@@ -7,12 +7,10 @@ thread's pause at 0, which keeps a thread of an idle worker polling.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -21,14 +19,11 @@ from baton.transport.base import (
     EndpointRefused,
     HostPages,
     PageStore,
-    Refusal,
     TransportError,
-    check_pairs,
-    check_step,
+    check_page_bytes,
     runs_of,
-    unheard,
-    until_done,
 )
+from baton.transport.pull_thread import ThreadReceiver
 from baton.v1 import common_pb2 as pb
 
 PROGRESS_MICROSECONDS = 10_000
@@ -54,11 +49,11 @@ def bindings() -> Any:
         from nixl import _bindings
     except ModuleNotFoundError as error:
         if error.name != "nixl":
-            raise EndpointRefused(Refusal.NO_NIXL, f"nixl cannot be imported: {error}") from error
+            raise EndpointRefused(f"nixl cannot be imported: {error}") from error
         text = "nixl is not installed: pip install 'baton-serve[nixl]'"
-        raise EndpointRefused(Refusal.NO_NIXL, text) from error
+        raise EndpointRefused(text) from error
     except (ImportError, OSError) as error:
-        raise EndpointRefused(Refusal.NO_NIXL, f"nixl cannot be imported: {error}") from error
+        raise EndpointRefused(f"nixl cannot be imported: {error}") from error
     return _bindings
 
 
@@ -200,8 +195,8 @@ class NixlOwner:
         self._agent.close()
 
 
-class NixlReceiver:
-    """One pull runs at a time, in a thread of the receiver's own; others wait their turn.
+class NixlReceiver(ThreadReceiver):
+    """Reads the owner's pool by an agent of its own.
 
     A read that was started cannot be taken back: NIXL reports a released one as over while its bytes still
     come. So a read that fails, or takes too long, costs the agent: with it goes the connection, and with that
@@ -209,89 +204,34 @@ class NixlReceiver:
     """
 
     kind = "nixl"
-    sees_steps = False
+    stops_at_close = True
 
     def __init__(self, endpoint: pb.NixlEndpoint, local: PageStore, stall_seconds: float) -> None:
         """Use `open`."""
         memory = memory_of(local)
         if endpoint.memory != memory.kind:
-            refusal = Refusal.HOST_POOL if memory.kind == "DRAM" else Refusal.GPU_POOL
             text = f"the peer's pool lies in {endpoint.memory or 'nothing'}, ours in {memory.kind}"
-            raise EndpointRefused(refusal, text)
-        if endpoint.page_bytes != local.page_bytes:
-            text = f"the peer's pages have {endpoint.page_bytes} bytes, not {local.page_bytes}"
-            raise EndpointRefused(Refusal.PAGE_BYTES, text)
+            raise EndpointRefused(text)
+        check_page_bytes(endpoint.page_bytes, local)
         self._endpoint = endpoint
-        self._local = local
         self._memory = memory
         self._stall_seconds = stall_seconds
         self._batch = max(1, BATCH_BYTES // local.page_bytes)
         self._scratch = scratch(local)
         self._probe = memory_of(self._scratch)
         self._agent: Agent | None = None
-        self._executor = ThreadPoolExecutor(1, "baton-nixl")
-        self._running: dict[asyncio.Future[None], threading.Event] = {}
-        self._closing: asyncio.Task[None] | None = None
+        super().__init__(local, endpoint.num_pages)
 
     @classmethod
     async def open(
         cls, endpoint: pb.NixlEndpoint, local: PageStore, stall_seconds: float = STALL_SECONDS
     ) -> Self:
         """Reads a few bytes, to see that the peer can be reached. Raises EndpointRefused."""
-        self = cls(endpoint, local, stall_seconds)
-        connecting = asyncio.get_running_loop().run_in_executor(self._executor, self._connect)
-        try:
-            await until_done([connecting])
-            connecting.result()
-        except BaseException as error:
-            await self.close()
-            if isinstance(error, TransportError) and not isinstance(error, EndpointRefused):
-                raise EndpointRefused(Refusal.NOT_REACHED, str(error)) from error
-            raise
-        return self
-
-    async def pull(
-        self,
-        pairs: Sequence[tuple[int, int]],
-        step: int = 0,
-        copied: Callable[[float], None] = unheard,
-    ) -> None:
-        if self._closing is not None:
-            raise TransportError("the receiver is closed")
-        check_pairs(pairs, self._endpoint.num_pages, self._local.num_pages)
-        check_step(step, self)
-        began = time.monotonic()
-        stop = threading.Event()
-        copy = asyncio.get_running_loop().run_in_executor(self._executor, self._copy, list(pairs), stop)
-        self._running[copy] = stop
-        copy.add_done_callback(self._ended)
-        await until_done([copy], stop.set)
-        copy.result()
-        copied(time.monotonic() - began)
-
-    def generations(self, pages: Sequence[int]) -> None:
-        """The owner's generations cannot be read over this transport."""
-
-    async def close(self) -> None:
-        """Fails the pulls that run, after `STOP_SECONDS` at most."""
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        for stop in self._running.values():
-            stop.set()
-        await until_done(list(self._running))
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._disconnect)
-        self._executor.shutdown()
-
-    def _ended(self, copy: asyncio.Future[None]) -> None:
-        del self._running[copy]
-        copy.exception()  # Retrieved also if the pull was cancelled, so that asyncio logs nothing.
+        return await cls(endpoint, local, stall_seconds)._connected()
 
     # --- in the receiver's thread -----------------------------------------------------------------------
 
-    def _connect(self) -> Agent:
+    def _connect(self) -> None:
         agent = Agent(self._memory, progress=False)
         try:
             name = agent.connect(self._endpoint.metadata)
@@ -305,16 +245,17 @@ class NixlReceiver:
             agent.close()
             raise
         self._agent = agent
-        return agent
 
     def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
         try:
             for begin in range(0, len(pairs), self._batch):
                 if stop.is_set():
                     raise TransportError("the pull was stopped")
-                agent = self._agent or self._connect()
+                if self._agent is None:
+                    self._connect()
+                assert self._agent is not None
                 here, there = self._ranges(pairs[begin : begin + self._batch])
-                self._read(agent, here, there, self._stall_seconds, stop)
+                self._read(self._agent, here, there, self._stall_seconds, stop)
         except BaseException:
             self._disconnect()
             raise

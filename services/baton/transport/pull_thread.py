@@ -1,4 +1,4 @@
-"""The thread in which a receiver copies. Pulls wait there for earlier pulls and for the owner's step."""
+"""Receivers that copy in a thread of their own. Pulls wait there for earlier ones and for their step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import contextlib
 import heapq
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Self
 
-from baton.transport.base import TransportError, nothing, until_done
+from baton.transport.base import (
+    EndpointRefused,
+    PageStore,
+    TransportError,
+    check_pairs,
+    check_step,
+    nothing,
+    unheard,
+    until_done,
+)
 
 LEAST_POLL_SECONDS = 1e-4
 MOST_POLL_SECONDS = 1e-3
@@ -66,7 +76,7 @@ class PullThread:
         step; its errors are ignored.
 
         A cancellation ends the wait, or the work early; either way it is passed on once the work does not run
-        any more. Raises TransportError where `settle` came before its turn.
+        any more. Raises TransportError where `drain` came before its turn.
         """
         with self._changed:
             self._serial += 1
@@ -81,11 +91,13 @@ class PullThread:
             raise TransportError("the receiver was closed before the pages were there")
         ended.result()
 
-    async def settle(self) -> None:
-        """Ends waiting pulls and waits for the running one."""
+    async def drain(self, stop: bool = False) -> None:
+        """Ends waiting pulls and waits for the running one. stop: ends that one early too."""
         running = dict(self._running)
         for job in running.values():
             job.ended.cancel()
+            if stop:
+                job.stop.set()
         await until_done(list(running))
 
     def close(self) -> None:
@@ -147,3 +159,85 @@ class PullThread:
                 with contextlib.suppress(Exception):  # the pull itself will fail likewise
                     first.rehearse()
             time.sleep(min(max(POLL_SHARE * (now - since), LEAST_POLL_SECONDS), MOST_POLL_SECONDS))
+
+
+class ThreadReceiver:
+    """A Receiver whose pulls run one at a time in a thread of its own; others wait their turn."""
+
+    kind = ""
+    stops_at_close = False
+    """Whether `close` ends the running pull early."""
+
+    def __init__(self, local: PageStore, peer_pages: int, retired: Callable[[], int] | None = None) -> None:
+        """retired: the number of the owner's last retired step; None: it cannot be seen."""
+        self.sees_steps = retired is not None
+        self._local = local
+        self._peer_pages = peer_pages
+        self._thread = PullThread(f"baton-{self.kind}", retired or (lambda: 0))
+        self._closing: asyncio.Task[None] | None = None
+
+    async def pull(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        step: int = 0,
+        copied: Callable[[float], None] = unheard,
+    ) -> None:
+        self._require_open()
+        check_pairs(pairs, self._peer_pages, self._local.num_pages)
+        check_step(step, self)
+        wanted = list(pairs)
+
+        def work(stop: threading.Event) -> None:
+            began = time.monotonic()
+            self._copy(wanted, stop)
+            if not stop.is_set():
+                copied(time.monotonic() - began)
+
+        await self._thread.run(work, step, self._rehearse)
+
+    def generations(self, pages: Sequence[int]) -> list[int] | None:
+        """None: the owner's generations cannot be read over this transport."""
+        return None
+
+    async def close(self) -> None:
+        """Raises TransportError when the memory cannot be unmapped."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _connected(self) -> Self:
+        """Runs `_connect` in the thread. Raises EndpointRefused, and closes, if that fails."""
+        try:
+            await self._thread.run(lambda stop: self._connect())
+        except BaseException as error:
+            await self.close()
+            if isinstance(error, TransportError) and not isinstance(error, EndpointRefused):
+                raise EndpointRefused(str(error)) from error
+            raise
+        return self
+
+    async def _close(self) -> None:
+        await self._thread.drain(stop=self.stops_at_close)
+        try:
+            await self._thread.run(lambda stop: self._disconnect())
+        finally:
+            self._thread.close()
+
+    def _require_open(self) -> None:
+        if self._closing is not None:
+            raise TransportError("the receiver is closed")
+
+    # --- in the receiver's thread -----------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        """Maps or connects. Raises TransportError."""
+
+    def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
+        """Copies pages (peer's, local). May return early once `stop` is set."""
+        raise NotImplementedError
+
+    def _rehearse(self) -> None:
+        """Called periodically while a pull waits for a step."""
+
+    def _disconnect(self) -> None:
+        """Unmaps or disconnects. Raises TransportError."""

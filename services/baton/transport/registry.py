@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.rpc.channel import Dial, open_channel
-from baton.transport.base import EndpointRefused, PageStore, Receiver, Refusal, TransportError
+from baton.transport.base import PageStore, Receiver, TransportError, check_page_bytes
 from baton.transport.grpc import GrpcReceiver
 from baton.transport.shm import Segment, ShmReceiver, segment_endpoint
 from baton.v1 import common_pb2 as pb
@@ -116,7 +116,5 @@ async def _open(
     address = grpc.address or peer_address
     if not address:
         raise TransportError("the peer names no address")
-    if grpc.page_bytes != local.page_bytes:
-        text = f"the peer's pages have {grpc.page_bytes} bytes, not {local.page_bytes}"
-        raise EndpointRefused(Refusal.PAGE_BYTES, text)
+    check_page_bytes(grpc.page_bytes, local)
     return GrpcReceiver(address, local, grpc.num_pages, dial=dial)

@@ -20,24 +20,21 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.transport.base import (
     EndpointRefused,
     HostPages,
     PageStore,
-    Refusal,
     TransportError,
+    check_page_bytes,
     check_pairs,
-    check_step,
-    unheard,
 )
-from baton.transport.pull_thread import PullThread
+from baton.transport.pull_thread import ThreadReceiver
 from baton.v1 import common_pb2 as pb
 
 DIRECTORY = Path("/dev/shm")
@@ -275,7 +272,7 @@ class MappedSegment:
         """Raises TransportError when the segment cannot be opened or is not the endpoint's."""
         if not endpoint.host_id or endpoint.host_id != host_id():
             text = "the peer's shared memory is on another host or in another container"
-            raise EndpointRefused(Refusal.OTHER_HOST, text)
+            raise EndpointRefused(text)
         self._map, header = _open(endpoint)
         self.num_pages = header.num_pages
         self.pages = np.frombuffer(
@@ -327,10 +324,8 @@ BATCH_BYTES = 2**20
 """Small pages are copied in batches of this size: every copy releases the interpreter lock, and may wait 5
 ms to get it back."""
 
-Indexes = npt.NDArray[np.intp]
 
-
-class ShmReceiver:
+class ShmReceiver(ThreadReceiver):
     """The mapping outlives the peer and lasts until `close`."""
 
     kind = "shm"
@@ -339,61 +334,29 @@ class ShmReceiver:
         """`local`: a pool on the host. Raises TransportError when the segment cannot be opened or is not the
         endpoint's."""
         if not isinstance(local, HostPages):
-            raise EndpointRefused(Refusal.GPU_POOL, "the local pool is on a GPU")
-        if endpoint.page_bytes != local.page_bytes:
-            text = f"the peer's pages have {endpoint.page_bytes} bytes, not {local.page_bytes}"
-            raise EndpointRefused(Refusal.PAGE_BYTES, text)
-        self._local = local.rows()
+            raise EndpointRefused("the local pool is on a GPU")
+        check_page_bytes(endpoint.page_bytes, local)
+        self._rows = local.rows()
         self._peer = MappedSegment(endpoint)
         self._batch = max(1, BATCH_BYTES // local.page_bytes)
-        self._thread = PullThread("baton-shm", self._peer.retired)
-        self._closed = False
-
-    @property
-    def sees_steps(self) -> bool:
-        return self._peer.sees_steps
-
-    async def pull(
-        self,
-        pairs: Sequence[tuple[int, int]],
-        step: int = 0,
-        copied: Callable[[float], None] = unheard,
-    ) -> None:
-        self._require_open()
-        check_pairs(pairs, self._peer.num_pages, len(self._local))
-        check_step(step, self)
-        index = np.array(pairs, dtype=np.intp).reshape(-1, 2)
-
-        def work(stop: threading.Event) -> None:
-            began = time.monotonic()
-            self._copy(index[:, 0], index[:, 1], stop)
-            if not stop.is_set():
-                copied(time.monotonic() - began)
-
-        await self._thread.run(work, step)
+        retired = self._peer.retired if self._peer.sees_steps else None
+        super().__init__(local, self._peer.num_pages, retired)
 
     def generations(self, pages: Sequence[int]) -> list[int]:
         """Raises TransportError for a page that is out of range, and after `close`."""
         self._require_open()
         return self._peer.generations(pages)
 
-    async def close(self) -> None:
-        self._closed = True
-        await self._thread.settle()
-        self._thread.close()
-        self._peer.close()
-
-    def _copy(self, source: Indexes, target: Indexes, stop: threading.Event) -> None:
-        peer = self._peer.pages
+    def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
+        source, target = np.array(pairs, dtype=np.intp).reshape(-1, 2).T
         for begin in range(0, len(source), self._batch):
             if stop.is_set():
                 return
-            if self._batch == 1:
-                self._local[target[begin]] = peer[source[begin]]
+            if self._batch == 1:  # without the copy between that an index of several pages makes
+                self._rows[target[begin]] = self._peer.pages[source[begin]]
             else:
                 part = slice(begin, begin + self._batch)
-                self._local[target[part]] = peer[source[part]]
+                self._rows[target[part]] = self._peer.pages[source[part]]
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise TransportError("the receiver is closed")
+    def _disconnect(self) -> None:
+        self._peer.close()
