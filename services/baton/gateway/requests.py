@@ -14,11 +14,10 @@ from baton.gateway.authentication import ApiKey
 from baton.gateway.backpressure import SlowReader
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.gateway import Gateway
-from baton.gateway.messages import RequestOptions, decode_start, finished, new_log
 from baton.gateway.metrics import EndedRequest, RequestTimer
 from baton.gateway.prompts import Prompt, Session, encode_prompt
 from baton.gateway.routing import RequestRouting
-from baton.gateway.token_log import fill_token_bytes
+from baton.gateway.token_log import TokenLog, fill_token_bytes
 from baton.rpc.errors import (
     BatonError,
     cancelled,
@@ -28,6 +27,7 @@ from baton.rpc.errors import (
     without_frames,
 )
 from baton.rpc.logs import get_logger
+from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, decode_pb2, inference_pb2
 
@@ -36,7 +36,7 @@ _log = get_logger()
 
 class Request:
     """Runs on the event loop. In every case `log` gets exactly one terminal event, and at that moment the
-    request releases what it holds at other nodes (`_settle`).
+    request releases what it holds at other nodes (`_release`).
 
     on_change: called when `log.take()` has something new; the client's writer takes it when it can.
     """
@@ -50,16 +50,19 @@ class Request:
     ) -> None:
         self.api_key = api_key
         self.number = gateway.next_number()
-        self.log = new_log(start)
+        self.log = _new_log(start)
         self.name = f"{gateway.incarnation:016x}-{self.number}"
         self._gateway = gateway
         self._start: inference_pb2.GenerateStart | None = start
         """None once the prompt is encoded or refused: it may be large, and the client slow."""
-        self._options = RequestOptions()
+        self._template = decode_pb2.DecodeStart(request=self.number)
+        """What all attempts have in common, but for the prompt. It holds copies: any part of a message keeps
+        the whole message alive."""
+        self._hand_off: bool | None = None
+        """The client's choice where the prompt is computed; None: --split decides."""
         self._session: Session | None = None
         self._on_change = on_change
         self._prompt: Prompt | None = None
-        self._sampling = common_pb2.SamplingParams()
         self._attempts = Attempts(
             self.log, gateway.policy, resumable=start.resume if start.HasField("resume") else True
         )
@@ -71,11 +74,9 @@ class Request:
         self._max_tokens = self._vocabulary_size = 0
         self._with_logprobs = False
         self._stats: decode_pb2.RequestStats | None = None
-        limit = gateway.config.request_seconds
-        self._timing = RequestTimer(
-            gateway.metrics, start.timeout_ms / 1000 if start.HasField("timeout_ms") else limit
-        )
         config = gateway.config
+        limit = start.timeout_ms / 1000 if start.HasField("timeout_ms") else config.request_seconds
+        self._timing = RequestTimer(gateway.metrics, limit)
         self._reader = SlowReader(
             config.max_unread_tokens, config.slow_reader_seconds, self._pause, self.fail
         )
@@ -93,7 +94,12 @@ class Request:
         assert start is not None, "begun twice"
         try:
             self._gateway.admit(self, start)
-            self._options = RequestOptions.of(start)
+            self._template.n = len(self.log.choices)
+            self._template.namespace = start.namespace
+            if start.HasField("priority"):
+                self._template.priority = start.priority
+            if start.HasField("hand_off"):
+                self._hand_off = start.hand_off
             if session is not None:
                 session.begin(start.WhichOneof("prompt") == "chat", len(self.log.choices))
                 self._session = session
@@ -120,7 +126,7 @@ class Request:
         without_frames(error)
         if self.log.fail(to_status(error)):
             outcome = "cancelled" if error.code is grpc.StatusCode.CANCELLED else "failed"
-            self._settle(outcome, error)
+            self._release(outcome, error)
 
     # Before the decode node.
 
@@ -137,16 +143,17 @@ class Request:
             if model is None:
                 raise self._gateway.no_decode_node()
             self.api_key.check_prompt(len(self._prompt.token_ids), self._prompt.field)
-            self._sampling = admission.fit(
+            sampling = admission.fit(
                 start.sampling, len(self._prompt.token_ids), model.context_length, self._prompt.field
             )
+            self._template.sampling.CopyFrom(sampling)
             # Read once: they are asked for at every token.
-            self._max_tokens, self._vocabulary_size = self._sampling.max_tokens, vocabulary.size
-            self._with_logprobs = self._sampling.HasField("logprobs")
+            self._max_tokens, self._vocabulary_size = sampling.max_tokens, vocabulary.size
+            self._with_logprobs = sampling.HasField("logprobs")
             self.log.prompt_ids = self._prompt.token_ids
             self._fingerprint = model.fingerprint
             self._routing = self._gateway.routing(
-                self.number, self.log.prompt_ids, self._options.namespace, self._session
+                self.number, self.log.prompt_ids, self._template.namespace, self._session
             )
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids)
@@ -173,7 +180,7 @@ class Request:
                     self._place_timer = loop.call_later(place.seconds, self._place)
                     return
                 prefill = routing.order_prefill(nodes.prefill)
-                limit = routing.decide(self._gateway.split, place, prefill, self._options.hand_off)
+                limit = routing.decide(self._gateway.split, place, prefill, self._hand_off)
                 if nodes.decode[place].send(self._decode_start(prefill, limit), self):
                     break
         except BatonError as error:
@@ -185,24 +192,28 @@ class Request:
             self._pause(True)
         if not self._accepted:
             self._accepted = True
-            accepted = inference_pb2.Accepted(request_id=self.name, seed=self._sampling.seed)
+            accepted = inference_pb2.Accepted(request_id=self.name, seed=self._template.sampling.seed)
             accepted.prompt_tokens = len(self.log.prompt_ids)
             self.log.accept(accepted)
             self._on_change()
 
     def _decode_start(self, prefill: Sequence[str], local_tokens: int | None) -> decode_pb2.DecodeStart:
-        """The message of the next attempt. prefill: nodes in the order to try. local_tokens: limit of tokens
-        that the decode node computes itself."""
-        return decode_start(
-            self.number,
-            self._options,
-            self.log.prompt_ids,
-            self._sampling,
-            self._attempts,
-            prefill,
-            self._timing.remaining,
-            local_tokens,
+        """The next attempt, with the output that earlier ones delivered. prefill: nodes in the order to try.
+        local_tokens: limit of tokens that the decode node computes itself."""
+        message = decode_pb2.DecodeStart(
+            attempt=self._attempts.number,
+            token_ids=self.log.prompt_ids,
+            timeout_ms=max(1, int(self._timing.remaining * 1000)),
+            prefill=prefill,
+            local_prefill_tokens=local_tokens,
+            failed_steps=self._attempts.failed_steps,
         )
+        message.MergeFrom(self._template)
+        for tokens in self._attempts.delivered():
+            message.choices.add(token_ids=tokens or (), finished=tokens is None)
+        if message.choices:
+            message.sampling.ClearField("prompt_logprobs")  # they have come, before the first token
+        return message
 
     @property
     def _node(self) -> DecodePeer | None:
@@ -225,7 +236,7 @@ class Request:
             return  # computed again, for another attempt
         self._prompt_done = True
         self.log.cached_tokens = prompt.cached_tokens
-        if self._options.prompt_logprobs:
+        if self._template.sampling.HasField("prompt_logprobs"):
             assert self._vocabulary is not None
             logprobs = list(prompt.prompt_logprobs)
             fill_token_bytes(logprobs, self._vocabulary)
@@ -299,19 +310,39 @@ class Request:
         if not self._attempts.done and not any(choice.stop_matched for choice in self.log.choices):
             return
         stats = self._stats or decode_pb2.RequestStats()
-        if self.log.finish(finished(self.log, stats, self._attempts, self._timing)):
+        if self.log.finish(self._finished(stats)):
             if self._routing is not None and not self._attempts.resumed:
                 predicted = self._routing.predicted(stats, self._attempts.address)
                 self._gateway.metrics.routed(predicted, self.log.cached_tokens)
             self._commit_session(stats.prefill_address)
-            self._settle("finished", None)
+            self._release("finished", None)
+
+    def _finished(self, stats: decode_pb2.RequestStats) -> inference_pb2.Finished:
+        """stats: of the last attempt; figures that concern all attempts are corrected."""
+        stats.prompt_tokens = len(self.log.prompt_ids)
+        stats.output_tokens = self.log.output_tokens
+        if self._attempts.resumed or not stats.cached_tokens:
+            stats.cached_tokens = self.log.cached_tokens
+        usage = inference_pb2.Usage(
+            prompt_tokens=stats.prompt_tokens,
+            output_tokens=stats.output_tokens,
+            cached_tokens=stats.cached_tokens,
+        )
+        return inference_pb2.Finished(
+            usage=usage,
+            stats=stats,
+            ttft_us=self._timing.ttft_us,
+            total_us=int(self._timing.elapsed * 1e6),
+            decode_address=self._attempts.address,
+            resumed=self._attempts.resumed,
+        )
 
     # The end.
 
     def _expire(self) -> None:
         self.fail(deadline_exceeded(f"the request did not finish within {self._timing.limit:g} s"))
 
-    def _settle(self, outcome: str, error: BatonError | None) -> None:
+    def _release(self, outcome: str, error: BatonError | None) -> None:
         """Releases everything at every node, and all references that lead back here, so that the request
         and its prompt are freed with the last reference. Called once, with the terminal event."""
         for timer in (self._timer, self._place_timer):
@@ -349,6 +380,19 @@ class Request:
         session.decode_address = self._attempts.address
         session.prefill_address = prefill_address
         session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)
+
+
+def _new_log(start: inference_pb2.GenerateStart) -> TokenLog:
+    """Of an unchecked request: what the log keeps is bounded here."""
+    sampling = start.sampling
+    return TokenLog(
+        start.id,
+        n=min(start.n, MAX_CHOICES) if start.HasField("n") else 1,
+        stop=[text[:MAX_STOP_CHARACTERS] for text in sampling.stop[:MAX_STOP_STRINGS]],
+        min_tokens=sampling.min_tokens,
+        include_token_ids=start.include_token_ids if start.HasField("include_token_ids") else True,
+        await_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+    )
 
 
 def _nobody() -> None:
