@@ -80,9 +80,9 @@ def test_what_was_sent_counts_until_it_is_computed_and_of_others_what_the_node_s
     for number in range(4):
         sent.add(number, 100)
     assert (sent.work().tokens, sent.work().rows) == (400, 4)
-    sent.told(Work(tokens=50, rows=1))  # of the first alone: the others are on their way
+    sent.reported(Work(tokens=50, rows=1))  # of the first alone: the others are on their way
     assert (sent.work().tokens, sent.work().rows) == (400, 4)
-    sent.told(Work(tokens=1400, rows=14))
+    sent.reported(Work(tokens=1400, rows=14))
     assert (sent.work().tokens, sent.work(others=False).tokens) == (1400, 400)
     sent.add(4, 100)
     assert (sent.work().tokens, sent.work().rows) == (1500, 15)
@@ -122,7 +122,7 @@ class Fleet:
             page_size=self.PAGE,
             load=node_pb2.Load(available_pages=1000, prompt_tokens_per_second=1000, **load),
         )
-        self.router.view(address).apply(update, self.clock.now)
+        self.router.update(address, update)
 
     def send(self, tokens, namespace="", **preferred):
         way = RequestRouting(self.router, next(self.numbers), PromptPages(tokens, namespace), **preferred)
@@ -185,8 +185,8 @@ class TestRouter:
         assert fleet.send(PROMPT)[2] == "p1"
         fleet.clock.now += 60
         fleet.tell("p1")
-        figures = fleet.router.figures("p0", PromptPages(PROMPT, ""), "")
-        assert not figures.known and figures.queued_tokens == 0
+        load = fleet.router.load_of("p0", PromptPages(PROMPT, ""), "")
+        assert not load.known and load.queued_tokens == 0
 
     def test_a_session_goes_back_where_nodes_tell_nothing_of_their_caches(self):
         router = Router("cache", Clock())
@@ -208,8 +208,8 @@ class TestRouter:
         fleet = Fleet()
         fleet.tell("p1", PROMPT)
         fleet.router.forget("p1")
-        figures = fleet.router.figures("p1", PromptPages(PROMPT, ""), "")
-        assert figures == NodeLoad("p1")
+        load = fleet.router.load_of("p1", PromptPages(PROMPT, ""), "")
+        assert load == NodeLoad("p1")
 
     def test_an_unknown_policy_is_refused(self):
         with pytest.raises(BatonError, match="least-loaded"):

@@ -137,15 +137,15 @@ def test_what_is_sent_counts_until_it_is_done():
 def test_what_a_node_says_tells_of_others():
     sent = SentLoad()
     sent.add(1, 300, 400)
-    sent.told(Work(tokens=1000, rows=3, running=2, keys=700))
+    sent.reported(Work(tokens=1000, rows=3, running=2, keys=700))
     sent.add(2, 100, 100)
     assert sent.work() == Work(tokens=1100, rows=4, running=2, keys=700), "the others have 700, 2 rows"
     assert sent.work(others=False) == Work(tokens=400, rows=2)
-    sent.told(Work(tokens=10, rows=1))
+    sent.reported(Work(tokens=10, rows=1))
     assert sent.work() == Work(tokens=400, rows=2), "what it said does not count in the second yet"
     sent.computed(1)
     sent.computed(2)
-    sent.told(Work(rows=4, running=4, keys=1000))
+    sent.reported(Work(rows=4, running=4, keys=1000))
     sent.drop(1)
     sent.drop(2)
     assert sent.work() == Work(rows=2, running=2, keys=500), "what has ended since is not the others'"
@@ -261,12 +261,11 @@ class Told:
     def tell(self, address, **load):
         told = node_pb2.Load(step_cost=node_pb2.StepCost(**asdict(COST)), step_tokens=2048, **load)
         update = cache_pb2.CacheUpdate(incarnation=1, snapshot=True, page_size=16, load=told)
-        self.router.view(address).apply(update, self.now)
-        self.router.settle(address)
+        self.router.update(address, update)
 
     def send(self, tokens=4000, **options):
         way = RequestRouting(self.router, next(self.numbers), PromptPages([1] * tokens, ""))
-        limit = way.decide(self.split, "d", way.order_prefill(["p"]), **options)
+        limit = way.decide(self.split, way.pick_decode(["d"]), way.order_prefill(["p"]), **options)
         way.sent("d", ["p"])
         return way, limit
 

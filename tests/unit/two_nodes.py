@@ -128,14 +128,13 @@ class World:
                 keys=sum(job.prompt + job.made for job in node.rows),
             )
             update = cache_pb2.CacheUpdate(incarnation=1, snapshot=True, page_size=16, load=load)
-            self.router.view(address).apply(update, self.now)
-            self.router.settle(address)
+            self.router.update(address, update)
 
     def arrive(self, job: Job) -> None:
         self.tell()
         job.left = job.prompt
         job.way = RequestRouting(self.router, next(self._numbers), PromptPages(range(job.prompt), ""))
-        limit = job.way.decide(self.split, "d", job.way.order_prefill(["p"]))
+        limit = job.way.decide(self.split, job.way.pick_decode(["d"]), job.way.order_prefill(["p"]))
         job.way.sent("d", ["p"])
         assert limit is not None
         job.local = job.prompt <= limit

@@ -15,7 +15,7 @@ from baton.gateway.cache_view import PromptPages
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.handoff_cost import Split
 from baton.gateway.metrics import GatewayMetrics, RequestLog
-from baton.gateway.nodes import CacheWatch, Discovery, Nodes
+from baton.gateway.nodes import Nodes
 from baton.gateway.probe import Prober
 from baton.gateway.prompts import Session, shown
 from baton.gateway.routing import RequestRouting, Router
@@ -53,8 +53,7 @@ class Gateway:
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
         self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
         self.router = Router(config.routing)
-        self.nodes = Nodes(self.tokenizer, self._make_decode, self._make_watch)
-        self._search = Discovery(config, self.nodes)
+        self.nodes = Nodes(config, self.tokenizer, self.router, self._make_decode, dial)
         self.request_log = RequestLog()
         self.split = Split(config.split, self.metrics)
         self._last_model: node_pb2.ModelInfo | None = None
@@ -71,7 +70,7 @@ class Gateway:
 
     def start(self) -> None:
         """Begins to connect; unreachable peers are retried."""
-        self._search.start()
+        self.nodes.start()
         if self.config.probe_every > 0:
             self._prober.start()
 
@@ -97,7 +96,7 @@ class Gateway:
     def missing(self) -> list[str]:
         """Why no request can be served now; empty: requests are served."""
         missing = self.nodes.missing()
-        return [*missing, *self._search.places] if missing else []
+        return [*missing, *self.nodes.places] if missing else []
 
     def problems(self) -> list[node_pb2.Problem]:
         """Current problems. A lost decode node stops nothing while another one is left."""
@@ -145,7 +144,6 @@ class Gateway:
         self._prober.close()
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
-        await self._search.close()
         await self.nodes.close()
 
     # Requests.
@@ -240,9 +238,6 @@ class Gateway:
     def _make_decode(self, address: str) -> DecodePeer:
         silence = self.config.silence_seconds
         return DecodePeer(address, self.incarnation, silence, self._accept, self._dial)
-
-    def _make_watch(self, address: str) -> CacheWatch:
-        return CacheWatch(address, self.router, self._dial)
 
     def _accept(self, info: node_pb2.NodeInfo) -> None:
         """Refuses a node that is no decode node or serves another model than the others."""

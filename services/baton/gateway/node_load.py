@@ -101,15 +101,15 @@ class SentLoad:
         elif sent is not None:
             self.tokens -= sent.tokens
 
-    def told(self, said: Work) -> None:
+    def reported(self, report: Work) -> None:
         """The node has just reported this."""
         own = self._own()
-        running = max(0, said.running - own.running)
+        running = max(0, report.running - own.running)
         self._others = Work(
-            tokens=max(0, said.tokens - own.tokens),
-            rows=max(0, said.rows - own.rows),
+            tokens=max(0, report.tokens - own.tokens),
+            rows=max(0, report.rows - own.rows),
             running=running,
-            keys=said.keys * running // max(1, said.running),
+            keys=report.keys * running // max(1, report.running),
         )
 
     def work(self, *, others: bool = True) -> Work:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,18 +17,43 @@ from baton.gateway.cache_view import FRESH_SECONDS, Gap
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.routing import Router
 from baton.gateway.tokenizer import Tokenizer
-from baton.rpc.channel import Dial, open_channel
+from baton.rpc.channel import Dial
 from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.logs import get_logger
+from baton.rpc.tasks import Tasks
 from baton.v1 import cache_pb2, cache_pb2_grpc, node_pb2
 
+ROLES = ("tokenizer", "decode", "prefill")
+FIRST_BACKOFF_SECONDS = 0.05
+LAST_BACKOFF_SECONDS = 2.0
+UNKNOWN_SECONDS = 30.0
+"""A node without the service is asked again after this time: it may have been replaced."""
 
-class Discovery:
-    """Used on one event loop."""
+_log = get_logger()
 
-    def __init__(self, config: GatewayConfig, nodes: Nodes) -> None:
-        """Raises BatonError for an invalid address, and for unusable files for etcd."""
-        self._nodes = nodes
+
+class Nodes:
+    """By role and address. Used on one event loop. `add` begins to connect and keeps trying."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        tokenizer: Tokenizer,
+        router: Router,
+        make_decode: Callable[[str], DecodePeer],
+        dial: Dial,
+    ) -> None:
+        """make_decode: makes the DecodePeer of an address. Raises BatonError for an invalid address, and for
+        unusable files for etcd."""
+        self.tokenizer = tokenizer
+        self.prefill: list[str] = []
+        """Prefill nodes; decode nodes connect to them."""
+        self.decode: dict[str, DecodePeer] = {}
+        self._router = router
+        self._make_decode = make_decode
+        self._dial = dial
+        self._tasks = Tasks()
+        self._following: dict[str, asyncio.Task[None]] = {}
         etcd = Etcd.load(config)
         self._finders = [
             Finder(role, _addresses(config, role), etcd, partial(self._changed, role)) for role in ROLES
@@ -39,6 +63,11 @@ class Discovery:
         for finder in self._finders:
             finder.start()
 
+    async def close(self) -> None:
+        await asyncio.gather(*(finder.close() for finder in self._finders))
+        await asyncio.gather(*(node.close() for node in self.decode.values()), self.tokenizer.close())
+        await self._tasks.close()
+
     @property
     def places(self) -> list[str]:
         """Sources of nodes, each once; for messages."""
@@ -46,138 +75,21 @@ class Discovery:
 
     def _changed(self, role: str, change: Change) -> None:
         for address in change.left:
-            self._nodes.remove(role, address)
+            self.remove(role, address)
         for address in change.joined:
-            self._nodes.add(role, address)
-
-    async def close(self) -> None:
-        await asyncio.gather(*(finder.close() for finder in self._finders))
-
-
-def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:
-    """Configured addresses; without etcd, the defaults of one machine."""
-    given: tuple[str, ...] = getattr(config, role)
-    return () if config.etcd and given == getattr(GatewayConfig(), role) else given
-
-
-FIRST_BACKOFF_SECONDS = 0.05
-LAST_BACKOFF_SECONDS = 2.0
-UNKNOWN_SECONDS = 30.0
-"""A node without the service is asked again after this time: it may have been replaced."""
-
-_log = get_logger()
-
-
-class CacheWatch:
-    """Reconnects as long as it is open. The view stays meanwhile."""
-
-    def __init__(self, address: str, router: Router, dial: Dial = open_channel) -> None:
-        self.address = address
-        self._router = router
-        self._dial = dial
-        self._task: asyncio.Task[None] | None = None
-        self._left = False
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"cache of {self.address}")
-
-    def leave(self) -> None:
-        """The node has been removed: forgets its view at once. Idempotent."""
-        if self._task is not None and not self._left:
-            self._left = True
-            self._task.cancel()
-            self._router.forget(self.address)
-
-    async def close(self) -> None:
-        """Calls `leave` and returns when nothing is open any more."""
-        self.leave()
-        if self._task is not None:
-            await asyncio.wait([self._task])
-
-    async def _run(self) -> None:
-        backoff, reason = FIRST_BACKOFF_SECONDS, ""
-        while True:
-            heard = self._router.view(self.address).heard
-            try:
-                await self._follow()
-            except BatonError as error:
-                if self._router.view(self.address).heard != heard:
-                    backoff, reason = FIRST_BACKOFF_SECONDS, ""
-                if error.reason != reason:
-                    reason = error.reason
-                    _log.info("cache not followed", node=self.address, reason=reason, error=error.message)
-                if error.code is grpc.StatusCode.UNIMPLEMENTED:
-                    backoff = UNKNOWN_SECONDS
-            except Exception:
-                _log.exception("cache not followed", node=self.address)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
-
-    async def _follow(self) -> None:
-        """One stream to its end. Raises BatonError."""
-        view = self._router.view(self.address)
-        async with self._dial(self.address) as channel:
-            request = cache_pb2.WatchRequest(incarnation=view.incarnation, sequence=view.sequence)
-            call = cache_pb2_grpc.CacheStub(channel).Watch(request)
-            try:
-                while True:
-                    async with asyncio.timeout(FRESH_SECONDS):
-                        update = await call.read()
-                    if update is grpc.aio.EOF:
-                        raise unavailable(f"{self.address} closed the stream", "STREAM_CLOSED")
-                    view.apply(update, self._router.clock())
-                    self._router.settle(self.address)
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from error
-            except TimeoutError:
-                raise unavailable(f"{self.address} has gone silent", "CACHE_SILENT") from None
-            except Gap as gap:
-                _log.warning("cache told with a gap", node=self.address, error=str(gap))
-                raise unavailable(str(gap), "PROTOCOL") from gap
-            finally:
-                call.cancel()
-
-
-ROLES = ("tokenizer", "decode", "prefill")
-
-
-class Nodes:
-    """By role and address. Used on one event loop. `add` begins to connect and keeps trying.
-
-    make_decode: makes the DecodeNode of an address. make_watch: makes the CacheWatch of a prefill or decode
-    node.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        make_decode: Callable[[str], DecodePeer],
-        make_watch: Callable[[str], CacheWatch],
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.prefill: list[str] = []
-        """Prefill nodes; decode nodes connect to them."""
-        self.decode: dict[str, DecodePeer] = {}
-        self._make_decode = make_decode
-        self._make_watch = make_watch
-        self._watches: dict[str, CacheWatch] = {}
-        self._closing: set[asyncio.Task[None]] = set()
+            self.add(role, address)
 
     def add(self, role: str, address: str) -> None:
         """Adds a node that requests may be sent to. Idempotent."""
         if role == "tokenizer":
             self.tokenizer.add(address)
-        elif role == "prefill":
-            if address not in self.prefill:
-                self.prefill.append(address)
-                self._watch(address)
-        elif role == "decode":
-            if address not in self.decode:
-                node = self.decode[address] = self._make_decode(address)
-                node.start()
-                self._watch(address)
-        else:
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
+        elif role == "prefill" and address not in self.prefill:
+            self.prefill.append(address)
+            self._follow(address)
+        elif role == "decode" and address not in self.decode:
+            node = self.decode[address] = self._make_decode(address)
+            node.start()
+            self._follow(address)
 
     def remove(self, role: str, address: str) -> None:
         """Removes a node; its requests continue elsewhere. Idempotent.
@@ -186,41 +98,23 @@ class Nodes:
         """
         if role == "tokenizer":
             self.tokenizer.remove(address)
-        elif role == "prefill":
-            if address in self.prefill:
-                self.prefill.remove(address)
-                self._unwatch(address)
-        elif role == "decode":
-            node = self.decode.pop(address, None)
-            if node is not None:
-                node.leaving = True
-                node.lose(unavailable(f"decode node {address} was removed", "DECODE_LOST", 1000))
-                self._leave(node.close())
-                self._unwatch(address)
-        else:
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
+        elif role == "prefill" and address in self.prefill:
+            self.prefill.remove(address)
+            self._forget(address)
+        elif role == "decode" and address in self.decode:
+            node = self.decode.pop(address)
+            node.leaving = True
+            node.lose(unavailable(f"decode node {address} was removed", "DECODE_LOST", 1000))
+            self._tasks.spawn(node.close(), f"leave decode node {address}")
+            self._forget(address)
 
-    def _watch(self, address: str) -> None:
-        watch = self._watches[address] = self._make_watch(address)
-        watch.start()
+    def _follow(self, address: str) -> None:
+        following = follow_cache(address, self._router, self._dial)
+        self._following[address] = self._tasks.spawn(following, f"cache of {address}")
 
-    def _unwatch(self, address: str) -> None:
-        watch = self._watches.pop(address)
-        watch.leave()
-        self._leave(watch.close())
-
-    def _leave(self, closing: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(closing)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    async def close(self) -> None:
-        await asyncio.gather(
-            *(node.close() for node in self.decode.values()),
-            *(watch.close() for watch in self._watches.values()),
-            *self._closing,
-            self.tokenizer.close(),
-        )
+    def _forget(self, address: str) -> None:
+        self._following.pop(address).cancel()
+        self._router.forget(address)
 
     def candidates(self, request: int, fingerprint: str) -> list[str]:
         """Decode nodes that could take the request now and serve the model it began with."""
@@ -259,3 +153,55 @@ class Nodes:
             yield node_pb2.Peer(
                 role="decode", address=node.address, connected=node.reached, incarnation=incarnation
             )
+
+
+def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:
+    """Configured addresses; without etcd, the defaults of one machine."""
+    given: tuple[str, ...] = getattr(config, role)
+    return () if config.etcd and given == getattr(GatewayConfig(), role) else given
+
+
+async def follow_cache(address: str, router: Router, dial: Dial) -> None:
+    """Keeps the router's view of a node up to date. Reconnects until it is cancelled; the view stays
+    meanwhile."""
+    backoff, reason = FIRST_BACKOFF_SECONDS, ""
+    while True:
+        heard = router.view(address).heard
+        try:
+            await _follow(address, router, dial)
+        except BatonError as error:
+            if router.view(address).heard != heard:
+                backoff, reason = FIRST_BACKOFF_SECONDS, ""
+            if error.reason != reason:
+                reason = error.reason
+                _log.info("cache not followed", node=address, reason=reason, error=error.message)
+            if error.code is grpc.StatusCode.UNIMPLEMENTED:
+                backoff = UNKNOWN_SECONDS
+        except Exception:
+            _log.exception("cache not followed", node=address)
+        await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+        backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+
+
+async def _follow(address: str, router: Router, dial: Dial) -> None:
+    """One stream to its end. Raises BatonError."""
+    view = router.view(address)
+    async with dial(address) as channel:
+        request = cache_pb2.WatchRequest(incarnation=view.incarnation, sequence=view.sequence)
+        call = cache_pb2_grpc.CacheStub(channel).Watch(request)
+        try:
+            while True:
+                async with asyncio.timeout(FRESH_SECONDS):
+                    update = await call.read()
+                if update is grpc.aio.EOF:
+                    raise unavailable(f"{address} closed the stream", "STREAM_CLOSED")
+                router.update(address, update)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except TimeoutError:
+            raise unavailable(f"{address} has gone silent", "CACHE_SILENT") from None
+        except Gap as gap:
+            _log.warning("cache told with a gap", node=address, error=str(gap))
+            raise unavailable(str(gap), "PROTOCOL") from gap
+        finally:
+            call.cancel()

@@ -15,7 +15,7 @@ from baton.gateway.node_load import NodeLoad, SentLoad, Work
 from baton.handoff.pull_cost import PullCost
 from baton.rpc.errors import invalid
 from baton.stepcost import StepCost
-from baton.v1 import decode_pb2, node_pb2
+from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
 POLICIES = ("cache", "least-loaded", "round-robin")
 
@@ -106,15 +106,6 @@ class _Node:
     def __init__(self) -> None:
         self.view = CacheView()
         self.sent = SentLoad()
-        self._load: node_pb2.Load | None = None
-
-    def settle(self) -> None:
-        """Applies the node's last load report, if it is new."""
-        load = self.view.load
-        if load is not None and load is not self._load:
-            self._load = load
-            rows = load.rows + load.waiting
-            self.sent.told(Work(load.queued_tokens, rows, load.running, load.keys))
 
 
 class Router:
@@ -129,16 +120,17 @@ class Router:
         self._nodes: dict[str, _Node] = {}
 
     def view(self, address: str) -> CacheView:
-        """The view of this node, for its watcher to update."""
         return self._node(address).view
 
     def sent(self, address: str) -> SentLoad:
         return self._node(address).sent
 
-    def settle(self, address: str) -> None:
-        """To be called after each update of its view: compares the node's report with what had been sent
-        to it."""
-        self._node(address).settle()
+    def update(self, address: str, update: cache_pb2.CacheUpdate) -> None:
+        """Applies a node's report to its view, and compares its load with what has been sent to it. Raises
+        Gap: see CacheView.apply."""
+        node, load = self._node(address), update.load
+        node.view.apply(update, self.clock())
+        node.sent.reported(Work(load.queued_tokens, load.rows + load.waiting, load.running, load.keys))
 
     def forget(self, address: str) -> None:
         """Forgets a node that was removed."""
@@ -147,7 +139,7 @@ class Router:
     def _node(self, address: str) -> _Node:
         return self._nodes.setdefault(address, _Node())
 
-    def figures(self, address: str, prompt: PromptPages, preferred: str) -> NodeLoad:
+    def load_of(self, address: str, prompt: PromptPages, preferred: str) -> NodeLoad:
         """preferred: the node of the session's last turn. It is assumed to hold the prompt if it does not
         report its tree."""
         node = self._nodes.get(address) or _Node()
@@ -158,7 +150,6 @@ class Router:
         if load is None:
             work = sent.work(others=False)
             return NodeLoad(address, cached, work.tokens, work.rows, running=work.running, keys=work.keys)
-        node.settle()
         work = sent.work()
         return NodeLoad(
             address,
@@ -196,7 +187,7 @@ class RequestRouting:
         preferred_decode: str = "",
         preferred_prefill: str = "",
     ) -> None:
-        """number: of the request, counting up. preferred: see Router.figures."""
+        """number: of the request, counting up. preferred: see Router.load_of."""
         self._router = router
         self._number = number
         self._prompt = prompt
@@ -206,48 +197,48 @@ class RequestRouting:
         self._at_prefill: SentLoad | None = None
         self._decision: Decision | None = None
         self._sent_at = 0.0
-        self._cached: dict[str, int] = {}
-        """Predicted cached tokens of each node when the request was last sent."""
+        self._loads: dict[str, NodeLoad] = {}
+        """Of the nodes among which the last attempt was placed."""
 
     def pick_decode(self, addresses: Sequence[str]) -> str:
         """Chooses from at least one address."""
-        nodes = [self._figures(address, self._preferred_decode) for address in addresses]
-        self._cached = {node.address: node.cached for node in nodes}
+        nodes = self._look(addresses, self._preferred_decode)
         tokens = len(self._prompt.tokens)
         return pick_decode(self._router.policy, nodes, tokens, self._number, self._preferred_decode)
 
     def order_prefill(self, addresses: Sequence[str]) -> list[str]:
-        nodes = [self._figures(address, self._preferred_prefill) for address in addresses]
-        self._cached |= {node.address: node.cached for node in nodes}
+        nodes = self._look(addresses, self._preferred_prefill)
         tokens = len(self._prompt.tokens)
         return order_prefill(self._router.policy, nodes, tokens, self._number, self._preferred_prefill)
 
-    def _figures(self, address: str, preferred: str) -> NodeLoad:
-        return self._router.figures(address, self._prompt, preferred)
+    def _look(self, addresses: Sequence[str], preferred: str) -> list[NodeLoad]:
+        nodes = [self._router.load_of(address, self._prompt, preferred) for address in addresses]
+        self._loads |= {node.address: node for node in nodes}
+        return nodes
+
+    def _uncached(self, address: str) -> int:
+        """Tokens of the prompt that the node is predicted to compute."""
+        return max(0, len(self._prompt.tokens) - self._loads[address].cached)
 
     def decide(
         self, split: Split, decode: str, prefill: Sequence[str], hand_off: bool | None = None
     ) -> int | None:
         """DecodeStart.local_prefill_tokens for an attempt at this decode node, with this order of prefill
         nodes. hand_off: the client's choice."""
-        here = self._figures(decode, self._preferred_decode)
-        there = self._figures(prefill[0], self._preferred_prefill) if prefill else None
-        self._decision = split.decide(here, there, len(self._prompt.tokens), hand_off)
+        there = self._loads[prefill[0]] if prefill else None
+        self._decision = split.decide(self._loads[decode], there, len(self._prompt.tokens), hand_off)
         return self._decision.limit
 
     def sent(self, decode: str, prefill: Sequence[str]) -> None:
         """The attempt has been sent."""
         self.ended()
         self._sent_at = self._router.clock()
-        tokens = len(self._prompt.tokens)
         local = not prefill or (self._decision is not None and self._decision.local)
         self._at_decode = self._router.sent(decode)
-        self._at_decode.add(
-            self._number, max(0, tokens - self._cached.get(decode, 0)) if local else 0, tokens
-        )
+        self._at_decode.add(self._number, self._uncached(decode) if local else 0, len(self._prompt.tokens))
         if not local:
             self._at_prefill = self._router.sent(prefill[0])
-            self._at_prefill.add(self._number, max(0, tokens - self._cached[prefill[0]]))
+            self._at_prefill.add(self._number, self._uncached(prefill[0]))
 
     def computed(self) -> None:
         """The prompt of the attempt has been computed."""
@@ -272,4 +263,5 @@ class RequestRouting:
 
     def predicted(self, stats: decode_pb2.RequestStats, decode: str) -> int:
         """Predicted cached tokens of the node that computed the prompt."""
-        return self._cached.get(stats.prefill_address or decode, 0)
+        node = self._loads.get(stats.prefill_address or decode)
+        return node.cached if node is not None else 0

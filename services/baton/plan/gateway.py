@@ -51,8 +51,7 @@ class Gateway:
     def _hear(self) -> None:
         for address, node in self._nodes.items():
             view = self._router.view(address)
-            view.apply(node.tell(view.sequence if view.page_size else None), self._world.now)
-            self._router.settle(address)
+            self._router.update(address, node.tell(view.sequence if view.page_size else None))
         self._world.at(UPDATE_SECONDS, self._actor, self._hear)
 
     def route(self, number: int, prompt: Sequence[int]) -> Route:
