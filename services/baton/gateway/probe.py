@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 import grpc
@@ -31,13 +31,12 @@ class _Sink:
 
     done: asyncio.Future[decode_pb2.RequestStats]
     attempt: int = 0
-    tokens: int = field(default=0)
 
     def on_prompt(self, prompt: decode_pb2.PromptDone) -> None:
         pass
 
     def on_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None:
-        self.tokens += len(delta.token_ids)
+        pass
 
     def on_finished(self, stats: decode_pb2.RequestStats) -> None:
         if not self.done.done():

@@ -30,11 +30,6 @@ class Session:
         """For a chat: the text of token_ids. Empty: not known."""
         self._busy = False
 
-    @property
-    def started(self) -> bool:
-        """At least one turn has finished."""
-        return self._chat is not None
-
     def begin(self, chat: bool, n: int) -> None:
         """Starts a turn; `end` must follow. Raises BatonError if the turn cannot continue this session."""
         if n != 1:
@@ -104,15 +99,15 @@ async def encode_prompt(
     if kind == "tokens":
         return Prompt([*earlier, *start.tokens.token_ids], "tokens.token_ids")
     if kind == "text":
-        new = await _encode_text(start.text, not earlier, tokenizer, timeout)
-        return Prompt([*earlier, *new], "text")
+        text = tokenizer_pb2.EncodeInput(text=start.text, add_special_tokens=not earlier)
+        return Prompt([*earlier, *(await tokenizer.encode(text, timeout)).token_ids], "text")
     conversation = session.conversation(start.chat) if session is not None else start.chat
     given = tokenizer_pb2.EncodeInput(chat=conversation)
     if session is not None:
         # Encoding the whole text again may give other tokens than those whose KV exists.
         given.encoded_text = session.encoded_text
     try:
-        result = (await tokenizer.encode([given], timeout))[0]
+        result = await tokenizer.encode(given, timeout)
     except BatonError as error:
         if error.reason != "NO_CHAT_TEMPLATE":
             raise
@@ -129,8 +124,3 @@ def shown(start: inference_pb2.GenerateStart) -> str | list[int] | list[str]:
     if kind == "tokens":
         return list(start.tokens.token_ids)
     return [message.content for message in start.chat.messages] if kind == "chat" else str(start.text)
-
-
-async def _encode_text(text: str, special: bool, tokenizer: Tokenizer, timeout: float) -> list[int]:
-    given = tokenizer_pb2.EncodeInput(text=text, add_special_tokens=special)
-    return list((await tokenizer.encode([given], timeout))[0].token_ids)

@@ -190,22 +190,20 @@ class Tokenizer:
             await asyncio.sleep(RETRY_SECONDS)
         return self.vocabulary
 
-    async def encode(
-        self, inputs: Sequence[tokenizer_pb2.EncodeInput], timeout: float
-    ) -> list[tokenizer_pb2.EncodeResult]:
-        """Encodes all inputs; raises the BatonError of the first that fails."""
-        response = await self._encode(tokenizer_pb2.EncodeRequest(inputs=inputs), timeout)
-        for result in response.results:
-            if result.HasField("error"):
-                error = from_status(result.error)
-                if error.field is not None:  # "inputs[0].chat.messages[1].role" to "chat.messages[1].role"
-                    _, _, field = error.field.partition(".")
-                    error.message = error.message.replace(error.field, field)
-                    error.field = field
-                raise error
-        if len(response.results) != len(inputs):
-            raise internal(f"a tokenizer answered {len(response.results)} of {len(inputs)} inputs")
-        return list(response.results)
+    async def encode(self, given: tokenizer_pb2.EncodeInput, timeout: float) -> tokenizer_pb2.EncodeResult:
+        """Raises BatonError. timeout: seconds."""
+        response = await self._encode(tokenizer_pb2.EncodeRequest(inputs=[given]), timeout)
+        if len(response.results) != 1:
+            raise internal(f"a tokenizer answered {len(response.results)} of 1 inputs")
+        (result,) = response.results
+        if result.HasField("error"):
+            error = from_status(result.error)
+            if error.field is not None:  # "inputs[0].chat.messages[1].role" to "chat.messages[1].role"
+                _, _, field = error.field.partition(".")
+                error.message = error.message.replace(error.field, field)
+                error.field = field
+            raise error
+        return result
 
     async def decode(self, token_ids: Sequence[int], timeout: float) -> str:
         """The text of a whole token sequence, special tokens left out."""
