@@ -14,7 +14,6 @@ import grpc.aio
 
 from baton.rpc.errors import (
     BatonError,
-    abort,
     deadline_exceeded,
     exhausted,
     failed_precondition,
@@ -60,9 +59,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Encode(
         self, request: tokenizer_pb2.EncodeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.EncodeResponse:
-        tokenizer = await self._loaded(context)
+        tokenizer = self._loaded()
         with self._counted():
-            results = await self._work(context, lambda: encode_all(tokenizer, request.inputs))
+            results = await self._work(lambda: encode_all(tokenizer, request.inputs))
         failed = sum(result.HasField("error") for result in results)
         self._counts.failed += failed
         self._counts.finished += len(results) - failed
@@ -72,7 +71,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Decode(
         self, request: tokenizer_pb2.DecodeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.DecodeResponse:
-        vocabulary = (await self._loaded(context)).vocabulary
+        vocabulary = self._loaded().vocabulary
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
 
         def work() -> list[str]:
@@ -81,7 +80,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             return [decode(vocabulary, s.token_ids, skip) for s in request.sequences]
 
         with self._counted():
-            texts = await self._work(context, work)
+            texts = await self._work(work)
         self._counts.finished += len(texts)
         self._counts.output_tokens += sum(len(sequence.token_ids) for sequence in request.sequences)
         return tokenizer_pb2.DecodeResponse(texts=texts)
@@ -91,7 +90,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         requests: AsyncIterator[tokenizer_pb2.DetokenizeRequest],
         context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[tokenizer_pb2.DetokenizeResponse]:
-        streams = TokenStreams((await self._loaded(context)).vocabulary)
+        streams = TokenStreams(self._loaded().vocabulary)
         self._streams.add(streams)
         task = asyncio.current_task()
         assert task is not None
@@ -101,11 +100,11 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
                 if sum(map(_tokens_in, request.items)) <= INLINE_TOKENS:
                     yield streams.apply(request)
                 else:
-                    yield await self._work(context, partial(streams.apply, request))
+                    yield await self._work(partial(streams.apply, request))
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
-            await abort(context, unavailable("the tokenizer is stopping", "STOPPING"))
+            raise unavailable("the tokenizer is stopping", "STOPPING") from None
         finally:
             self._calls.discard(task)
             streams.close()
@@ -115,7 +114,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     async def Vocabulary(
         self, request: tokenizer_pb2.VocabularyRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[tokenizer_pb2.VocabularyPart]:
-        for part in (await self._loaded(context)).vocabulary.parts():
+        for part in self._loaded().vocabulary.parts():
             yield part
 
     def load(self) -> node_pb2.Load:
@@ -134,24 +133,25 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         if calls:
             await asyncio.wait(calls, timeout=5.0)
 
-    async def _loaded(self, context: grpc.aio.ServicerContext) -> HFTokenizer:
+    def _loaded(self) -> HFTokenizer:
         if self.tokenizer is None or self.draining:
-            await abort(context, unavailable("the tokenizer is draining; ask another", "DRAINING"))
+            raise unavailable("the tokenizer is draining; ask another", "DRAINING")
         return self.tokenizer
 
-    async def _work(self, context: grpc.aio.ServicerContext, work: Callable[[], T]) -> T:
+    async def _work(self, work: Callable[[], T]) -> T:
+        """Runs it in a thread. Raises BatonError."""
         loop = asyncio.get_running_loop()
         if self._working >= MAX_WORK:
             self._counts.failed += 1
-            await abort(context, exhausted(f"{MAX_WORK} calls are waiting", "QUEUE_FULL", 1000))
+            raise exhausted(f"{MAX_WORK} calls are waiting", "QUEUE_FULL", 1000)
         self._working += 1
         try:
             return await asyncio.wait_for(loop.run_in_executor(self._threads, work), WORK_SECONDS)
         except TimeoutError:
-            await abort(context, deadline_exceeded(f"the work takes longer than {WORK_SECONDS:g} s"))
-        except BatonError as error:
+            raise deadline_exceeded(f"the work takes longer than {WORK_SECONDS:g} s") from None
+        except BatonError:
             self._counts.failed += 1
-            await abort(context, error)
+            raise
         finally:
             self._working -= 1
 
