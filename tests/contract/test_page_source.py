@@ -102,7 +102,6 @@ async def test_a_cancelled_pull_writes_nothing_more() -> None:
             await asyncio.wait([task])
             landed += not task.cancelled()
             local[:] = b"\xee" * len(local)
-            # What was on its way arrives in front of this page.
             await receiver.pull([(5, 9)])
             check(local, [(5, 9)], page_bytes)
         assert landed < 13  # the first, after half a millisecond, surely not
@@ -230,17 +229,25 @@ async def test_slow_but_steady_is_no_pause() -> None:
         assert local[:64] == b"y" * 64
 
 
-async def test_an_idle_stream_does_not_time_out() -> None:
-    async with (
-        served(source(64)) as address,
-        receiving(address, 64, progress_seconds=0.3) as (receiver, local),
-    ):
-        await receiver.pull([(0, 0)])
-        stream = receiver._stream
-        await asyncio.sleep(0.5)
-        await receiver.pull([(1, 1)])
-        assert receiver._stream is stream
-        check(local, [(0, 0), (1, 1)], 64)
+async def test_an_idle_stream_is_used_again() -> None:
+    opened = 0
+
+    class Counting(PageSourceServicer):
+        async def Fetch(self, request_iterator: AsyncIterator[pb.FetchRequest], context: object) -> Answers:
+            nonlocal opened
+            opened += 1
+            async for response in super().Fetch(request_iterator, context):  # type: ignore[arg-type]
+                yield response
+
+    servicer = Counting(HostPages(memoryview(contents(64)), 64))
+    async with served(servicer) as address, receiving(address, 64, progress_seconds=0.3) as (receiver, local):
+        for page in range(3):
+            await receiver.pull([(page, page)])
+            await asyncio.sleep(0.4)
+        assert opened == 1
+        await asyncio.gather(*(receiver.pull([(page, page)]) for page in (3, 4)))
+        assert opened == 2
+        check(local, [(page, page) for page in range(5)], 64)
 
 
 SERVER = """
