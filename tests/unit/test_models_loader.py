@@ -144,11 +144,11 @@ def test_missing_shard(tmp_path):
         (lambda t: t.update(surprise=torch.zeros(3)), "unexpected tensor surprise"),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(3)}),
-            r"model.norm.weight has shape \[3\], config.json asks for \[64\]",
+            r"model.norm.weight has shape \[3\], the configuration asks for \[64\]",
         ),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.zeros(4, 32)}),
-            r"q_norm.weight has shape \[4, 32\], config.json asks for \[32\]",
+            r"q_norm.weight has shape \[4, 32\], the configuration asks for \[32\]",
         ),
     ],
 )

@@ -53,16 +53,17 @@ MODEL_FIELDS = ("model", "load_format", "context_length", "model_impl")
 CHECK_MODEL = """
 import sys
 from pathlib import Path
-from baton.models.config import ModelError, read_config
-from baton.models.loader import weight_files
+from baton.checkpoint import CheckpointError
+from baton.models.config import read_config
+from baton.models.tensor_files import tensor_files
 
 path, load_format, context_length, implementation = sys.argv[1:]
 path = Path(path)
 try:
     read_config(path, int(context_length) or None, implementation)
     if load_format != "dummy":
-        weight_files(path)
-except ModelError as error:
+        tensor_files(path)
+except CheckpointError as error:
     sys.exit(str(error))
 """
 

@@ -1,4 +1,4 @@
-"""What all decoders have in common, read from a config.json."""
+"""What all decoders have in common, read from a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
+from baton.checkpoint import CheckpointError
+from baton.gguf_file import GgufFile
 from baton.layers.mlp import ACTIVATIONS
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, rope_of
+from baton.models.gguf import read_hf_config
 from baton.models.registry import FAMILIES, build
 
 
-class ModelError(Exception):
+class ModelError(CheckpointError):
     """The model cannot be served; the message is one readable line."""
 
 
@@ -48,28 +51,35 @@ IMPLEMENTATIONS = ("auto", "baton", "transformers")
 
 
 def read_config(path: Path, context_length: int | None = None, implementation: str = "auto") -> ModelConfig:
-    """Reads config.json in `path`. `context_length` is how far the model will be used, if less than it can.
-    `implementation`: one of IMPLEMENTATIONS; "auto" is "baton" where there is a family for it.
+    """Reads config.json in the directory `path`, or the metadata of the GGUF file `path`. `context_length` is
+    how far the model will be used, if less than it can. `implementation`: one of IMPLEMENTATIONS; "auto" is
+    "baton" where there is a family for it.
 
-    Raises ModelError for what is not supported, rather than computing something else.
+    Raises CheckpointError for what is not supported, rather than computing something else.
     """
     from transformers import AutoConfig
 
-    if not (path / "config.json").is_file():
+    if not path.is_file() and not (path / "config.json").is_file():
         raise ModelError(f"{path} has no config.json: not a model in Hugging Face layout")
     try:
-        hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        config = _convert(hf, context_length, implementation)
-        config = replace(config, eos_token_ids=_eos_token_ids(path, hf))
+        if path.is_file():
+            if implementation == "transformers":
+                raise ModelError("GGUF files are served by Baton's own families only; leave out --model-impl")
+            file = GgufFile(path)
+            hf, ends = read_hf_config(file), file.end_token_ids()
+            implementation = "baton"
+        else:
+            hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            ends = _eos_token_ids(path, hf)
+        config = replace(_convert(hf, context_length, implementation), eos_token_ids=ends)
         if config.implementation == "baton":
             build(config, Parameters(config.dtype, torch.device("meta")))  # finds what the family refuses
         return config
-    except ModelError:
+    except CheckpointError:
         raise
-    except (
-        Exception
-    ) as error:  # anything that transformers and its validators may raise for an arbitrary file
-        raise ModelError(f"{path / 'config.json'} cannot be used: {first_line(error)}") from error
+    except Exception as error:  # transformers and its validators may raise anything for an arbitrary file
+        name = path if path.is_file() else path / "config.json"
+        raise ModelError(f"{name} cannot be used: {first_line(error)}") from error
 
 
 def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:

@@ -1,27 +1,25 @@
-"""From a safetensors checkpoint to a model on a device: its tensors, reading them, its fingerprint."""
+"""From a checkpoint's files to a model on a device: its tensors, reading them, its fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from baton.gguf_file import GgufFile
 from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
 from baton.models import transformers_backed
 from baton.models.config import ModelConfig, ModelError, read_config
 from baton.models.decoder import Decoder, Model
 from baton.models.registry import build
+from baton.models.tensor_files import TensorFile, tensor_files
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -33,41 +31,20 @@ pinned pieces 30 to 45 GB/s, one thread or pageable memory 10; safetensors' own 
 37, with whole tensors beside the weights in the device's memory."""
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The checkpoint's safetensors files. Raises ModelError when there are none or one is missing."""
-    index = path / "model.safetensors.index.json"
-    single = path / "model.safetensors"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is damaged: {error}") from error
-        files = [path / name for name in names]
-    elif single.is_file():
-        files = [single]
-    else:
-        raise ModelError(f"{path} has no model.safetensors; only safetensors checkpoints are read")
-    for file in files:
-        if not file.is_file() or (file.resolve().parent != file.parent.resolve() and ".." in file.parts):
-            raise ModelError(f"{file} is missing")
-    return files
-
-
 def read_weights(path: Path, parameters: dict[str, Parameter], tied: bool, report: Progress) -> None:
     """Fills all parameters. Names and shapes are checked before anything is copied.
 
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
     """
     found = _check(path, parameters, tied)
-    progress = _Progress(
-        sum(parameters[name].target.nbytes for name in itertools.chain(*found.values())), report
-    )
+    names = [name for _, names in found for name in names]
+    progress = _Progress(sum(parameters[name].target.nbytes for name in names), report)
     count = min(_THREADS, os.cpu_count() or 1)
     stripes = -(-count // len(found))
     with ThreadPoolExecutor(count, "weights") as threads:
         work = [
             threads.submit(_copy, file, names[first::stripes], parameters, progress)
-            for file, names in found.items()
+            for file, names in found
             for first in range(stripes)
         ]
         try:
@@ -78,22 +55,23 @@ def read_weights(path: Path, parameters: dict[str, Parameter], tied: bool, repor
             raise
 
 
-def _check(path: Path, parameters: dict[str, Parameter], tied: bool) -> dict[Path, list[str]]:
+def _check(path: Path, parameters: dict[str, Parameter], tied: bool) -> list[tuple[TensorFile, list[str]]]:
     """The tensors to read from each file."""
     missing = set(parameters)
-    found: dict[Path, list[str]] = {}
-    for file in weight_files(path):
-        found[file] = []
-        for name, tensors in _tensors(file):
+    found = []
+    for file in tensor_files(path):
+        names = []
+        for name, shape in file.shapes().items():
             if name not in missing:
                 if _ignorable(name, tied):
                     continue
-                raise ModelError(f"{file.name} holds unexpected tensor {name}")
-            shape, wanted = tensors.get_slice(name).get_shape(), list(parameters[name].shape)
+                raise ModelError(f"{file.path.name} holds unexpected tensor {name}")
+            wanted = list(parameters[name].shape)
             if shape != wanted:
-                raise ModelError(f"tensor {name} has shape {shape}, config.json asks for {wanted}")
+                raise ModelError(f"tensor {name} has shape {shape}, the configuration asks for {wanted}")
             missing.discard(name)
-            found[file].append(name)
+            names.append(name)
+        found.append((file, names))
     if missing:
         first = next(name for name in parameters if name in missing)
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -101,37 +79,30 @@ def _check(path: Path, parameters: dict[str, Parameter], tied: bool) -> dict[Pat
     return found
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Any]]:
-    """The file's names, each with the open file. Raises ModelError."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                yield name, tensors
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-
-
 def _ignorable(name: str, tied: bool) -> bool:
     """Tensors that some checkpoints carry although config.json determines them."""
     return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
-def _copy(file: Path, names: list[str], parameters: dict[str, Parameter], progress: _Progress) -> None:
+def _copy(file: TensorFile, names: list[str], parameters: dict[str, Parameter], progress: _Progress) -> None:
     """One thread's share; returns when all of it has arrived."""
-    wanted = set(names)
     device = next(iter(parameters.values())).target.device
     staging = _Staging(device) if device.type == "cuda" and names else None
-    for name, tensors in _tensors(file):
-        if name in wanted:
-            parameter, source = parameters[name], tensors.get_tensor(name)
-            if parameter.convert is not None:
-                source = parameter.convert(source)
-            target = parameter.target
-            if staging is None or source.numel() != target.numel():
-                target.copy_(source)
-            else:
-                staging.copy(source.flatten(), target.view(-1))
-            progress.add(target.nbytes)
+    whole = {
+        name
+        for name in names
+        if (each := parameters[name]).convert is not None or each.shape != each.target.shape
+    }
+    for name, start, source in file.read(names, whole):
+        parameter = parameters[name]
+        if parameter.convert is not None:
+            source = parameter.convert(source)
+        target = parameter.target if name in whole else parameter.target[start : start + len(source)]
+        if staging is None or source.numel() != target.numel():
+            target.copy_(source)
+        else:
+            staging.copy(source.flatten(), target.view(-1))
+        progress.add(target.nbytes)
     if staging is not None:
         staging.wait()
 
@@ -186,10 +157,10 @@ def load_model(
     context_length: int | None = None,
     implementation: str = "auto",
 ) -> Model:
-    """Reads a checkpoint's safetensors straight to the device.
+    """Reads a checkpoint's tensors straight to the device.
 
-    `dtype` None: the checkpoint's own. `load_format` "dummy": random weights, always the same, no files but
-    config.json needed. `context_length`: how far the model will be used, if less than it can.
+    `dtype` None: the checkpoint's own. `load_format` "dummy": random weights, always the same, of files only
+    config.json is needed. `context_length`: how far the model will be used, if less than it can.
     `implementation`: see `read_config`.
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
     """
@@ -211,8 +182,8 @@ def load_model(
 
 
 def declared(path: Path, dtype: torch.dtype | None = None, context_length: int | None = None) -> Decoder:
-    """One of Baton's own models without any memory, by config.json alone. Raises ModelError for what is not
-    supported."""
+    """One of Baton's own models without any memory, by its configuration alone. Raises CheckpointError for
+    what is not supported."""
     config = read_config(path, context_length, "baton")
     return build(config, Parameters(dtype or config.dtype, torch.device("meta")))
 
@@ -256,32 +227,19 @@ def fingerprint(
 ) -> str:
     """Identifies a checkpoint quickly: a hash of the dtype, of what computes it (keys may differ), of
     config.json, and of every safetensors file its header (names, shapes, dtypes, offsets) and 64 bytes from
-    the start, middle and end of each tensor.
+    the start, middle and end of each tensor. Of a GGUF file: its header, which holds the configuration too,
+    and such bytes.
 
     Two checkpoints that differ only in bytes between those samples get the same fingerprint; fine-tuning and
     re-quantization change every tensor, so that this does not happen by accident. 16 hexadecimal digits.
     """
     digest = hashlib.sha256(f"{dtype} {load_format} {implementation}".encode())
     try:
-        digest.update((path / "config.json").read_bytes())
-        for file in weight_files(path) if load_format != "dummy" else []:
-            _sample(file, digest.update)
+        digest.update(
+            GgufFile(path).header.tobytes() if path.is_file() else (path / "config.json").read_bytes()
+        )
+        for file in tensor_files(path) if load_format != "dummy" else []:
+            file.sample(digest.update)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     return digest.hexdigest()[:16]
-
-
-def _sample(file: Path, update: Callable[[bytes], None]) -> None:
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        if size > 100_000_000:
-            raise ModelError(f"{file} is not a safetensors file")
-        header = stream.read(size)
-        update(header)
-        for name, entry in sorted(json.loads(header).items()):
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            for offset in (begin, (begin + end) // 2, max(begin, end - 64)):
-                stream.seek(8 + size + offset)
-                update(stream.read(min(64, end - offset)))

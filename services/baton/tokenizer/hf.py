@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.checkpoint import CheckpointError
+from baton.gguf_file import GgufFile
 from baton.tokenizer.chat import ChatEncoder, Rendered
+from baton.tokenizer.gguf import read_tokenizer
 from baton.tokenizer.vocabulary import UnknownDecoder, Vocabulary, read_vocabulary
 
 SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
@@ -81,14 +83,57 @@ class HFTokenizer:
 
 
 def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
-    """Reads tokenizer files, config.json and generation_config.json. Raises CheckpointError.
+    """Reads a directory's tokenizer files, config.json and generation_config.json, or a GGUF file's metadata.
+    Raises CheckpointError.
 
     special_tokens_in_content: see TokenizerConfig.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if path.is_file():
+        file = GgufFile(path)
+        try:
+            tokenizer = read_tokenizer(file)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library may raise anything
+            raise CheckpointError(f"cannot read the tokenizer in {path}: {_one_line(error)}") from error
+        tokens = size = len(file.metadata["tokenizer.ggml.tokens"])
+        eos, context = file.end_token_ids(), file.value("*.context_length", int)
+    else:
+        config = _read_json(path / "config.json")
+        tokenizer = _read_tokenizer(path)
+        tokens = len(tokenizer)
+        size = int(config.get("vocab_size") or tokens)
+        eos, context = _eos(path, config, tokenizer), int(config.get("max_position_embeddings") or 0)
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    state = backend.decoder.__getstate__() if backend.decoder is not None else None
+    special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    try:
+        vocabulary = read_vocabulary(
+            [backend.id_to_token(index) for index in range(tokens)],
+            special,
+            None if state is None else json.loads(state),
+            size,
+        )
+    except UnknownDecoder as error:
+        raise CheckpointError(f"cannot use the tokenizer in {path}: {error}") from error
+    _ = vocabulary.hash  # computed here, in a thread
+    return HFTokenizer(
+        vocabulary=vocabulary,
+        eos_token_ids=eos,
+        context_length=context,
+        chat=bool(tokenizer.chat_template),
+        _tokenizer=tokenizer,
+        _chat_encoder=None if special_tokens_in_content else ChatEncoder(backend, tokenizer.unk_token_id),
+    )
+
+
+def _read_tokenizer(path: Path) -> Any:
+    """Of a directory, by transformers."""
     from transformers import AutoTokenizer
 
-    config = _read_json(path / "config.json")
     if not any(any(path.glob(pattern)) for pattern in SOURCES):
         # AutoTokenizer would silently make an empty tokenizer from config.json alone.
         raise CheckpointError(f"{path} has no tokenizer files; tokenizer.json is the one to have")
@@ -98,29 +143,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         raise CheckpointError(f"cannot read the tokenizer in {path}: {_one_line(error)}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"{path} has no tokenizer.json, nor files that it can be made from")
-    backend = tokenizer.backend_tokenizer
-    backend.no_padding()
-    backend.no_truncation()
-    state = backend.decoder.__getstate__() if backend.decoder is not None else None
-    special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    try:
-        vocabulary = read_vocabulary(
-            [backend.id_to_token(index) for index in range(len(tokenizer))],
-            special,
-            None if state is None else json.loads(state),
-            int(config.get("vocab_size") or len(tokenizer)),
-        )
-    except UnknownDecoder as error:
-        raise CheckpointError(f"cannot use the tokenizer in {path}: {error}") from error
-    _ = vocabulary.hash  # computed here, in a thread
-    return HFTokenizer(
-        vocabulary=vocabulary,
-        eos_token_ids=_eos(path, config, tokenizer),
-        context_length=int(config.get("max_position_embeddings") or 0),
-        chat=bool(tokenizer.chat_template),
-        _tokenizer=tokenizer,
-        _chat_encoder=None if special_tokens_in_content else ChatEncoder(backend, tokenizer.unk_token_id),
-    )
+    return tokenizer
 
 
 def _eos(path: Path, config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def check_weights(needed: int, free: int, total: int, fraction: float, device: t
         flag = ", raise --memory-fraction"
     if needed > room:
         raise failed_precondition(
-            f"the weights do not fit: by config.json they take {needed / GIB:.2f} GiB; {device} has "
+            f"the weights do not fit: they take {needed / GIB:.2f} GiB; {device} has "
             f"{free / GIB:.2f} of {total / GIB:.2f} GiB free{limit}; free memory{flag}, or take a smaller "
             "model or --dtype"
         )

@@ -1,0 +1,160 @@
+"""GGUF files, llama.cpp's format: metadata and packed tensors, by the `gguf` package. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader, GGUFValueType, ReaderTensor
+from gguf.quants import dequantize
+
+from baton.checkpoint import CheckpointError
+
+SUPPORTED = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+)
+"""Types of tensors that are read."""
+
+PIECE = 2**20
+"""Weights that are unpacked at a time: unpacking takes about 20 bytes of memory a weight."""
+
+CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
+"""Values in tokenizer.ggml.token_type."""
+
+_END_NAMES = frozenset(
+    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>")
+)
+"""Special tokens that end a generation by their name, as in llama.cpp (src/llama-vocab.cpp): files often
+state only one of a model's end tokens."""
+
+
+class GgufFile:
+    """One file, mapped into memory. Raises CheckpointError with one line for a file that cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            reader = _Reader(path)
+        except Exception as error:  # the package raises whatever an arbitrary file leads it to
+            raise CheckpointError(f"{path} cannot be read: {_reason(path, error)}") from error
+        if reader.byte_order != "I":
+            raise CheckpointError(f"{path} is big-endian; only little-endian GGUF files are read")
+        self.metadata: dict[str, Any] = reader.values
+        self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
+        self.header = reader.data[: reader.data_offset]
+        """Everything before the tensors, uint8."""
+        if self.metadata.get("split.count", 0) > 1:
+            raise CheckpointError(
+                f"{path} is one of {self.metadata['split.count']} parts of a model; "
+                "merge them first: llama-gguf-split --merge FIRST_PART OUT.gguf"
+            )
+        for tensor in reader.tensors:
+            if tensor.tensor_type.name not in SUPPORTED:
+                raise CheckpointError(
+                    f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}: not supported; "
+                    f"supported are {', '.join(SUPPORTED)}"
+                )
+
+    def value(self, key: str, kind: type, default: Any = None) -> Any:
+        """Metadata `key`; "*." at its beginning stands for the architecture. Raises CheckpointError if it is
+        not there and there is no default, and if it is not of this kind (a float may be an int)."""
+        if key.startswith("*."):
+            key = f"{self.value('general.architecture', str)}{key[1:]}"
+        found = self.metadata.get(key, default)
+        if found is None:
+            raise CheckpointError(f"{self.path} lacks {key}")
+        if found is not default and not isinstance(found, (int, float) if kind is float else kind):
+            raise CheckpointError(f"{self.path}: {key} is no {kind.__name__}")
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor, outermost dimension first."""
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def unpack(self, name: str, rows: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Some rows of a tensor (elements, if it has one dimension), an index or a slice of the first axis:
+        float32."""
+        tensor = self.tensors[name]
+        unpacked: np.ndarray[Any, np.dtype[np.float32]] = dequantize(tensor.data[rows], tensor.tensor_type)
+        return unpacked
+
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation: those that the file states, and those whose names say it."""
+        tokens = self.value("tokenizer.ggml.tokens", list)
+        types = self.value("tokenizer.ggml.token_type", list, [])
+        found = {
+            self.metadata[key]
+            for name in ("eos", "eot", "eom")
+            if (key := f"tokenizer.ggml.{name}_token_id") in self.metadata
+        }
+        found.update(
+            index
+            for index, (token, type) in enumerate(zip(tokens, types, strict=False))
+            if type == CONTROL and token in _END_NAMES
+        )
+        return tuple(sorted(found))
+
+
+class _Reader(GGUFReader):
+    """Reads an array at once. The parent makes several numpy arrays for each of its elements, which takes
+    seconds for a vocabulary."""
+
+    def __init__(self, path: Path) -> None:
+        self.values: dict[str, Any] = {}
+        """All metadata: numbers, strings and lists of them."""
+        super().__init__(path)
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[np.ndarray[Any, Any]], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = GGUFValueType(self._get(orig_offs, np.uint32)[0])
+        length = int(self._get(orig_offs + 4, np.uint64)[0])
+        start = orig_offs + 12
+        if kind == GGUFValueType.STRING:
+            end = start
+            view = memoryview(self.data)  # type: ignore[arg-type]
+            for _ in range(length):
+                end += 8 + int.from_bytes(view[end : end + 8], "little")
+                if end > len(view):
+                    raise IndexError(f"an array of {length} strings goes beyond the file's end")
+            part = self.data[start:end]
+        else:
+            part = self._get(start, self.gguf_scalar_to_np[kind], length)
+            if len(part) != length:
+                raise IndexError(f"an array of {length} numbers goes beyond the file's end")
+        return 12 + part.nbytes, [self.data[orig_offs:start], part], [1], [GGUFValueType.ARRAY, kind]
+
+    def _push_field(self, field: Any, skip_sum: bool = False) -> int:
+        self.values[field.name] = _value(field)
+        return super()._push_field(field, skip_sum)
+
+
+def _value(field: Any) -> Any:
+    part = field.parts[field.data[0]]
+    if field.types == [GGUFValueType.ARRAY, GGUFValueType.STRING]:
+        strings, raw, at = [], part.tobytes(), 0
+        while at < len(raw):
+            end = at + 8 + int.from_bytes(raw[at : at + 8], "little")
+            # Tokens of old vocabularies may be parts of characters.
+            strings.append(raw[at + 8 : end].decode(errors="replace"))
+            at = end
+        return strings
+    if field.types[0] == GGUFValueType.STRING:
+        return part.tobytes().decode(errors="replace")
+    return part.tolist() if field.types[0] == GGUFValueType.ARRAY else part.tolist()[0]
+
+
+def _reason(path: Path, error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    with path.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            return "it is not a GGUF file"
+    text = " ".join(str(error).split())
+    if "GGMLQuantizationType" in text:
+        return f"a tensor is of an unknown type ({text})"
+    return f"it is truncated or damaged ({text})"

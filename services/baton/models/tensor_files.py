@@ -1,0 +1,99 @@
+"""The files that hold a checkpoint's tensors, as the loader reads them: safetensors, or one GGUF file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from baton.models.config import ModelError
+from baton.models.gguf import GgufTensors
+
+
+class TensorFile(Protocol):
+    """Methods raise CheckpointError if the file cannot be read. Threads may read at the same time."""
+
+    path: Path
+
+    def shapes(self) -> dict[str, list[int]]:
+        """Of all tensors, by the names of Hugging Face checkpoints."""
+        ...
+
+    def read(self, names: Collection[str], whole: Collection[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """These tensors in turn, each in one or several parts along its first axis: name, where the part
+        begins, part. One part at a time is in memory. Those named in `whole` come in one part."""
+        ...
+
+    def sample(self, update: Callable[[bytes], None]) -> None:
+        """Calls `update` with what tells the file's tensors from others: 64 bytes from the start, middle and
+        end of each, and the file's header if that says more than the names and shapes."""
+        ...
+
+
+def tensor_files(path: Path) -> list[TensorFile]:
+    """Of a checkpoint: a directory, or a GGUF file. Raises CheckpointError when one is missing, or cannot be
+    read."""
+    return [GgufTensors(path)] if path.is_file() else [SafetensorsFile(file) for file in _names(path)]
+
+
+def _names(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    single = path / "model.safetensors"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index} is damaged: {error}") from error
+        files = [path / name for name in names]
+    elif single.is_file():
+        files = [single]
+    else:
+        raise ModelError(f"{path} has no model.safetensors; only safetensors and GGUF files are read")
+    for file in files:
+        if not file.is_file() or (file.resolve().parent != file.parent.resolve() and ".." in file.parts):
+            raise ModelError(f"{file} is missing")
+    return files
+
+
+class SafetensorsFile:
+    """One of a checkpoint's safetensors files; a TensorFile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: tensors.get_slice(name).get_shape() for name, tensors in self._tensors()}
+
+    def read(self, names: Collection[str], whole: Collection[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
+        wanted = set(names)
+        for name, tensors in self._tensors():
+            if name in wanted:
+                yield name, 0, tensors.get_tensor(name)
+
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        """The file's names, each with the open file."""
+        try:
+            with safe_open(self.path, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    yield name, tensors
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self.path} cannot be read: {error}") from error
+
+    def sample(self, update: Callable[[bytes], None]) -> None:
+        with self.path.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if size > 100_000_000:
+                raise ModelError(f"{self.path} is not a safetensors file")
+            header = stream.read(size)
+            update(header)
+            for name, entry in sorted(json.loads(header).items()):
+                if name == "__metadata__":
+                    continue
+                begin, end = entry["data_offsets"]
+                for offset in (begin, (begin + end) // 2, max(begin, end - 64)):
+                    stream.seek(8 + size + offset)
+                    update(stream.read(min(64, end - offset)))

