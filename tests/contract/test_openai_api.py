@@ -224,6 +224,9 @@ async def test_bad_input_names_the_parameter_and_the_connection_goes_on():
         assert "exceeds the context of 256" in long.json()["error"]["message"]
         bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "top_p": 2})
         assert bad.json()["error"]["message"].startswith("top_p must be")
+        bad = await rig.plain.post("/v1/chat/completions", json={**CHAT, "tools": [{"type": "function"}]})
+        assert bad.json()["error"]["message"] == "tools is not supported: leave it out, or send an empty list"
+        assert bad.json()["error"]["code"] == "unsupported_parameter"
         assert rig.decode.starts == []
         assert (await rig.plain.post("/v1/completions", json=COMPLETION)).status_code == 200
         await rig.idle()

@@ -131,8 +131,8 @@ def process_table(children: list[Child]) -> Table:
 
 
 def check_public(host: str, flags: Sequence[str]) -> None:
-    """Ends the command when strangers could use the gateway, or its keys and certificate cannot be used. It
-    would say so itself, but only once the workers have loaded."""
+    """Ends the command when other machines could use the gateway without authentication, or when its keys or
+    certificate cannot be used. The gateway checks this too, but only once the workers have loaded."""
     names = ("api_keys", "tls_cert", "tls_key")
     files: dict[str, Any] = {name: value_of(flags, "gateway", name) or "" for name in names}
     file = value_of([each for each in flags if each != "--insecure"], "gateway", "insecure")

@@ -115,7 +115,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
             {"role": peer.role, "address": peer.address, "connected": peer.connected} for peer in info.peers
         ]
         status: Json = {"status": "serving" if gateway.healthy else "not serving"}
-        if authentication.keys is None:  # else the caller may be a stranger
+        if authentication.keys is None:  # else the caller may not be authenticated
             status["peers"] = peers
             status["problems"] = [problem.message for problem in gateway.problems()]
         return JSONResponse(status, status_code=200 if gateway.healthy else 503)

@@ -72,6 +72,8 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
+    if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
+        return unsupported(param, f"{param} is not supported: leave it out, or send an empty list")
     return ApiError(400, f"{param or 'the body'}: {first['msg']}", param or None, "invalid_type")
 
 

@@ -263,12 +263,12 @@ def bearer(authorization: str) -> str:
 
 
 def check_address(host: str, authentication: ClusterAuthentication, insecure: bool) -> None:
-    """Raises BatonError if strangers could reach `host` and there is no authentication."""
+    """Raises BatonError if other machines can reach `host` and there is no authentication."""
     if insecure or is_loopback(host):
         return
     if missing := authentication.missing(reachable=True):
         raise failed_precondition(
-            f"{host or 'any address'} can be reached by strangers: give {missing}, or --insecure where only "
-            "friends can connect",
+            f"other machines can reach {host or 'all addresses'}: give {missing}, or --insecure on a network "
+            "that you trust",
             "INSECURE",
         )

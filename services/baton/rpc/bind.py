@@ -27,8 +27,8 @@ def bind_grpc(
     """Binds the server; returns host:port as bound.
 
     shared: other processes of this user may bind the port as well; the server's options must say so
-    (grpc.so_reuseport). Raises BatonError: UNAVAILABLE (CANNOT_BIND), or FAILED_PRECONDITION when nothing
-    would keep strangers out (INSECURE) or the certificate cannot be used.
+    (grpc.so_reuseport). Raises BatonError: UNAVAILABLE (CANNOT_BIND), or FAILED_PRECONDITION when callers
+    would not be authenticated (INSECURE) or the certificate cannot be used.
     """
     flag = "--shared" if shared else "--port"
     problem = None if shared else bind_problem(host, port)

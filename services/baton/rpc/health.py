@@ -19,7 +19,7 @@ from baton.rpc.logs import get_logger
 from baton.v1 import node_pb2
 
 MAX_WATCHERS = 1024
-"""Anyone who can connect may watch, for any time; strangers can hold nothing else."""
+"""Anyone who can connect may watch, for any time; callers without credentials can hold nothing else."""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN

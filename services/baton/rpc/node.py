@@ -219,7 +219,7 @@ class _Shell:
         reachable = not is_loopback(self._config.host)
         if missing := self._authentication.missing(reachable):
             who = "anybody" if reachable else "any user of this machine"
-            _log.warning("nothing keeps strangers out", who=who, missing=missing)
+            _log.warning("callers are not authenticated", who=who, missing=missing)
         self.address = self._config.advertise or bound
         await self._server.start()
         self._registry.register(LoadCollector(self._node.role, self.load))
