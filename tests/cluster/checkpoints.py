@@ -18,6 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 ARCHITECTURES: dict[str, tuple[type, type, bool]] = {
@@ -25,6 +27,7 @@ ARCHITECTURES: dict[str, tuple[type, type, bool]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, False),
     "llama": (LlamaConfig, LlamaForCausalLM, True),
     "mistral": (MistralConfig, MistralForCausalLM, False),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, False),
 }
 """Name -> configuration, model, whether output and input embeddings are one."""
 
@@ -76,6 +79,9 @@ def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         "bos_token_id": None,
         "pad_token_id": None,
         **({"sliding_window": None} if name == "mistral" else {}),
+        **(
+            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if "moe" in name else {}
+        ),
         **overrides,
     }
     torch.manual_seed(seed)

@@ -14,11 +14,14 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from baton.attention.registry import resolve
@@ -131,6 +134,50 @@ VARIANTS: dict[str, Variant] = {
         Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1, "num_hidden_layers": 3},
     ),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+    ),
+    "qwen3-moe-dense": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "sliding_window": 32}),
+    "glm4-moe": (
+        Glm4MoeConfig,
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "glm4-moe-one-group": (
+        Glm4MoeConfig,
+        {
+            "head_dim": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
 }
 
 
@@ -148,7 +195,10 @@ def save_checkpoint(
             if parameter.dim() == 1:
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
             else:
-                parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[1]))
+                parameter.normal_(0.0, 1.5 / math.sqrt(parameter.shape[-1]))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model.save_pretrained(path, max_shard_size="60KB" if shards else "5GB")
     return model
 

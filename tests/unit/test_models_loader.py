@@ -28,7 +28,7 @@ def checkpoint(tmp_path):
 def allocate(config, dtype):
     parameters = Parameters(dtype, torch.device("cpu"))
     build(config, parameters)
-    return parameters.table
+    return parameters
 
 
 def edit_config(path, **changes):
@@ -76,10 +76,10 @@ def test_any_number_of_files_gives_the_same_weights(checkpoint, count, dtype):
     single.unlink()
     write_shards(checkpoint, tensors, count)
     seen = []
-    read_weights(checkpoint, parameters, config.tied, lambda done, total: seen.append((done, total)))
-    for name, parameter in parameters.items():
+    read_weights(checkpoint, parameters, lambda done, total: seen.append((done, total)))
+    for name, parameter in parameters.table.items():
         assert torch.equal(parameter.target, tensors[name].to(dtype).expand_as(parameter.target)), name
-    total = sum(parameter.target.nbytes for parameter in parameters.values())
+    total = parameters.nbytes
     assert seen[0] == (0, total) and seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert total == weight_bytes(checkpoint, dtype)
@@ -93,11 +93,11 @@ def test_nothing_is_copied_from_a_checkpoint_with_a_wrong_tensor_in_its_last_fil
     save_file(last | {"surprise": torch.zeros(3)}, checkpoint / "part-3.safetensors")
     config = read_config(checkpoint)
     parameters = allocate(config, torch.float32)
-    for parameter in parameters.values():
+    for parameter in parameters.table.values():
         parameter.target.fill_(7.0)
     with pytest.raises(ModelError, match=r"part-3\.safetensors holds unexpected tensor surprise"):
-        read_weights(checkpoint, parameters, config.tied, lambda done, total: None)
-    assert all(bool((parameter.target == 7.0).all()) for parameter in parameters.values())
+        read_weights(checkpoint, parameters, lambda done, total: None)
+    assert all(bool((parameter.target == 7.0).all()) for parameter in parameters.table.values())
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_numbers(checkpoint):
@@ -236,3 +236,22 @@ def test_dummy_weights_are_always_the_same_and_need_no_files(checkpoint):
 def test_every_family_has_a_variant():
     names = AutoModelForCausalLM._model_mapping
     assert {names[make].__name__ for make, _ in VARIANTS.values()} == set(FAMILIES)
+
+
+def test_layers_that_predict_further_tokens_are_ignored_where_the_family_has_them(tmp_path):
+    """GLM's checkpoints hold one behind the last layer."""
+    for variant, number, refused in (
+        ("glm4-moe", 3, False),
+        ("glm4-moe", 4, True),
+        ("glm4-moe", 31, True),
+        ("qwen3", 2, True),
+    ):
+        path = tmp_path / f"{variant}-{number}"
+        save_checkpoint(variant, path)
+        name = f"model.layers.{number}.eh_proj.weight"
+        edit_weights(path, lambda tensors, name=name: tensors.update({name: torch.zeros(2)}))
+        if refused:
+            with pytest.raises(ModelError, match=f"unexpected tensor {name}"):
+                load_model(path)
+        else:
+            load_model(path)

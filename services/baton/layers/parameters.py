@@ -7,7 +7,7 @@ On the `meta` device nothing is allocated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -41,10 +41,16 @@ class Parameters:
     table: dict[str, Parameter] = field(default_factory=dict)
     """By the checkpoint's name; shared by all prefixes."""
     linears: list[Linear] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    """How names start of tensors that a checkpoint may hold and the model does not use."""
 
     def under(self, name: str) -> Parameters:
         """Those below `name`."""
-        return Parameters(self.dtype, self.device, f"{self.prefix}{name}.", self.table, self.linears)
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def ignore(self, prefix: str) -> None:
+        """Tensors below this prefix may be in the checkpoint and are not read."""
+        self.ignored.append(self.prefix + prefix)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Memory that `add` gives names to."""

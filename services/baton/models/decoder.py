@@ -120,6 +120,7 @@ class Decoder:
             self.head = Linear(self.embedding)
             """Its weight is the embedding if the checkpoint ties them."""
             parameters.linears.append(self.head)
+            parameters.ignore("lm_head.weight")
         else:
             self.head = parameters.linear({"lm_head": size}, hidden, head_bias)
 
@@ -149,13 +150,14 @@ class Decoder:
             self._pack()
 
     def _pack(self) -> None:
-        layouts: dict[torch.Size, type[CpuLayout]] = {}
+        layouts: dict[tuple[torch.Size, torch.dtype], type[CpuLayout]] = {}
         for linear in self.parameters.linears:
             weight = linear.weight
             assert weight is not None
-            if weight.shape not in layouts:
-                layouts[weight.shape] = fastest_layout(weight)
-            linear.pack(layouts[weight.shape])
+            kind = weight.shape, weight.dtype
+            if kind not in layouts:
+                layouts[kind] = fastest_layout(weight)
+            linear.pack(layouts[kind])
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """-> final normalized hidden states [tokens, hidden]"""

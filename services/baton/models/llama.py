@@ -3,40 +3,55 @@ Qwen 2 (arXiv:2407.10671) and Qwen 3 (arXiv:2505.09388)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from baton.layers.attention import Attention, AttentionOptions
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models.config import ModelConfig, make_rope, window
-from baton.models.decoder import Decoder, DecoderLayer
+from baton.models.decoder import Decoder, DecoderLayer, FeedForward
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
+    return llama_like(config, parameters, feed_forward)
+
+
+def llama_like(
+    config: ModelConfig,
+    parameters: Parameters,
+    feed_forward: Callable[[ModelConfig, Parameters, int], FeedForward],
+) -> Decoder:
+    """`feed_forward`: makes that of a layer, whose parameters and number it gets."""
     rope = make_rope(config)
-    layers = [
-        decoder_layer(config, parameters.under(f"model.layers.{index}"), index, rope)
-        for index in range(config.num_layers)
-    ]
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    layers = []
+    for index in range(config.num_layers):
+        own = parameters.under(f"model.layers.{index}")
+        layers.append(
+            DecoderLayer(
+                RmsNorm(own, "input_layernorm", hidden, eps),
+                attention(config, own.under("self_attn"), index, rope),
+                RmsNorm(own, "post_attention_layernorm", hidden, eps),
+                feed_forward(config, own, index),
+            )
+        )
     return Decoder(config, parameters, layers)
 
 
-def decoder_layer(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> DecoderLayer:
-    hidden, eps = config.hidden_size, config.rms_norm_eps
+def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> GatedMlp:
     bias = bool(getattr(config.hf, "mlp_bias", False))
-    return DecoderLayer(
-        RmsNorm(parameters, "input_layernorm", hidden, eps),
-        attention(config, parameters.under("self_attn"), index, rope),
-        RmsNorm(parameters, "post_attention_layernorm", hidden, eps),
-        GatedMlp(parameters.under("mlp"), hidden, config.hf.intermediate_size, bias=bias),
-    )
+    return GatedMlp(parameters.under("mlp"), config.hidden_size, config.hf.intermediate_size, bias=bias)
 
 
 def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
-    """Qwen 2 has biases of queries, keys and values, Qwen 3 norms of each query and key."""
+    """Qwen 2 has biases of queries, keys and values, Qwen 3 norms of each query and key, GLM-4-MoE either by
+    options."""
     bias = bool(getattr(config.hf, "attention_bias", False))
     qwen2 = config.architecture.startswith("Qwen2")
-    qwen3 = config.architecture.startswith("Qwen3")
+    glm = config.architecture == "Glm4MoeForCausalLM"
+    norms = config.hf.use_qk_norm if glm else config.architecture.startswith("Qwen3")
     return Attention(
         parameters,
         index,
@@ -46,7 +61,7 @@ def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rop
         config.head_dim,
         rope,
         qkv_bias=bias or qwen2,
-        output_bias=bias and not qwen2,
-        norm_eps=config.rms_norm_eps if qwen3 else None,
+        output_bias=bias and not qwen2 and not glm,
+        norm_eps=config.rms_norm_eps if norms else None,
         options=AttentionOptions(window=window(config, index)),
     )

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,12 +31,13 @@ pinned pieces 30 to 45 GB/s, one thread or pageable memory 10; safetensors' own 
 37, with whole tensors beside the weights in the device's memory."""
 
 
-def read_weights(path: Path, parameters: dict[str, Parameter], tied: bool, report: Progress) -> None:
+def read_weights(path: Path, declared: Parameters, report: Progress) -> None:
     """Fills all parameters. Names and shapes are checked before anything is copied.
 
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
     """
-    found = _check(path, parameters, tied)
+    parameters = declared.table
+    found = _check(path, parameters, declared.ignored)
     names = [name for _, names in found for name in names]
     progress = _Progress(sum(parameters[name].target.nbytes for name in names), report)
     count = min(_THREADS, os.cpu_count() or 1)
@@ -55,7 +56,9 @@ def read_weights(path: Path, parameters: dict[str, Parameter], tied: bool, repor
             raise
 
 
-def _check(path: Path, parameters: dict[str, Parameter], tied: bool) -> list[tuple[TensorFile, list[str]]]:
+def _check(
+    path: Path, parameters: dict[str, Parameter], ignored: Sequence[str]
+) -> list[tuple[TensorFile, list[str]]]:
     """The tensors to read from each file."""
     missing = set(parameters)
     found = []
@@ -63,7 +66,8 @@ def _check(path: Path, parameters: dict[str, Parameter], tied: bool) -> list[tup
         names = []
         for name, shape in file.shapes().items():
             if name not in missing:
-                if _ignorable(name, tied):
+                # Some checkpoints carry frequencies, although config.json determines them.
+                if name.startswith(tuple(ignored)) or name.endswith("rotary_emb.inv_freq"):
                     continue
                 raise ModelError(f"{file.path.name} holds unexpected tensor {name}")
             wanted = list(parameters[name].shape)
@@ -77,11 +81,6 @@ def _check(path: Path, parameters: dict[str, Parameter], tied: bool) -> list[tup
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"{path} lacks tensor {first}{more}")
     return found
-
-
-def _ignorable(name: str, tied: bool) -> bool:
-    """Tensors that some checkpoints carry although config.json determines them."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _copy(file: TensorFile, names: list[str], parameters: dict[str, Parameter], progress: _Progress) -> None:
@@ -176,7 +175,7 @@ def load_model(
     if load_format == "dummy":
         _fill(parameters, report)
     else:
-        read_weights(path, parameters.table, config.tied, report)
+        read_weights(path, parameters, report)
     model.prepare()
     return model
 

@@ -14,11 +14,14 @@ FAMILIES: dict[str, str] = {
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
     "Gemma3ForCausalLM": "gemma3",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "mixtral",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Name in config.json -> module of this package with a function `build`."""
 

@@ -1,0 +1,208 @@
+"""Mixtures of experts: Shazeer et al., arXiv:1701.06538, as today's families route and compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from baton.layers.mlp import ACTIVATIONS, GatedMlp
+from baton.layers.parameters import Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a token's scores choose its experts and weigh them.
+
+    Softmax over all experts, the best ones, renormalized, is also softmax over the best logits (gpt-oss).
+    """
+
+    top_k: int
+    """Experts of a token."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    """The chosen scores are divided by their sum."""
+    scale: float = 1.0
+    """Of the weights, afterwards."""
+    groups: int = 1
+    """Experts are in groups of neighbours, of which a token uses `top_groups`."""
+    top_groups: int = 1
+    group_best: int = 1
+    """A group counts as much as the sum of its best scores, so many of them: 1 in DeepSeek-V2, 2 in V3."""
+
+    def choose(
+        self, logits: torch.Tensor, correction: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens, experts] -> weights float32 and experts int64, [tokens, top_k] each. `correction` float32
+        [experts] is added to the scores where experts are chosen, not where they are weighed."""
+        logits = logits.float()
+        scores = logits.softmax(-1) if self.scoring == "softmax" else logits.sigmoid()
+        ranked = scores if correction is None else scores + correction
+        if self.groups > 1:
+            grouped = ranked.view(len(ranked), self.groups, -1)
+            worth = grouped.topk(self.group_best, -1).values.sum(-1)
+            used = torch.zeros_like(worth, dtype=torch.bool)
+            used.scatter_(-1, worth.topk(self.top_groups, -1).indices, True)
+            ranked = grouped.masked_fill(~used.unsqueeze(-1), -torch.inf).flatten(-2)
+        experts = ranked.topk(self.top_k, -1).indices
+        weights = scores.gather(-1, experts)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.scale, experts
+
+
+class Router:
+    """Scores a token's experts by a linear layer and chooses among them."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        hidden: int,
+        experts: int,
+        routing: Routing,
+        *,
+        bias: bool = False,
+        correction: bool = False,
+        float32: bool = False,
+    ) -> None:
+        """`correction`: the checkpoint has `e_score_correction_bias`; `float32`: the layer is computed in
+        float32."""
+        self.routing = routing
+        self.dtype = torch.float32 if float32 else parameters.dtype
+        self.linear = replace(parameters, dtype=self.dtype).linear({name: experts}, hidden, bias)
+        self.correction: torch.Tensor | None = None
+        if correction:
+            self.correction = parameters.empty(experts, dtype=torch.float32)
+            parameters.add(f"{name}.e_score_correction_bias", self.correction, fill="zeros")
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens, hidden] -> weights float32 and experts int64, [tokens, experts a token] each"""
+        return self.routing.choose(self.linear(x.to(self.dtype)), self.correction)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """gpt-oss' activation: (up + 1) * gate * sigmoid(alpha * gate), gate and up clamped."""
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate = gate.clamp(max=self.limit)
+        return (up.clamp(-self.limit, self.limit) + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class Experts:
+    """The experts of one layer: down(activation(gate(x)) * up(x)) each."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        count: int,
+        hidden: int,
+        inner: int,
+        *,
+        projections: tuple[str, str, str] | None = PROJECTIONS,
+        bias: bool = False,
+        activation: str | ClampedSwiglu = "silu",
+    ) -> None:
+        """`projections`: names of an expert's gate, up and down projections in the checkpoint; None: it has
+        all experts in one tensor, transposed, gate and up interleaved, as gpt-oss has."""
+        self.count, self.inner = count, inner
+        self.activation = activation
+        self.gate_up = parameters.empty(count, 2 * inner, hidden)
+        self.down = parameters.empty(count, hidden, inner)
+        self.gate_up_bias = parameters.empty(count, 2 * inner) if bias else None
+        self.down_bias = parameters.empty(count, hidden) if bias else None
+        if projections is None:
+            self._declare_merged(parameters)
+        else:
+            for expert in range(count):
+                self._declare(parameters.under(str(expert)), expert, projections)
+
+    def _declare(self, parameters: Parameters, expert: int, projections: tuple[str, str, str]) -> None:
+        gate, up, down = projections
+        for kind, gate_up, out in (
+            ("weight", self.gate_up, self.down),
+            ("bias", self.gate_up_bias, self.down_bias),
+        ):
+            if gate_up is not None and out is not None:
+                fill: Literal["normal", "zeros"] = "normal" if kind == "weight" else "zeros"
+                parameters.add(f"{gate}.{kind}", gate_up[expert, : self.inner], fill=fill)
+                parameters.add(f"{up}.{kind}", gate_up[expert, self.inner :], fill=fill)
+                parameters.add(f"{down}.{kind}", out[expert], fill=fill)
+
+    def _declare_merged(self, parameters: Parameters) -> None:
+        for name, target, convert in (
+            ("gate_up_proj", self.gate_up, _halves),
+            ("down_proj", self.down, None),
+        ):
+            count, rows, columns = target.shape
+            shape = torch.Size([count, columns, rows])
+            parameters.add(name, target, shape=shape, convert=_transposed(convert))
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            parameters.add("gate_up_proj_bias", self.gate_up_bias, fill="zeros", convert=_halves)
+            parameters.add("down_proj_bias", self.down_bias, fill="zeros")
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden], weights and experts [tokens, n] -> float32 [tokens, hidden]: the weighted sum
+        of each token's experts, in the order of their numbers."""
+        order = experts.flatten().argsort(stable=True)
+        tokens = order.div(experts.shape[1], rounding_mode="floor")
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        start = 0
+        for expert, size in enumerate(experts.flatten().bincount(minlength=self.count).tolist()):
+            if size:
+                rows = tokens[start : start + size]
+                out = self._one(expert, x[rows])
+                total.index_add_(0, rows, out * weights.view(-1, 1)[order[start : start + size]])
+                start += size
+        return total
+
+    def _one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
+        gate, up = F.linear(x, self.gate_up[expert], bias).chunk(2, -1)
+        if isinstance(self.activation, str):
+            inner = ACTIVATIONS[self.activation](gate) * up
+        else:
+            inner = self.activation(gate, up)
+        bias = None if self.down_bias is None else self.down_bias[expert]
+        return F.linear(inner, self.down[expert], bias)
+
+
+def _halves(interleaved: torch.Tensor) -> torch.Tensor:
+    """[experts, (gate, up) pairs, ...] -> gates, then ups"""
+    return torch.cat((interleaved[:, ::2], interleaved[:, 1::2]), 1)
+
+
+def _transposed(
+    convert: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def transpose(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.transpose(1, 2)
+        return (convert(tensor) if convert else tensor).contiguous()
+
+    return transpose
+
+
+class Mixture:
+    """A feed-forward layer: a token's experts, and a shared expert if there is one, which has every token."""
+
+    def __init__(self, router: Router, experts: Experts, shared: GatedMlp | None = None) -> None:
+        self.router, self.experts, self.shared = router, experts, shared
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        out = self.experts(x, *self.router(x)).to(x.dtype)
+        return out if self.shared is None else self.shared.add_to(out, x)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the same; `residual` may be overwritten."""
+        return residual.add_(self(x))

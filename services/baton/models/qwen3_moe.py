@@ -1,0 +1,24 @@
+"""Qwen 3 with experts: arXiv:2505.09388."""
+
+from __future__ import annotations
+
+from baton.layers.experts import Experts, Mixture, Router, Routing
+from baton.layers.parameters import Parameters
+from baton.models import llama
+from baton.models.config import ModelConfig
+from baton.models.decoder import Decoder, FeedForward
+
+
+def build(config: ModelConfig, parameters: Parameters) -> Decoder:
+    return llama.llama_like(config, parameters, feed_forward)
+
+
+def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> FeedForward:
+    hf, hidden, own = config.hf, config.hidden_size, parameters.under("mlp")
+    if index in hf.mlp_only_layers or not hf.num_experts or (index + 1) % hf.decoder_sparse_step:
+        return llama.feed_forward(config, parameters, index)
+    routing = Routing(hf.num_experts_per_tok, renormalize=hf.norm_topk_prob)
+    return Mixture(
+        Router(own, "gate", hidden, hf.num_experts, routing),
+        Experts(own.under("experts"), hf.num_experts, hidden, hf.moe_intermediate_size),
+    )
