@@ -4,7 +4,7 @@
 
 Each mutation changes one expression or statement of a file in PACKAGES, in a copy of the working tree. It is
 killed when a test of `make check` fails or takes too long: a unit test that imports the changed module, or a
-seed of the simulator. Exits with 1 when fewer than --least percent are killed.
+seed of the simulator, or a test in tests/sim. Exits with 1 when fewer than --least percent are killed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import importlib
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -133,17 +133,38 @@ def mutations() -> Iterator[tuple[Path, ast.Module, ast.AST, ast.AST]]:
                 yield from ((path, tree, node, ast.fix_missing_locations(new)) for new in variants(node))
 
 
+@functools.cache
+def imports(path: Path) -> set[str]:
+    """Modules of Baton, and names in them, that a file imports, itself or by a helper beside it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            helper = path.with_name(f"{node.module}.py")
+            if node.module.startswith("baton"):
+                found.update((node.module, *(f"{node.module}.{name.name}" for name in node.names)))
+            elif "tests" in path.parts and helper.exists():
+                found |= imports(helper)
+    return found
+
+
 def tests_of(there: Path, path: Path) -> list[str]:
-    """Unit tests named after a module or importing it, those that import the fewest others first."""
-    module = "baton." + ".".join(path.relative_to(ROOT / "services/baton").with_suffix("").parts)
-    package = module.rpartition(".")[0]
-    wanted = re.compile(rf"^ *from ({re.escape(module)}|{re.escape(package)}) import", re.M)
-    found = []
+    """Unit tests of a module: those named after it or importing it, then those that import a module which
+    imports it."""
+    services = there / "services"
+    module = ".".join(path.relative_to(ROOT / "services").with_suffix("").parts)
+    names = {module, module.rpartition(".")[0]}
+    users = {
+        ".".join(file.relative_to(services).with_suffix("").parts)
+        for file in (services / "baton").rglob("*.py")
+        if names & imports(file)
+    }
+    ranked = []
     for test in (there / "tests/unit").glob("test_*.py"):
-        text = test.read_text()
-        if wanted.search(text) or path.stem in test.stem:
-            found.append((text.count("from baton."), str(test.relative_to(there))))
-    return [test for _, test in sorted(found)]
+        used = imports(test)
+        near = names & used or path.stem in test.stem
+        if near or users & used:
+            ranked.append((not near, len(used), str(test.relative_to(there))))
+    return [test for _, _, test in sorted(ranked)]
 
 
 def run_tests(tests: list[str]) -> bool:
@@ -194,22 +215,20 @@ def passes(there: Path, what: Callable[[], bool], seconds: int) -> bool:
     return False
 
 
-def killed_by(there: Path, path: Path, seeds: int, seconds: int) -> str:
+def killed_by(there: Path, path: Path, seconds: int) -> str:
     """Which check fails in the tree `there`; empty: none. What is likely to fail soon comes first."""
-    few = min(seeds, FIRST_SEEDS)
-    if not passes(there, lambda: run_seeds(range(few)), seconds):
+    if not passes(there, lambda: run_seeds(range(FIRST_SEEDS)), seconds):
         return "a seed"
-    for test in tests_of(there, path):
+    for test in (*tests_of(there, path), "tests/sim"):
         if not passes(there, lambda test=test: run_tests([test]), seconds):  # type: ignore[misc]
             return test
-    return "" if passes(there, lambda: run_seeds(range(few, seeds)), seconds) else "a later seed"
+    return ""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=100, help="mutations to try")
     parser.add_argument("--seed", type=int, default=1, help="of the choice among all mutations")
-    parser.add_argument("--seeds", type=int, default=400, help="of the simulator to run, from 0 on")
     parser.add_argument("--seconds", type=int, default=100, help="of CPU time that a check may take")
     parser.add_argument(
         "--part", default="1/1", help="2/4: the second quarter of them, to run all side by side"
@@ -237,7 +256,7 @@ def main() -> int:
             changed = copy.deepcopy(tree)
             target = list(ast.walk(changed))[nodes.index(old)]
             place.write_text(ast.unparse(ast.fix_missing_locations(Replace(target, new).visit(changed))))
-            killer = killed_by(there, path, options.seeds, options.seconds)
+            killer = killed_by(there, path, options.seconds)
             place.write_text(original)
             killed += bool(killer)
             verdict = f"killed by {killer}" if killer else "SURVIVES"

@@ -42,6 +42,7 @@ def test_no_seed_breaks_a_rule():
     assert sum(outcome.resumed for outcome in outcomes) > 0.1 * len(seeds), (
         "streams went on at another decode node"
     )
+    assert sum(outcome.pulled_pages for outcome in outcomes) > 20 * len(seeds)
 
 
 def test_figures_that_are_wrong_break_no_rule(monkeypatch):

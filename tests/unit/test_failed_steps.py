@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from decode_node import Node, Runner
+from decode_node import PAGES, SIZE, Node, Runner
 from test_attempts import A, B, attempts, placed
 
 from baton.decode.core import MAX_FAILED_STEPS
 from baton.decode.types import Done, Failed
+from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import MAX_FAILED_STEPS as MAX_IN_A_ROW
+from baton.engine.step_loop import StepPipeline
 from baton.gateway.attempts import PROVEN_TOKENS
+from baton.handoff.messages import AttemptName
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.prefill.core import PrefillCore
 from baton.rpc.errors import BatonError, unavailable
 
 STEP_FAILED = unavailable("the step could not be computed", "STEP_FAILED")
@@ -30,6 +37,31 @@ def test_who_was_in_a_failed_step_goes_on_elsewhere_once():
         (1, "UNAVAILABLE", "STEP_FAILED"),
         (2, "INTERNAL", "REPEATED_STEP_FAILURE"),
     ]
+    assert node.core.step_stats.limit(1.0) == 1.0, "no step is in flight"
+    node.core.cache.check(idle=True)
+
+
+def test_prompts_of_a_failed_step_are_handed_back():
+    outputs = []
+    core = PrefillCore(
+        KvCache(PageAllocator(PAGES), PrefixTree(SIZE)),
+        SchedulerConfig(context_length=512, token_budget=64, max_rows=8),
+        lease_grace=9.0,
+        max_leased_pages=PAGES,
+        flush_to=lambda by_holder: outputs.extend(by_holder["holder"]),
+        retire=lambda step: None,
+    )
+    runner = Runner()
+    runner.fail = [RuntimeError("no answer")]
+    pipeline = StepPipeline(core, runner, False, lambda: 1.0)
+    name = AttemptName(7, 1, 0, 0)
+    core.side.start("holder", name, Request(name, tuple(range(10)), SamplingParams()), True, 1.0)
+    for _ in range(3):
+        if (due := pipeline.begin()) is not None:
+            pipeline.finish(due)
+    assert [(output.code, output.reason) for output in outputs] == [("UNAVAILABLE", "STEP_FAILED")]
+    assert core.step_stats.limit(1.0) == 1.0, "no step is in flight"
+    core.cache.check(idle=True)
 
 
 def test_requests_that_may_have_made_a_step_fail_are_computed_one_at_a_time():

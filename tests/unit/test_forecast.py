@@ -9,7 +9,7 @@ from baton.engine.batch import Step
 from baton.engine.plan import PlanRow, StepPlan
 from baton.engine.request import Phase, Request
 from baton.engine.sampling import SamplingParams
-from baton.engine.step_stats import MovingAverage, StepStats
+from baton.engine.step_stats import WATCHDOG_FACTOR, MovingAverage, StepStats
 
 RATES = Rates(step=0.01, first=0.5, output=20.0)
 STOP = frozenset({0})
@@ -96,6 +96,7 @@ def test_the_meter_takes_each_step_for_the_time_after_the_one_before():
     assert stats.step.value == pytest.approx(0.5)
     assert stats.prompt_rate.value == pytest.approx(80 / 0.4)
     stats.planned(third, 9.0)
+    assert stats.limit(0.0) == pytest.approx(WATCHDOG_FACTOR * 0.4), "no longer than the 80 tokens took"
     stats.ended(third, 9.1)
     assert stats.prompt_rate.value == pytest.approx(200.0), "a step that is nearly empty tells nothing"
     stats.planned(step(4, decode), 10.0)

@@ -586,6 +586,7 @@ def test_nothing_turns_beside_a_prefill_node_on_the_same_gpu():
     node = world.nodes["p0"]
     world.start(1, range(5))
     world.decode_step()
+    assert not world.core.expecting, "nothing is announced"
     world.deliver(node)
     node.step(world.now)
     world.receive(node)

@@ -196,6 +196,34 @@ def test_what_is_leased_is_counted_until_it_ends():
     assert side.counters.cached_tokens == 0 and side.scheduler.cache.counts().owned == 0
 
 
+def complete(side, number, keep_pages=True):
+    """Another prompt of "holder", computed at time 2."""
+    name = AttemptName(7, number, 0, 0)
+    side.start("holder", name, Request(name, PROMPT, SamplingParams()), keep_pages, 2.0)
+    step = side.plan(2.0)
+    side.commit(step, StepResult(step.plan.number, (RowResult((50,)),)), 2.0)
+    return name
+
+
+def test_a_holders_leases_count_together():
+    side = computed(max_leased_pages=5)
+    complete(side, 2)
+    third = AttemptName(7, 3, 0, 0)
+    request = Request(third, PROMPT, SamplingParams())
+    side.start("holder", third, request, True, 2.0)
+    assert side._leased == {"holder": 6} and not side.may_admit(request)
+    side.release("holder", NAME, 3.0)
+    assert side._leased == {"holder": 3} and side.may_admit(request)
+
+
+def test_a_prompt_whose_pages_are_not_kept_ends_with_its_first_token():
+    side = computed()
+    side.outputs.clear()
+    name = complete(side, 2, keep_pages=False)
+    assert [type(output) for _, output in side.outputs] == [FirstSampled, LeaseFinished]
+    assert not side.knows(name) and side.leases == 1
+
+
 @pytest.mark.parametrize(("leased", "admitted"), [(2, False), (3, True)])
 def test_a_holder_that_does_not_pull_gets_no_more_pages(leased, admitted):
     side = computed(leased)

@@ -195,6 +195,14 @@ def test_rounding_seldom_changes_a_draw():
     assert 0 < (first != second).float().mean().item() < 0.05
 
 
+def test_no_id_beyond_the_vocabulary_is_drawn():
+    """The last group of ids is not full."""
+    logits = torch.full((200, 257), -50.0)
+    logits[:, 256] = 0.0
+    keys = torch.from_numpy(row_keys(np.arange(200, dtype=np.uint64), np.zeros(200, np.uint64)))
+    assert draw(logits, None, keys).tolist() == [256] * 200
+
+
 def test_consecutive_positions_and_seeds_are_independent():
     """Pairs of draws at neighbouring positions, and at neighbouring seeds, fill a 4 x 4 table evenly."""
     draws = 20_000

@@ -43,6 +43,7 @@ class Engine:
 
     def turn(self) -> bool:
         step = self.scheduler.plan()
+        assert step is None or step.plan.num_tokens <= self.scheduler.config.token_budget
         launched = (step, self.runner.launch(step.plan)) if step else None
         if self.pending:
             self.finish_step(*self.pending)
@@ -149,6 +150,14 @@ def test_choices_share_the_prompt(overlap, length):
     check_outputs(engine, requests)
     computed = sum(len(row.tokens) for plan in engine.runner.steps for row in plan.rows if row.tokens)
     assert computed == length + 17
+
+
+def test_a_choice_without_room_for_its_copy_is_computed_by_itself():
+    engine = Engine(pages=4, watermark=0)
+    r = request("a", range(10), max_tokens=5, n=3)
+    engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, [r])
 
 
 def test_a_cached_prefix_is_not_computed_again():
@@ -288,6 +297,15 @@ def test_a_retracted_request_finds_the_pages_of_its_own_output():
     assert engine.scheduler.cached_pages(retracted) > len(requests[1].prompt) // 4
     engine.run()
     check_outputs(engine, requests)
+
+
+def test_choices_of_a_request_that_may_make_steps_fail_are_computed_together():
+    scheduler = Engine().scheduler
+    params = SamplingParams(max_tokens=8)
+    suspect = Request("a", (1, 2, 3), params, delivered=((4,), (5,)), n=2, failed_steps=1)
+    scheduler.submit(suspect)
+    scheduler.plan()
+    assert scheduler.prompts == suspect.sequences
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -280,7 +280,7 @@ class Scheduler(SchedulerState):
         sequence.tokens.append(token)
         params, context = sequence.request.params, self.config.context_length
         if not self.config.prompt_only:
-            if token in params.stop_token_ids and sequence.num_read > params.min_tokens:
+            if token in params.stop_token_ids:
                 sequence.finish = FinishReason.STOP
             elif min(params.max_tokens - sequence.num_read, context - len(sequence.tokens)) <= 0:
                 sequence.finish = FinishReason.LENGTH

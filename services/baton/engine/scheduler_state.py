@@ -344,7 +344,7 @@ class SchedulerState:
         self.reservations.set(leader, leader.reserved - share)
         self.reservations.set(follower, share)
         partial = len(prefix) % self.cache.page_size != 0
-        if len(follower.holding.pages) < full or (partial and not self.extend(follower, full + 1)):
+        if partial and not self.extend(follower, full + 1):
             self.requeue(follower)
             return
         if partial:
@@ -384,7 +384,6 @@ class SchedulerState:
             sequence.holding = None
         self._give_slot_back(sequence)
         self.reservations.set(sequence, 0)
-        sequence.followers = []
         sequence.slot_ready = False
         sequence.computed = sequence.retired = sequence.unread = 0
         sequence.epoch += 1

@@ -177,6 +177,8 @@ class Worker(Process):
 
     def _submit(self, flight: Flight) -> None:
         """The device begins with it after all earlier steps."""
+        if flight.plan.num_tokens > self.settings.token_budget:
+            raise Violation(f"budget: step {flight.plan.number} of {self.who} exceeds its token budget")
         self.flights.append(flight)
         usual = self.settings.step_seconds * (1 + flight.plan.num_tokens / 16)
         start = max(self._device_free, self.world.now)

@@ -33,6 +33,8 @@ class Outcome:
     """How many ended in which way."""
     resumed: int = 0
     """Times that a request with output went on at another decode node."""
+    pulled_pages: int = 0
+    """Of prompts computed at prefill nodes, by the decode nodes that are there at the end."""
     rule: str = ""
     """The rule that was broken, in a word or two; empty: none."""
     failure: str = ""
@@ -77,6 +79,7 @@ def run_scenario(scenario: Scenario, max_steps: int | None = None, trace: Trace 
         ledger.tokens,
         ledger.outcomes,
         ledger.resumed,
+        cluster.pulled_pages,
         rule,
         failure,
     )
