@@ -89,10 +89,20 @@ class Forks:
                 env=environment,
             )
 
-    def start(self, arguments: Sequence[str], *, stderr: IO[bytes], environment: Mapping[str, str]) -> Forked:
-        """`baton ARGUMENTS` with a pipe at its standard input and output each."""
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        stderr: IO[bytes],
+        environment: Mapping[str, str],
+        prelude: str = "",
+    ) -> Forked:
+        """`baton ARGUMENTS` with a pipe at its standard input and output each.
+
+        prelude: Python that the process runs before.
+        """
         (stdin, our_stdin), (our_stdout, stdout) = os.pipe(), os.pipe()
-        request = {"arguments": list(arguments), "environment": dict(environment)}
+        request = {"arguments": list(arguments), "environment": dict(environment), "prelude": prelude}
         try:
             pid = self._ask(request, [stdin, stdout, stderr.fileno()])
         except BaseException:
@@ -142,13 +152,15 @@ def serve(control: socket.socket) -> None:
             answer = os.fork()
             if not answer:
                 control.close()
-                become(request["arguments"], request["environment"], descriptors)
+                become(request["arguments"], request["environment"], request["prelude"], descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
         control.send(str(answer).encode())
 
 
-def become(arguments: list[str], environment: dict[str, str], descriptors: list[int]) -> None:
+def become(
+    arguments: list[str], environment: dict[str, str], prelude: str, descriptors: list[int]
+) -> None:
     """Does not return."""
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
@@ -160,6 +172,7 @@ def become(arguments: list[str], environment: dict[str, str], descriptors: list[
 
     code = 1
     try:
+        exec(prelude, {})
         main(arguments)
     except SystemExit as ended:
         code = int(ended.code or 0)

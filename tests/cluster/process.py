@@ -43,8 +43,8 @@ class Process:
         self.incarnation = 0
         self.starts = 0
         self.environment: dict[str, str] = {}
-        self.wrapper: list[str] = []
-        """A command that runs its arguments, under the same process id; of a process that is not forked."""
+        self.prelude = ""
+        """Python that it runs before anything else; of a process that is forked."""
         self.metadata: Metadata = ()
         """Of what a test asks it by itself."""
         self._popen: subprocess.Popen[bytes] | Forked | None = None
@@ -78,10 +78,13 @@ class Process:
         self.starts += 1
         with self.log.open("ab") as log:
             if self.forked:
-                self._popen = forks(**ENVIRONMENT).start(arguments, stderr=log, environment=environment)
+                self._popen = forks(**ENVIRONMENT).start(
+                    arguments, stderr=log, environment=environment, prelude=self.prelude
+                )
             else:
+                assert not self.prelude
                 self._popen = subprocess.Popen(
-                    [*self.wrapper, sys.executable, "-m", "baton.cli.main", *arguments],
+                    [sys.executable, "-m", "baton.cli.main", *arguments],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +10,7 @@ from deployment import Deployment
 from baton.rpc.errors import BatonError
 
 POISON = 666
-SITE = f"""
+PRELUDE = f"""
 import baton.engine.scheduler as scheduler
 
 commit = scheduler.Scheduler.commit
@@ -27,15 +26,11 @@ scheduler.Scheduler.commit = poisoned
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_poison_request_ends_two_nodes_and_no_stream(tmp_path, split):
-    (tmp_path / "sitecustomize.py").write_text(SITE)
     counts = {"prefill": 3, "decode": 1} if split else {"prefill": 0, "decode": 4}
     deployment = Deployment.split(tmp_path, "demo", **counts)
     poisoned = deployment.of("prefill" if split else "decode")
     for process in poisoned:
-        process.forked = False
-        process.environment["PYTHONPATH"] = os.pathsep.join(
-            [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
+        process.prelude = PRELUDE
     deployment.start()
     client = deployment.client()
     prompts = [f"{number} " * 60 for number in range(8)]

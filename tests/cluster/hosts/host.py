@@ -40,15 +40,11 @@ class Host:
         except subprocess.CalledProcessError as error:
             raise CannotMakeHosts(f"ip netns add: {error.stderr.strip()}") from None
         # Sockets belong to the namespace of the thread that makes them.
-        self._inside = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=self._enter)
+        self._inside = ThreadPoolExecutor(
+            1, thread_name_prefix=name, initializer=enter, initargs=(self.namespace,)
+        )
         self.ip("link", "set", "lo", "up")
         self.ip("address", "add", f"{address}/32", "dev", "lo")
-
-    def _enter(self) -> None:
-        with Path("/run/netns", self.namespace).open() as namespace:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.setns(namespace.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
 
     def inside(self, function: Callable[[], T]) -> T:
         """Calls it in a thread of this host: for what belongs to a namespace from its making on."""
@@ -86,6 +82,14 @@ class Host:
         """With all its devices. Processes on it must have ended."""
         self._inside.shutdown()
         run("ip", "netns", "delete", self.namespace)
+
+
+def enter(name: str) -> None:
+    """The calling thread, and threads that it starts, are in this network namespace."""
+    with Path("/run/netns", name).open() as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def run(*command: str) -> str:

@@ -65,12 +65,10 @@ class Lan:
 class HostProcess(Process):
     """Tests reach it through a door, at `outside`; others at its own address, by cable."""
 
-    forked = False
-
     def __init__(self, host: Host, role: str, name: str, flags: list[str], folder: Path) -> None:
         super().__init__(role, name, ["--host", host.address, "--insecure", *flags], folder)
         self.host = host
-        self.wrapper = host.command()
+        self.prelude = f"from hosts.host import enter; enter({host.namespace!r})"
         self._doors: dict[str, Door] = {}
 
     @property
