@@ -158,9 +158,7 @@ def serve(control: socket.socket) -> None:
         control.send(str(answer).encode())
 
 
-def become(
-    arguments: list[str], environment: dict[str, str], prelude: str, descriptors: list[int]
-) -> None:
+def become(arguments: list[str], environment: dict[str, str], prelude: str, descriptors: list[int]) -> None:
     """Does not return."""
     for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
