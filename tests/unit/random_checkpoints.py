@@ -57,7 +57,14 @@ _LATENT: dict[str, object] = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 20,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "n_group": 4,
+    "topk_group": 2,
 }
 
 Variant = tuple[type, dict[str, object]]
@@ -89,6 +96,7 @@ VARIANTS: dict[str, Variant] = {
         {
             **_LATENT,
             "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
             **_rope(
                 "yarn",
                 factor=4.0,

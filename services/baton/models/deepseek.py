@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from baton.layers.experts import Experts, Mixture, Router, Routing
 from baton.layers.latent_attention import LatentAttention, LatentShape
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
@@ -26,6 +27,9 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
                 feed_forward(config, layer.under("mlp"), index),
             )
         )
+    for index in range(getattr(config.hf, "num_nextn_predict_layers", None) or 0):
+        # They predict further tokens, for speculation, and are not used.
+        parameters.ignore(f"model.layers.{config.num_layers + index}.")
     return Decoder(config, parameters, layers)
 
 
@@ -62,4 +66,23 @@ def _scale(config: ModelConfig, shape: LatentShape) -> float:
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> FeedForward:
-    return GatedMlp(parameters, config.hidden_size, config.hf.intermediate_size)
+    hf, hidden = config.hf, config.hidden_size
+    if index < hf.first_k_dense_replace:
+        return GatedMlp(parameters, hidden, hf.intermediate_size)
+    v3 = config.architecture == "DeepseekV3ForCausalLM"
+    grouped = v3 or hf.topk_method == "group_limited_greedy"
+    routing = Routing(
+        hf.num_experts_per_tok,
+        "sigmoid" if v3 else "softmax",
+        renormalize=v3 and hf.norm_topk_prob,  # transformers never does in V2
+        scale=hf.routed_scaling_factor,
+        groups=hf.n_group if grouped else 1,
+        top_groups=hf.topk_group if grouped else 1,
+        group_best=2 if v3 else 1,
+    )
+    count, inner = hf.n_routed_experts, hf.moe_intermediate_size
+    return Mixture(
+        Router(parameters, "gate", hidden, count, routing, correction=v3, float32=True),
+        Experts(parameters.under("experts"), count, hidden, inner),
+        GatedMlp(parameters.under("shared_experts"), hidden, inner * hf.n_shared_experts),
+    )

@@ -11,7 +11,7 @@ from baton.models.decoder import Decoder, FeedForward
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
-    for index in range(getattr(config.hf, "num_nextn_predict_layers", 0)):
+    for index in range(getattr(config.hf, "num_nextn_predict_layers", None) or 0):
         # They predict further tokens, for speculation, and are not used.
         parameters.ignore(f"model.layers.{config.num_layers + index}.")
     return llama.llama_like(config, parameters, feed_forward)
