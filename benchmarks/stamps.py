@@ -15,12 +15,12 @@ from typing import Any
 
 from baton.cli.main import main
 from baton.decode import peers
-from baton.decode.peers import Pulling
+from baton.decode.peers import PullTask
 from baton.engine.batch import Step
 from baton.engine.step_loop import StepPipeline
 from baton.handoff.messages import FirstSampled
 from baton.handoff.prefill_side import PrefillSide
-from baton.prefill import server
+from baton.prefill import shell
 
 TURNS = ("read", "told", "heard", "pull", "pulled", "launching", "launched")
 """In a prefill node: the results of a prompt's last chunk have been read; its first token is in a message. In
@@ -28,9 +28,9 @@ a decode node: that message is here; the last pull begins to copy; has ended; th
 request is planned; is launched."""
 
 _commit = PrefillSide.commit
-_event = server._event
+_event = shell._event
 _events_from = peers.events_from
-_copied = Pulling._copied
+_copied = PullTask._copied
 _launch = StepPipeline._launch
 
 
@@ -57,7 +57,7 @@ def stamped(file: int) -> None:
                 stamp("heard")
             yield message
 
-    def copied(self: Pulling, receiver: Any, seconds: float) -> None:
+    def copied(self: PullTask, receiver: Any, seconds: float) -> None:
         now = time.monotonic()  # the step thread has not heard of it yet
         stamp("pull", now - seconds)
         stamp("pulled", now)
@@ -73,9 +73,9 @@ def stamped(file: int) -> None:
         return launched
 
     PrefillSide.commit = commit  # type: ignore[method-assign]
-    server._event = event
+    shell._event = event
     peers.events_from = events_from  # type: ignore[attr-defined]
-    Pulling._copied = copied  # type: ignore[method-assign]
+    PullTask._copied = copied  # type: ignore[method-assign]
     StepPipeline._launch = launch  # type: ignore[method-assign]
 
 

@@ -19,7 +19,7 @@ def test_an_overdue_pull_stops_serving_only_where_no_other_prefill_node_is_left(
     node.core_or_none = SimpleNamespace(handoffs=SimpleNamespace(overdue=["a:1"]))
     monkeypatch.setattr(node, "stuck", lambda: False)
     monkeypatch.setattr(node, "steps", SimpleNamespace(broken=""), raising=False)
-    monkeypatch.setattr(node, "_peers", SimpleNamespace(usable=usable, lost=list))
+    monkeypatch.setattr(node, "peers", SimpleNamespace(usable=usable, lost=list))
     (problem,) = node.problems(node_pb2.Load())
     assert (problem.reason, problem.stops_serving) == ("PULL_STUCK", stops)
     assert "a:1" in problem.message

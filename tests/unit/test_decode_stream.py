@@ -3,8 +3,11 @@
 import asyncio
 import time
 
-from baton.decode.stream import DecodeStream, merge
-from baton.v1 import decode_pb2
+from baton.decode.stream import DecodeStream, add_output, merge
+from baton.decode.types import Done, Tokens
+from baton.engine.plan import Logprobs
+from baton.engine.request import FinishReason
+from baton.v1 import common_pb2, decode_pb2
 
 
 def tokens(*ids, request=1, choice=0, finish=0):
@@ -147,3 +150,18 @@ async def test_nothing_is_kept_back_from_a_stream_that_ends():
     caller.send(decode_pb2.StepEvents(events=[finished(2)]))
     await written.end(caller)
     assert written.messages == [([2], {1: [7], 2: [7]})]
+
+
+def test_what_a_step_yields_is_one_message_with_finish_reasons_and_log_probabilities():
+    message = decode_pb2.StepEvents(step=3)
+    add_output(message, Tokens(1, 2, 0, 5, Logprobs(5, -0.5, ((6, -1.0),)), None), 64)
+    add_output(message, Tokens(1, 2, 1, 7, None, FinishReason.STOP), 64)
+    add_output(message, Tokens(4, 0, 0, 8, None, FinishReason.LENGTH), 64)
+    add_output(message, Done(4, 0, decode_pb2.RequestStats(pulled_pages=3)), 64)
+    running, stopped, longest = message.tokens
+    assert (running.request, running.attempt, running.choice, list(running.token_ids)) == (1, 2, 0, [5])
+    assert running.finish_reason == common_pb2.FINISH_REASON_UNSPECIFIED
+    assert running.logprobs[0].chosen.logprob == -0.5 and running.logprobs[0].top[0].token_id == 6
+    assert (stopped.choice, stopped.finish_reason) == (1, common_pb2.FINISH_REASON_STOP)
+    assert longest.finish_reason == common_pb2.FINISH_REASON_LENGTH and not stopped.logprobs
+    assert message.events[0].finished.stats.pulled_bytes == 3 * 64

@@ -1,37 +1,106 @@
-"""decode.peers: addresses that callers name make room for others once they are forgotten."""
+"""decode.peers: which prefill nodes are usable, and that forgotten addresses make room for others."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import asyncio
 
 import pytest
 
 from baton.config import DecodeConfig
 from baton.decode import peers as module
 from baton.decode.peers import FORGET_SECONDS, PrefillPeers
-from baton.rpc.channel import open_channel
 from baton.rpc.errors import BatonError
-from baton.rpc.tasks import Tasks
+from baton.v1 import common_pb2, prefill_pb2
+
+LAYOUT = common_pb2.Layout(model_fingerprint="m", page_size=16, version=1)
+
+
+class Link:
+    """Connected from the start to a node that sends nothing by itself."""
+
+    connected, last_error, error = True, None, None
+
+    def __init__(self, address, hello, on_message, on_up, on_down):
+        self.on_up = on_up
+
+    def start(self):
+        pass
+
+    def reset(self, error):
+        self.error = error
+
+    async def close(self):
+        pass
+
+
+class Receiver:
+    kind, sees_steps = "shm", True
+
+    async def close(self):
+        pass
+
+
+class Shell:
+    """A decode node's shell without an engine."""
+
+    layout, incarnation, model_info = LAYOUT, 7, None
+
+    def __init__(self):
+        self.now, self.calls, self.links = 1000.0, [], {}
+        self.steps = self
+
+    def call(self, function):
+        self.calls.append(function)
+
+    def clock(self):
+        return self.now
+
+    def spawn(self, work, name):
+        return asyncio.get_running_loop().create_task(work)
+
+    def make_link(self, address, *callbacks):
+        link = self.links[address] = Link(address, *callbacks)
+        return link
+
+    def endpoints(self):
+        return []
+
+    async def open_receiver(self, endpoints, address):
+        return Receiver()
 
 
 async def test_forgotten_addresses_make_room(monkeypatch):
-    now = 1000.0
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(module, "MAX_PEERS", 4)
-    node = SimpleNamespace(
-        cluster=SimpleNamespace(dial=open_channel),
-        tasks=Tasks(),
-        steps=SimpleNamespace(call=lambda function: None),
-    )
-    peers = PrefillPeers(node, DecodeConfig(prefill=("127.0.0.1:1",), request_seconds=30.0))
+    shell = Shell()
+    peers = PrefillPeers(shell, DecodeConfig(prefill=("127.0.0.1:1",), request_seconds=30.0))
     peers.connect("127.0.0.1:1")
     for number in range(3):
         peers.connect(f"127.0.0.2:{number + 1}")
     with pytest.raises(BatonError, match="at most 4 prefill nodes"):
         peers.check_room(["127.0.0.3:1"])
-    now += 30.0 + FORGET_SECONDS + 1.0
+    shell.now += 30.0 + FORGET_SECONDS + 1.0
     peers.check_room(["127.0.0.3:1"])
     peers.connect("127.0.0.3:1")
     assert {peer.address for peer in peers.describe()} == {"127.0.0.1:1", "127.0.0.3:1"}
     await peers.close()
-    await node.tasks.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "usable"),
+    [(LAYOUT, True), (common_pb2.Layout(model_fingerprint="m", page_size=8, version=1), False)],
+)
+async def test_a_node_with_another_page_layout_is_not_used(layout, usable):
+    shell = Shell()
+    peers = PrefillPeers(shell, DecodeConfig())
+    peers.connect("p0")
+    link = shell.links["p0"]
+    welcome = prefill_pb2.PrefillEvent(welcome=prefill_pb2.PrefillWelcome(incarnation=3, layout=layout))
+    link.on_up(prefill_pb2.PrefillResponse(events=[welcome]))
+    await asyncio.sleep(0.01)
+    assert peers.usable == ({"p0"} if usable else set())
+    assert len(shell.calls) == usable, "the core hears of a usable node"
+    if not usable:
+        assert link.error.reason == "LAYOUT_MISMATCH" and "page_size is 8 there and 16 here" in str(
+            link.error
+        )
+    await peers.close()

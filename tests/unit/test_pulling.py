@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from baton.decode.peers import Pulling
+from baton.decode.peers import PullTask
 from baton.handoff.messages import StartPull
 from baton.transport.base import TransportError
 
@@ -48,10 +48,10 @@ class Peer:
 
 async def test_the_core_hears_of_it_before_the_call_returns():
     core = Core()
-    pulling = Pulling(EFFECT, core.call)
-    await pulling.run(Peer(core))
+    pull = PullTask(EFFECT, core.call)
+    await pull.run(Peer(core))
     assert core.ended == [(7, None, [10, 30])]
-    assert pulling.seconds == 0.25
+    assert pull.seconds == 0.25
 
 
 @pytest.mark.parametrize(
@@ -60,14 +60,14 @@ async def test_the_core_hears_of_it_before_the_call_returns():
 )
 async def test_a_failure(error, text):
     core = Core()
-    pulling = Pulling(EFFECT, core.call)
-    await pulling.run(Peer(core, error, copies=False))
-    assert core.ended == [(7, text, None)] and pulling.seconds is None
+    pull = PullTask(EFFECT, core.call)
+    await pull.run(Peer(core, error, copies=False))
+    assert core.ended == [(7, text, None)] and pull.seconds is None
 
 
 async def test_a_node_that_is_not_connected():
     core = Core()
-    await Pulling(EFFECT, core.call).run(None)
+    await PullTask(EFFECT, core.call).run(None)
     assert core.ended == [(7, "p0 is not connected", None)]
 
 
@@ -75,7 +75,7 @@ async def test_a_node_that_is_not_connected():
 async def test_an_interruption(copies):
     core = Core()
     with pytest.raises(asyncio.CancelledError):
-        await Pulling(EFFECT, core.call).run(Peer(core, asyncio.CancelledError(), copies))
+        await PullTask(EFFECT, core.call).run(Peer(core, asyncio.CancelledError(), copies))
     assert core.ended == [(7, None, [10, 30]) if copies else (7, "the pull was interrupted", None)]
 
 
@@ -88,7 +88,7 @@ async def test_generations_that_cannot_be_read():
         raise TransportError("the receiver is closed")
 
     peer.generations = closed
-    await Pulling(EFFECT, core.call).run(peer)
+    await PullTask(EFFECT, core.call).run(peer)
     assert core.ended == [(7, "the receiver is closed", None)]
 
 
@@ -101,11 +101,11 @@ async def test_one_that_is_stopped(begun):
         async def pull(self, pairs, step, copied):
             await waiting.wait()
 
-    pulling = Pulling(EFFECT, core.call)
-    task = asyncio.create_task(pulling.run(Waiting(core)))
+    pull = PullTask(EFFECT, core.call)
+    task = pull.task = asyncio.create_task(pull.run(Waiting(core)))
     if begun:
         await asyncio.sleep(0.01)
-    pulling.stop()
+    pull.stop()
     await asyncio.wait([task], timeout=5)
     assert task.done() and task.cancelled() is begun
     assert core.ended == [(7, "the pull was interrupted", None)]

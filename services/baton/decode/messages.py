@@ -42,7 +42,7 @@ def _start(effect: StartPrefill, ahead: bool) -> prefill_pb2.PrefillStart:
         attempt=name_to(effect.name),
         token_ids=effect.token_ids,
         delivered=effect.delivered,
-        sampling=_sampling(effect.params),
+        sampling=sampling_to(effect.params),
         n=effect.n,
         priority=request.priority,
         namespace=request.namespace,
@@ -54,7 +54,7 @@ def _start(effect: StartPrefill, ahead: bool) -> prefill_pb2.PrefillStart:
     return start
 
 
-def _sampling(params: SamplingParams) -> common_pb2.SamplingParams:
+def sampling_to(params: SamplingParams) -> common_pb2.SamplingParams:
     """Every value is set: the prefill node adds nothing of its own, so stop tokens are complete already."""
     message = common_pb2.SamplingParams(
         temperature=params.temperature,

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
 from baton.config import DecodeConfig
-from baton.decode.messages import events_from, request_for, several
+from baton.decode.messages import events_from, request_for
 from baton.decode.types import Peer
 from baton.handoff.decode_side import HEARTBEAT_SECONDS
 from baton.handoff.messages import Beat, CancelPrefill, DecodeEffect, StartPull, StopPull
 from baton.handoff.pull_cost import PullMeter
 from baton.rpc.errors import BatonError, failed_precondition, invalid, unavailable
-from baton.rpc.link import Link
 from baton.rpc.logs import get_logger
 from baton.transport import Receiver, TransportError, share_gpu
-from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import node_pb2, prefill_pb2
 from baton.worker.convert import layout_difference
 
 if TYPE_CHECKING:
-    from baton.decode.server import DecodeNode
+    from baton.decode.shell import DecodeShell
 
 MAX_PEERS = 256
 FORGET_SECONDS = 60.0
@@ -32,13 +30,29 @@ process's own configuration are never forgotten."""
 
 _log = get_logger()
 
-LinkType = Link[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
+
+class PrefillLink(Protocol):
+    """A stream to a prefill node: rpc.link.Link."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    @property
+    def last_error(self) -> BatonError | None: ...
+
+    def start(self) -> None: ...
+
+    def send(self, request: prefill_pb2.PrefillRequest) -> bool: ...
+
+    def reset(self, error: BatonError) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 class PrefillPeers:
     """All prefill nodes that this decode node knows. Lives on the event loop."""
 
-    def __init__(self, node: DecodeNode, config: DecodeConfig) -> None:
+    def __init__(self, node: DecodeShell, config: DecodeConfig) -> None:
         """Prefill nodes of the configuration are never forgotten."""
         self._node = node
         self._own = frozenset(config.prefill)
@@ -46,7 +60,7 @@ class PrefillPeers:
         seconds = config.handoff_seconds
         self._silence = max(seconds / 2, seconds - 2 * HEARTBEAT_SECONDS)
         self._peers: dict[str, _Peer] = {}
-        self._pulls: dict[int, Pulling] = {}
+        self._pulls: dict[int, PullTask] = {}
         self.pull_meter = PullMeter()
 
     def check_room(self, addresses: Sequence[str]) -> None:
@@ -59,16 +73,16 @@ class PrefillPeers:
         """Connects to a node that a request names, unless it is connected already."""
         if address not in self._peers:
             self._peers[address] = _Peer(self._node, address, self._silence)
-        self._peers[address].named = time.monotonic()
+        self._peers[address].named = self._node.clock()
 
     def _forget(self) -> None:
         """Forgets nodes that no recent request has named, so that addresses of a changing fleet do not
         accumulate."""
-        oldest = time.monotonic() - self._forget_seconds
+        oldest = self._node.clock() - self._forget_seconds
         for address, peer in list(self._peers.items()):
             if peer.named < oldest and address not in self._own:
                 del self._peers[address]
-                self._node.tasks.spawn(peer.close(), f"leave {address}")
+                self._node.spawn(peer.close(), f"leave {address}")
                 self._tell_forgotten(address)
 
     def _tell_forgotten(self, address: str) -> None:
@@ -82,7 +96,7 @@ class PrefillPeers:
     def lost(self) -> list[str]:
         """Nodes that cannot be used, with the reason: configured ones, and those named within the last
         minute."""
-        recent = time.monotonic() - FORGET_SECONDS
+        recent = self._node.clock() - FORGET_SECONDS
         return [
             f"{address} ({peer.trouble})"
             for address, peer in self._peers.items()
@@ -119,22 +133,22 @@ class PrefillPeers:
         for effect in sorted(effects, key=lambda effect: isinstance(effect, CancelPrefill)):
             peer = self._peers.get(effect.address)
             if isinstance(effect, StartPull):
-                pulling = self._pulls[effect.pull] = Pulling(effect, self._node.steps.call)
-                self._node.tasks.spawn(self._pull(peer, effect, pulling), "pull")
+                pull = self._pulls[effect.pull] = PullTask(effect, self._node.steps.call)
+                pull.task = self._node.spawn(self._pull(peer, pull, effect), "pull")
             elif isinstance(effect, StopPull):
                 if effect.pull in self._pulls:
                     self._pulls[effect.pull].stop()
             elif peer is not None:
                 peer.send(effect)
 
-    async def _pull(self, peer: _Peer | None, effect: StartPull, pulling: Pulling) -> None:
+    async def _pull(self, peer: _Peer | None, pull: PullTask, effect: StartPull) -> None:
         try:
-            await pulling.run(peer.receiver if peer is not None else None)
+            await pull.run(peer.receiver if peer is not None else None)
         finally:
             del self._pulls[effect.pull]
-            if pulling.seconds is not None:
+            if pull.seconds is not None:
                 tokens = len(effect.pairs) * self._node.layout.page_size
-                self.pull_meter.add(tokens, max(pulling.seconds, 1e-6))
+                self.pull_meter.add(tokens, max(pull.seconds, 1e-6))
 
     async def close(self) -> None:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))
@@ -143,7 +157,7 @@ class PrefillPeers:
 class _Peer:
     """One prefill node. It is usable when its pool has been opened."""
 
-    def __init__(self, node: DecodeNode, address: str, silence: float) -> None:
+    def __init__(self, node: DecodeShell, address: str, silence: float) -> None:
         """silence: seconds without any answer after which the connection is reopened."""
         self.address = address
         self.receiver: Receiver | None = None
@@ -156,16 +170,7 @@ class _Peer:
         self._node = node
         self._silence = silence
         self._session = 0
-        self.link: LinkType = Link(
-            address,
-            lambda channel: prefill_pb2_grpc.PrefillStub(channel).Run,
-            hello=self._hello,
-            on_message=self._received,
-            on_up=self._welcomed,
-            on_down=self._lost,
-            join=several,
-            dial=node.cluster.dial,
-        )
+        self.link = node.make_link(address, self._hello, self._received, self._welcomed, self._lost)
         self.link.start()
 
     @property
@@ -177,7 +182,7 @@ class _Peer:
         """Every heartbeat is answered. If answers are missing, the connection may be at fault. It is closed
         shortly before the hand-offs time out, so that no prompt goes there until it is reopened."""
         if isinstance(effect, Beat):
-            now = time.monotonic()
+            now = self._node.clock()
             if self._asked is None:
                 self._asked = now
             elif now - self._asked > self._silence:
@@ -198,7 +203,7 @@ class _Peer:
         self._session += 1
         self._asked = None
         welcome = response.events[0].welcome
-        self._node.tasks.spawn(self._open(welcome, self._session), f"open pool of {self.address}")
+        self._node.spawn(self._open(welcome, self._session), f"open pool of {self.address}")
 
     async def _open(self, welcome: prefill_pb2.PrefillWelcome, session: int) -> None:
         difference = layout_difference(self._node.layout, welcome.layout)
@@ -220,7 +225,7 @@ class _Peer:
             grace = welcome.lease_grace_ms / 1000
             self._node.steps.call(lambda core, now: core.handoffs.shorten_beat(grace))
         shares_gpu = share_gpu(self._node.endpoints(), welcome.endpoints)
-        peer = Peer(up=True, since=time.monotonic(), transport=receiver.kind, shares_gpu=shares_gpu)
+        peer = Peer(up=True, since=self._node.clock(), transport=receiver.kind, shares_gpu=shares_gpu)
         self._changed(peer, "")
 
     def _received(self, response: prefill_pb2.PrefillResponse) -> None:
@@ -240,7 +245,7 @@ class _Peer:
         self._session += 1
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
-            self._node.tasks.spawn(receiver.close(), f"close pool of {self.address}")
+            self._node.spawn(receiver.close(), f"close pool of {self.address}")
         self.usable.clear()
         if error.code is grpc.StatusCode.FAILED_PRECONDITION:
             _log.error("prefill node refused", address=self.address, reason=error.reason, error=error.message)
@@ -258,27 +263,30 @@ class _Peer:
             await receiver.close()
 
 
-class Pulling:
+class PullTask:
+    """Runs one pull and reports its end to the core, once and in every case: the destination pages are pinned
+    until then."""
+
     def __init__(self, effect: StartPull, call: Callable[[Callable[[Any, float], None]], None]) -> None:
         """`call`: StepLoop.call of the core's loop."""
         self.seconds: float | None = None
         """Duration of the copy; None until it is complete."""
+        self.task: Any = None
+        """In which `run` is awaited."""
         self._effect = effect
         self._call = call
-        self._told = self._stopped = False
-        self._task: asyncio.Task[Any] | None = None
+        self._begun = self._reported = self._stopped = False
 
     def stop(self) -> None:
         """Stops the pull; if it still waits for its step, at once."""
         self._stopped = True
-        if self._task is not None:
-            self._task.cancel()
+        if self._begun:  # a task that is cancelled before never runs, and would report nothing
+            self.task.cancel()
 
     async def run(self, receiver: Receiver | None) -> None:
-        """Reports the end of the copy in every case: the destination pages are pinned until then."""
         effect = self._effect
         error = "the pull was interrupted"
-        self._task = asyncio.current_task()
+        self._begun = True
         try:
             if receiver is None:
                 error = f"{effect.address} is not connected"
@@ -291,15 +299,15 @@ class Pulling:
             _log.exception("pull failed", address=effect.address)
             error = f"{type(failure).__name__}: {failure}"
         finally:
-            if not self._told:
-                self._tell(error, None)
+            if not self._reported:
+                self._report(error, None)
 
     def _copied(self, receiver: Receiver, seconds: float) -> None:
         generations = receiver.generations([source for source, _ in self._effect.pairs])
         self.seconds = seconds
-        self._tell(None, generations)
+        self._report(None, generations)
 
-    def _tell(self, error: str | None, generations: list[int] | None) -> None:
-        self._told = True
+    def _report(self, error: str | None, generations: list[int] | None) -> None:
+        self._reported = True
         number = self._effect.pull
         self._call(lambda core, now: core.handoffs.pull_ended(number, error, generations, now))

@@ -14,8 +14,7 @@ from baton.rpc.errors import BatonError, not_found, to_status
 from baton.rpc.streams import Outbox, byte_size
 from baton.v1 import decode_pb2
 from baton.worker.caller_stream import CallerStream
-from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to
-from baton.worker.node import status_of
+from baton.worker.convert import FINISH_REASONS, logprobs_to, prompt_logprobs_to, status_of
 
 REMEMBERED = 8192
 """Number of ended requests per stream that are remembered; late cancels of these are expected."""
@@ -25,9 +24,10 @@ class DecodeStream(CallerStream):
     """One stream. Used on the event loop; the object itself is the stream's key in the core."""
 
     def __init__(self, incarnation: int, gather: float = 0.0) -> None:
-        """`gather`: seconds between two messages with tokens, see `messages`."""
+        """`gather`: seconds between two messages with tokens, see `leaving`."""
         super().__init__(incarnation, Outbox(merge, size_of=byte_size))
         self._gather = gather
+        self._due = 0.0  # from then on tokens that are not urgent may leave
         self._running: dict[int, int] = {}
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._half_closed = False
@@ -67,29 +67,36 @@ class DecodeStream(CallerStream):
         self._news.set()
 
     async def messages(self) -> AsyncIterator[decode_pb2.StepEvents]:
-        """Yields the messages to write, until the outbox is closed and empty.
+        """Yields the messages to write, until the outbox is closed and empty."""
+        async for message in self.outbox:
+            yield self.leaving(message, time.monotonic())
+            await self._wait()
+
+    def due(self, now: float) -> float:
+        """From when on what is unsent may leave."""
+        return now if self._urgent or self.outbox.closed else self._due
+
+    def leaving(self, message: decode_pb2.StepEvents, now: float) -> decode_pb2.StepEvents:
+        """What leaves of a message that has been taken out of the outbox.
 
         After a message with tokens, the next tokens gather in the outbox, which merges them, for `gather`
         seconds. Events and first tokens do not wait. They leave together with the unsent tokens of their own
         requests, so that the order stays; tokens of other requests keep gathering. A message with urgent
         requests only does not start a new gathering time.
         """
-        due = time.monotonic()
-        async for message in self.outbox:
-            urgent, self._urgent = self._urgent, set()
-            now = time.monotonic()
-            if now < due and urgent and not self.outbox.closed:
-                rest = split(message, urgent)
-                if rest.tokens:
-                    self.outbox.put(rest)
-            elif any(delta.request not in urgent for delta in message.tokens):
-                due = now + self._gather
-            yield message
-            await self._wait(due)
+        urgent, self._urgent = self._urgent, set()
+        if now < self._due and urgent and not self.outbox.closed:
+            rest = split(message, urgent)
+            if rest.tokens:
+                self.outbox.put(rest)
+        elif any(delta.request not in urgent for delta in message.tokens):
+            self._due = now + self._gather
+        return message
 
-    async def _wait(self, due: float) -> None:
-        seconds = due - time.monotonic()
-        if self._urgent or self.outbox.closed or seconds <= 0:
+    async def _wait(self) -> None:
+        now = time.monotonic()
+        seconds = self.due(now) - now
+        if seconds <= 0:
             return
         self._news.clear()
         try:

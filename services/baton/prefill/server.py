@@ -1,62 +1,33 @@
-"""The prefill process: the shell around handoff.prefill_side."""
+"""The prefill process: prefill.shell as a gRPC service."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
 
 from baton.config import PrefillConfig
-from baton.handoff.messages import (
-    ChunkAnnounced,
-    FirstSampled,
-    LeaseFinished,
-    PrefillFailed,
-    PrefillOutput,
-    RecentNames,
-)
-from baton.prefill.core import PrefillCore, make_core
+from baton.prefill.core import PrefillCore
+from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.authentication import ClusterAuthentication
-from baton.rpc.errors import (
-    BatonError,
-    failed_precondition,
-    invalid,
-    to_status,
-    unavailable,
-)
-from baton.rpc.logs import get_logger
+from baton.rpc.errors import unavailable
 from baton.rpc.node import run_node
-from baton.rpc.streams import Outbox, byte_size
-from baton.v1 import node_pb2, prefill_pb2, prefill_pb2_grpc
-from baton.worker.caller_stream import CallerStream, CallerStreams
-from baton.worker.convert import (
-    check_start,
-    layout_difference,
-    logprobs_to,
-    name_from,
-    name_to,
-    prompt_logprobs_to,
-    request_from,
-    sampling_from,
-)
-from baton.worker.node import WorkerNode, status_of
-
-_log = get_logger()
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.worker.caller_stream import CallerStreams
+from baton.worker.node import WorkerNode
 
 
-class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
+class PrefillNode(PrefillShell, WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
     """One engine that computes prompts, and the callers connected to it."""
 
     role = "prefill"
 
     def __init__(self, config: PrefillConfig) -> None:
         super().__init__(config)
-        self._config = config
-        self.streams: CallerStreams[_PrefillStream] = CallerStreams(self, self.tasks)
+        self.streams: CallerStreams[PrefillStream] = CallerStreams(self, self.tasks)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
@@ -64,164 +35,23 @@ class PrefillNode(WorkerNode[PrefillCore], prefill_pb2_grpc.PrefillServicer):
         self.serve_pages(server)
         return [names["Prefill"].full_name, names["PageSource"].full_name, self.serve_cache(server)]
 
-    def make_core(self) -> PrefillCore:
+    def retire(self, step: int) -> None:
         segment = self.engine.published.segment
-        retire = segment.retire if segment is not None else lambda step: None
-        device, cache = self.engine.device.type, self.engine.cache
-        return make_core(self._config, self.limits(), device, cache, self._flush, retire, self.observe)
+        if segment is not None:
+            segment.retire(step)
 
-    def _flush(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
-        self.loop.call_soon_threadsafe(self._deliver, outputs)
-
-    def _deliver(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
-        for holder, told in outputs.items():
-            assert isinstance(holder, _PrefillStream)
-            if not holder.put(prefill_pb2.PrefillResponse(events=[_event(output) for output in told])):
-                self.drop(holder)
-
-    # --- the service ------------------------------------------------------------------------------------
+    def make_stream(self, incarnation: int) -> PrefillStream:
+        return PrefillStream(incarnation)
 
     async def Run(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         async with aclosing(self.streams.serve(request_iterator, context, "Prefill.Run")) as messages:
             async for message in messages:
                 yield message
 
-    def open(self, hello: prefill_pb2.PrefillHello) -> _PrefillStream:
-        if hello.HasField("layout"):
-            difference = layout_difference(self.layout, hello.layout)
-            if difference is not None:
-                raise failed_precondition(difference, "LAYOUT_MISMATCH")
-        self.require_turning()
-        stream = _PrefillStream(hello.incarnation)
-        self.steps.call(lambda core, now: core.side.connect(stream, now))
-        return stream
-
-    def several(self, message: prefill_pb2.PrefillRequest) -> Sequence[prefill_pb2.PrefillRequest]:
-        return message.several.requests
-
-    def half_closed(self, stream: _PrefillStream) -> None:
-        """The caller cannot release any more: only prompts without `keep_pages` continue."""
-        self.steps.call(lambda core, now: self._when_idle(core, stream))
-
-    def drop(self, stream: _PrefillStream) -> None:
-        self.steps.call(lambda core, now: core.side.disconnect(stream, now))
-
-    def _when_idle(self, core: PrefillCore, caller: _PrefillStream) -> None:
-        def close() -> None:
-            self.loop.call_soon_threadsafe(caller.outbox.close)
-
-        core.close_when_idle(caller, close)
-
-    def obey(self, request: prefill_pb2.PrefillRequest, caller: _PrefillStream) -> None:
-        kind = request.WhichOneof("kind")
-        if kind == "start":
-            self._start(request.start, caller)
-        elif kind == "cancel":
-            cancelled = name_from(request.cancel.attempt)
-            self.steps.call(lambda core, now: core.side.cancel(caller, cancelled, now))
-        elif kind == "release":
-            released = name_from(request.release.attempt)
-            self.steps.call(lambda core, now: core.side.release(caller, released, now))
-        elif kind == "heartbeat":
-            self.steps.call(lambda core, now: core.side.heartbeat(caller, now))
-        else:
-            kinds = "start, cancel, release, heartbeat, or several of these"
-            raise invalid("kind", f"each message on Prefill.Run after `hello` sets {kinds}")
-
-    def _start(self, start: prefill_pb2.PrefillStart, caller: _PrefillStream) -> None:
-        name = name_from(start.attempt)
-        if name in caller.names:
-            raise invalid(
-                "start.attempt", f"attempt {name} was started twice on this stream", "DUPLICATE_ATTEMPT"
-            )
-        caller.names.add(name)
-        n = start.n if start.HasField("n") else 1
-        info = self.model_info
-        try:
-            if self.draining:
-                raise unavailable("this node is draining; use another prefill node", "DRAINING")
-            check_start(
-                start.token_ids, start.delivered, start.sampling, n, info.vocab_size, info.context_length
-            )
-        except BatonError as error:
-            event = prefill_pb2.PrefillEvent(attempt=start.attempt, failed=to_status(error))
-            caller.outbox.put(prefill_pb2.PrefillResponse(events=[event]))
-            return
-        delivered = tuple(start.token_ids[len(start.token_ids) - start.delivered :])
-        params = sampling_from(start.sampling, info.eos_token_ids, info.context_length)
-        choices = (delivered,) if delivered else ()
-        request = request_from(start, name, n, choices, params, self._config.request_seconds)
-        keep = start.keep_pages if start.HasField("keep_pages") else True
-        ahead = start.announce_ahead
-        self.steps.call(lambda core, now: core.side.start(caller, name, request, keep, now, ahead))
-
-    def welcome(self) -> list[prefill_pb2.PrefillResponse]:
-        welcome = prefill_pb2.PrefillWelcome(
-            incarnation=self.incarnation,
-            layout=self.layout,
-            endpoints=self.endpoints(),
-            lease_grace_ms=int(self._config.lease_grace_seconds * 1000),
-        )
-        return [prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=welcome)])]
-
     async def stop(self) -> None:
         self.streams.close(unavailable("the node is stopping", "STOPPING"))
         await asyncio.sleep(0)
         await super().stop()
-
-    def load(self) -> node_pb2.Load:
-        load = super().load()
-        side = self.core_or_none.side if self.core_or_none else None
-        if side is not None:
-            load.leases = side.leases
-            load.oldest_lease_ms = int(1000 * side.oldest_lease(time.monotonic()))
-            load.requests = side.requests
-            load.prompt_tokens = side.counters.prompt_tokens
-            load.cached_tokens = side.counters.cached_tokens
-            load.output_tokens = side.counters.output_tokens
-            load.finished = side.counters.finished
-            load.failed = side.counters.failed
-            load.cancelled = side.counters.cancelled
-            load.leases_expired = side.counters.expired
-            load.leases_revoked = side.counters.revoked
-        return load
-
-
-class _PrefillStream(CallerStream):
-    """One stream, and the names that were started on it."""
-
-    def __init__(self, incarnation: int) -> None:
-        super().__init__(incarnation, Outbox(_merge, size_of=byte_size))
-        self.names = RecentNames()
-
-
-def _merge(
-    unsent: prefill_pb2.PrefillResponse, new: prefill_pb2.PrefillResponse
-) -> prefill_pb2.PrefillResponse:
-    unsent.events.extend(new.events)
-    return unsent
-
-
-def _event(output: PrefillOutput) -> prefill_pb2.PrefillEvent:
-    event = prefill_pb2.PrefillEvent(attempt=name_to(output.name))
-    if isinstance(output, ChunkAnnounced):
-        event.chunk.first_page = output.first_page
-        event.chunk.page_ids.extend(output.pages)
-        event.chunk.generations.extend(output.generations)
-        event.chunk.last = output.last
-        event.chunk.step = output.step
-    elif isinstance(output, FirstSampled):
-        event.first.cached_tokens = output.cached_tokens
-        event.first.prompt_logprobs.extend(prompt_logprobs_to(output.prompt_logprobs or None))
-        for token, logprobs in output.tokens:
-            sampled = event.first.tokens.add(token_id=token)
-            if logprobs is not None:
-                sampled.logprobs.CopyFrom(logprobs_to(logprobs))
-    elif isinstance(output, LeaseFinished):
-        event.finished.stood = output.stood
-    elif isinstance(output, PrefillFailed):
-        event.failed.CopyFrom(status_of(output.code, output.reason, output.message))
-    return event
 
 
 async def serve(

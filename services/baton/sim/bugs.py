@@ -151,10 +151,9 @@ def _free_at_cancel(patch: Patch) -> None:
 def _generation_at_start(patch: Patch) -> None:
     def make(begin: Callable[[SimPull], None]) -> Callable[[SimPull], None]:
         def wrong(pull: SimPull) -> None:
-            pulls = pull._node.core.handoffs._pulls.running
-            known = next((pulls.get(number) for number, p in pull._node._pulls.items() if p is pull), None)
-            if known is not None and pull._pool is not None:
-                known.generations = tuple(pull._pool.generations[source] for source, _ in pull._pairs)
+            for known in pull._node.core.handoffs._pulls.running.values():
+                if set(known.targets) == pull.targets and pull._pool is not None:
+                    known.generations = tuple(pull._pool.generations[source] for source, _ in pull._pairs)
             begin(pull)
 
         return wrong

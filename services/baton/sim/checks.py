@@ -202,7 +202,7 @@ class Audit:
 
     def _healthy(self, a: Process, b: Process) -> bool:
         now = self._world.now
-        stalled = any(actor.stalled_until > now for p in (a, b) for actor in (p.loop, p.steps))
+        stalled = any(actor.stalled_until > now for p in (a, b) for actor in (p.loop, p.step_thread))
         stalled |= any(p.hangs_until > now for p in (a, b) if isinstance(p, Worker))
         return not (stalled or self._network.is_cut(a.name, b.name) or self._network.is_slow(a.name, b.name))
 
@@ -228,7 +228,7 @@ class Audit:
         """Each node keeps the time limits of what it holds, whatever its peers say."""
         for prefill in self._of(SimPrefill):
             assert isinstance(prefill, SimPrefill)
-            side, grace = prefill.core.side, prefill.prefill.lease_grace
+            side, grace = prefill.core.side, prefill.config.lease_grace_seconds
             for name, attempt in side._attempts.items():
                 limit = min(attempt.request.deadline, side._heard.get(attempt.holder, 0.0) + grace)
                 if limit < prefill.clock() and self._healthy(prefill, prefill):
@@ -246,7 +246,7 @@ class Audit:
             assert isinstance(decode, SimDecode)
             awaited = {pull for _, _, pull in decode.core.handoffs.under_way()}
             for number in decode.pulls_before_their_step():
-                copies = decode.copies.stalled_until <= self._world.now
+                copies = decode.copy_thread.stalled_until <= self._world.now
                 if number not in awaited and copies and self._healthy(decode, decode):
                     text = f"pull {number} of {decode.who} waits for its step, and nobody for its pages"
                     yield ("pulls", decode.who, number), f"leak: {text}"

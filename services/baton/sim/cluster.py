@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+from baton.decode.messages import request_for
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.handoff.messages import AttemptName, CancelPrefill, ReleaseLease, StartPrefill
@@ -15,8 +17,8 @@ from baton.sim.network import Endpoint, Network
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import Process, Worker
 from baton.sim.scenario import Fault, RequestSpec, Scenario
-from baton.sim.wire import Hello
 from baton.sim.world import Actor, Trace, Violation, World
+from baton.v1 import prefill_pb2
 
 _LOOK_EVERY = 16
 """Events between two checks whether everything has come to rest."""
@@ -165,7 +167,7 @@ class Cluster:
         process.hand_back()
         self.world.at(STOP_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
-    def _squeeze(self, worker: Worker, fault: Fault) -> None:
+    def _squeeze(self, worker: Worker[Any], fault: Fault) -> None:
         """Takes unreserved pages for a while."""
 
         def take() -> None:
@@ -173,15 +175,15 @@ class Cluster:
             count = min(fault.value, scheduler.reservations.headroom)
             holding = scheduler.cache.hold(())
             scheduler.cache.extend(holding, max(0, count))
-            self.world.at(fault.seconds, worker.steps, lambda: give_back(holding))
+            self.world.at(fault.seconds, worker.step_thread, lambda: give_back(holding))
 
         def give_back(holding: Holding) -> None:
             worker.scheduler.cache.release(holding, 0)
 
-        self.world.at(0.0, worker.steps, take)
+        self.world.at(0.0, worker.step_thread, take)
 
 
-def _repair(worker: Worker) -> None:
+def _repair(worker: Worker[Any]) -> None:
     worker.fail_next_read = worker.runner.fail_next_launch = False
 
 
@@ -197,14 +199,17 @@ class _Stranger:
         endpoint = network.connect(self, fault.target)
         if endpoint is None or gateway is None:
             return
-        endpoint.send(Hello(1))
+        endpoint.send(prefill_pb2.PrefillRequest(hello=prefill_pb2.PrefillHello(incarnation=1)))
         for number in range(1, 1 + fault.value):
             name = AttemptName(gateway.incarnation, number, 0, 0)
-            endpoint.send(ReleaseLease(fault.target, name))
-            endpoint.send(CancelPrefill(fault.target, name))
-            prompt, params = tuple(range(6)), SamplingParams()
+            prompt, params = tuple(range(6)), SamplingParams(max_tokens=1)
             request = Request(name, prompt, params)
-            endpoint.send(StartPrefill(fault.target, name, request, params, prompt, 0, 1, fault.seconds))
+            for effect in (
+                ReleaseLease(fault.target, name),
+                CancelPrefill(fault.target, name),
+                StartPrefill(fault.target, name, request, params, prompt, 0, 1, fault.seconds),
+            ):
+                endpoint.send(request_for(effect, ahead=True))
         network.world.at(fault.seconds, self.loop, lambda: endpoint.close("bored"))
 
     def accept(self, endpoint: Endpoint) -> None:

@@ -48,7 +48,13 @@ class StepDriver(Generic[C]):
         self._since: float | None = None
         """Time when it began to wait for a step's results."""
         self._serial = 0
+        self._last_begin = world.now
         self._schedule(0.0)
+
+    @property
+    def step_age(self) -> float:
+        """Like StepLoop.step_age."""
+        return self._world.now - self._last_begin
 
     def call(self, function: Callable[[C, float], None]) -> None:
         """Like StepLoop.call: runs in the step thread, at the beginning of its next iteration or while it
@@ -72,6 +78,7 @@ class StepDriver(Generic[C]):
 
     def _turn(self) -> None:
         self._busy = True
+        self._last_begin = self._world.now
         called = bool(self.pipeline.inbox)
         due = self.pipeline.begin()
         if called or due is not None:

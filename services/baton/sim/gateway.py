@@ -4,27 +4,26 @@ A token's text is its number and a space; clients read at times that the scenari
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from google.rpc import status_pb2
 
-from baton.decode.types import Done, Failed, Prompt, Tokens
+from baton.decode.messages import sampling_to
 from baton.gateway.attempts import Attempts, ResumePolicy, Wait
 from baton.gateway.decode_node import Liveness
+from baton.gateway.messages import RequestOptions, decode_start
 from baton.gateway.node_load import NodeLoad
 from baton.gateway.routing import order_prefill, pick_decode
 from baton.gateway.token_log import TokenLog
-from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, unavailable
+from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, from_status, unavailable
 from baton.sim.checks import Ledger, text_of
-from baton.sim.network import Network, SimLink
+from baton.sim.network import Network
 from baton.sim.process import Process
 from baton.sim.scenario import GatewaySettings, RequestSpec
-from baton.sim.wire import CancelDecode, Draining, Heartbeat, Hello, StartDecode
 from baton.sim.world import Violation
-from baton.v1 import common_pb2, inference_pb2
-from baton.worker.convert import FINISH_REASONS
+from baton.v1 import common_pb2, decode_pb2, inference_pb2
+from baton.worker.convert import prompt_logprobs_from
 
 POLICY = "least-loaded"
 """Routing policy. Cache views are not simulated."""
@@ -53,9 +52,8 @@ class _Node:
         """Requests cancelled there whose terminal events have not come yet."""
         self._gateway = gateway
         self._liveness = Liveness(silence)
-        self.link: SimLink = gateway.link(
-            address, lambda: Hello(gateway.incarnation), self._welcomed, self._received, self._lost
-        )
+        hello = decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=gateway.incarnation))
+        self.link = gateway.link(address, lambda: hello, self._received, self._welcomed, self._lost)
         self.link.start()
         self._tick()
 
@@ -66,22 +64,29 @@ class _Node:
     def cancel(self, running: _Running) -> None:
         if self.link.connected:
             self.owed.add(running.number)
-            self.link.send(CancelDecode(running.number, running.attempts.number))
+            cancel = decode_pb2.DecodeCancel(request=running.number, attempt=running.attempts.number)
+            self.link.send(decode_pb2.GenerateCommand(cancel=cancel))
 
     def _welcomed(self, welcome: Any) -> None:
         self.leaving = False
 
-    def _received(self, outputs: tuple[Any, ...]) -> None:
+    def _received(self, message: decode_pb2.StepEvents) -> None:
+        """In the order in which gateway.decode_node reads a message."""
         self._liveness.heard()
-        for output in outputs:
-            if isinstance(output, Draining):
+        gateway, address = self._gateway, self.address
+        for event in message.events:
+            if event.HasField("prompt"):
+                gateway.take_prompt(address, event)
+        for delta in message.tokens:
+            gateway.take_tokens(address, delta)
+        for event in message.events:
+            if event.HasField("draining"):
                 self.leaving = True
-                continue
-            if isinstance(output, Done | Failed):
-                self.owed.discard(output.request)
-            self._gateway.take(self.address, output)
+            elif event.HasField("finished") or event.HasField("failed"):
+                self.owed.discard(event.request)
+                gateway.take_end(address, event)
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, error: BatonError) -> None:
         self.owed.clear()
         self._liveness.reset()
         self._gateway.lose(self, unavailable(f"{self.address} was lost", "DECODE_LOST"))
@@ -91,7 +96,7 @@ class _Node:
         if self.link.connected:
             wanted = bool(self._gateway.runs_at(self.address))
             if self._liveness.tick(world.now, wanted):
-                self.link.send(Heartbeat())
+                self.link.send(decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat()))
             if self._liveness.silent(world.now):
                 self._gateway.lose(self, unavailable(f"{self.address} is silent", "DECODE_SILENT"))
         world.at(self._liveness.interval, self._gateway.loop, self._tick)
@@ -165,21 +170,17 @@ class SimGateway(Process):
             self.world.at(place.seconds, self.loop, lambda: self._place(running))
             return
         prefill = [self._figures(address) for address in self._prefill]
-        start = StartDecode(
+        start = decode_start(
             running.number,
-            attempts.number,
+            RequestOptions(n=spec.n, namespace=spec.namespace, priority=spec.priority),
             spec.prompt,
-            attempts.delivered(),
-            # They have come, before the first token.
-            replace(spec.params, prompt_logprobs=None) if running.log.has_output else spec.params,
-            spec.n,
-            spec.namespace,
-            spec.priority,
+            sampling_to(spec.params),
+            attempts,
+            order_prefill(POLICY, prefill, len(spec.prompt), running.number),
             running.deadline - self.world.now,
-            tuple(order_prefill(POLICY, prefill, len(spec.prompt), running.number)),
-            attempts.failed_steps,
+            None,
         )
-        self._nodes[place].link.send(start)
+        self._nodes[place].link.send(decode_pb2.GenerateCommand(start=start))
         attempts.begin(place)
 
     def _pick(self, addresses: Sequence[str], tokens: int) -> str:
@@ -188,21 +189,32 @@ class SimGateway(Process):
     def _figures(self, address: str) -> NodeLoad:
         return NodeLoad(address, rows=len(self.runs_at(address)))
 
-    def take(self, address: str, output: Any) -> None:
-        """Handles an output of a decode node."""
-        running = self._running.get(output.request)
-        if running is None or not running.attempts.current(address, output.attempt):
-            return  # cancelled here, or an attempt that is over: what was under way is dropped
-        if isinstance(output, Failed):
-            error = BatonError(grpc.StatusCode[output.code], output.reason, output.message)
-            self._end_attempt(running, error, lost=False)
+    def _current(self, address: str, request: int, attempt: int) -> _Running | None:
+        """The request, if the attempt runs there; else what was under way is dropped: it was cancelled here,
+        or the attempt is over."""
+        running = self._running.get(request)
+        return running if running is not None and running.attempts.current(address, attempt) else None
+
+    def take_prompt(self, address: str, event: decode_pb2.DecodeEvent) -> None:
+        running = self._current(address, event.request, event.attempt)
+        if running is not None:
+            running.attempts.progress()
+            logprobs = event.prompt.prompt_logprobs
+            self._ledger.prompt(running.spec.number, prompt_logprobs_from(logprobs) if logprobs else None)
+
+    def take_tokens(self, address: str, delta: decode_pb2.TokenDelta) -> None:
+        running = self._current(address, delta.request, delta.attempt)
+        if running is not None:
+            running.attempts.progress()
+            self._append(running, delta)
+
+    def take_end(self, address: str, event: decode_pb2.DecodeEvent) -> None:
+        running = self._current(address, event.request, event.attempt)
+        if running is None:
             return
-        running.attempts.progress()
-        if isinstance(output, Prompt):
-            self._ledger.prompt(running.spec.number, output.logprobs)
-        elif isinstance(output, Tokens):
-            self._append(running, output)
-        elif isinstance(output, Done):
+        if event.HasField("failed"):
+            self._end_attempt(running, from_status(event.failed), lost=False)
+        else:
             running.attempts.done = True
             self._finish(running)
 
@@ -223,15 +235,19 @@ class SimGateway(Process):
         self._ledger.resumed += bool(running.log.has_output)
         self._place(running)
 
-    def _append(self, running: _Running, tokens: Tokens) -> None:
+    def _append(self, running: _Running, delta: decode_pb2.TokenDelta) -> None:
         """Like gateway.requests: a choice ended by a stop string takes no more tokens, and the request
         ends when all choices have ended."""
-        choice = running.log.choices[tokens.choice]
-        if choice.finished:
-            return
-        unspecified = common_pb2.FINISH_REASON_UNSPECIFIED
-        reason = FINISH_REASONS[tokens.finish] if tokens.finish is not None else unspecified
-        choice.append([tokens.token], text_of([tokens.token]), (), reason)
+        choice = running.log.choices[delta.choice]
+        for number, token in enumerate(delta.token_ids, 1):
+            if choice.finished:
+                break
+            reason = (
+                delta.finish_reason
+                if number == len(delta.token_ids)
+                else common_pb2.FINISH_REASON_UNSPECIFIED
+            )
+            choice.append([token], text_of([token]), (), reason)
         if running.log.complete and any(choice.stop_matched for choice in running.log.choices):
             self._finish(running)
         else:
@@ -260,17 +276,17 @@ class SimGateway(Process):
                     self._ledger.failed(number, code, reason, message)
 
     def _finish(self, running: _Running) -> None:
-        self._settle(running)
+        self._end(running)
         running.log.finish(inference_pb2.Finished())
         self._changed(running)
 
     def _fail(self, running: _Running, error: BatonError) -> None:
-        self._settle(running)
+        self._end(running)
         text = f"{error.code.name}|{error.reason}|{error.message}"
         running.log.fail(status_pb2.Status(message=text))
         self._changed(running)
 
-    def _settle(self, running: _Running) -> None:
+    def _end(self, running: _Running) -> None:
         """Like gateway.requests: cancels what still runs at a decode node."""
         del self._running[running.number]
         node = self._nodes.get(running.attempts.address)

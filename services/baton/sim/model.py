@@ -65,8 +65,13 @@ def prompt_logprobs(prompt: Sequence[int]) -> tuple[Logprobs, ...]:
     for token, following in pairwise(prompt):
         written, checksum = entry(token, checksum)
         seen = zlib.crc32(written, seen)
-        found.append(Logprobs(following, -float(seen)))
+        found.append(Logprobs(following, _logprob(seen)))
     return tuple(found)
+
+
+def _logprob(seen: int) -> float:
+    """A number that a message holds exactly, in 32 bits."""
+    return -float(seen >> 8)
 
 
 class SimPool:
@@ -220,5 +225,5 @@ class SimRunner:
             written = self.pool.read(row.pages[position // size], position % size * ENTRY_BYTES, ENTRY_BYTES)
             seen = zlib.crc32(written, seen)
             if row.prompt_logprobs and position >= row.start:
-                found.append(Logprobs(row.prompt_logprobs[position - row.start], -float(seen)))
+                found.append(Logprobs(row.prompt_logprobs[position - row.start], _logprob(seen)))
         return tuple(found)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from baton.rpc.errors import BatonError, unavailable
 from baton.sim.world import Actor, World
 
 KEEPALIVE_SECONDS = (1.5, 5.0)
@@ -124,6 +125,8 @@ class Network:
         self._cut: dict[frozenset[str], int] = {}
         self._cuts = 0
         self._slow: dict[frozenset[str], float] = {}
+        self.segments: dict[str, Any] = {}
+        """Shared memory by its path. It outlives its owner."""
 
     def register(self, host: Host) -> None:
         """The host answers at its name until `unregister`."""
@@ -231,12 +234,13 @@ class SimLink:
         owner: Host,
         address: str,
         hello: Callable[[], Any],
-        on_up: Callable[[Any], None],
         on_message: Callable[[Any], None],
-        on_down: Callable[[str], None],
+        on_up: Callable[[Any], None],
+        on_down: Callable[[BatonError], None],
     ) -> None:
         self.address = address
         self.connected = False
+        self.last_error: BatonError | None = None
         self._network = network
         self._owner = owner
         self._hello = hello
@@ -244,6 +248,7 @@ class SimLink:
         self._on_message = on_message
         self._on_down = on_down
         self._endpoint: Endpoint | None = None
+        self._failure: BatonError | None = None
         self._backoff = FIRST_BACKOFF
         self._rng = network.world.rng(f"link {owner.name} {address}")
 
@@ -258,6 +263,16 @@ class SimLink:
 
     def send(self, message: Any) -> bool:
         return self.connected and self._endpoint is not None and self._endpoint.send(message)
+
+    def reset(self, error: BatonError) -> None:
+        """Ends the session with `error`; a new one is opened after the backoff."""
+        endpoint, self._failure = self._endpoint, error
+        self.connected = False
+        if endpoint is not None:
+            self._network.world.at(0.0, self._owner.loop, lambda: endpoint.abort(error.message))
+
+    async def close(self) -> None:
+        raise AssertionError("simulated processes end by a crash")
 
     def _connect(self) -> None:
         endpoint = self._endpoint = self._network.connect(self._owner, self.address)
@@ -284,6 +299,7 @@ class SimLink:
     def _lost(self, reason: str) -> None:
         self.connected = False
         self._endpoint = None
-        self._on_down(reason)
+        self.last_error, self._failure = self._failure or unavailable(reason, "LINK_DOWN"), None
+        self._on_down(self.last_error)
         self._network.world.at(self._backoff * self._rng.uniform(0.5, 1.0), self._owner.loop, self._connect)
         self._backoff = min(2 * self._backoff, LAST_BACKOFF)

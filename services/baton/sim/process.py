@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.config import WorkerConfig
 from baton.engine.batch import Step
 from baton.engine.plan import StepPlan
-from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.step_loop import C, StepPipeline
+from baton.engine.scheduler import Scheduler
+from baton.engine.step_loop import StepPipeline
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState
+from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
-from baton.sim.model import Flight, SimPool, SimRunner
+from baton.sim.model import VOCAB, Flight, SimPool, SimRunner
 from baton.sim.network import Endpoint, Network, SimLink
+from baton.sim.streams import SimStreams
+from baton.sim.tasks import Task
 from baton.sim.world import Actor, Violation, World
+from baton.v1 import common_pb2, node_pb2
+from baton.worker.shell import C, WorkerShell
 
 HOP_SECONDS = 0.0001
 """From one thread of a process to another; the same always, so that calls keep their order."""
@@ -33,10 +39,11 @@ class Process:
         self._offset = rng.uniform(0.0, 1e5)
         who = f"{name}#{life}"
         self.who = who
-        self.loop, self.steps, self.copies, self.device = (
+        self.loop, self.step_thread, self.copy_thread, self.device_thread = (
             Actor(f"{who}.{thread}") for thread in ("loop", "steps", "copies", "device")
         )
         self.draining = False
+        self.links: dict[str, SimLink] = {}
         network.register(self)
 
     @property
@@ -58,7 +65,7 @@ class Process:
         """Ends running requests, with a terminal event to their callers."""
 
     def crash(self, silently: bool) -> None:
-        for actor in (self.loop, self.steps, self.copies, self.device):
+        for actor in (self.loop, self.step_thread, self.copy_thread, self.device_thread):
             actor.alive = False
         self.network.died(self, silently)
 
@@ -66,9 +73,9 @@ class Process:
         """Stalls: 0 all threads, 1 the step thread, 2 the copying thread. The device continues."""
         until = self.world.now + seconds
         if which != 2:
-            self.steps.stall(until)
+            self.step_thread.stall(until)
         if which != 1:
-            self.copies.stall(until)
+            self.copy_thread.stall(until)
         if which == 0:
             self.loop.stall(until)
             self.network.stalled(self, until)
@@ -77,42 +84,48 @@ class Process:
         self,
         address: str,
         hello: Callable[[], Any],
-        on_up: Callable[[Any], None],
         on_message: Callable[[Any], None],
-        on_down: Callable[[str], None],
+        on_up: Callable[[Any], None],
+        on_down: Callable[[BatonError], None],
     ) -> SimLink:
-        return SimLink(self.network, self, address, hello, on_up, on_message, on_down)
+        link = self.links[address] = SimLink(self.network, self, address, hello, on_message, on_up, on_down)
+        return link
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """Settings of a simulated worker."""
+class Machine:
+    """What a simulated worker runs on."""
 
-    pages: int
-    page_size: int
-    max_rows: int
-    token_budget: int
-    overlap: bool
-    policy: str
-    eviction: str
     step_seconds: float
     """A step's usual time on the device."""
-    output_margin: int
-    watermark: int
+    pull_pace: float = 0.0
+    """Seconds, the usual time to copy half a page."""
+    sees_steps: bool = True
+    """Whether pulls out of shared memory can wait for steps."""
 
 
-class Worker(Process):
+class Worker(Process, WorkerShell[C]):
     """A process with a KV pool and a device. Steps run on the device one after the other."""
 
-    scheduler: Scheduler
+    core: C
+    steps: StepDriver[C]
+    streams: SimStreams
 
-    def __init__(self, network: Network, name: str, life: int, settings: WorkerSettings) -> None:
+    def __init__(
+        self, network: Network, name: str, life: int, config: WorkerConfig, machine: Machine
+    ) -> None:
         super().__init__(network, name, life)
-        self.settings = settings
-        self.pool = SimPool(settings.pages, settings.page_size)
-        self.allocator = PageAllocator(settings.pages, self.pool.generations)
-        self.cache = KvCache(self.allocator, PrefixTree(settings.page_size, settings.eviction))
-        self.runner = SimRunner(self.pool, settings.max_rows, self._submit, self._check_write)
+        self.config = config
+        self.machine = machine
+        pages = config.kv_tokens // config.page_size
+        self.pool = SimPool(pages, config.page_size)
+        self.allocator = PageAllocator(pages, self.pool.generations)
+        self.cache = KvCache(self.allocator, PrefixTree(config.page_size, config.eviction))
+        self.model_info = node_pb2.ModelInfo(context_length=config.kv_tokens, vocab_size=VOCAB)
+        self.layout = common_pb2.Layout(page_size=config.page_size)
+        self.page_bytes = self.pool.page_bytes
+        self.device = "cpu"
+        self.runner = SimRunner(self.pool, config.max_rows, self._submit, self._check_write)
         self.cache.observe(self)
         self._namespaces: dict[int, str] = {}
         """Of each cached page."""
@@ -132,35 +145,43 @@ class Worker(Process):
         """The device does nothing for `seconds`. Overlapping hangs end with the last of them."""
         self._device_free = self.hangs_until = max(self._device_free, self.world.now + seconds)
 
-    def scheduling(self) -> SchedulerConfig:
-        settings = self.settings
-        return SchedulerConfig(
-            context_length=settings.pages * settings.page_size,
-            token_budget=settings.token_budget,
-            max_rows=settings.max_rows,
-            max_waiting=64,
-            policy=settings.policy,
-            output_margin=settings.output_margin,
-            watermark=settings.watermark,
-        )
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.core.scheduler
 
-    def drive(self, core: C) -> StepDriver[C]:
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        def run() -> None:
+            function(*arguments)
+
+        self.world.at(HOP_SECONDS, self.loop, run)
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Task:
+        return Task(self.world, self.loop, work)
+
+    def endpoints(self) -> list[common_pb2.Endpoint]:
+        return []
+
+    def accept(self, endpoint: Endpoint) -> None:
+        self.streams.accept(endpoint)
+
+    def start_steps(self) -> None:
         rng = self.world.rng(f"steps {self.name}")
-        return StepDriver(
+        self.core = self.core_or_none = self.make_core(self.cache)
+        self.steps = StepDriver(
             self.world,
-            self.steps,
-            StepPipeline(core, self.runner, self.settings.overlap, self.clock),
+            self.step_thread,
+            StepPipeline(self.core, self.runner, bool(self.config.overlap), self.clock),
             done_at=lambda flight: float(flight.done_at),
             hop=HOP_SECONDS,
             pause=lambda step: rng.uniform(0.0001, 0.001),
             turned=self._turned,
-            crashed=lambda error: self._end_with(core),
+            crashed=lambda error: self._end_with_error(),
         )
 
-    def _end_with(self, core: Any) -> None:
+    def _end_with_error(self) -> None:
         """Like worker.node: callers learn which requests may be the cause; then the process ends."""
-        self.steps.alive = False
-        core.node_failed("an error has escaped the core")
+        self.step_thread.alive = False
+        self.core.node_failed("an error has escaped the core")
         self.ending()
 
     def stored(self, after: int | None, namespace: str, key: bytes, pages: Sequence[int]) -> None:
@@ -180,14 +201,14 @@ class Worker(Process):
         if flight.plan.num_tokens > self.settings.token_budget:
             raise Violation(f"budget: step {flight.plan.number} of {self.who} exceeds its token budget")
         self.flights.append(flight)
-        usual = self.settings.step_seconds * (1 + flight.plan.num_tokens / 16)
+        usual = self.machine.step_seconds * (1 + flight.plan.num_tokens / 16)
         start = max(self._device_free, self.world.now)
         run_at = start + usual * self._device_rng.uniform(0.1, 1.0)
         flight.done_at = self._device_free = run_at + usual * self._device_rng.uniform(0.0, 0.5)
         if self.fail_next_read:
             self.fail_next_read = False
             flight.error = "the device gave no answer"
-        self.world.at(run_at - self.world.now, self.device, lambda: self._execute(flight))
+        self.world.at(run_at - self.world.now, self.device_thread, lambda: self._execute(flight))
         if self.world.traced:
             rows = [
                 (r.slot, r.start, r.count, r.pages[r.start // self.pool.page_size :])

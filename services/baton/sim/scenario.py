@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
+from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.sampling import SamplingParams
-from baton.sim.decode import DecodeSettings
+from baton.rpc.validate import MAX_STOP_TOKENS
 from baton.sim.model import POISON, VOCAB, reference
-from baton.sim.prefill import PrefillSettings
-from baton.sim.process import WorkerSettings
+from baton.sim.process import Machine
 from baton.sim.transport import SLOWEST_PACE
 
 PAGE_SIZE = 4
@@ -70,8 +71,8 @@ class Scenario:
     latency: float
     gateways: int
     gateway: GatewaySettings
-    prefill: tuple[tuple[WorkerSettings, PrefillSettings], ...]
-    decode: tuple[tuple[WorkerSettings, DecodeSettings], ...]
+    prefill: tuple[tuple[PrefillConfig, Machine], ...]
+    decode: tuple[tuple[DecodeConfig, Machine], ...]
     requests: tuple[RequestSpec, ...]
     faults: tuple[Fault, ...]
 
@@ -91,13 +92,13 @@ def make_scenario(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     # In a tight scenario pages that are given back are soon another prompt's, while slow pulls still read.
     tight = rng.random() < 0.4
-    decode = tuple(_decode(rng, tight) for _ in range(rng.choice((2, 3) if tight else (1, 1, 2, 2, 3))))
     ahead = random.Random(f"ahead {seed}").random() < 0.5
-    prefill = tuple(
-        _prefill(rng, tight, ahead) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3)))
+    decode = tuple(
+        _decode(rng, tight, ahead) for _ in range(rng.choice((2, 3) if tight else (1, 1, 2, 2, 3)))
     )
+    prefill = tuple(_prefill(rng, tight) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3))))
     gateways = rng.choice((1, 1, 2))
-    room = min(worker.pages for worker, _ in decode) * PAGE_SIZE
+    room = min(config.kv_tokens for config, _ in decode)
     requests = _requests(rng, gateways, room, tight)
     requests = tuple(_with_options(random.Random(f"options {seed} {r.number}"), r) for r in requests)
     names = (
@@ -146,43 +147,52 @@ def _gateway(rng: random.Random) -> GatewaySettings:
     )
 
 
-def _worker(rng: random.Random, pages: int) -> WorkerSettings:
-    rows = rng.randrange(3, 9)
-    return WorkerSettings(
-        pages=pages,
-        page_size=PAGE_SIZE,
-        max_rows=rows,
-        token_budget=rng.choice((8, 16, 32)),
-        overlap=rng.random() < 0.5,
-        policy=rng.choice(("fcfs", "fcfs", "lpm", "priority")),
-        eviction=rng.choice(("lru", "lru", "lfu", "fifo", "mru")),
-        step_seconds=rng.choice((0.002, 0.01, 0.05)),
-        output_margin=rng.choice((0, 2, 4, 8)),
-        watermark=rng.choice((0, 1, 2)),
-    )
+def _worker(rng: random.Random, pages: int) -> dict[str, Any]:
+    """Options that both kinds of worker have."""
+    return {
+        "kv_tokens": pages * PAGE_SIZE,
+        "page_size": PAGE_SIZE,
+        "max_waiting": 64,
+        "max_rows": rng.randrange(3, 9),
+        "token_budget": rng.choice((8, 16, 32)),
+        "overlap": rng.random() < 0.5,
+        "policy": rng.choice(("fcfs", "fcfs", "lpm")),
+        "eviction": rng.choice(("lru", "lru", "lfu", "fifo", "mru")),
+    }
 
 
-def _prefill(rng: random.Random, tight: bool, ahead: bool) -> tuple[WorkerSettings, PrefillSettings]:
-    settings = PrefillSettings(
-        lease_grace=rng.choice((1.0, 1.0, 3.0)),
-        max_leased_fraction=rng.choice((0.3, 0.8)),
-        shared=rng.random() < (0.8 if tight else 0.5),
-        ahead=ahead,
-    )
+def _step_seconds(rng: random.Random) -> float:
+    return rng.choice((0.002, 0.01, 0.05))
+
+
+def _prefill(rng: random.Random, tight: bool) -> tuple[PrefillConfig, Machine]:
     pages = rng.randrange(8, 14) if tight else rng.choice((rng.randrange(8, 16), rng.randrange(12, 40)))
     worker = _worker(rng, pages)
-    return (replace(worker, token_budget=rng.choice((8, 16, 24))) if tight else worker), settings
+    if tight:
+        worker["token_budget"] = rng.choice((8, 16, 24))
+    config = PrefillConfig(
+        **worker,
+        lease_grace_seconds=rng.choice((1.0, 1.0, 3.0)),
+        max_leased_fraction=rng.choice((0.3, 0.8)),
+        transports=("shm",) if rng.random() < (0.8 if tight else 0.5) else ("grpc",),
+    )
+    return config, Machine(_step_seconds(rng))
 
 
-def _decode(rng: random.Random, tight: bool) -> tuple[WorkerSettings, DecodeSettings]:
-    settings = DecodeSettings(
+def _decode(rng: random.Random, tight: bool, ahead: bool) -> tuple[DecodeConfig, Machine]:
+    pages = rng.randrange(12, 40)
+    config = DecodeConfig(
+        **_worker(rng, pages),
         local_prefill_tokens=rng.choice((0, 3, 3, 8)),
         fallback_tokens=rng.choice((8, 64)),
-        silence=rng.choice((1.0, 4.0)),
+        handoff_seconds=rng.choice((1.0, 4.0)),
         pull_seconds=PULL_SECONDS,
-        pull_pace=rng.choice((*((0.005, 0.02, 0.1) if tight else (0.0002, 0.002, 0.02)), SLOWEST_PACE)),
+        output_margin=rng.choice((0, 2, 4, 8)),
+        watermark=rng.choice((0.0, 0.06, 0.1)),
+        message_seconds=rng.choice((0.0, 0.005)),
     )
-    return _worker(rng, rng.randrange(12, 40)), settings
+    pace = rng.choice((*((0.005, 0.02, 0.1) if tight else (0.0002, 0.002, 0.02)), SLOWEST_PACE))
+    return config, Machine(_step_seconds(rng), pace, sees_steps=ahead)
 
 
 def _requests(rng: random.Random, gateways: int, room: int, tight: bool) -> tuple[RequestSpec, ...]:
@@ -228,7 +238,7 @@ def _request(
     more = rng.randrange(12, 33) if tight else rng.randrange(0 if prompt else 1, 12)
     prompt += tuple(rng.randrange(VOCAB) for _ in range(more))
     n = rng.choice((1, 1, 1, 1, 2, 3))
-    stop = frozenset(rng.sample(range(VOCAB), rng.choice((0, 0, 0, 100))))
+    stop = frozenset(rng.sample(range(VOCAB), rng.choice((0, 0, 0, MAX_STOP_TOKENS))))
     params = SamplingParams(max_tokens=max_tokens, seed=rng.getrandbits(64), stop_token_ids=stop)
     return RequestSpec(
         number=number,

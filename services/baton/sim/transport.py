@@ -8,16 +8,19 @@ is running any more.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from baton.kvcache.page_allocator import PageState
 from baton.sim.model import SimPool
+from baton.sim.process import Worker
+from baton.sim.tasks import Future
 from baton.sim.world import Violation
+from baton.transport.base import TransportError, unheard
 
 if TYPE_CHECKING:
     from baton.sim.decode import SimDecode
-    from baton.sim.prefill import SimPrefill
 
 PAUSE_SECONDS = 2.0
 """A pull by asking fails after so long without a byte."""
@@ -30,8 +33,45 @@ SLOWEST_PACE = 0.2
 LATEST_FIRST_LOOK_SECONDS = _LATE * _LONGEST_DELAY * SLOWEST_PACE
 """Until a pull looks for the first time whether it may begin, or has been stopped."""
 
-Ended = Callable[[str | None, list[int] | None], None]
-"""Error or None, and the owner's generations if they can be seen."""
+
+class SimReceiver:
+    """An opened pool: transport.base.Receiver."""
+
+    kind = "sim"
+
+    def __init__(self, node: SimDecode, address: str, pool: SimPool | None) -> None:
+        """`pool`: shared; None: pages are asked for."""
+        self._node = node
+        self._address = address
+        self._pool = pool
+        self.sees_steps = pool is not None and node.machine.sees_steps
+        self.lane: list[Pull] = []
+        """Pulls that have not ended."""
+
+    async def pull(
+        self, pairs: Sequence[tuple[int, int]], step: int = 0, copied: Callable[[float], None] = unheard
+    ) -> None:
+        node = self._node
+        host = node.network.host(self._address)
+        server = host if isinstance(host, Worker) and self._pool is None else None
+        if self._pool is None and server is None:
+            raise TransportError(f"nobody answers at {self._address}")
+        pull = Pull(node, pairs, step, self.lane, self._pool, server, copied)
+        try:
+            await pull.ended
+        except asyncio.CancelledError:
+            pull.close("the pull was interrupted")
+            await pull.ended
+            raise
+        if pull.error is not None:
+            raise TransportError(pull.error)
+
+    def generations(self, pages: Sequence[int]) -> list[int] | None:
+        return [int(self._pool.generations[page]) for page in pages] if self._pool is not None else None
+
+    async def close(self) -> None:
+        for pull in self.lane:
+            pull.close("the receiver is closed")
 
 
 class Pull:
@@ -44,32 +84,36 @@ class Pull:
         step: int,
         lane: list[Pull],
         pool: SimPool | None,
-        server: SimPrefill | None,
-        ended: Ended,
-        fail_after: int | None,
+        server: Worker[Any] | None,
+        copied: Callable[[float], None],
     ) -> None:
         """Exactly one of `pool` (shared) and `server` (asked). `step`: of the owner's, to wait for. `lane`:
-        the pulls of the same receiver that have not ended. `fail_after`: breaks after so many pieces."""
+        the pulls of the same receiver that have not ended."""
         self._node = node
         self._world = node.world
         self._pairs = pairs
         self._after = step
         self._lane = lane
         lane.append(self)
+        node.pulls.append(self)
         self._pool = pool
         self._server = server
-        self._ended = ended
-        self._fail_after = fail_after
+        self._copied = copied
+        self._fail_after, node.pull_fails_after = node.pull_fails_after, None
+        self.ended = Future()
+        """Done when no copy is running any more."""
+        self.error: str | None = None
         self._pieces = [(s, t, part) for s, t in pairs for part in range(_PIECES)]
         self._next = 0
         self._begun = False
+        self._since = self._world.now
         self._interrupted = ""
         self._waiting = False
         self._rng = self._world.rng(f"pull {node.name}")
-        self._pace = node.pull_pace
+        self._pace = node.machine.pull_pace
         self.targets = {target for _, target in pairs}
         late = _LATE if self._rng.random() < 0.3 else 1
-        self._world.at(late * self._delay(), node.copies, self._begin)
+        self._world.at(late * self._delay(), node.copy_thread, self._begin)
 
     @property
     def waits(self) -> bool:
@@ -87,9 +131,9 @@ class Pull:
 
     def _begin(self) -> None:
         if self._pool is not None and not self._interrupted and not self._ready(self._pool):
-            self._world.at(self._delay(), self._node.copies, self._begin)
+            self._world.at(self._delay(), self._node.copy_thread, self._begin)
             return
-        self._begun = True
+        self._begun, self._since = True, self._world.now
         pages = self._pool.num_pages if self._pool is not None else 0
         if self._server is not None:
             pages = self._server.pool.num_pages
@@ -165,11 +209,14 @@ class Pull:
             raise Violation(f"writer: a pull of {node.who} writes page {target}, which is {state.name}")
         node.pool.write(target, part * len(data), data)
         self._next += 1
-        self._world.at(self._delay(), node.copies, self._step)
+        self._world.at(self._delay(), node.copy_thread, self._step)
 
     def _end(self, error: str | None) -> None:
-        generations = None
-        if error is None and self._pool is not None:
-            generations = [int(self._pool.generations[source]) for source, _ in self._pairs]
         self._lane.remove(self)
-        self._ended(error, generations)
+        self._node.pulls.remove(self)
+        self.error = error
+        if error is None:
+            self._copied(self._world.now - self._since)
+        if self._world.traced:
+            self._world.note(self._node.who, f"pulled {self._pairs} {error or 'well'}")
+        self.ended.done()

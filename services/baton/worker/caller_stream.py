@@ -36,6 +36,14 @@ class CallerStream:
             self.close(exhausted(f"the caller does not read: {full}", "SLOW_READER"))
             return False
 
+    def due(self, now: float) -> float:
+        """From when on what is unsent may leave."""
+        return now
+
+    def leaving(self, message: Any, now: float) -> Any:
+        """What leaves of a message that has been taken out of the outbox; the rest goes back."""
+        return message
+
     def messages(self) -> AsyncIterator[Any]:
         """Yields the messages to write, until the outbox is closed and empty."""
         return aiter(self.outbox)

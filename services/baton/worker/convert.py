@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Iterable, Sequence
 from types import MappingProxyType
+
+import grpc
+from google.rpc import status_pb2
 
 from baton.engine.plan import Logprobs
 from baton.engine.request import FinishReason, Request
 from baton.engine.sampling import SamplingParams
 from baton.handoff.messages import AttemptName
-from baton.rpc.errors import invalid
+from baton.rpc.errors import BatonError, invalid, to_status
 from baton.rpc.validate import check_choices, check_sampling, check_token_ids
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 
@@ -128,6 +130,7 @@ def request_from(
     n: int,
     delivered: tuple[tuple[int, ...] | None, ...],
     params: SamplingParams,
+    now: float,
     most_seconds: float,
 ) -> Request:
     """A checked start as the engine takes it. `most_seconds`: the node's own limit."""
@@ -140,7 +143,7 @@ def request_from(
         n=n,
         namespace=start.namespace,
         priority=start.priority,
-        deadline=time.monotonic() + min(seconds, most_seconds),
+        deadline=now + min(seconds, most_seconds),
         failed_steps=start.failed_steps,
     )
 
@@ -176,3 +179,11 @@ def prompt_logprobs_to(logprobs: Sequence[Logprobs] | None) -> list[common_pb2.P
 
 def prompt_logprobs_from(messages: Sequence[common_pb2.PositionLogprobs]) -> tuple[Logprobs, ...]:
     return tuple(logprobs_from(message) for message in messages[1:])
+
+
+def status_of(
+    code: str, reason: str, message: str, field: str | None = None, retry_after_ms: int | None = None
+) -> status_pb2.Status:
+    """A Status from code, reason and message of a core."""
+    error = BatonError(grpc.StatusCode[code], reason, message, field=field, retry_after_ms=retry_after_ms)
+    return to_status(error)

@@ -1,4 +1,4 @@
-"""The shell of prefill and decode nodes: an engine, its step thread, load, drain and stop."""
+"""The processes of prefill and decode nodes: an engine, its step thread, load, drain and stop."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any
 
-import grpc
 import grpc.aio
-from google.rpc import status_pb2
 
 from baton.config import WorkerConfig
 from baton.discovery.etcd import Registration, register
-from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.engine.step_loop import Core, StepLoop
-from baton.engine.step_stats import StepStats
+from baton.engine.step_loop import StepLoop
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import Cluster
-from baton.rpc.errors import BatonError, to_status, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
 from baton.stepcost import CostCalibration
@@ -31,6 +26,7 @@ from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.engine import Engine, build_engine, measure_steps
 from baton.worker.load import add_step_cost, snapshot
+from baton.worker.shell import C, WorkerShell
 
 _log = get_logger()
 
@@ -44,27 +40,8 @@ WATCH_SECONDS = 0.25
 """How often the step thread is checked."""
 
 
-class WorkerCore(Core, Protocol):
-    """What the shell needs of a core besides the step loop's interface."""
-
-    @property
-    def scheduler(self) -> Scheduler: ...
-
-    @property
-    def requests(self) -> int: ...
-
-    @property
-    def step_stats(self) -> StepStats: ...
-
-    def node_failed(self, message: str) -> None:
-        """Sends callers the failures of requests that may have ended the process."""
-
-
-C = TypeVar("C", bound=WorkerCore)
-
-
-class WorkerNode(Generic[C]):
-    """Base class of the two worker processes, which add `role`, `make_core` and their services."""
+class WorkerNode(WorkerShell[C]):
+    """Base class of the two worker processes, which add `role` and their services."""
 
     role: str
     engine: Engine
@@ -88,9 +65,6 @@ class WorkerNode(Generic[C]):
         self._page_source: _LatePageSource | None = None
         self._registration: Registration | None = None
 
-    def make_core(self) -> C:
-        raise AssertionError("each role makes its own core")
-
     # --- life -------------------------------------------------------------------------------------------
 
     async def start(self, address: str) -> None:
@@ -98,10 +72,13 @@ class WorkerNode(Generic[C]):
         self.loop = asyncio.get_running_loop()
         self._address = address
         self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self.role)
+        self.config, self.model_info = self.engine.config, self.engine.model_info
+        self.device = self.engine.device.type
+        self.layout, self.page_bytes = self.engine.layout, self.engine.pool.layout.page_bytes
         if self._page_source is not None:
             self._page_source.source = PageSourceServicer(self.engine.pages)
         cost = await asyncio.to_thread(measure_steps, self.engine)
-        core = self.core_or_none = self.make_core()
+        core = self.core_or_none = self.make_core(self.engine.cache)
         core.step_stats.calibration = CostCalibration(cost)
         self.steps = StepLoop(
             core,
@@ -139,26 +116,10 @@ class WorkerNode(Generic[C]):
         if self.core_or_none is not None:
             self.engine.close()
 
-    def require_turning(self) -> None:
-        """Raises BatonError while the step thread is stuck: callers are refused then."""
-        if self.stuck():
-            raise self._stuck_error()
-
-    def stuck(self, floor: float | None = None) -> bool:
-        """Whether the step thread's iteration takes longer than its step may, and longer than `floor` seconds
-        (None: --stuck-seconds)."""
-        core = self.core_or_none
-        least = self.config.stuck_seconds if floor is None else floor
-        return core is not None and self.steps.step_age > core.step_stats.limit(least)
-
-    def _stuck_error(self) -> BatonError:
-        text = f"the step thread has been in one step for {self.steps.step_age:.1f} s"
-        return unavailable(text, "STEP_THREAD_STUCK", 1000)
-
     async def _watch_steps(self) -> None:
         while True:
             if self.stuck():
-                self.streams.close(self._stuck_error())
+                self.streams.close(self.stuck_error())
             await asyncio.sleep(WATCH_SECONDS)
 
     def _crashed(self, error: BaseException) -> None:
@@ -185,11 +146,6 @@ class WorkerNode(Generic[C]):
 
     # --- what the roles use -----------------------------------------------------------------------------
 
-    def limits(self) -> SchedulerConfig:
-        """What the engine can do; the rest of it is set by the role."""
-        config = self.engine.config
-        return SchedulerConfig(self.model_info.context_length, config.token_budget, config.max_rows)
-
     def serve_cache(self, server: grpc.aio.Server) -> str:
         """Registers Cache; returns its full name."""
         cache_pb2_grpc.add_CacheServicer_to_server(self._cache_service, server)
@@ -200,24 +156,21 @@ class WorkerNode(Generic[C]):
         self._page_source = _LatePageSource()
         prefill_pb2_grpc.add_PageSourceServicer_to_server(self._page_source, server)
 
-    @property
-    def page_bytes(self) -> int:
-        return self.engine.pool.layout.page_bytes
+    def clock(self) -> float:
+        return time.monotonic()
 
-    @property
-    def model_info(self) -> node_pb2.ModelInfo:
-        return self.engine.model_info
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        self.loop.call_soon_threadsafe(function, *arguments)
 
-    @property
-    def layout(self) -> common_pb2.Layout:
-        return self.engine.layout
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
+        return self.tasks.spawn(work, name)
 
     def endpoints(self) -> list[common_pb2.Endpoint]:
         return self.engine.endpoints()
 
-    async def open_receiver(self, endpoints: list[common_pb2.Endpoint], address: str) -> Receiver:
+    async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
         opened = await self.engine.open_receiver(
-            endpoints, address, lambda: self._load.running > 0, self.cluster.dial
+            list(endpoints), address, lambda: self._load.running > 0, self.cluster.dial
         )
         _log.info("pool of a peer opened", address=address, transport=opened.reason)
         return opened.receiver
@@ -256,7 +209,7 @@ class WorkerNode(Generic[C]):
     def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
         """Current problems."""
         if self.stuck():
-            error = self._stuck_error()
+            error = self.stuck_error()
             yield node_pb2.Problem(reason=error.reason, message=error.message, stops_serving=True)
         if self.core_or_none is not None and self.steps.broken:
             yield node_pb2.Problem(
@@ -296,11 +249,3 @@ class _LatePageSource(prefill_pb2_grpc.PageSourceServicer):
     async def Fetch(self, request_iterator: Any, context: Any) -> AsyncIterator[prefill_pb2.FetchResponse]:
         async for response in self.source.Fetch(request_iterator, context):
             yield response
-
-
-def status_of(
-    code: str, reason: str, message: str, field: str | None = None, retry_after_ms: int | None = None
-) -> status_pb2.Status:
-    """A Status from code, reason and message of a core."""
-    error = BatonError(grpc.StatusCode[code], reason, message, field=field, retry_after_ms=retry_after_ms)
-    return to_status(error)

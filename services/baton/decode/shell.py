@@ -1,0 +1,201 @@
+"""What a decode node does with messages of callers and prefill nodes, around decode.core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import asdict
+
+from baton.config import DecodeConfig
+from baton.decode.core import DecodeCore, make_core
+from baton.decode.peers import PrefillLink, PrefillPeers
+from baton.decode.stream import DecodeStream, add_output
+from baton.decode.types import Key, Output
+from baton.handoff.messages import DecodeEffect
+from baton.kvcache import KvCache
+from baton.rpc.errors import BatonError, invalid, unavailable
+from baton.rpc.validate import check_token_ids
+from baton.v1 import decode_pb2, node_pb2, prefill_pb2
+from baton.worker.convert import check_start, delivered_from, request_from, sampling_from
+from baton.worker.shell import WorkerShell
+
+DRAINING = decode_pb2.DecodeEvent(draining=decode_pb2.DecodeDraining())
+
+
+class DecodeShell(WorkerShell[DecodeCore]):
+    config: DecodeConfig
+    peers: PrefillPeers
+    messages: int = 0
+    """Sent to callers by steps."""
+
+    def make_core(self, cache: KvCache) -> DecodeCore:
+        return make_core(self.config, self.limits(), cache, self._flush, self.observe)
+
+    def make_link(
+        self,
+        address: str,
+        hello: Callable[[], prefill_pb2.PrefillRequest],
+        on_message: Callable[[prefill_pb2.PrefillResponse], None],
+        on_up: Callable[[prefill_pb2.PrefillResponse], None],
+        on_down: Callable[[BatonError], None],
+    ) -> PrefillLink:
+        """A stream to a prefill node, not yet started; see rpc.link.Link."""
+        raise NotImplementedError
+
+    def make_stream(self, incarnation: int) -> DecodeStream:
+        """For a caller that has connected."""
+        raise NotImplementedError
+
+    def announce_drain(self) -> None:
+        """Refuses new requests from now on. Callers are told, so that they send no more."""
+        self.draining = True
+        for stream in list(self.streams.open):
+            stream.send(decode_pb2.StepEvents(events=[DRAINING]))
+
+    def hand_back(self) -> None:
+        """Fails running requests with terminal events, after which their callers resume them elsewhere."""
+        self.steps.call(lambda core, now: core.hand_back(now))
+
+    # --- what the core has decided ----------------------------------------------------------------------
+
+    def _flush(self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]) -> None:
+        self.post(self._deliver, step, outputs, effects)
+
+    def _deliver(
+        self, step: int, outputs: list[tuple[Hashable, Output]], effects: list[DecodeEffect]
+    ) -> None:
+        messages: dict[Hashable, decode_pb2.StepEvents] = {}
+        for caller, output in outputs:
+            message = messages.get(caller)
+            if message is None:
+                message = messages[caller] = decode_pb2.StepEvents(step=step)
+            add_output(message, output, self.page_bytes)
+        for caller, message in messages.items():
+            assert isinstance(caller, DecodeStream)
+            self.messages += 1
+            if not caller.send(message):
+                self.drop(caller)
+        self.peers.perform(effects)
+
+    # --- what callers say: worker.caller_stream.Service -------------------------------------------------
+
+    def open(self, hello: decode_pb2.DecodeHello) -> DecodeStream:
+        self.require_turning()
+        return self.make_stream(hello.incarnation)
+
+    def welcome(self) -> list[decode_pb2.StepEvents]:
+        welcome = decode_pb2.DecodeEvent(welcome=decode_pb2.DecodeWelcome(incarnation=self.incarnation))
+        events = [welcome, DRAINING] if self.draining else [welcome]
+        return [decode_pb2.StepEvents(events=[event]) for event in events]
+
+    def several(self, message: decode_pb2.GenerateCommand) -> Sequence[decode_pb2.GenerateCommand]:
+        return message.several.commands
+
+    def half_closed(self, stream: DecodeStream) -> None:
+        stream.half_closed()
+
+    def drop(self, stream: DecodeStream) -> None:
+        self.steps.call(lambda core, now: core.caller_gone(stream, now))
+
+    def obey(self, command: decode_pb2.GenerateCommand, caller: DecodeStream) -> None:
+        kind = command.WhichOneof("kind")
+        if kind == "start":
+            self._start(command.start, caller)
+        elif kind == "cancel":
+            self._cancel(command.cancel, caller)
+        elif kind == "heartbeat":
+            self._heartbeat(caller)
+        elif kind == "pause":
+            self._pause(command.pause, caller)
+        else:
+            kinds = "start, cancel, heartbeat, pause, or several of these"
+            raise invalid("kind", f"each message on Decode.Generate after `hello` sets {kinds}")
+
+    def _cancel(self, cancel: decode_pb2.DecodeCancel, caller: DecodeStream) -> None:
+        key = Key(caller, cancel.request)
+        if caller.runs(cancel.request, cancel.attempt):
+            self.steps.call(lambda core, now: core.cancel(key, now))
+
+    def _heartbeat(self, caller: DecodeStream) -> None:
+        """Answers at once while the step thread is within the time that its step may take; else leaves the
+        answer to the step thread."""
+        if self.stuck(floor=0.0):
+            self.steps.call(lambda core, now: self._answer(caller))
+        else:
+            caller.send(decode_pb2.StepEvents())
+
+    def _answer(self, caller: DecodeStream) -> None:
+        self.post(caller.send, decode_pb2.StepEvents())
+
+    def _pause(self, pause: decode_pb2.DecodePause, caller: DecodeStream) -> None:
+        key = Key(caller, pause.request)
+        if caller.runs(pause.request, pause.attempt):
+            self.steps.call(lambda core, now: core.pause(key, pause.paused))
+
+    def _start(self, start: decode_pb2.DecodeStart, caller: DecodeStream) -> None:
+        if caller.attempt_of(start.request) is not None:
+            text = f"request {start.request} is running on this stream"
+            raise invalid("start.request", text, "DUPLICATE_REQUEST")
+        n = start.n if start.HasField("n") else 1
+        info = self.model_info
+        caller.begin(start.request, start.attempt)
+        try:
+            self.peers.check_room(start.prefill)
+            if self.draining:
+                raise unavailable("this node is draining; use another decode node", "DRAINING")
+            check_start(
+                start.token_ids, start.delivered, start.sampling, n, info.vocab_size, info.context_length
+            )
+            for index, choice in enumerate(start.choices):
+                check_token_ids(choice.token_ids, info.vocab_size, f"choices[{index}].token_ids")
+            delivered = delivered_from(start, n, info.context_length)
+        except BatonError as error:
+            caller.refuse(start.request, start.attempt, error)
+            return
+        room = max(1, info.context_length - len(start.token_ids) + start.delivered)
+        params = sampling_from(start.sampling, info.eos_token_ids, room)
+        key = Key(caller, start.request)
+        request = request_from(start, key, n, delivered, params, self.clock(), self.config.request_seconds)
+        candidates = tuple(dict.fromkeys(start.prefill)) or self.config.prefill
+        for address in candidates:
+            self.peers.connect(address)
+        attempt, gateway = start.attempt, caller.incarnation
+        local = start.local_prefill_tokens if start.HasField("local_prefill_tokens") else None
+        self.steps.call(lambda core, now: core.start(key, gateway, attempt, request, candidates, now, local))
+
+    # --- its state --------------------------------------------------------------------------------------
+
+    def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
+        yield from super().problems(load)
+        overdue = self.core_or_none.handoffs.overdue if self.core_or_none is not None else []
+        if overdue:
+            text = f"a copy of pages from {', '.join(overdue)} has been running for more than "
+            text += f"{self.config.pull_seconds:g} s"
+            alone = not self.peers.usable - set(overdue)
+            yield node_pb2.Problem(reason="PULL_STUCK", message=text, stops_serving=alone)
+        lost = self.peers.lost()
+        if lost:
+            text = f"prompts are not handed off to {'; '.join(lost)}"
+            yield node_pb2.Problem(reason="PREFILL_LOST", message=text)
+
+    def load(self) -> node_pb2.Load:
+        load = super().load()
+        core = self.core_or_none
+        if core is not None:
+            load.requests = core.requests
+            load.handing_off = core.handoffs.active
+            load.pulls = core.handoffs.pulls
+            load.pulled_pages = core.handoffs.counters.pulled_pages
+            load.pulled_bytes = core.handoffs.counters.pulled_pages * self.page_bytes
+            # Copied in one call, because the step thread may add reasons meanwhile.
+            load.handoff_retry_reasons.update(dict(core.handoffs.counters.retries))
+            load.handoff_retries = sum(load.handoff_retry_reasons.values())
+            load.messages = self.messages
+            load.MergeFrom(node_pb2.Load(**asdict(core.counters)))
+            load.local_prefills = core.scheduler.local_prompts
+            load.paused = core.paused
+            load.first_token_ms = int(1000 * core.overload.first_token.value)
+            load.wait_ms = int(1000 * core.overload.wait)
+            pull = self.peers.pull_meter.cost
+            if pull is not None:
+                load.pull_cost.CopyFrom(node_pb2.PullCost(fixed=pull.fixed, token=pull.token))
+        return load

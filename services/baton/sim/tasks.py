@@ -1,0 +1,64 @@
+"""Runs coroutines in virtual time, without asyncio: what a shell spawns on its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any
+
+from baton.sim.world import Actor, World
+
+
+class Future:
+    """Awaited in a Task, which goes on in the call of `done`."""
+
+    def __init__(self) -> None:
+        self._waiting: Callable[[], None] | None = None
+        self._done = False
+
+    def done(self) -> None:
+        self._done = True
+        if self._waiting is not None:
+            self._waiting()
+
+    def __await__(self) -> Generator[Future, None, None]:
+        if not self._done:
+            yield self
+
+
+class Task:
+    """Like asyncio.Task: begins with the actor's next event, not at once."""
+
+    def __init__(self, world: World, actor: Actor, work: Coroutine[Any, Any, Any]) -> None:
+        self._world = world
+        self._actor = actor
+        self._work = work
+        self._awaited: Future | None = None
+        world.at(0.0, actor, self._go_on)
+
+    def cancel(self) -> None:
+        """Raises CancelledError in the coroutine, where it waits."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            awaited._waiting = None
+            self._world.at(0.0, self._actor, lambda: self._go_on(asyncio.CancelledError()))
+
+    def _go_on(self, error: BaseException | None = None) -> None:
+        try:
+            awaited = self._work.throw(error) if error is not None else self._work.send(None)
+        except (StopIteration, asyncio.CancelledError):
+            return
+        self._awaited = awaited
+        awaited._waiting = lambda: self._wake(awaited)
+
+    def _wake(self, awaited: Future) -> None:
+        if self._awaited is awaited:
+            self._awaited = None
+            self._world.at(0.0, self._actor, self._go_on)
+
+
+def sleep(world: World, actor: Actor, seconds: float) -> Future:
+    """Done after `seconds`."""
+    future = Future()
+    world.at(seconds, actor, future.done)
+    return future

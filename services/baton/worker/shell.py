@@ -1,0 +1,121 @@
+"""What prefill and decode nodes do with messages, whatever executes them: a process or a simulated one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from baton.config import WorkerConfig
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.step_loop import Core
+from baton.engine.step_stats import StepStats
+from baton.kvcache import KvCache
+from baton.rpc.errors import BatonError, unavailable
+from baton.transport import Receiver
+from baton.v1 import common_pb2, node_pb2
+
+
+class WorkerCore(Core, Protocol):
+    """What the shell needs of a core besides the step loop's interface."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def step_stats(self) -> StepStats: ...
+
+    def node_failed(self, message: str) -> None:
+        """Sends callers the failures of requests that may have ended the process."""
+
+
+C = TypeVar("C", bound=WorkerCore)
+
+
+class Steps(Protocol[C]):  # type: ignore[misc]  # a core's own type, neither wider nor narrower
+    """The step thread: engine.step_loop.StepLoop, or sim.driver.StepDriver in virtual time."""
+
+    @property
+    def step_age(self) -> float: ...
+
+    def call(self, function: Callable[[C, float], None]) -> None: ...
+
+
+class Streams(Protocol):
+    """The streams of a node's callers: worker.caller_stream.CallerStreams."""
+
+    @property
+    def open(self) -> Collection[Any]: ...
+
+
+class WorkerShell(Generic[C]):
+    """Base class of prefill and decode nodes. `prefill.shell` and `decode.shell` add a role's messages; who
+    executes a node (`worker.node`, `sim.process`, `plan.nodes`) adds clock, threads, engine and streams."""
+
+    config: WorkerConfig
+    incarnation: int
+    draining: bool
+    model_info: node_pb2.ModelInfo
+    layout: common_pb2.Layout
+    page_bytes: int
+    device: str
+    """The type of the device."""
+    steps: Steps[C]
+    core_or_none: C | None
+    """None until the engine has been built."""
+    streams: Streams
+
+    def clock(self) -> float:
+        """Monotonic seconds."""
+        raise NotImplementedError
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Called in the step thread: runs the function on the event loop."""
+        raise NotImplementedError
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Any:
+        """Runs the coroutine on the event loop; returns its task, which can be cancelled."""
+        raise NotImplementedError
+
+    def endpoints(self) -> list[common_pb2.Endpoint]:
+        """Where peers can open this node's pool."""
+        raise NotImplementedError
+
+    async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> Receiver:
+        """Opens a peer's pool. Raises TransportError."""
+        raise NotImplementedError
+
+    def make_core(self, cache: KvCache) -> C:
+        raise NotImplementedError
+
+    def observe(self) -> None:
+        """Called in the step thread after each flush."""
+
+    def load(self) -> node_pb2.Load:
+        raise NotImplementedError
+
+    def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:
+        """Current problems."""
+        raise NotImplementedError
+
+    def limits(self) -> SchedulerConfig:
+        """What the engine can do; the rest of it is set by the role."""
+        return SchedulerConfig(self.model_info.context_length, self.config.token_budget, self.config.max_rows)
+
+    def require_turning(self) -> None:
+        """Raises BatonError while the step thread is stuck: callers are refused then."""
+        if self.stuck():
+            raise self.stuck_error()
+
+    def stuck(self, floor: float | None = None) -> bool:
+        """Whether the step thread's iteration takes longer than its step may, and longer than `floor` seconds
+        (None: --stuck-seconds)."""
+        core = self.core_or_none
+        least = self.config.stuck_seconds if floor is None else floor
+        return core is not None and self.steps.step_age > core.step_stats.limit(least)
+
+    def stuck_error(self) -> BatonError:
+        text = f"the step thread has been in one step for {self.steps.step_age:.1f} s"
+        return unavailable(text, "STEP_THREAD_STUCK", 1000)
