@@ -199,7 +199,7 @@ def test_a_long_cut_ends_the_stream_on_both_sides():
 
 def test_one_wrong_byte_in_a_page_changes_the_output():
     """What the whole method rests on: the model attends to every byte."""
-    cluster = Cluster(make_scenario(5))
+    cluster = Cluster(make_scenario(6))
     decode = next(process for name, process in cluster.processes.items() if name == "d0")
     original = decode.runner.execute
 

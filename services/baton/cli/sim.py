@@ -72,7 +72,7 @@ def sim(
       baton sim --seeds 0-1999                  two thousand
       baton sim --seconds 600                   as many as go into ten minutes
       baton sim --seed 7 --trace run.txt        what happened, event by event
-      baton sim --seed 6 --bug lease-timer --shrink    does it bite?
+      baton sim --seed 0 --bug lease-timer --shrink    does it bite?
     """
     bug = bug or ""
     if list_bugs:

@@ -18,6 +18,9 @@ from baton.engine.plan import Logprobs, PlanRow, RowResult, StepPlan, StepResult
 from baton.engine.sampler_ops import row_keys
 from baton.stepcost import StepCost
 
+_ONE_TOKEN = RowResult((0,))
+"""Of most rows with a vocabulary of one; nobody changes it."""
+
 
 @dataclass(slots=True)
 class TimedFlight:
@@ -47,15 +50,23 @@ class TimedRunner:
         """Slots that want log-probabilities."""
         self._free = 0.0
         """When the device will have executed all launched steps."""
+        self._busy = 0.0
+        """Seconds of all launched steps."""
 
     def launch(self, plan: StepPlan) -> TimedFlight:
         for init in plan.inits:
             self._seeds[init.slot] = init.seed
             wanted = init.params.logprobs is not None
             (self._logprobs.add if wanted else self._logprobs.discard)(init.slot)
-        begins = max(self._clock(), self._free)
-        self._free = begins + (self._cost.seconds(step_load(plan.rows)) if plan.rows else 0.0)
+        seconds = self._cost.seconds(step_load(plan.rows)) if plan.rows else 0.0
+        self._busy += seconds
+        self._free = max(self._clock(), self._free) + seconds
         return TimedFlight(plan, self._free)
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which the device has computed until now."""
+        return self._busy - max(0.0, self._free - self._clock())
 
     def done(self, flight: TimedFlight) -> bool:
         return self._clock() >= flight.ends
@@ -69,6 +80,8 @@ class TimedRunner:
         return result
 
     def _result(self, row: PlanRow) -> RowResult:
+        if self.vocab_size == 1:
+            return _ONE_TOKEN if len(row.sample) == 1 else RowResult((0,) * len(row.sample))
         position = row.start + row.count
         seeds = np.array([self._seeds[slot] for slot in row.sample], dtype=np.uint64)
         keys = row_keys(seeds, np.full(len(seeds), position, dtype=np.uint64)).view(np.uint64)

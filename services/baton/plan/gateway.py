@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.handoff_cost import Split
@@ -44,14 +45,14 @@ class Gateway:
         self._split = Split(split, GatewayMetrics(), lambda: world.now)
         self._prefill = list(prefill)
         self._decode = list(decode)
-        self._nodes: dict[str, SimNode] = {**prefill, **decode}
+        self._nodes: dict[str, SimNode[Any]] = {**prefill, **decode}
         self._ways: dict[int, RequestRouting] = {}
         self._hear()
 
     def _hear(self) -> None:
         for address, node in self._nodes.items():
             view = self._router.view(address)
-            self._router.update(address, node.tell(view.sequence if view.page_size else None))
+            self._router.update(address, node.cache_update(view.sequence if view.page_size else None))
         self._world.at(UPDATE_SECONDS, self._actor, self._hear)
 
     def route(self, number: int, prompt: Sequence[int]) -> Route:

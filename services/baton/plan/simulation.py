@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton.decode.types import Done, Failed, Output, Tokens
-from baton.engine.request import Request
-from baton.engine.sampling import SamplingParams
 from baton.latency import Record, Targets
 from baton.plan.gateway import Gateway
 from baton.plan.nodes import Setup, SimDecode, SimPrefill
 from baton.plan.traffic import Traffic
+from baton.rpc.errors import from_status
 from baton.sim.world import Actor, World
+from baton.v1 import common_pb2, decode_pb2
 
 Progress = Callable[[int], None]
 """Called with the requests that have ended, now and then."""
@@ -88,6 +87,8 @@ class Simulation:
         self._gateway = Gateway(self._world, setup.routing, layout.split, self._prefill, self._decode)
         self._left = traffic.last - traffic.first
         self._ended = 0
+        self._busy: dict[str, float] = {}
+        """Seconds that each node's device computed while requests arrived."""
 
     def run(self) -> Simulated:
         world, traffic = self._world, self._traffic
@@ -106,11 +107,11 @@ class Simulation:
 
     def _look(self) -> None:
         """The last request that counts has arrived: how busy have the nodes been until now?"""
-        for node in (*self._prefill.values(), *self._decode.values()):
-            node.runner.stop_counting()
+        nodes: list[SimPrefill | SimDecode] = [*self._prefill.values(), *self._decode.values()]
+        self._busy = {node.name: node.runner.busy for node in nodes}
 
     def _usage(self, nodes: list[SimPrefill] | list[SimDecode]) -> NodeUsage:
-        busy = sum(node.runner.busy for node in nodes) / len(nodes) / max(self._traffic.end, 1e-9)
+        busy = sum(self._busy[node.name] for node in nodes) / len(nodes) / max(self._traffic.end, 1e-9)
         return NodeUsage(min(1.0, busy), max(node.most_pages for node in nodes), nodes[0].pages)
 
     def _arrive(self, number: int) -> Callable[[], None]:
@@ -122,37 +123,36 @@ class Simulation:
         # No two requests have more in common than the shared prefix.
         prompt = (0,) * common + (number + 1,) * (arrival.prompt - common)
         route = self._gateway.route(number, prompt)
-        node = self._decode[route.decode]
-        request = Request(
-            key=node.key(number),
-            prompt=prompt,
-            params=SamplingParams(max_tokens=arrival.output),
-            deadline=self._world.now + self._setup.decode.request_seconds,
+        sampling = common_pb2.SamplingParams(max_tokens=arrival.output, ignore_eos=True)
+        start = decode_pb2.DecodeStart(
+            request=number, token_ids=prompt, sampling=sampling, prefill=route.prefill
         )
-        node.start(number, request, route.prefill, route.local_tokens)
+        if route.local_tokens is not None:
+            start.local_prefill_tokens = route.local_tokens
+        self._decode[route.decode].start(start)
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, message: decode_pb2.StepEvents) -> None:
         now = self._world.now
         tokens: dict[int, int] = {}
-        for output in outputs:
-            if isinstance(output, Tokens):
-                tokens[output.request] = tokens.get(output.request, 0) + 1
+        for delta in message.tokens:
+            tokens[delta.request] = tokens.get(delta.request, 0) + len(delta.token_ids)
         for number, count in tokens.items():
             if not self._records[number].arrivals:
                 self._gateway.computed(number)
             self._records[number].arrivals.append((now, count))
-        for output in outputs:
-            if isinstance(output, Done | Failed):
-                self._end(output, now)
+        for event in message.events:
+            if event.WhichOneof("kind") in ("finished", "failed"):
+                self._end(event, now)
 
-    def _end(self, output: Done | Failed, now: float) -> None:
-        number = output.request
+    def _end(self, event: decode_pb2.DecodeEvent, now: float) -> None:
+        number = event.request
         record = self._records[number]
         record.end = now
-        if isinstance(output, Failed):
-            record.error, record.message = output.reason, output.message
+        if event.HasField("failed"):
+            error = from_status(event.failed)
+            record.error, record.message = error.reason, error.message
         else:
-            stats = output.stats
+            stats = event.finished.stats
             record.prompt_tokens, record.cached_tokens = stats.prompt_tokens, stats.cached_tokens
             record.output_tokens, record.pulled_pages = stats.output_tokens, stats.pulled_pages
             record.retractions, record.transport = stats.retractions, stats.transport

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from baton.config import PrefillConfig
 from baton.engine.batch import Step
 from baton.engine.plan import StepResult
-from baton.engine.request import Request
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_stats import StepStats
-from baton.handoff.messages import Alive, Beat, CancelPrefill, PrefillOutput, ReleaseLease, StartPrefill
+from baton.handoff.messages import Alive, PrefillOutput
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache
 
@@ -49,35 +48,6 @@ class PrefillCore:
             self.scheduler, lease_grace=self.lease_grace, max_leased_pages=self.max_leased_pages
         )
         self.step_stats = StepStats(config.token_budget)
-
-    def receive(
-        self,
-        holder: Hashable,
-        message: StartPrefill | CancelPrefill | ReleaseLease | Beat,
-        ahead: bool,
-        now: float,
-    ) -> None:
-        """Applies the effects of a simulated decode node's hand-offs. `ahead`: see PrefillSide."""
-        if isinstance(message, StartPrefill):
-            cut = len(message.token_ids) - message.delivered
-            request = Request(
-                key=message.name,
-                prompt=message.token_ids[:cut],
-                delivered=(message.token_ids[cut:],) if message.delivered else (),
-                params=message.params,
-                n=message.n,
-                namespace=message.request.namespace,
-                priority=message.request.priority,
-                deadline=now + message.remaining,
-                failed_steps=message.request.failed_steps,
-            )
-            self.side.start(holder, message.name, request, True, now, ahead)
-        elif isinstance(message, CancelPrefill):
-            self.side.cancel(holder, message.name, now)
-        elif isinstance(message, ReleaseLease):
-            self.side.release(holder, message.name, now)
-        else:
-            self.side.heartbeat(holder, now)
 
     @property
     def requests(self) -> int:

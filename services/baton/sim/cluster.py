@@ -26,6 +26,10 @@ _LOOK_EVERY = 16
 STOP_SECONDS = 0.05
 """From handing back what runs to the end of the process."""
 
+_FAILED_SECONDS = 0.35
+"""From an error that escapes the core to the end of the process: what its callers get of it is on the way no
+longer than that, unless a fault slows it."""
+
 _STEP_SECONDS = 3.0
 """A device fault without a step to hit ends after this time."""
 
@@ -160,7 +164,7 @@ class Cluster:
         struck = sum(fault.at <= self.world.now for fault in self.scenario.faults)
         if self._ended_by_poison > 2 + struck:
             raise Violation(f"poison: a request has ended {self._ended_by_poison} processes")
-        self.world.at(STOP_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
+        self.world.at(_FAILED_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
     def _stop(self, process: Process) -> None:
         """A drained process hands back its requests, ends, and is restarted at once."""

@@ -20,7 +20,9 @@ S = TypeVar("S", bound=CallerStream)
 class VirtualStream(CallerStream):
     """A stream whose messages leave in virtual time. `attach` before the first one."""
 
-    def attach(self, world: World, actor: Actor, write: Write, end: Callable[[str], None]) -> None:
+    def attach(
+        self, world: World, actor: Actor, write: Write, end: Callable[[str], None] = lambda reason: None
+    ) -> None:
         """write: called with each message as it leaves. end: when the stream has ended here."""
         self._world, self._actor, self._write, self._end_here = world, actor, write, end
         self._wakes = False
