@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("handoff", "kvcache", "engine", "decode", "prefill")
 LEFT_OUT = ("cuda_", "timed_runner")
 """Beginnings of names of modules that run on GPUs only."""
-SHELLS = ("server", "peers", "measure")
+SHELLS = ("server", "measure")
 """Modules that only processes run: tests/contract and tests/cluster are theirs."""
 FIRST_SEEDS = 20
 """Run before the unit tests, because they take a second."""

@@ -129,7 +129,7 @@ LEASE_BUGS = (
         100,
         _unknown_reference,
     ),
-    Bug("expired-lease", "an expired lease is still confirmed (vLLM #52234, 5)", 50, _expired_lease),
+    Bug("expired-lease", "an expired lease is still confirmed (vLLM #52234, 5)", 200, _expired_lease),
 )
 
 
