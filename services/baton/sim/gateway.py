@@ -12,7 +12,6 @@ from google.rpc import status_pb2
 from baton.decode.messages import sampling_to
 from baton.gateway.attempts import Attempts, ResumePolicy, Wait
 from baton.gateway.decode_node import Liveness
-from baton.gateway.messages import RequestOptions, decode_start
 from baton.gateway.node_load import NodeLoad
 from baton.gateway.routing import order_prefill, pick_decode
 from baton.gateway.token_log import TokenLog
@@ -170,16 +169,22 @@ class SimGateway(Process):
             self.world.at(place.seconds, self.loop, lambda: self._place(running))
             return
         prefill = [self._figures(address) for address in self._prefill]
-        start = decode_start(
-            running.number,
-            RequestOptions(n=spec.n, namespace=spec.namespace, priority=spec.priority),
-            spec.prompt,
-            sampling_to(spec.params),
-            attempts,
-            order_prefill(POLICY, prefill, len(spec.prompt), running.number),
-            running.deadline - self.world.now,
-            None,
+        start = decode_pb2.DecodeStart(
+            request=running.number,
+            attempt=attempts.number,
+            token_ids=spec.prompt,
+            sampling=sampling_to(spec.params),
+            n=spec.n,
+            timeout_ms=max(1, int(1000 * (running.deadline - self.world.now))),
+            prefill=order_prefill(POLICY, prefill, len(spec.prompt), running.number),
+            namespace=spec.namespace,
+            priority=spec.priority,
+            failed_steps=attempts.failed_steps,
         )
+        for tokens in attempts.delivered():
+            start.choices.add(token_ids=tokens or (), finished=tokens is None)
+        if start.choices:
+            start.sampling.ClearField("prompt_logprobs")  # they have come, before the first token
         self._nodes[place].link.send(decode_pb2.GenerateCommand(start=start))
         attempts.begin(place)
 

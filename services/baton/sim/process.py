@@ -198,7 +198,7 @@ class Worker(Process, WorkerShell[C]):
 
     def _submit(self, flight: Flight) -> None:
         """The device begins with it after all earlier steps."""
-        if flight.plan.num_tokens > self.settings.token_budget:
+        if flight.plan.num_tokens > self.config.token_budget:
             raise Violation(f"budget: step {flight.plan.number} of {self.who} exceeds its token budget")
         self.flights.append(flight)
         usual = self.machine.step_seconds * (1 + flight.plan.num_tokens / 16)
