@@ -64,7 +64,8 @@ class Gateway:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._counts = dict.fromkeys(("finished", "failed", "cancelled", "prompt", "cached", "output"), 0)
+        self._totals = node_pb2.Load()
+        """Of the requests that ended."""
 
     # Life.
 
@@ -106,7 +107,7 @@ class Gateway:
             problems.append(
                 node_pb2.Problem(reason="TOKENIZER_UNAVAILABLE", message=text, stops_serving=True)
             )
-        lost = [f"{node.address} ({node.trouble})" for node in self.nodes.decode.values() if not node.usable]
+        lost = self.nodes.unusable()
         if lost or not self.nodes.decode:
             none_left = len(lost) == len(self.nodes.decode)
             reason = "NO_DECODE_NODE" if none_left else "DECODE_LOST"
@@ -173,10 +174,11 @@ class Gateway:
     def forget(self, request: RunningRequest, outcome: str) -> None:
         """The request has ended."""
         self.metrics.requests.labels(outcome).inc()
-        self._counts[outcome] += 1
-        self._counts["prompt"] += len(request.log.prompt_ids)
-        self._counts["cached"] += request.log.cached_tokens
-        self._counts["output"] += request.log.output_tokens
+        totals = self._totals
+        setattr(totals, outcome, getattr(totals, outcome) + 1)
+        totals.prompt_tokens += len(request.log.prompt_ids)
+        totals.cached_tokens += request.log.cached_tokens
+        totals.output_tokens += request.log.output_tokens
         if request in self._running:
             self._running.discard(request)
             request.api_key.end_request()
@@ -203,9 +205,7 @@ class Gateway:
         return [(node, prefill) for node in self.usable_nodes() for prefill in self.nodes.prefill or ("",)]
 
     def no_decode_node(self) -> BatonError:
-        nodes = "; ".join(
-            f"{node.address}: {node.trouble}" for node in self.nodes.decode.values() if not node.usable
-        )
+        nodes = "; ".join(self.nodes.unusable())
         return unavailable(f"no decode node can be reached ({nodes})", "NO_DECODE_NODE", 1000)
 
     # What is served.
@@ -266,15 +266,11 @@ class Gateway:
         return info
 
     def load(self) -> node_pb2.Load:
-        return node_pb2.Load(
+        load = node_pb2.Load(
             problems=self.problems(),
             draining=self._draining,
             requests=len(self._running),
             running=sum(node.requests for node in self.nodes.decode.values()),
-            prompt_tokens=self._counts["prompt"],
-            cached_tokens=self._counts["cached"],
-            output_tokens=self._counts["output"],
-            finished=self._counts["finished"],
-            failed=self._counts["failed"],
-            cancelled=self._counts["cancelled"],
         )
+        load.MergeFrom(self._totals)
+        return load

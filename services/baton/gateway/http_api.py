@@ -52,7 +52,9 @@ _Starts = TypeVar("_Starts")
 
 def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI:
     """The HTTP application of one gateway."""
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="Baton", docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=_EXCEPTION_HANDLERS
+    )
     app.add_middleware(
         HttpAuthentication, authentication=authentication, max_header_bytes=gateway.config.max_header_bytes
     )
@@ -90,7 +92,6 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     async def completions(request: Request) -> Response:
         body, starts = await read(request, CompletionRequest, completion_starts)
         async with _job(gateway, starts, request) as job:
-            await job.begin()
             await job.wait_for_output()
             echoes = (
                 [await _echo(gateway, start) for start in starts for _ in range(job.n)] if body.echo else None
@@ -103,7 +104,6 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     async def chat_completions(request: Request) -> Response:
         body, start = await read(request, ChatRequest, chat_start)
         async with _job(gateway, [start], request) as job:
-            await job.begin()
             await job.wait_for_output()  # `n` has been checked by then
             answer = ChatAnswer(job.name, body.model, job.n, _include_usage(body))
             return await _answer(job, answer, bool(body.stream))
@@ -124,29 +124,25 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     async def metrics() -> Response:
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    _handle_errors(app)
     return app
 
 
-def _handle_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
+async def _error(request: Request, error: Any) -> Response:
+    if isinstance(error, BatonError):
+        error = openai_errors.from_baton(error)
+    if isinstance(error, ApiError):
         return openai_errors.response(error)
-
-    @app.exception_handler(BatonError)
-    async def baton_error(request: Request, error: BatonError) -> Response:
-        return openai_errors.response(openai_errors.from_baton(error))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method[:20]} {request.url.path[:256]}: {str(error.detail).lower()}"
-        answer = openai_errors.response(ApiError(error.status_code, message))
-        answer.headers.update(error.headers or {})
-        return answer
-
-    @app.exception_handler(Exception)
-    async def unforeseen(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
         return openai_errors.response(ApiError(500, f"internal error: {type(error).__name__}"))
+    message = f"{request.method[:20]} {request.url.path[:256]}: {str(error.detail).lower()}"
+    answer = openai_errors.response(ApiError(error.status_code, message))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+_EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
+    (ApiError, BatonError, HTTPException, Exception), _error
+)
 
 
 async def _read(request: Request, limit: int) -> bytearray:
@@ -178,6 +174,7 @@ async def _job(
 ) -> AsyncIterator[RequestBatch]:
     """Runs the requests; they are cancelled when the client leaves, or when the body fails."""
     job = RequestBatch(gateway, starts, request.state.api_key)
+    job.begin()
     watch = asyncio.create_task(_cancel_on_disconnect(request.receive, job))
     try:
         yield job
@@ -195,9 +192,6 @@ async def _cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:
 
 
 async def _answer(job: RequestBatch, answer: Answer, stream: bool) -> Response:
-    # Nothing is sent before there is output, so that a request which fails until then gets its own HTTP
-    # status.
-    await job.wait_for_output()
     if stream:
         return EventStream(job, answer)
     async for index, event in job.events():

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -48,61 +48,57 @@ class GatewayMetrics:
     """Belongs to one gateway; nothing is registered globally."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry(auto_describe=False)
-        self.requests = Counter(
-            "baton_gateway_requests", "Requests that ended, by outcome.", ["outcome"], registry=self.registry
+        self.registry = registry = CollectorRegistry(auto_describe=False)
+        self.requests = self._counter(
+            "baton_gateway_requests",
+            "Requests that ended, by outcome.",
+            "outcome",
+            ("finished", "failed", "cancelled"),
         )
         self.ttft = Histogram(
-            "baton_ttft_seconds",
-            "From a request's start to its first token.",
-            buckets=_SECONDS,
-            registry=self.registry,
+            "baton_ttft_seconds", "From a request's start to its first token.", _SECONDS, registry
         )
         self.itl = Histogram(
-            "baton_itl_seconds",
-            "Between two tokens of a request's first choice.",
-            buckets=_GAP_SECONDS,
-            registry=self.registry,
+            "baton_itl_seconds", "Between two tokens of a request's first choice.", _GAP_SECONDS, registry
         )
         self.resumes = Counter(
             "baton_gateway_resumes",
             "Times that a request went on at a decode node after another one had been lost.",
-            registry=self.registry,
+            registry=registry,
         )
-        self.probes = Counter(
-            "baton_probes", "Probes of the hand-off, by outcome.", ["outcome"], registry=self.registry
+        self.probes = self._counter(
+            "baton_probes", "Probes of the hand-off, by outcome.", "outcome", ("ok", "refused", "failed")
         )
-        self.probe_seconds = Gauge("baton_probe_seconds", "What the last probe took.", registry=self.registry)
-        self.cached = Counter(
+        self.probe_seconds = Gauge("baton_probe_seconds", "What the last probe took.", registry=registry)
+        self.cached = self._counter(
             "baton_routing_cached_tokens",
             "Prompt tokens of finished requests that their node was taken to have cached (expected), that it "
             "had (found), and by how many the two differed (wrong).",
-            ["kind"],
-            registry=self.registry,
+            "kind",
+            ("expected", "found", "wrong"),
         )
-        for kind in ("expected", "found", "wrong"):
-            self.cached.labels(kind)
-        self.decisions = Counter(
+        self.decisions = self._counter(
             "baton_gateway_prompts",
             "Prompts by where they were to be computed: on a prefill node (split) or on the decode node.",
-            ["way"],
-            registry=self.registry,
+            "way",
+            ("split", "local"),
         )
         self.expected = prometheus_client.Histogram(
             "baton_gateway_actual_over_expected",
             "Time from sending a request until its first token, or its end, over what was expected.",
             ["way", "until"],
             buckets=_RATIOS,
-            registry=self.registry,
+            registry=registry,
         )
-        for way in ("split", "local"):
-            self.decisions.labels(way)
-            for until in ("first_token", "end"):
-                self.expected.labels(way, until)
-        for outcome in ("ok", "refused", "failed"):
-            self.probes.labels(outcome)
-        for outcome in ("finished", "failed", "cancelled"):
-            self.requests.labels(outcome)
+        for way, until in product(("split", "local"), ("first_token", "end")):
+            self.expected.labels(way, until)
+
+    def _counter(self, name: str, about: str, label: str, values: Sequence[str]) -> Counter:
+        """With one label, all of whose values are shown from the start."""
+        counter = Counter(name, about, [label], registry=self.registry)
+        for value in values:
+            counter.labels(value)
+        return counter
 
     def routed(self, expected: int, found: int) -> None:
         """Counts the cached tokens of a finished request, expected and found."""

@@ -129,10 +129,14 @@ class Nodes:
         missing = []
         if not self.tokenizer.connected:
             missing += [f"tokenizer {address}" for address in self.tokenizer.nodes] or ["tokenizer"]
-        if not any(node.usable for node in self.decode.values()):
-            nodes = [f"decode {node.address}: {node.trouble}" for node in self.decode.values()]
-            missing += nodes or ["decode"]
+        lost = self.unusable()
+        if len(lost) == len(self.decode):
+            missing += [f"decode {node}" for node in lost] or ["decode"]
         return missing
+
+    def unusable(self) -> list[str]:
+        """Decode nodes that cannot be used, each with the reason."""
+        return [f"{node.address} ({node.trouble})" for node in self.decode.values() if not node.usable]
 
     def models(self) -> Iterator[node_pb2.ModelInfo]:
         """Models of the decode nodes that can be reached."""

@@ -36,7 +36,7 @@ class RequestBatch:
     def name(self) -> str:
         return self._requests[0].name
 
-    async def begin(self) -> None:
+    def begin(self) -> None:
         for request in self._requests:
             request.begin()
 
@@ -48,8 +48,8 @@ class RequestBatch:
     async def wait_for_output(self) -> None:
         """Returns when there is output, or all have finished. Raises ApiError for a failure.
 
-        All prompts must have been accepted before any output, so that a wrong one fails the HTTP request and
-        not its stream.
+        Nothing is sent before, so that a request that fails until then gets its own HTTP status. All prompts
+        must have been accepted by then, so that a wrong one fails the HTTP request and not its stream.
         """
         while self._waiting:
             self._wake.clear()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import grpc.aio
 
@@ -36,7 +35,10 @@ async def serve(
     """Runs the gateway until it is stopped. Returns the process's exit code. Unless `stop` is given,
     SIGHUP reloads the API keys."""
     node = GatewayNode(config)
-    with _reloading(node, install=stop is None):
+    loop = asyncio.get_running_loop()
+    if stop is None:
+        loop.add_signal_handler(signal.SIGHUP, node.reload)
+    try:
         return await run_node(
             node,
             config,
@@ -46,17 +48,8 @@ async def serve(
             ready=ready,
             stop=stop,
         )
-
-
-@contextlib.contextmanager
-def _reloading(node: GatewayNode, install: bool) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    if install:
-        loop.add_signal_handler(signal.SIGHUP, node.reload)
-    try:
-        yield
     finally:
-        if install:
+        if stop is None:
             loop.remove_signal_handler(signal.SIGHUP)
 
 

@@ -32,18 +32,12 @@ MAX_BYTES = 2**20
 def read_private(path: str, flag: str) -> bytes:
     """The content of a private file. Raises BatonError naming `flag`, also if every user can read the
     file."""
-    descriptor = _open(path, flag)
-    with os.fdopen(descriptor, "rb") as file:
-        about = os.fstat(descriptor)
-        if stat.S_ISREG(about.st_mode) and about.st_mode & stat.S_IRWXO:
-            raise _unusable(f"{flag}: every user of this machine can read {path}; chmod 600 {path}")
-        return _bounded(file.read(MAX_BYTES + 1), path, flag)
+    return _read(path, flag, private=True)
 
 
 def read_public(path: str, flag: str) -> bytes:
     """The content of a public file such as a certificate. Raises BatonError naming `flag`."""
-    with os.fdopen(_open(path, flag), "rb") as file:
-        return _bounded(file.read(MAX_BYTES + 1), path, flag)
+    return _read(path, flag, private=False)
 
 
 def write_private(path: Path, content: bytes) -> int:
@@ -53,14 +47,15 @@ def write_private(path: Path, content: bytes) -> int:
     return descriptor
 
 
-def _open(path: str, flag: str) -> int:
+def _read(path: str, flag: str, private: bool) -> bytes:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with Path(path).open("rb") as file:
+            about = os.fstat(file.fileno())
+            if private and stat.S_ISREG(about.st_mode) and about.st_mode & stat.S_IRWXO:
+                raise _unusable(f"{flag}: every user of this machine can read {path}; chmod 600 {path}")
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise _unusable(f"{flag}: cannot read {path}: {error.strerror}") from None
-
-
-def _bounded(content: bytes, path: str, flag: str) -> bytes:
     if len(content) > MAX_BYTES:
         raise _unusable(f"{flag}: {path} has more than {MAX_BYTES} bytes")
     return content

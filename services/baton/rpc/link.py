@@ -141,7 +141,7 @@ class Link(Generic[Req, Resp]):
         """Connects and serves one stream to its end. Returns whether it was up, and why it ended."""
         self._failure = None
         was_up = False
-        outbox = self._outbox = Outbox[Req](None, size_of=_size, max_bytes=MAX_QUEUED_BYTES)
+        outbox = self._outbox = Outbox[Req](None, size_of=byte_size, max_bytes=MAX_QUEUED_BYTES)
         channel = self._dial(self.address, self._max_message_bytes)
         writer: asyncio.Task[None] | None = None
         try:
@@ -197,7 +197,3 @@ class Link(Generic[Req, Resp]):
 
     def _closed_by_peer(self) -> BatonError:
         return unavailable(f"{self.address} closed the stream", "STREAM_CLOSED")
-
-
-def _size(message: Any) -> int:
-    return byte_size(message)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
-from google.protobuf.message import Message
 
 from baton.rpc.errors import deadline_exceeded, invalid
 
@@ -37,8 +36,9 @@ MAX_UNSENT_BYTES = 32 * 2**20
 """Half of the largest message."""
 
 
-def byte_size(message: Message) -> int:
-    return message.ByteSize()
+def byte_size(message: Any) -> int:
+    """Of a protobuf message."""
+    return int(message.ByteSize())
 
 
 class OutboxFull(Exception):
