@@ -284,7 +284,7 @@ class EventStream(Response):
                 yield _encode(chunk)
             async for index, event in self._job.events():
                 if isinstance(event, inference_pb2.Delta):
-                    yield _encode(self._answer.add(index, event))
+                    yield _encode(self._answer.chunk_of(index, event))
                 else:
                     self._answer.add_end(event)
             for chunk in self._answer.closing():

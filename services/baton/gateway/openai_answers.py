@@ -115,24 +115,20 @@ class Answer(ABC):
         self._head: Json = {"id": f"{self.prefix}-{name}", "created": int(time.time()), "model": model}
         self._include_usage = include_usage
         self._texts: list[list[str]] = [[] for _ in range(choices)]
-        self._logprobs: list[Json | None] = [None] * choices
+        self._logprobs: list[list[common_pb2.PositionLogprobs]] = [[] for _ in range(choices)]
         self._finish: list[str | None] = [None] * choices
         self._prompt_tokens = self._output_tokens = self._cached_tokens = self._resumed = 0
 
-    def add(self, index: int, delta: inference_pb2.Delta) -> Json:
-        """Takes new output of choice `index`; returns its chunk."""
-        logprobs = self._format_logprobs(index, delta.logprobs) if delta.logprobs else None
+    def add(self, index: int, delta: inference_pb2.Delta) -> None:
+        """Takes new output of choice `index`, for `whole`."""
         self._texts[index].append(delta.text)
-        if logprobs is not None:
-            whole = self._logprobs[index]
-            if whole is None:
-                self._logprobs[index] = {key: _copy(value) for key, value in logprobs.items()}
-            else:
-                for key, value in logprobs.items():
-                    if value is not None:
-                        whole[key].extend(value)
+        self._logprobs[index].extend(delta.logprobs)
+        self._finish[index] = _FINISH.get(delta.finish_reason) or self._finish[index]
+
+    def chunk_of(self, index: int, delta: inference_pb2.Delta) -> Json:
+        """New output of choice `index`, as a chunk of a stream."""
+        logprobs = self._format_logprobs(index, delta.logprobs) if delta.logprobs else None
         finish = _FINISH.get(delta.finish_reason)
-        self._finish[index] = self._finish[index] or finish
         return self.chunk(
             [{"index": index, **self._part(delta.text), "logprobs": logprobs, "finish_reason": finish}]
         )
@@ -162,10 +158,10 @@ class Answer(ABC):
             {
                 "index": index,
                 **self._complete("".join(texts)),
-                "logprobs": self._logprobs[index],
+                "logprobs": self._format_logprobs(index, logprobs) if logprobs else None,
                 "finish_reason": self._finish[index],
             }
-            for index, texts in enumerate(self._texts)
+            for index, (texts, logprobs) in enumerate(zip(self._texts, self._logprobs, strict=True))
         ]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
 
@@ -262,7 +258,3 @@ def _text(entry: common_pb2.TokenLogprob) -> str:
 
 def _entry(entry: common_pb2.TokenLogprob) -> Json:
     return {"token": _text(entry), "logprob": entry.logprob, "bytes": list(entry.token_bytes)}
-
-
-def _copy(value: list[Any] | None) -> list[Any] | None:
-    return list(value) if value is not None else None

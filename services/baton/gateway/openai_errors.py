@@ -42,6 +42,10 @@ class ApiError(Exception):
         self.retry_after_ms: int | None = None
 
 
+def invalid_value(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "invalid_value")
+
+
 def unsupported(param: str, message: str) -> ApiError:
     return ApiError(400, message, param, "unsupported_parameter")
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton.gateway.openai_errors import ApiError, from_validation, unsupported
+from baton.gateway.openai_errors import ApiError, from_validation, invalid_value, unsupported
 from baton.rpc.validate import check_sampling
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
@@ -144,9 +144,8 @@ def parse_body(
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
-        raise ApiError(
-            400, f"the body is not valid UTF-8 at byte {error.start}", None, "invalid_utf8"
-        ) from None
+        text = f"the body is not valid UTF-8 at byte {error.start}"
+        raise ApiError(400, text, None, "invalid_utf8") from None
     _check_amount(body)
     try:
         request = kind.model_validate(json.loads(text, object_pairs_hook=_object))
@@ -163,9 +162,7 @@ def parse_body(
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MAX_KEYS:
-        raise ApiError(
-            400, f"an object has {len(pairs)} keys; {MAX_KEYS} are allowed", None, "body_too_complex"
-        )
+        raise _too_complex(f"an object has {len(pairs)} keys; {MAX_KEYS} are allowed")
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0][:80]
@@ -185,13 +182,8 @@ def _check_amount(body: bytearray) -> None:
             values += part.count(b",")
             fields += part.count(b"[") + part.count(b"{") + part.count(b":")
             if values > MAX_VALUES or fields > MAX_FIELDS:
-                raise ApiError(
-                    400,
-                    f"the body has more than {MAX_VALUES} values, or more than {MAX_FIELDS} objects, arrays "
-                    "and keys",
-                    None,
-                    "body_too_complex",
-                )
+                limits = f"{MAX_VALUES} values, or more than {MAX_FIELDS} objects, arrays and keys"
+                raise _too_complex(f"the body has more than {limits}")
         start = _string_end(body, quote) if quote >= 0 else end
 
 
@@ -205,6 +197,10 @@ def _string_end(body: bytearray, quote: int) -> int:
         backslashes = closing - opened - len(body[opened:closing].rstrip(b"\\"))
         if backslashes % 2 == 0:
             return closing + 1
+
+
+def _too_complex(message: str) -> ApiError:
+    return ApiError(400, message, None, "body_too_complex")
 
 
 def _invalid_json(why: str) -> ApiError:
@@ -252,14 +248,12 @@ def chat_start(request: ChatRequest) -> inference_pb2.GenerateStart:
     """Raises ApiError for what is not supported."""
     sampling = _sampling(request)
     if request.max_tokens is not None and request.max_completion_tokens is not None:
-        raise ApiError(
-            400, "give max_completion_tokens or max_tokens, not both", "max_tokens", "invalid_value"
-        )
+        raise invalid_value("max_tokens", "give max_completion_tokens or max_tokens, not both")
     tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     if tokens is not None:
         sampling.max_tokens = tokens
     if request.top_logprobs is not None and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true")
     if request.logprobs:
         sampling.logprobs = request.top_logprobs or 0
     start = _start(request, sampling)
@@ -276,21 +270,21 @@ def _prompts(request: CompletionRequest) -> list[str | list[int]]:
     if prompt and isinstance(prompt[0], int):
         return [[token for token in prompt if isinstance(token, int)]]
     if not 1 <= len(prompt) <= MAX_PROMPTS:
-        raise ApiError(400, f"give 1 to {MAX_PROMPTS} prompts, not {len(prompt)}", "prompt", "invalid_value")
+        raise invalid_value("prompt", f"give 1 to {MAX_PROMPTS} prompts, not {len(prompt)}")
     return [each for each in prompt if not isinstance(each, int)]
 
 
 def _start(request: CommonRequest, sampling: common_pb2.SamplingParams) -> inference_pb2.GenerateStart:
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options needs stream to be true", "stream_options", "invalid_value")
+        raise invalid_value("stream_options", "stream_options needs stream to be true")
     if not request.model:
-        raise ApiError(400, "model is empty: name one of /v1/models", "model", "invalid_value")
+        raise invalid_value("model", "model is empty: name one of /v1/models")
     start = inference_pb2.GenerateStart(
         id="http", model=request.model, sampling=sampling, include_token_ids=False
     )
     if request.n is not None:
         if request.n < 1:
-            raise ApiError(400, f"n must be at least 1, not {request.n}", "n", "invalid_value")
+            raise invalid_value("n", f"n must be at least 1, not {request.n}")
         start.n = request.n
     if request.priority is not None:
         start.priority = request.priority
@@ -313,6 +307,6 @@ def _sampling(request: CommonRequest) -> common_pb2.SamplingParams:
     for key, bias in (request.logit_bias or {}).items():
         # The length first: int() refuses very long numbers.
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 2**32):
-            raise ApiError(400, f"logit_bias: {key[:40]!r} is no token id", "logit_bias", "invalid_value")
+            raise invalid_value("logit_bias", f"logit_bias: {key[:40]!r} is no token id")
         sampling.logit_bias[int(key)] = bias
     return sampling
