@@ -292,11 +292,11 @@ def read(file: Path) -> str:
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_any_process_starts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
     result = baton("up", "--model", str(tmp_path), "--port", "0", "--http-port", "0")
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
-    assert "GPT2LMHeadModel is not supported" in result.stderr
+    assert "MambaForCausalLM is not supported" in result.stderr
 
 
 def test_the_log_that_a_failed_start_names_can_be_read() -> None:
