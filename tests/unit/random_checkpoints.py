@@ -89,6 +89,16 @@ VARIANTS: dict[str, Variant] = {
         LlamaConfig,
         {"attention_bias": True, "mlp_bias": True, **_rope("linear", factor=4.0)},
     ),
+    "smollm": (
+        LlamaConfig,
+        {
+            "hidden_size": 576,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama-yarn": (LlamaConfig, _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
     "llama-dynamic": (LlamaConfig, _rope("dynamic", factor=4.0)),
     "deepseek-v2": (

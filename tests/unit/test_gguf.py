@@ -33,6 +33,7 @@ VARIANTS = {
     "llama-bias-linear": "Q5_1",
     "llama-yarn": "F32",
     "mistral": "Q4_0",
+    "smollm": "Q4_1",
 }
 
 
