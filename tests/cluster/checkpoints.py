@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -23,6 +29,9 @@ from transformers import (
 )
 
 ARCHITECTURES: dict[str, tuple[type, type, bool]] = {
+    "deepseek": (DeepseekV3Config, DeepseekV3ForCausalLM, False),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, True),
+    "gpt2": (GPT2Config, GPT2LMHeadModel, True),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, True),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, False),
     "llama": (LlamaConfig, LlamaForCausalLM, True),
@@ -61,6 +70,28 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "deepseek": {
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 3,
+    },
+    "gemma3": {
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 48,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "mistral": {"sliding_window": None},
+    "qwen3-moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+"""What an architecture needs besides what all have."""
+
+
 def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Random weights, wide enough that rounding does not decide which logit is the largest."""
     config_class, model_class, tied = ARCHITECTURES[name]
@@ -78,10 +109,7 @@ def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         "eos_token_id": 0,
         "bos_token_id": None,
         "pad_token_id": None,
-        **({"sliding_window": None} if name == "mistral" else {}),
-        **(
-            {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if "moe" in name else {}
-        ),
+        **OPTIONS.get(name, {}),
         **overrides,
     }
     torch.manual_seed(seed)
