@@ -79,7 +79,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
-        "first_k_dense_replace": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "n_group": 4,
+        "topk_group": 2,
     },
     "gemma3": {
         "query_pre_attn_scalar": 16,

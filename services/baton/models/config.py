@@ -98,8 +98,10 @@ def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
 
 def _convert(hf: Any, context_length: int | None, implementation: str) -> ModelConfig:
     name, implementation = _choose(hf, implementation)
-    if getattr(hf, "quantization_config", None) is not None:
-        raise ModelError("quantized checkpoints are not supported: config.json has quantization_config")
+    quantization = dict(getattr(hf, "quantization_config", None) or {})
+    method = quantization.get("quant_method")
+    if quantization and not (method == "mxfp4" and name == "GptOssForCausalLM" and implementation == "baton"):
+        raise ModelError(f"checkpoints quantized by {method!r} are not supported (quantization_config)")
     if implementation == "baton":
         activation = getattr(hf, "hidden_act", None) or getattr(hf, "hidden_activation", None)
         if activation not in ACTIVATIONS:

@@ -7,30 +7,18 @@ import math
 from baton.layers.experts import Experts, Mixture, Router, Routing
 from baton.layers.latent_attention import LatentAttention, LatentShape
 from baton.layers.mlp import GatedMlp
-from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
-from baton.models.config import ModelConfig, make_rope
-from baton.models.decoder import Decoder, DecoderLayer, FeedForward
+from baton.models import llama
+from baton.models.config import ModelConfig
+from baton.models.decoder import Decoder, FeedForward
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
-    hidden, eps, rope = config.hidden_size, config.rms_norm_eps, make_rope(config)
-    layers = []
-    for index in range(config.num_layers):
-        layer = parameters.under(f"model.layers.{index}")
-        layers.append(
-            DecoderLayer(
-                RmsNorm(layer, "input_layernorm", hidden, eps),
-                attention(config, layer.under("self_attn"), index, rope),
-                RmsNorm(layer, "post_attention_layernorm", hidden, eps),
-                feed_forward(config, layer.under("mlp"), index),
-            )
-        )
     for index in range(getattr(config.hf, "num_nextn_predict_layers", None) or 0):
         # They predict further tokens, for speculation, and are not used.
         parameters.ignore(f"model.layers.{config.num_layers + index}.")
-    return Decoder(config, parameters, layers)
+    return llama.llama_like(config, parameters, feed_forward, attention)
 
 
 def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> LatentAttention:
@@ -66,23 +54,22 @@ def _scale(config: ModelConfig, shape: LatentShape) -> float:
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> FeedForward:
-    hf, hidden = config.hf, config.hidden_size
+    hf, hidden, own = config.hf, config.hidden_size, parameters.under("mlp")
     if index < hf.first_k_dense_replace:
-        return GatedMlp(parameters, hidden, hf.intermediate_size)
+        return llama.feed_forward(config, parameters, index)
+    count, inner = hf.n_routed_experts, hf.moe_intermediate_size
     v3 = config.architecture == "DeepseekV3ForCausalLM"
-    grouped = v3 or hf.topk_method == "group_limited_greedy"
     routing = Routing(
         hf.num_experts_per_tok,
         "sigmoid" if v3 else "softmax",
-        renormalize=v3 and hf.norm_topk_prob,  # transformers never does in V2
+        renormalize=hf.norm_topk_prob and v3,
         scale=hf.routed_scaling_factor,
-        groups=hf.n_group if grouped else 1,
-        top_groups=hf.topk_group if grouped else 1,
+        groups=hf.n_group if v3 or hf.topk_method == "group_limited_greedy" else 1,
+        top_groups=hf.topk_group or 1,
         group_best=2 if v3 else 1,
     )
-    count, inner = hf.n_routed_experts, hf.moe_intermediate_size
     return Mixture(
-        Router(parameters, "gate", hidden, count, routing, correction=v3, float32=True),
-        Experts(parameters.under("experts"), count, hidden, inner),
-        GatedMlp(parameters.under("shared_experts"), hidden, inner * hf.n_shared_experts),
+        Router(own, "gate", hidden, count, routing, correction=v3, float32=True),
+        Experts(own.under("experts"), count, hidden, inner),
+        GatedMlp(own.under("shared_experts"), hidden, inner * hf.n_shared_experts),
     )

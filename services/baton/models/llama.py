@@ -11,7 +11,7 @@ from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models.config import ModelConfig, make_rope, window
-from baton.models.decoder import Decoder, DecoderLayer, FeedForward
+from baton.models.decoder import AttentionModule, Decoder, DecoderLayer, FeedForward
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
@@ -22,8 +22,11 @@ def llama_like(
     config: ModelConfig,
     parameters: Parameters,
     feed_forward: Callable[[ModelConfig, Parameters, int], FeedForward],
+    attention: Callable[[ModelConfig, Parameters, int, Rope], AttentionModule] | None = None,
 ) -> Decoder:
-    """`feed_forward`: makes that of a layer, whose parameters and number it gets."""
+    """`feed_forward` and `attention` make those of a layer, whose parameters and number they get; attention
+    is that of `llama_attention` if None."""
+    make_attention = attention or llama_attention
     rope = make_rope(config)
     hidden, eps = config.hidden_size, config.rms_norm_eps
     layers = []
@@ -32,7 +35,7 @@ def llama_like(
         layers.append(
             DecoderLayer(
                 RmsNorm(own, "input_layernorm", hidden, eps),
-                attention(config, own.under("self_attn"), index, rope),
+                make_attention(config, own.under("self_attn"), index, rope),
                 RmsNorm(own, "post_attention_layernorm", hidden, eps),
                 feed_forward(config, own, index),
             )
@@ -45,7 +48,7 @@ def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Gat
     return GatedMlp(parameters.under("mlp"), config.hidden_size, config.hf.intermediate_size, bias=bias)
 
 
-def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
+def llama_attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
     """Qwen 2 has biases of queries, keys and values, Qwen 3 norms of each query and key, GLM-4-MoE either by
     options."""
     bias = bool(getattr(config.hf, "attention_bias", False))

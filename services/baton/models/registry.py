@@ -15,6 +15,7 @@ FAMILIES: dict[str, str] = {
     "DeepseekV3ForCausalLM": "deepseek",
     "Gemma3ForCausalLM": "gemma3",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "mixtral",

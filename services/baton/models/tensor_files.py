@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from baton.models.config import ModelError
 from baton.models.gguf import GgufTensors
+from baton.models.mxfp4 import Mxfp4Tensors
 
 
 class TensorFile(Protocol):
@@ -37,7 +38,12 @@ class TensorFile(Protocol):
 def tensor_files(path: Path) -> list[TensorFile]:
     """Of a checkpoint: a directory, or a GGUF file. Raises CheckpointError when one is missing, or cannot be
     read."""
-    return [GgufTensors(path)] if path.is_file() else [SafetensorsFile(file) for file in _names(path)]
+    if path.is_file():
+        return [GgufTensors(path)]
+    files = [SafetensorsFile(file) for file in _names(path)]
+    if any(name.endswith("_blocks") for file in files for name in file.shapes()):
+        return [Mxfp4Tensors(file, files) for file in files]
+    return [*files]
 
 
 def _names(path: Path) -> list[Path]:

@@ -1,0 +1,51 @@
+"""gpt-oss: OpenAI, arXiv:2508.10925. Attention with sinks, windows in every other layer, experts with biases,
+dequantized from MXFP4 where the checkpoint has that."""
+
+from __future__ import annotations
+
+from baton.layers.attention import Attention, AttentionOptions
+from baton.layers.experts import ClampedSwiglu, Experts, Mixture, Router, Routing
+from baton.layers.parameters import Parameters
+from baton.layers.rope import Rope
+from baton.models import llama
+from baton.models.config import ModelConfig, window
+from baton.models.decoder import Decoder
+
+
+def build(config: ModelConfig, parameters: Parameters) -> Decoder:
+    return llama.llama_like(config, parameters, feed_forward, attention)
+
+
+def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
+    bias = config.hf.attention_bias
+    sinks = parameters.tensor("sinks", config.num_heads)
+    return Attention(
+        parameters,
+        index,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        rope,
+        qkv_bias=bias,
+        output_bias=bias,
+        options=AttentionOptions(window=window(config, index), sinks=sinks),
+    )
+
+
+def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Mixture:
+    """The softmax is over the chosen experts' logits alone."""
+    hf, own = config.hf, parameters.under("mlp")
+    activation = ClampedSwiglu(getattr(hf, "swiglu_alpha", 1.702), getattr(hf, "swiglu_limit", 7.0))
+    routing = Routing(hf.num_experts_per_tok)
+    router = Router(own, "router", config.hidden_size, hf.num_local_experts, routing, bias=True)
+    experts = Experts(
+        own.under("experts"),
+        hf.num_local_experts,
+        config.hidden_size,
+        hf.intermediate_size,
+        projections=None,
+        bias=True,
+        activation=activation,
+    )
+    return Mixture(router, experts)
