@@ -146,8 +146,8 @@ class DecodeConfig(WorkerConfig):
     fallback_tokens: int = 16384
     """Prompt tokens that may be prefilled here at a time because no prefill node can be used."""
     message_seconds: float = 0.005
-    """Least time between two messages of tokens to a gateway; shorter steps share one. More of it makes a
-    token cheaper for gateways, tokenizers and clients. First tokens and ends do not wait."""
+    """Least time between two messages of tokens to a gateway; shorter steps share one. A longer time
+    makes tokens cheaper for gateways and clients. First tokens and ends do not wait."""
     output_margin: int = 64
     """Output tokens per sequence for which pages are reserved at admission."""
     watermark: float = 0.02
