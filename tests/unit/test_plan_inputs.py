@@ -112,12 +112,12 @@ def test_a_profile_comes_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("part", "wrong"),
     [
-        ({"engine": {"page_size": 0}}, "page_size must be 1"),
+        ({"engine": {"page_size": 0}}, "engine.page_size: .*equal to 1, not 0"),
         ({"engine": {"page_size": "x"}}, "no profile"),
         ({"engine": []}, "no profile"),
-        ({"pull": {"bytes_per_second": 0}}, "below 0"),
-        ({"pull": {"latency": -1}}, "below 0"),
-        ({"host": {"hop": -1}}, "below 0"),
+        ({"pull": {"bytes_per_second": 0}}, "pull.bytes_per_second: .*greater than 0"),
+        ({"pull": {"latency": -1}}, "pull.latency: .*not -1"),
+        ({"host": {"hop": -1}}, "host.hop: .*not -1"),
         ({"host": {"row": None}}, "no profile"),
         ({"step": {}}, "no profile"),
     ],

@@ -1,26 +1,30 @@
-"""What has been measured of an engine and the host around it: `baton bench profile` writes it."""
+"""Measurements of an engine and its host, as `baton bench profile` writes and `baton plan` reads them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from baton.stepcost import StepCost, read_cost
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """The sizes of a worker; its defaults are those of a CPU worker with the demo model."""
 
-    page_size: int = 16
-    kv_tokens: int = 65536
-    context_length: int = 2048
-    max_rows: int = 64
-    token_budget: int = 512
-    page_bytes: int = 49152
+    page_size: Count = 16
+    kv_tokens: Count = 65536
+    context_length: Count = 2048
+    max_rows: Count = 64
+    token_budget: Count = 512
+    page_bytes: Count = 49152
     overlap: bool = False
     device: str = "cpu"
 
@@ -29,9 +33,8 @@ class EngineFacts:
 class PullCost:
     """Of a pull between two pools."""
 
-    latency: float = 0.0
-    """Seconds."""
-    bytes_per_second: float = float("inf")
+    latency: Seconds = 0.0
+    bytes_per_second: Annotated[float, Field(gt=0)] = float("inf")
     seen: bool = True
     """The receiver sees the owner's generations; else it waits for the answer to its release."""
     transport: str = ""
@@ -44,13 +47,13 @@ class PullCost:
 class HostCost:
     """Seconds that pass around the steps."""
 
-    turn: float = 0.0
+    turn: Seconds = 0.0
     """Between a step's end and the next one's launch."""
-    row: float = 0.0
+    row: Seconds = 0.0
     """More of that for each row of the step."""
-    request: float = 0.0
+    request: Seconds = 0.0
     """Of a request at the gateway and of its first token on the way back."""
-    hop: float = 0.0
+    hop: Seconds = 0.0
     """Of a message from a decode node's step thread to a prefill node's, or back."""
 
 
@@ -75,42 +78,13 @@ def to_dict(profile: Profile) -> dict[str, Any]:
 def read_profile(path: Path) -> Profile:
     """Raises ValueError with one line for people."""
     step = read_cost(path)
-    found: dict[str, Any] = json.loads(path.read_text())
+    content = json.loads(path.read_text())
+    parts = {part: content[part] for part in ("engine", "pull", "host") if part in content}
+    missing = tuple(part for part in ("engine", "pull", "host") if part not in content)
     try:
-        profile = Profile(
-            step,
-            EngineFacts(**_known(EngineFacts, found)),
-            PullCost(**_known(PullCost, found)),
-            HostCost(**_known(HostCost, found)),
-            tuple(part for part in _PARTS.values() if part not in found),
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no profile of `baton bench profile`: {error}") from error
-    wrong = [name for name in _NUMBERS if getattr(profile.engine, name) < 1]
-    if wrong:
-        raise ValueError(f"profile {path}: engine.{wrong[0]} must be 1 or more")
-    if min(profile.pull.latency, profile.host.turn, profile.host.row, profile.host.request) < 0:
-        raise ValueError(f"profile {path} has a cost below 0")
-    if profile.pull.bytes_per_second <= 0 or profile.host.hop < 0:
-        raise ValueError(f"profile {path} has a cost below 0")
-    return profile
-
-
-_PARTS: dict[type, str] = {EngineFacts: "engine", PullCost: "pull", HostCost: "host"}
-_NUMBERS = ("page_size", "kv_tokens", "context_length", "max_rows", "token_budget", "page_bytes")
-
-
-def _known(kind: type, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a part of the file: the values that a class has, each of the default's type. Raises ValueError."""
-    values: dict[str, Any] = {}
-    given = found.get(_PARTS[kind], {})
-    if not isinstance(given, dict):
-        raise ValueError(f"{_PARTS[kind]} is {given!r}")
-    for field in fields(kind):
-        if field.name in given:
-            value = given[field.name]
-            if isinstance(field.default, bool | str) != isinstance(value, bool | str):
-                raise ValueError(f"{_PARTS[kind]}.{field.name} is {value!r}")
-            default: Any = field.default
-            values[field.name] = type(default)(value)
-    return values
+        return TypeAdapter(Profile).validate_python({"step": step, "missing": missing, **parts})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        text = f"{where}: {first['msg']}, not {first['input']!r}"
+        raise ValueError(f"{path} is no profile of `baton bench profile`: {text}") from None
