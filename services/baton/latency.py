@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -50,14 +49,6 @@ class Record:
     @property
     def itl(self) -> list[float]:
         return itl(self.arrivals)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Record:
-        arrivals = [(float(at), int(count)) for at, count in values["arrivals"]]
-        return cls(**{**values, "arrivals": arrivals})
 
 
 def tpot(arrivals: Sequence[tuple[float, int]]) -> float | None:

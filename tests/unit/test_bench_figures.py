@@ -109,8 +109,3 @@ def test_lateness_is_of_the_client_and_never_negative():
     early = Record(at=1.0, sent=0.9999, end=1.3)
     assert summarize([late, late])["lateness_ms"]["p99"] == pytest.approx(250.0)
     assert summarize([early])["lateness_ms"]["p99"] == 0.0
-
-
-def test_a_record_survives_its_way_through_json():
-    each = record((0.25, 1), (0.5, 2), sent=0.125, error="X", message="y", transport="grpc")
-    assert Record.from_dict(json.loads(json.dumps(each.to_dict()))) == each

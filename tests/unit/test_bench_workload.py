@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -39,8 +38,7 @@ def test_arrivals_depend_on_the_seed_alone():
 
 
 def test_jobs_are_the_same_for_all_who_make_them():
-    passed = Workload.from_dict(json.loads(json.dumps(OPEN.to_dict())))
-    assert passed == OPEN and passed.jobs(100, 64) == OPEN.jobs(100, 64)
+    assert replace(OPEN).jobs(100, 64) == OPEN.jobs(100, 64)
     jobs = OPEN.jobs(100, 64)
     assert [job.at for job in jobs] == OPEN.arrivals()
     assert {len(job.prompt) for job in jobs} == set(range(4, 10))
@@ -102,7 +100,7 @@ CHATS = replace(OPEN, kind="conversation", rate=40.0, prompt_tokens=Range(20, 30
 
 def test_conversations_grow_until_they_end_or_fill_the_context():
     jobs = CHATS.jobs(1000, 120)
-    assert jobs == Workload.from_dict(json.loads(json.dumps(CHATS.to_dict()))).jobs(1000, 120)
+    assert jobs == replace(CHATS).jobs(1000, 120)
     threads = {job.thread: [other for other in jobs if other.thread == job.thread] for job in jobs}
     assert len({tuple(thread[0].prompt[:8]) for thread in threads.values()}) == 1
     assert len({tuple(job.prompt[-20:]) for job in jobs}) == len(jobs)

@@ -1,24 +1,16 @@
-"""A client process: `python -m baton.bench.client`, started by `clients.run_clients`.
-
-Its stdin brings one JSON line with its orders, and later one with the moment to start (CLOCK_MONOTONIC, which
-all processes of a machine share). Its stdout carries JSON lines: `ready` once connected and warmed up,
-`progress` now and then, at the end one `record` a request and `busy`, the part of a core that it used.
-Nothing but asking and noting times happens in it, so that it does not limit what it measures; one request is
-one gRPC call, as of an ordinary client.
-"""
+"""A client process of `baton bench`. It sends requests and records their times, and does nothing else that
+could limit the measurement. One request is one gRPC call, as of an ordinary client."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc.aio
@@ -37,6 +29,21 @@ Call = ClientStream[inference_pb2.GenerateRequest, inference_pb2.GenerateRespons
 PROGRESS_SECONDS = 0.25
 TIMEOUT_MARGIN_SECONDS = 5.0
 """Time for the gateway to report a timeout; then the client itself gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The deployment to measure, and the clients."""
+
+    server: str
+    vocabulary: int
+    context: int
+    clients: int = 1
+    """Processes; at most as many as a closed loop's concurrency."""
+    warm_up: int = 4
+    """Requests before the measured ones, all at once."""
+    timeout: float = 120.0
+    """Seconds that a request may take."""
 
 
 class LoadClient:
@@ -159,73 +166,46 @@ class LoadClient:
             record.error, record.message = failure.reason, failure.message
 
 
-def send(**values: Any) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
+def main(connection: Connection, target: Target, work: Workload, index: int) -> None:
+    """Client number `index` of target.clients.
+
+    Sends the messages of requests to warm up that failed; receives the start (CLOCK_MONOTONIC, which all
+    processes of a machine share); sends (ended, failed, running) now and then, at last the records and the
+    part of a core that it used.
+    """
+    uvloop.run(_run(connection, target, work, index))
 
 
-async def receive() -> dict[str, Any]:
-    """The next line of stdin. Raises EOFError when the parent is gone."""
-    line = await asyncio.to_thread(sys.stdin.readline)
-    if not line:
-        raise EOFError
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
-@asynccontextmanager
-async def reporting(client: LoadClient) -> AsyncIterator[None]:
-    """Reports progress while the block runs; a parent that is gone ends this process."""
-
-    async def tell() -> None:
-        while True:
-            await asyncio.sleep(PROGRESS_SECONDS)
-            try:
-                send(progress=[len(client.records), client.failed, client.running])
-            except OSError:
-                os._exit(1)  # rather than go on asking for nobody
-
-    task = asyncio.create_task(tell())
-    try:
-        yield
-    finally:
-        task.cancel()
-
-
-async def main() -> None:
-    orders = await receive()
-    work = Workload.from_dict(orders["workload"])
-    index, clients = orders["index"], orders["clients"]
-    made = work.jobs(orders["vocabulary"], orders["context"])
-    jobs = [job for job in made if job.thread % clients == index]
-    concurrency = len(range(index, work.concurrency, clients))  # its share; not 0 unless the whole is
+async def _run(connection: Connection, target: Target, work: Workload, index: int) -> None:
+    made = work.jobs(target.vocabulary, target.context)
+    jobs = [job for job in made if job.thread % target.clients == index]
+    concurrency = len(range(index, work.concurrency, target.clients))  # its share; 0: all at once
     access = Access.of(None, None)
     async with open_channel(
-        orders["server"], credentials=access.credentials, metadata=access.metadata
+        target.server, credentials=access.credentials, metadata=access.metadata
     ) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        warm = LoadClient(stub, work, orders["timeout"], time.monotonic())
-        ahead = work.warm_up(orders["warm_up"], orders["vocabulary"], orders["context"])
-        await warm.closed_loop(ahead[index::clients], 0)
+        warm = LoadClient(stub, work, target.timeout, time.monotonic())
+        ahead = work.warm_up(target.warm_up, target.vocabulary, target.context)
+        await warm.closed_loop(ahead[index :: target.clients], 0)
         gc.collect()
-        gc.disable()  # a collection would delay whatever arrives meanwhile; a run is short
-        send(ready=[record.message for record in warm.records if record.error])
-        client = LoadClient(stub, work, orders["timeout"], (await receive())["start"])
+        gc.disable()  # a collection would delay what arrives meanwhile; a run is short
+        connection.send([record.message for record in warm.records if record.error])
+        client = LoadClient(stub, work, target.timeout, await asyncio.to_thread(connection.recv))
         busy, began = time.process_time(), time.monotonic()
-        async with reporting(client):
-            if work.rate is not None:
-                await client.open_loop(jobs)
-            else:
-                await client.closed_loop(jobs, concurrency)
-        busy = (time.process_time() - busy) / (time.monotonic() - began)
-        for record in client.records:
-            send(record=record.to_dict())
-        send(busy=busy)
+        reporting = asyncio.create_task(_report(connection, client))
+        if work.rate is not None:
+            await client.open_loop(jobs)
+        else:
+            await client.closed_loop(jobs, concurrency)
+        reporting.cancel()
+        connection.send((client.records, (time.process_time() - busy) / (time.monotonic() - began)))
 
 
-if __name__ == "__main__":
-    try:
-        uvloop.run(main())
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
-        sys.stderr.close()
-        sys.exit(1)
+async def _report(connection: Connection, client: LoadClient) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_SECONDS)
+        try:
+            connection.send((len(client.records), client.failed, client.running))
+        except OSError:
+            os._exit(1)  # the parent is gone

@@ -165,8 +165,8 @@ STEP = StepCost(fixed=0.01, row=0.0, key=0.0, token=0.0, pair=0.0)
 """Long enough for steps not to share messages."""
 LOCAL, LIMIT, REMOTE = 16, 32, 256
 """Prompts that the decode node computes itself, up to a limit, and that it hands off; all fit into a step."""
-SPLIT = ("--local-prefill-tokens", str(LIMIT))
-"""Flags of the decode node that is measured."""
+SPLIT = {"local_prefill_tokens": LIMIT}
+"""Settings of the decode node that is measured."""
 OUTPUT, MANY = 25, 24
 REQUESTS = 10
 TIMEOUT = 60.0
@@ -174,7 +174,7 @@ TIMEOUT = 60.0
 
 async def measure_host(server: str, step: StepCost, seed: int = 0) -> HostCost:
     """server: the gateway of a deployment that does nothing else, all of whose steps take what `step` says,
-    its decode nodes with the flags SPLIT. seed: another one each time. Raises BenchError or BatonError."""
+    its decode nodes with the settings SPLIT. seed: another one each time. Raises BenchError or BatonError."""
     target = await make_target(server, 1, 4, TIMEOUT)
     runs = [
         (await run_clients(target, _work(*sizes, seed=seed, run=run), lambda *_: None)).records

@@ -1,9 +1,4 @@
-"""How fast KV pages are copied from another process's pool, and what that costs work beside it.
-
-`python -m baton.bench.transfer LAYERS KV_HEADS HEAD_DIM PAGE_SIZE DTYPE PAGES DEVICE` is that process:
-it owns a pool and publishes it as a prefill node does. It prints its endpoints (a NodeInfo in hexadecimal)
-and ends with its standard input.
-"""
+"""How fast KV pages are copied from another process's pool, and what that costs work beside it."""
 
 from __future__ import annotations
 
@@ -12,21 +7,19 @@ import contextlib
 import dataclasses
 import functools
 import os
-import platform
 import random
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 import grpc.aio
 import torch
 
-import baton
-from baton.bench.clients import BenchError
 from baton.bench.machine import visible_gpus
+from baton.bench.processes import BenchProcess
 from baton.checkpoint import resolve
 from baton.kvcache import PageAllocator
 from baton.kvcache.pool import KvLayout, default_page_size
@@ -39,74 +32,40 @@ from baton.transport import PageStore, Receiver, open_receiver
 from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy
 from baton.transport.grpc import PageSourceServicer
 from baton.transport.registry import DEFAULT_KINDS
-from baton.v1 import common_pb2, node_pb2, prefill_pb2_grpc
+from baton.v1 import common_pb2, prefill_pb2_grpc
 from baton.worker.engine import DTYPES
 from baton.worker.pool import make_pool
 
 EXIT_SECONDS = 10.0
 
 
-@contextlib.asynccontextmanager
-async def owner(
-    layout: KvLayout, pages: int, device: str, gpu: str
-) -> AsyncIterator[list[common_pb2.Endpoint]]:
-    """Starts the process and yields its endpoints. `gpu`: as CUDA_VISIBLE_DEVICES names it; empty: none of
-    its own. Raises BenchError."""
-    dtype = str(layout.dtype).removeprefix("torch.")
-    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_size, layout.parts, pages)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton.bench.transfer", dtype, device, *map(str, sizes)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})},
-    )
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    try:
-        line = await process.stdout.readline()
-        if not line:
-            said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-            raise BenchError(
-                f"the process that owns the pages ended: {said[-1] if said else 'without a word'}"
-            )
-        yield list(node_pb2.NodeInfo.FromString(bytes.fromhex(line.decode().strip())).endpoints)
-    finally:
-        process.stdin.close()
-        try:
-            async with asyncio.timeout(EXIT_SECONDS):
-                await process.communicate()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+def own_pool(connection: Connection, layout: KvLayout, pages: int, device: str, gpu: str) -> None:
+    """Owns a pool and publishes it as a prefill node does, until the connection ends. Sends its endpoints,
+    serialized. gpu: as CUDA_VISIBLE_DEVICES names it; empty: none of its own."""
+    if gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    asyncio.run(_own_pool(connection, layout, pages, torch.device(device)))
 
 
-async def _serve(layout: KvLayout, pages: int, device: torch.device) -> None:
+async def _own_pool(connection: Connection, layout: KvLayout, pages: int, device: torch.device) -> None:
     pool, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
     server = grpc.aio.server(options=server_options())
     prefill_pb2_grpc.add_PageSourceServicer_to_server(PageSourceServicer(published.pages), server)
     address = join_address(loopback(), server.add_insecure_port(join_address(loopback(), 0)))
     await server.start()
-    # Contents that no link could compress, and that are there: memory that nobody wrote need not be.
-    pool.raw.random_(0, 256)
+    pool.raw.random_(0, 256)  # memory that nobody wrote need not exist, and a link could compress zeros
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    info = node_pb2.NodeInfo(endpoints=published.endpoints())
-    for endpoint in info.endpoints:
+    endpoints = published.endpoints()
+    for endpoint in endpoints:
         if endpoint.HasField("grpc"):
             endpoint.grpc.address = address
-    print(info.SerializeToString().hex(), flush=True)
+    connection.send([endpoint.SerializeToString() for endpoint in endpoints])
     try:
-        await asyncio.to_thread(sys.stdin.read)
+        await asyncio.to_thread(connection.recv)
     finally:
         await server.stop(None)
         published.close()
-
-
-def main() -> None:
-    dtype, device, *sizes = sys.argv[1:]
-    layers, heads, head_dim, page_size, parts, pages = map(int, sizes)
-    layout = KvLayout(layers, heads, head_dim, page_size, getattr(torch, dtype), parts)
-    asyncio.run(_serve(layout, pages, torch.device(device)))
 
 
 LOAD_BYTES = {"cuda": 2**31, "cpu": 2**27}
@@ -204,11 +163,15 @@ class Pools:
 
 @contextlib.asynccontextmanager
 async def two_pools(layout: KvLayout, pages: int, device: torch.device, gpu: str) -> AsyncIterator[Pools]:
-    """`gpu`: of the other process, see owner. Raises TransportError, SegmentError or BenchError."""
+    """gpu: of the other process, see own_pool. Raises TransportError, SegmentError or BenchError."""
     _, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
     with contextlib.closing(published):
-        async with owner(layout, pages, device.type, gpu) as endpoints:
+        owner = BenchProcess(own_pool, layout, pages, device.type, gpu)
+        try:
+            endpoints = [common_pb2.Endpoint.FromString(found) for found in await owner.receive()]
             yield Pools(layout.page_size, published.pages, endpoints)
+        finally:
+            await owner.stop(EXIT_SECONDS)
 
 
 def pairs_for(method: Method, count: int, pool_pages: int, seed: int) -> list[tuple[int, int]]:
@@ -355,9 +318,6 @@ class KvBench:
 
     def _results(self, rates: list[Rate], slowdowns: list[Slowdown]) -> dict[str, Any]:
         return {
-            "baton": baton.__version__,
-            "machine": f"{platform.machine()} {platform.system()}",
-            "torch": torch.__version__,
             "gpu": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
             "two_gpus": bool(self.owner_gpu) and self.owner_gpu != visible_gpus()[0],
             "model": self.model,
@@ -426,7 +386,3 @@ def line(short: Rate, long: Rate, kind: str) -> PullCost:
     latency = max(0.0, short.seconds - per_byte * short.bytes)
     rate = 1.0 / per_byte if per_byte else float("inf")
     return PullCost(latency, rate, kind in SEEING, kind)
-
-
-if __name__ == "__main__":
-    main()

@@ -158,11 +158,6 @@ class Workload:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Workload:
-        ranges = {name: Range(**value) for name, value in values.items() if isinstance(value, dict)}
-        return cls(**{**values, **ranges})
-
     def arrivals(self) -> list[float]:
         """When each request, or conversation, arrives, in seconds after the start."""
         turns = self.turns.mean if self.kind == "conversation" else 1.0

@@ -9,8 +9,8 @@ import click
 import torch
 from rich.console import Console
 
-from baton.bench.clients import BenchError
 from baton.bench.machine import visible_gpus
+from baton.bench.processes import BenchError
 from baton.bench.transfer import KvBench, fitting, layout_of
 from baton.checkpoint import CheckpointError
 from baton.cli.bench_options import NUMBERS, Report
@@ -53,7 +53,7 @@ async def _kv(bench: KvBench, output: Report, console: Console) -> int:
         except (SegmentError, TransportError, BenchError) as error:
             fail(str(error))
     show(results, console)
-    output.save(results)
+    output.save(output.begin("kv") | results)
     return 0
 
 

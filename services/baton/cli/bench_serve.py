@@ -11,7 +11,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from baton.bench.clients import Target, make_target
+from baton.bench.client import Target
+from baton.bench.clients import make_target
 from baton.bench.plots import NoPlots, plot, require
 from baton.bench.summary import ITL_COUNTING, summarize, too_few
 from baton.bench.workload import KINDS, Workload
