@@ -1,4 +1,4 @@
-"""A process for supervisor tests: gRPC health and the ready line, like `baton serve`, and nothing else.
+"""A process for supervisor tests: binds its port and prints the ready line, like `baton serve`.
 
 Arguments: ROLE [--behave MODE] and the flags that the supervisor adds. Modes: good; crash (exits with 3
 before it is ready); hang (never ready); stubborn (ignores SIGTERM); after:FILE (ready once FILE is there).
@@ -9,14 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.cli.serve import hold_lifeline
 
@@ -45,18 +42,11 @@ def main() -> int:
     if arguments.behave.startswith("after:"):
         while not Path(arguments.behave.removeprefix("after:")).exists():
             time.sleep(0.05)
-    server = grpc.server(ThreadPoolExecutor(2))
-    servicer = health.HealthServicer()
-    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port(f"{arguments.host}:{arguments.port}")
-    server.start()
-    print("noise on stdout", flush=True)
-    address = f"{arguments.host}:{port}"
-    print(f"ready role={arguments.role} address={address} http=none pid={os.getpid()}", flush=True)
-    while not stopped.wait(0.2):
-        pass
-    server.stop(grace=0)
+    with socket.create_server((arguments.host, arguments.port)):
+        print("noise on stdout", flush=True)
+        print(f"ready role={arguments.role} pid={os.getpid()}", flush=True)
+        while not stopped.wait(0.2):
+            pass
     return 0
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from baton.cli.options import ROLES, as_flags, build, config_file_option, config_options, fields_of, given
 from baton.cli.serve import DEFAULT_PORTS, serve
-from baton.cli.up import pass_through
+from baton.cli.up import settings_by_role
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, WorkerConfig
 
 
@@ -152,15 +152,16 @@ def test_serve_shows_the_designs_ports(role: str) -> None:
     assert f"[default: {port}]" in result.output and f"[default: {http_port}]" in result.output
 
 
-def test_up_passes_flags_to_the_roles_that_know_them(tmp_path: Path) -> None:
+def test_up_passes_settings_to_the_roles_that_know_them(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
+    file.write_text('model = "other"\nlog_json = true\ntransports = "shm, grpc"\n[decode]\nwatermark = 0.1\n')
     values = {"model": "m", "kv_tokens": 5, "threads": 1, "watermark": 0.5, "served_name": "s"}
     values = {**dict.fromkeys(field.name for field in dataclasses.fields(DecodeConfig)), **values}
-    flags = pass_through({**values, "port": 1, "config_file": file})
-    worker = ("--model", "m", "--threads", "1", "--kv-tokens", "5")
-    assert flags == {
-        "gateway": ("--config", str(file), "--served-name", "s"),
-        "tokenizer": ("--config", str(file), "--model", "m"),
-        "prefill": ("--config", str(file), *worker),
-        "decode": ("--config", str(file), *worker, "--watermark", "0.5"),
+    settings = settings_by_role({**values, "port": 1, "config_file": file})
+    worker = {"model": "m", "threads": 1, "kv_tokens": 5, "log_json": True, "transports": ("shm", "grpc")}
+    assert settings == {
+        "gateway": {"served_name": "s", "log_json": True},
+        "tokenizer": {"model": "m", "log_json": True},
+        "prefill": worker,
+        "decode": {**worker, "watermark": 0.5},
     }

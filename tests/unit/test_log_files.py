@@ -67,7 +67,7 @@ def test_a_long_log_is_moved_and_its_process_writes_on(tmp_path: Path, monkeypat
 async def test_logs_are_rotated_and_followed_while_a_deployment_runs(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("baton.cli.progress.MAX_LOG_BYTES", 100)
     monkeypatch.setattr("baton.cli.progress.ROTATE_SECONDS", 0.05)
-    child = Child("decode-0", "decode", folder=tmp_path, host="127.0.0.1")
+    child = Child("decode-0", "decode", folder=tmp_path, host="127.0.0.1", port=1)
     shown = io.StringIO()
     tasks = [
         asyncio.create_task(rotate_logs([child])),

@@ -1,4 +1,4 @@
-"""The supervisor with real child processes that serve gRPC health."""
+"""The supervisor with real child processes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.cli.deployment import free_ports
 from baton.cli.supervisor import RESTARTS_PER_MINUTE, Backoff, Child, ChildError, State, Supervisor
 
 CHILD = Path(__file__).with_name("supervised_child.py")
@@ -22,12 +23,16 @@ PROGRAM = (sys.executable, str(CHILD))
 
 def make_children(folder: Path) -> list[Child]:
     names = {"tokenizer": "tokenizer", "prefill-0": "prefill", "decode-0": "decode", "gateway": "gateway"}
-    return [Child(name, role, folder=folder, host="127.0.0.1") for name, role in names.items()]
+    ports = free_ports("127.0.0.1", len(names))
+    return [
+        Child(name, role, folder=folder, host="127.0.0.1", port=port)
+        for (name, role), port in zip(names.items(), ports, strict=True)
+    ]
 
 
 def make(children: Sequence[Child], behave: dict[str, str] | None = None, **settings) -> Supervisor:
     def arguments(child: Child) -> list[str]:
-        seen = ",".join(other.address for other in children if other.address and other is not child)
+        seen = ",".join(other.name for other in children if other.state is State.HEALTHY)
         return ["--behave", (behave or {}).get(child.name, "good"), "--seen", seen]
 
     settings = {"program": PROGRAM, "start_seconds": 30.0, "drain_seconds": 0.5, **settings}
@@ -52,7 +57,7 @@ async def test_starts_in_order_and_stops_everything(tmp_path: Path) -> None:
         pids = [child.pid for child in children]
         assert len(set(pids)) == 4 and all(psutil.pid_exists(pid) for pid in pids)
         tokenizer, prefill, decode, gateway = children
-        assert all(each.address in gateway.log.read_text() for each in (tokenizer, prefill, decode))
+        assert all(each.name in gateway.log.read_text() for each in (tokenizer, prefill, decode))
     finally:
         await supervisor.stop()
     assert gone(pids, 1.0)
@@ -86,7 +91,7 @@ async def test_child_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> 
 async def test_child_that_hangs_meets_the_deadline(tmp_path: Path) -> None:
     children = make_children(tmp_path)[:1]
     supervisor = make(children, {"tokenizer": "hang"}, start_seconds=1.0)
-    with pytest.raises(ChildError, match="tokenizer was not healthy after 1 s"):
+    with pytest.raises(ChildError, match="tokenizer was not ready after 1 s"):
         await supervisor.start()
     await supervisor.stop()
     assert not children[0].running
@@ -151,13 +156,18 @@ def test_killed_supervisor_leaves_no_process(tmp_path: Path, behave: str) -> Non
     script = f"""
         import asyncio, sys
         from pathlib import Path
+        from baton.cli.deployment import free_ports
         from baton.cli.supervisor import Child
         from baton.cli.supervisor import Supervisor
 
         async def main():
             names = ["tokenizer", "prefill", "decode", "gateway"]
             folder = Path({str(tmp_path)!r})
-            children = [Child(name, name, folder=folder, host="127.0.0.1") for name in names]
+            ports = free_ports("127.0.0.1", len(names))
+            children = [
+                Child(name, name, folder=folder, host="127.0.0.1", port=port)
+                for name, port in zip(names, ports, strict=True)
+            ]
             supervisor = Supervisor(children, lambda child: ["--behave", {behave!r}], program={PROGRAM!r})
             await supervisor.start()
             print(*(child.pid for child in children), flush=True)

@@ -13,14 +13,16 @@ import click
 from rich.console import Console
 from rich.progress import TextColumn
 
-from baton.bench.clients import BenchError, Run, Target, run_clients
+from baton.bench.client import Target
+from baton.bench.clients import Run, run_clients
 from baton.bench.machine import machine, versions
+from baton.bench.processes import BenchError
 from baton.bench.workload import Range, Workload
 from baton.cli.console import explain, progress_bar
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.nodes import ask_deployment
 from baton.cli.options import COUNT, FILE, SIZE, Parsed, build, fail, given, option, options
-from baton.cli.up import OWN, fetch_model, pass_through
+from baton.cli.up import fetch_model, settings_by_role
 from baton.client import BatonError
 from baton.config import WorkerConfig
 
@@ -105,13 +107,12 @@ report_options = options(
 
 def make_plan(values: dict[str, Any], deployed: Deployed) -> DeploymentPlan:
     """Of the engine's flags. Ends the command with one line when there is no such model."""
-    values = {name: value for name, value in values.items() if name not in OWN}
     fetch_model(values)
     return DeploymentPlan(
         prefill=deployed.prefill,
         decode=deployed.decode,
         http_port=None,
-        flags=pass_through(values),
+        settings=settings_by_role(values),
         restart=False,
     )
 
@@ -124,7 +125,6 @@ def engine_config(
     from baton.checkpoint import CheckpointError
     from baton.models.config import ModelError
 
-    values = {name: value for name, value in values.items() if name not in OWN}
     fetch_model(values)
     try:
         return build(WorkerConfig, values, defaults(given(WorkerConfig, values)))

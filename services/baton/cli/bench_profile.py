@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from baton.bench.clients import BenchError
+from baton.bench.processes import BenchError
 from baton.cli.bench_options import NUMBERS, Report, engine_config, open_engine, report_options, run_here
-from baton.cli.console import progress_bar, run_until_signal, shown, table
+from baton.cli.console import progress_bar, shown, table
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import SECONDS, SectionedCommand, config_options, fields_of, option, options, take
 from baton.cli.supervisor import ChildError
@@ -23,9 +23,6 @@ from baton.plan.profile import EngineFacts, HostCost, Profile, to_dict
 
 if TYPE_CHECKING:
     from baton.bench.profile import Fitted
-
-T = TypeVar("T")
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +68,13 @@ def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console:
 
     with console.status("Pulling pages from another process"):
         try:
-            pull = _run(lambda: pull_cost(layout, device, wanted.transport or ""))
+            pull = asyncio.run(pull_cost(layout, device, wanted.transport or ""))
         except (TransportError, SegmentError, BenchError) as error:
             raise click.ClickException(f"pulls cannot be measured: {error}") from None
     host = None
     if wanted.host:
         try:
-            host = _run(lambda: host_cost(console))
+            host = asyncio.run(host_cost(console))
         except (ChildError, BenchError) as error:
             raise click.ClickException(f"the host's part cannot be measured: {error}") from None
     profile = Profile(found.cost, engine, pull, host or HostCost(), () if host is not None else ("host",))
@@ -87,19 +84,6 @@ def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console:
     show(profile, found, report, console)
 
 
-def _run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """In an event loop; a signal ends the command."""
-    found: list[T] = []
-
-    async def work() -> int:
-        found.append(await main())
-        return 0
-
-    if run_until_signal(work):
-        raise SystemExit(INTERRUPTED)
-    return found[0]
-
-
 async def host_cost(console: Console) -> HostCost:
     """Starts a deployment for it. Raises ChildError, BenchError or BatonError."""
     from baton.bench.profile import SPLIT, STEP, measure_host
@@ -107,9 +91,9 @@ async def host_cost(console: Console) -> HostCost:
     with tempfile.TemporaryDirectory(prefix="baton-profile-") as folder:
         profile = Path(folder) / "steps.json"
         profile.write_text(json.dumps({"step": asdict(STEP)}))
-        worker = ("--step-profile", str(profile), "--device", "cpu", "--kv-tokens", "16384", "--threads", "1")
-        flags = {"prefill": worker, "decode": (*worker, *SPLIT)}
-        plan = DeploymentPlan(http_port=None, flags=flags, restart=False)
+        worker = {"step_profile": str(profile), "device": "cpu", "kv_tokens": 16384, "threads": 1}
+        settings = {"prefill": worker, "decode": {**worker, **SPLIT}}
+        plan = DeploymentPlan(http_port=None, settings=settings, restart=False)
         async with Deployment(plan, console) as deployment:
             return await measure_host(deployment.address, STEP)
 

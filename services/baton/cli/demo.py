@@ -64,9 +64,8 @@ def demo(model: str, verbose: bool) -> None:
     Example:
       baton demo
     """
-    model_flags = ("--model", model)
-    flags = {"tokenizer": model_flags, "prefill": model_flags, "decode": model_flags}
-    flags["gateway"] = ("--split", "always")  # what it is to show
-    plan = DeploymentPlan(flags=flags, restart=False, drain_seconds=1.0, verbose=verbose)
+    settings = {role: {"model": model} for role in ("tokenizer", "prefill", "decode")}
+    settings["gateway"] = {"split": "always"}
+    plan = DeploymentPlan(settings=settings, restart=False, drain_seconds=1.0, verbose=verbose)
     console = Console()
     run_command(lambda: _demo(plan, console), server="the demo's gateway")

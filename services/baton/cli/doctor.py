@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,8 @@ from rich.table import Table
 from baton import __version__
 from baton.bench.machine import DRIVER
 from baton.cli.serve import DEFAULT_PORTS
-from baton.rpc.address import family_of, loopback
+from baton.rpc.address import loopback
+from baton.rpc.bind import bind_problem
 from baton.transport.shm import FIRST_PID_NAMESPACE, pid_namespace
 
 Verdict = Literal["ok", "note", "absent", "bad"]
@@ -200,7 +200,7 @@ def process_id(namespace: str, commands: Mapping[int, Sequence[str]]) -> Check:
 def ports() -> Iterator[Check]:
     """Default ports that something else listens on."""
     for role, (grpc_port, http_port) in DEFAULT_PORTS.items():
-        taken = [port for port in (grpc_port, http_port) if port_taken(port)]
+        taken = [port for port in (grpc_port, http_port) if bind_problem(loopback(), port) is not None]
         wanted = f"{grpc_port} and {http_port}"
         if taken:
             numbers = " and ".join(map(str, taken))
@@ -208,18 +208,6 @@ def ports() -> Iterator[Check]:
             yield Check(role, "note", text)
         else:
             yield Check(role, "ok", f"{wanted} are free")
-
-
-def port_taken(port: int) -> bool:
-    """Whether somebody listens on this port of the loopback."""
-    host = loopback()
-    with socket.socket(family_of(host)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return True
-    return False
 
 
 def model() -> Iterator[Check]:

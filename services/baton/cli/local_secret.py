@@ -1,8 +1,7 @@
-"""Secrets of the deployments that `baton up` runs here, where only their user can read them.
+"""Cluster secrets of the deployments that `baton up` runs on this machine, readable by their user only.
 
-A folder of the user's own holds a file for each deployment and, once its gateway listens, a second name for
-it: the gateway's port. So `baton status` and its kin find it. Whoever uses the file holds its lock; files
-without one are left over.
+A folder of the user's own holds a file for each deployment, named after its gateway's port. `baton status`
+and the other commands find it by that. The deployment holds the file's lock; files without one are stale.
 """
 
 from __future__ import annotations
@@ -13,18 +12,16 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from baton.rpc.address import is_loopback
+from baton.rpc.address import is_loopback, split_address
 from baton.rpc.authentication import read_secret, write_private
 from baton.rpc.errors import BatonError, failed_precondition
 
-SUFFIX = ".secret"
-ATTEMPTS = 10
-
 
 def folder() -> Path:
-    """Made if it is not there. Raises BatonError when it is not this user's alone."""
+    """Made if it is not there. Raises BatonError if others can enter it."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     path = Path(runtime, "baton") if runtime else Path(tempfile.gettempdir(), f"baton-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
@@ -37,66 +34,55 @@ def folder() -> Path:
     return path
 
 
+def _file(address: str) -> Path:
+    return folder() / f"{split_address(address)[1]}.secret"
+
+
 class LocalSecret:
-    """Drawn for one deployment; gone with `close`."""
+    """The secret of one deployment, removed by `close`."""
 
-    def __init__(self) -> None:
-        """Raises BatonError."""
-        where = folder()
-        _reap(where)
-        self.path, self._descriptor = _create_locked(where)
-        self._named: Path | None = None
-
-    def name(self, port: int) -> None:
-        """From now on `find` knows it, by the port of the deployment's gateway."""
-        named = self.path.with_name(f"{port}{SUFFIX}")
-        named.unlink(missing_ok=True)  # of a gateway that is gone: the port is ours
-        named.hardlink_to(self.path)
-        self._named = named
+    def __init__(self, gateway: str) -> None:
+        """gateway: host:port. Raises BatonError."""
+        self.path = _file(gateway)
+        with _locked(self.path.parent):
+            for path in self.path.parent.glob("*.secret"):
+                _remove_stale(path)
+            if self.path.exists():
+                raise failed_precondition(f"a deployment of this user has {gateway}'s port; choose another")
+            self._descriptor = write_private(self.path, secrets.token_hex(32).encode())
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._descriptor < 0:
-            return
-        # By now another deployment may have the port, and the name.
-        if self._named is not None and self._named.exists() and self._named.samefile(self.path):
-            self._named.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
         os.close(self._descriptor)
-        self._descriptor = -1
-
-
-def _create_locked(where: Path) -> tuple[Path, int]:
-    for _ in range(ATTEMPTS):
-        path = where / f"{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
-        descriptor = write_private(path, secrets.token_hex(32).encode())
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:
-            return path, descriptor
-        os.close(descriptor)  # before it was locked, somebody who starts too took it for left over
-    raise failed_precondition(f"no secret can be kept in {where}: files disappear there")
 
 
 def find(address: str) -> str:
-    """The secret of the deployment that this user runs here with the gateway at host:port; empty: there is
-    none. Another machine's is never looked for: it would be told a secret that is not its own."""
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or not is_loopback(host):
-        return ""
+    """The secret of this user's deployment with the gateway at host:port; empty: there is none. Never for
+    another machine's address, which would be sent a secret that is not its own."""
     try:
-        return read_secret(str(folder() / f"{port}{SUFFIX}"))
-    except (BatonError, OSError):
+        return read_secret(str(_file(address))) if is_loopback(split_address(address)[0]) else ""
+    except (BatonError, OSError, ValueError):
         return ""
 
 
-def _reap(where: Path) -> None:
-    """Removes what deployments left that were killed."""
-    for path in where.glob(f"*{SUFFIX}"):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
         os.close(descriptor)
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes the file of a deployment that was killed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    os.close(descriptor)

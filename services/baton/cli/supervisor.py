@@ -1,4 +1,4 @@
-"""Child processes under supervision: start them, wait until they are healthy, restart what dies, stop all."""
+"""Child processes: started, restarted when they die, stopped together."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from baton.cli.options import ROLES, fields_of
 from baton.rpc.address import join_address
-from baton.rpc.channel import Dial, open_channel
 
 LAST_LINES = 8
 """Log lines shown when a child dies."""
 
 
 class State(enum.StrEnum):
-    """Where a child is in its life."""
+    """State of a child process."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -42,7 +38,7 @@ class ChildError(Exception):
 
 
 class Child:
-    """A `baton serve` process. It keeps its ports when it is started again, so that peers find it."""
+    """A `baton serve` process. It keeps its ports when it is restarted, so that peers find it."""
 
     def __init__(
         self,
@@ -51,25 +47,20 @@ class Child:
         *,
         folder: Path,
         host: str,
-        port: int = 0,
-        http_port: int | None = 0,
+        port: int,
+        http_port: int | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
-        dial: Dial | None = open_channel,
     ) -> None:
-        """`environment`: variables of its own. `dial`: opens the connection on which its health is asked;
-        None: it cannot be asked, and is believed when it says that it is ready."""
+        """http_port: None: no HTTP. environment: variables of its own."""
         self.name = name
         self.role = role
         self.host = host
         self.port = port
         self.http_port = http_port
         self.environment = dict(environment)
-        self.dial = dial
         self.log = folder / f"{name}.log"
         self.state = State.WAITING
         self.since = time.monotonic()
-        self.address = ""
-        self.http_address = ""
         self.starts = 0
         self._process: asyncio.subprocess.Process | None = None
         self._stdout: asyncio.Task[None] | None = None
@@ -84,16 +75,21 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     @property
-    def fixed_address(self) -> str:
-        """host:port of a child that was given its port; known before it starts."""
+    def address(self) -> str:
+        """host:port of its gRPC server."""
         return join_address(self.host, self.port)
+
+    @property
+    def http_address(self) -> str:
+        """host:port of its HTTP server; empty: it has none."""
+        return "" if self.http_port is None else join_address(self.host, self.http_port)
 
     def _enter(self, state: State) -> None:
         self.state = state
         self.since = time.monotonic()
 
     async def start(self, command: Sequence[str], environment: dict[str, str], seconds: float) -> None:
-        """Starts `command` with the ports appended; returns once gRPC health says SERVING.
+        """Starts `command` with the ports appended; returns once the process says that it is ready.
 
         Raises ChildError when the process ends first or `seconds` have passed; it may then still be running.
         """
@@ -113,22 +109,14 @@ class Child:
         try:
             async with asyncio.timeout(seconds):
                 await self._read_ready_line(self._process)
-                await self._until_serving()
         except TimeoutError:
-            raise self._error(f"{self.name} was not healthy after {seconds:.0f} s") from None
+            raise self._error(f"{self.name} was not ready after {seconds:.0f} s") from None
         self._enter(State.HEALTHY)
 
     async def _read_ready_line(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
-        while line := (await process.stdout.readline()).decode(errors="replace").strip():
-            words = line.split()
-            if words[0] == "ready":
-                found = dict(word.split("=", 1) for word in words[1:] if "=" in word)
-                self.address, http = found["address"], found.get("http", "none")
-                self.http_address = "" if http == "none" else http
-                self.port = int(self.address.rpartition(":")[2])
-                if self.http_port is not None and self.http_address:
-                    self.http_port = int(self.http_address.rpartition(":")[2])
+        while line := await process.stdout.readline():
+            if line.startswith(b"ready "):
                 self._stdout = asyncio.create_task(self._drain_stdout(process.stdout))
                 return
         code = await process.wait()
@@ -140,24 +128,6 @@ class Child:
         while await stdout.read(65536):
             pass
 
-    async def _until_serving(self) -> None:
-        if self.dial is None:
-            return
-        target = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
-        async with self.dial(target) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            while self.running:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    answer = await stub.Check(
-                        health_pb2.HealthCheckRequest(), timeout=2.0, wait_for_ready=True
-                    )
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-                await asyncio.sleep(0.05)
-        assert self._process is not None and self._process.returncode is not None
-        self._enter(State.DIED)
-        raise self._error(f"{self.name} {describe_exit(self._process.returncode)} before it was healthy")
-
     async def ended(self) -> int:
         """Waits for the process's end; returns its exit code (negative: the signal's number)."""
         assert self._process is not None
@@ -167,7 +137,7 @@ class Child:
         return code
 
     async def stop(self, seconds: float) -> None:
-        """SIGTERM, and SIGKILL when the process is still there after `seconds`. Idempotent."""
+        """Sends SIGTERM, and SIGKILL if the process still runs after `seconds`. Idempotent."""
         if self._process is None:
             return
         self._enter(State.STOPPING)
@@ -222,23 +192,23 @@ def describe_exit(code: int) -> str:
 
 
 START_ORDER = (("tokenizer", "prefill", "decode"), ("gateway",))
-"""Workers load at the same time. They are told each other's addresses before these answer."""
+"""Roles of each stage, which start at the same time. All addresses are known before any process answers."""
 STOP_ORDER = ("gateway", "decode", "prefill", "tokenizer")
 RESTARTS_PER_MINUTE = 5
 FIRST_BACKOFF_SECONDS = 0.2
 STOP_MARGIN_SECONDS = 3.0
-"""Beyond a child's own time for draining, before it is killed."""
+"""A child is killed this long after its own limit for draining."""
 SERVE = (sys.executable, "-m", "baton.cli.main", "serve")
 
 
 class Backoff:
-    """How long to wait before the next restart: doubling, and at most RESTARTS_PER_MINUTE in any minute."""
+    """Delays of restarts: each twice the one before, and at most RESTARTS_PER_MINUTE in any minute."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque()
 
     def next(self, now: float) -> float:
-        """Seconds to wait from `now` (monotonic); counts the restart."""
+        """Seconds from `now` (monotonic) to the next restart, which is counted."""
         while self._times and self._times[0] <= now - 60:
             self._times.popleft()
         delay = FIRST_BACKOFF_SECONDS * 2.0 ** len(self._times)
@@ -249,7 +219,7 @@ class Backoff:
 
 
 class Supervisor:
-    """Owns the children. `arguments` gives a child's flags at each start, from the addresses known then."""
+    """Owns the children. `arguments` returns a child's flags at each start."""
 
     def __init__(
         self,
@@ -271,13 +241,13 @@ class Supervisor:
         self._report = report
         self._monitors: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[ChildError] | None = None
-        # Each worker has a thread a core, and one that waits must not spin on the cores of one that computes.
-        # A spin of a few microseconds still pays: within a step the threads wait no longer. `baton bench` on
-        # two cores, output tokens/s of two runs: 815, 848; no spin 763, 593; OpenMP's default 506, 763.
+        # Each worker has a thread per core. A waiting thread must not spin on another's core.
+        # A short spin still pays within a step. `baton bench` on two cores, output tokens/s of two runs: 815,
+        # 848; without spin 763, 593; with OpenMP's default 506, 763.
         self._environment = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000", **_inherited()}
 
     async def start(self) -> None:
-        """Returns once all are healthy. Raises the first ChildError; `stop` must then still be called."""
+        """Returns once all are ready. Raises the first ChildError; `stop` must still be called then."""
         self._failure = asyncio.get_running_loop().create_future()
         for roles in START_ORDER:
             stage = [child for child in self.children if child.role in roles]
@@ -298,7 +268,7 @@ class Supervisor:
         await child.start(command, {**self._environment, **child.environment}, self._start_seconds)
 
     async def failed(self) -> ChildError:
-        """Waits until the deployment cannot go on: only without restarts."""
+        """Waits until a child has died that is not restarted."""
         assert self._failure is not None, "start() comes first"
         return await asyncio.shield(self._failure)
 
@@ -321,8 +291,8 @@ class Supervisor:
                 self._report(f"{child.name} is healthy again: pid {child.pid}, {child.address}")
 
     async def stop(self) -> None:
-        """Ends all children, role by role; those still there after their time are killed. When cancelled it
-        kills the rest at once. No child is running when this has returned or raised."""
+        """Stops all children, role by role. When cancelled it kills the rest at once. No child is running
+        when this has returned or raised."""
         for task in self._monitors:
             task.cancel()
         await asyncio.gather(*self._monitors, return_exceptions=True)
@@ -344,8 +314,8 @@ class Supervisor:
 
 
 def _inherited() -> dict[str, str]:
-    """The environment without Baton's own settings: what of them is meant for the children they get as flags.
-    The rest is for commands that call another deployment, such as `baton verify --against`."""
+    """The environment without Baton's own variables: children get their settings as flags, and a variable may
+    be meant for a client, as with `baton verify --against`."""
     own = {field.variable for config in ROLES.values() for field in fields_of(config).values()}
     own.add("BATON_CONFIG")
     return {name: value for name, value in os.environ.items() if name not in own}

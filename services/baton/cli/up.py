@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.cli.console import run_command
-from baton.cli.deployment import Deployment, DeploymentPlan, value_of
+from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.nodes import Credentials, ask, reachable
 from baton.cli.options import (
     FRACTION,
     ROLES,
     SectionedCommand,
-    as_flags,
     config_file_option,
     config_options,
     fail,
@@ -31,14 +29,16 @@ from baton.cli.options import (
     given,
     option,
     options,
+    read_config,
 )
 from baton.cli.serve import DEFAULT_PORTS
 from baton.cli.status import default_server
 from baton.cli.supervisor import Child
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, TokenizerConfig, WorkerConfig
 from baton.gateway.authentication import GatewayAuthentication
-from baton.rpc.address import family_of, loopback
+from baton.rpc.address import loopback
 from baton.rpc.authentication import check_address
+from baton.rpc.bind import bind_problem
 from baton.rpc.errors import BatonError
 
 OWN = (
@@ -49,7 +49,6 @@ OWN = (
 
 
 NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
-MODEL_FIELDS = ("model", "load_format", "context_length", "model_impl")
 CHECK_MODEL = """
 import sys
 from pathlib import Path
@@ -69,8 +68,8 @@ except CheckpointError as error:
 
 
 def fetch_model(values: Mapping[str, Any]) -> None:
-    """Finds the model that was named before any process starts, and ends the command with one line if it
-    cannot be served. A download shows its progress here, once."""
+    """Resolves the model before any process starts; ends the command with one line if it cannot be served. A
+    download shows its progress once, here."""
     from baton.checkpoint import CheckpointError, resolve
 
     name = values.get("model")
@@ -81,7 +80,7 @@ def fetch_model(values: Mapping[str, Any]) -> None:
     except CheckpointError as error:
         fail(str(error), code=2)
     if name != "demo":
-        # In a process of its own: this one, which goes on for as long as the deployment, stays without torch.
+        # In another process: this one runs as long as the deployment does, and does not load torch.
         words = (
             str(path),
             values.get("load_format") or "auto",
@@ -95,31 +94,29 @@ def fetch_model(values: Mapping[str, Any]) -> None:
             fail(f"model {name!r}: {check.stderr.strip().splitlines()[-1]}", code=2)
 
 
-def pass_through(values: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Role -> the flags of `baton serve ROLE` for what was given."""
-    flags = {}
+def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Role -> the fields of its configuration that were given; those of the `config_file` come last. Raises
+    click.UsageError."""
+    values = {name: value for name, value in values.items() if name not in OWN}
+    file = values.get("config_file")
+    settings = {}
     for role, config in ROLES.items():
-        found = given(config, {name: value for name, value in values.items() if name not in OWN})
+        found = given(config, values)
         if role == "tokenizer":
             found.pop("threads", None)  # means threads of tensor operations here
-        flags[role] = tuple(as_flags(config, found))
-        if values.get("config_file") is not None:
-            flags[role] = ("--config", str(values["config_file"]), *flags[role])
-    return flags
+        settings[role] = {**given(config, read_config(file, role) if file is not None else {}), **found}
+    return settings
 
 
 def check_port(host: str, port: int, flag: str) -> None:
-    """Ends the command when the port is taken."""
-    with socket.socket(family_of(host)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            fail(f"cannot use port {port} of {host}: {error.strerror}; choose another with {flag}", code=2)
+    """Ends the command if the port cannot be bound."""
+    problem = bind_problem(host, port, flag)
+    if problem is not None:
+        fail(problem.message, code=2)
 
 
 def process_table(children: list[Child]) -> Table:
-    """Each process with its pid and addresses; and its GPU, if there is one that has."""
+    """Pid and addresses of each process, and its GPU if any has one."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     gpus = [child.environment.get("CUDA_VISIBLE_DEVICES", "") for child in children]
     for column in ("process", "pid", "gRPC", "HTTP", *(["GPU"] if any(gpus) else [])):
@@ -130,27 +127,24 @@ def process_table(children: list[Child]) -> Table:
     return table
 
 
-def check_public(host: str, flags: Sequence[str]) -> None:
+def check_public(host: str, gateway: Mapping[str, Any]) -> None:
     """Ends the command when other machines could use the gateway without authentication, or when its keys or
     certificate cannot be used. The gateway checks this too, but only once the workers have loaded."""
-    names = ("api_keys", "tls_cert", "tls_key")
-    files: dict[str, Any] = {name: value_of(flags, "gateway", name) or "" for name in names}
-    file = value_of([each for each in flags if each != "--insecure"], "gateway", "insecure")
+    config = GatewayConfig(**gateway)
     try:
-        insecure = "--insecure" in flags or file == "True"
-        check_address(host, GatewayAuthentication(GatewayConfig(**files)), insecure)
+        check_address(host, GatewayAuthentication(config), config.insecure)
     except BatonError as error:
         fail(error.message, code=2)
 
 
-def _examples(address: str, http: str, model: str, gateway: Sequence[str]) -> str:
-    """gateway: its flags."""
+def _examples(address: str, http: str, model: str, gateway: Mapping[str, Any]) -> str:
+    """gateway: its settings."""
     server = "" if address == default_server() else f" --server {address}"
     lines = [f'baton generate "def main():"{server}', f"baton chat{server}", f"baton status{server}"]
     if http:
         body = json.dumps({"model": model, "prompt": "def main():", "max_tokens": 32})
-        scheme = "https" if value_of(gateway, "gateway", "tls_cert") else "http"
-        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if value_of(gateway, "gateway", "api_keys") else ""
+        scheme = "https" if gateway.get("tls_cert") else "http"
+        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if gateway.get("api_keys") else ""
         lines.append(
             f"curl {scheme}://{http}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
         )
@@ -158,7 +152,7 @@ def _examples(address: str, http: str, model: str, gateway: Sequence[str]) -> st
 
 
 class Output(Console):
-    """Goes on in silence when the reader of its output has gone."""
+    """Ignores that the reader of its output has gone."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         with contextlib.suppress(OSError):
@@ -174,8 +168,8 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
         credentials = Credentials.to(reachable(deployment.address))
         report = await ask(deployment.address, "gateway", credentials)
         model = report.info.model.name if report.info is not None else "demo"
-        flags = plan.flags["gateway"]
-        examples = _examples(reachable(deployment.address), reachable(deployment.http_address), model, flags)
+        addresses = reachable(deployment.address), reachable(deployment.http_address)
+        examples = _examples(*addresses, model, plan.settings["gateway"])
         console.print()
         console.print(process_table(deployment.children))
         console.print("\nTry it in another terminal:")
@@ -278,8 +272,8 @@ def up(
       baton up --transports grpc                  pages over gRPC instead of shared memory
       baton up --config baton.toml --port 0       settings from a file, a free port
     """
-    flags = pass_through(values)
-    fetch_model({name: value_of(flags["decode"], "decode", name) for name in MODEL_FIELDS})
+    settings = settings_by_role(values)
+    fetch_model(settings["decode"])
     default_port, default_http = DEFAULT_PORTS["gateway"]
     plan = DeploymentPlan(
         prefill=prefill_nodes,
@@ -288,13 +282,13 @@ def up(
         host=host or loopback(),
         port=default_port if port is None else port,
         http_port=default_http if http_port is None else None if http_port == "none" else int(http_port),
-        flags=flags,
+        settings=settings,
         log_folder=log_dir.absolute() if log_dir else None,
         restart=not no_restart,
         drain_seconds=drain_seconds,
         verbose=verbose,
     )
-    check_public(plan.host, plan.flags["gateway"])
+    check_public(plan.host, settings["gateway"])
     check_port(plan.host, plan.port, "--port")
     check_port(plan.host, plan.http_port or 0, "--http-port")
     console = Output()

@@ -14,7 +14,7 @@ from rich.console import Console
 from baton.cli.console import Answer, collect_async, progress_bar, run_command, table
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.options import COUNT, SectionedCommand, config_options, fields_of, option, options
-from baton.cli.up import OWN, fetch_model, pass_through
+from baton.cli.up import fetch_model, settings_by_role
 from baton.client import AsyncClient, Options
 from baton.config import NodeConfig, WorkerConfig
 
@@ -208,12 +208,11 @@ def verify(
       baton verify --transports grpc
       baton verify --against 127.0.0.1:50050
     """
-    values = {name: value for name, value in values.items() if name not in OWN}
     fetch_model(values)
-    flags = pass_through(values)
-    flags["gateway"] += ("--split", "always")
+    settings = settings_by_role(values)
+    settings["gateway"]["split"] = "always"
     plan = DeploymentPlan(
-        prefill=prefill_nodes, decode=decode_nodes, http_port=None, flags=flags, restart=False
+        prefill=prefill_nodes, decode=decode_nodes, http_port=None, settings=settings, restart=False
     )
     cases = make_cases(prompts, max_tokens)
     console = Console()
