@@ -29,11 +29,10 @@ from checkpoints import make_model, save
 from reference import Reference
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from shared import make_parser, save_results
 from stress import Cluster, Report, make_tasks, record, run
 from stress.clients import Outcome
 from stress.faults import Fault
-
-from baton.bench.machine import machine
 
 
 def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
@@ -73,16 +72,13 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--streams", type=int, default=64, help="under way at any time")
     parser.add_argument("--seed", type=int, default=0, help="of the faults and requests; 0: a random one")
     parser.add_argument("--tasks", type=int, default=40, help="different requests")
     parser.add_argument("--tokenizers", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
-    parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
     args.seed = args.seed or secrets.randbits(32)
     console = Console()
@@ -92,10 +88,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         report = measure(args, console, folder)
     console.print_json(json.dumps(report.summary()))
-    if args.json:
-        found = {"machine": machine(), **report.summary(), "each": report.details()}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    save_results(args, {**report.summary(), "each": report.details()})
     return 1 if report.problems else 0
 
 

@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from shared import make_parser, save_results
 from timed import H200_8B, Answer, Ask, ask, slowed, timed
 
-from baton.bench.machine import machine, versions
+from baton.cli.console import table
 from baton.client import AsyncClient
 
 TOLERANCE = 1.10
@@ -131,32 +129,26 @@ def judge(found: dict[str, dict[str, list[Answer]]]) -> dict[str, Any]:
 
 
 def show(workloads: dict[str, Any], console: Console) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("workload", "policy", "requests", "handed off", "mean ms", "p99 ms", "TTFT ms", "p99 ms"):
-        table.add_column(column)
+    rows = table("workload", "policy", "requests", "handed off", "mean ms", "p99 ms", "TTFT ms", "p99 ms")
     for name, work in workloads.items():
         for policy, found in work["policies"].items():
             latency, first = found["end_to_end_ms"], found["ttft_ms"]
             times = (latency["mean"], latency["p99"], first["mean"], first["p99"])
             row = (name, policy, found["requests"], f"{found['handed_off']:.0%}", *times)
-            table.add_row(*(str(each) for each in row))
-        table.add_row(
+            rows.add_row(*(str(each) for each in row))
+        rows.add_row(
             name, "auto / better", "", "", *(str(each) for each in work["auto_over_better"].values())
         )
-    console.print(table)
+    console.print(rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = make_parser(__doc__)
     parser.add_argument("--slower", type=float, default=3.0, help="times as long as on the H200")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a slice")
     parser.add_argument("--rounds", type=int, default=3, help="slices of each policy and workload")
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", default="", help="noted in the figures")
     args = parser.parse_args()
     console = Console(width=150)
     workloads = judge(asyncio.run(measure(args, console)))
@@ -169,16 +161,13 @@ def main() -> int:
     ]
     report = {
         "command": " ".join(["python", *sys.argv]),
-        "machine": machine(),
-        "versions": versions(args.commit),
         "step_seconds": asdict(slowed(H200_8B, args.slower)),
         "workloads_per_second": {name: WORKLOADS[name].rate / args.slower for name in args.workloads},
         "tolerance": TOLERANCE,
         "workloads": workloads,
         "missed": missed,
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    save_results(args, report)
     console.print("; ".join(missed) or "auto is as good as the better of the two, everywhere")
     return 1 if missed else 0
 

@@ -17,17 +17,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import argparse
 import asyncio
-import json
-import platform
 import random
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +31,9 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from shared import make_parser, save_results
 
+from baton.cli.console import table
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.nodes import Credentials
 from baton.client import AsyncClient
@@ -281,10 +278,10 @@ def model_folder(name: str, scratch: Path) -> Path:
 
 async def measure_served(name: str, path: Path, runs: int, console: Console) -> list[Claim]:
     """Starts a split and an aggregated deployment of the model and measures both."""
-    flags = ("--model", str(path))
-    worker = (*flags, "--threads", str(THREADS))
-    plan = DeploymentPlan(flags={"tokenizer": flags, "prefill": worker, "decode": worker})
-    alone = DeploymentPlan(prefill=0, flags={"tokenizer": flags, "decode": worker})
+    worker = {"model": str(path), "threads": THREADS}
+    settings = {"tokenizer": {"model": str(path)}, "prefill": worker, "decode": worker}
+    plan = DeploymentPlan(settings=settings)
+    alone = DeploymentPlan(prefill=0, settings=settings)
     async with (
         Deployment(plan, console) as first,
         Deployment(alone, console) as second,
@@ -312,47 +309,24 @@ async def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def print_table(console: Console, name: str, claims: list[Claim]) -> None:
-    table = Table(title=name, box=None, pad_edge=False, header_style="bold")
-    for column in ("claim", "ratio", "bound", "", "measured"):
-        table.add_column(column, overflow="fold")
+    rows = table(name, "ratio", "bound", "", "measured")
     for claim in claims:
         bound = f"{'>=' if claim.at_least else '<='} {claim.bound:g}"
-        table.add_row(
-            claim.name, f"{claim.ratio:.2f}", bound, "ok" if claim.holds else "MISSED", claim.detail
-        )
-    console.print(table)
-
-
-def machine() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    names = ("torch", "transformers", "grpcio")
-    return {
-        "commit": commit.stdout.strip(),
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-    }
+        rows.add_row(claim.name, f"{claim.ratio:.2f}", bound, "ok" if claim.holds else "MISSED", claim.detail)
+    console.print(rows)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--model", action="append", help="8x512, demo or a path; may be repeated (default: both)"
     )
     parser.add_argument("--runs", type=int, default=5, help="runs per figure, after one to warm up")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     args.model = args.model or ["8x512", "demo"]
     transformers.utils.logging.disable_progress_bar()
     results = asyncio.run(run(args))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": machine(), "results": results}, indent=2) + "\n")
+    save_results(args, {"results": results})
     return 0 if all(claim["holds"] for result in results for claim in result["claims"]) else 1
 
 

@@ -14,9 +14,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from dataclasses import asdict
@@ -26,21 +24,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
 from fairness import BUDGET, COST, LONG, Outcome, full_step, make_deployment, measure
 from rich.console import Console
-from rich.table import Table
+from shared import make_parser, save_results
 
-from baton.bench.machine import machine, versions
+from baton.cli.console import table
 
 
 def show(found: dict[str, Outcome], console: Console) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("deployment", "milliseconds", "alone", "beside long prompts", "times"):
-        table.add_column(column, justify="left" if column in ("deployment", "milliseconds") else "right")
+    rows = table("deployment", "milliseconds", "alone", "beside long prompts", "times")
     for name, outcome in found.items():
         alone, beside = outcome.alone.milliseconds(), outcome.beside.milliseconds()
         for figure, before in alone.items():
             times = f"{beside[figure] / before:.2f}"
-            table.add_row(name, figure, f"{before:.1f}", f"{beside[figure]:.1f}", times)
-    console.print(table)
+            rows.add_row(name, figure, f"{before:.1f}", f"{beside[figure]:.1f}", times)
+    console.print(rows)
     for name, outcome in found.items():
         text = f"{outcome.long_prompts} long prompts, median TTFT {outcome.long_seconds:.1f} s"
         console.print(f"{name}: {text}", highlight=False)
@@ -48,11 +44,8 @@ def show(found: dict[str, Outcome], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each of the four measurements")
-    parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         deployment, split, local = make_deployment(Path(scratch))
@@ -62,17 +55,9 @@ def main() -> None:
                 name: asyncio.run(measure(each.address, args.seconds)) for name, each in gateways.items()
             }
     show(found, Console())
-    if args.json:
-        figures = {name: asdict(outcome) for name, outcome in found.items()}
-        setting = {
-            "cost": asdict(COST),
-            "token_budget": BUDGET,
-            "long_tokens": LONG,
-            "full_step": full_step(),
-        }
-        record = {"machine": machine(), "versions": versions(), "setting": setting, "seconds": figures}
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    setting = {"cost": asdict(COST), "token_budget": BUDGET, "long_tokens": LONG, "full_step": full_step()}
+    figures = {name: asdict(outcome) for name, outcome in found.items()}
+    save_results(args, {"setting": setting, "seconds": figures})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import argparse
 import itertools
 import json
 import secrets
@@ -39,8 +38,7 @@ from fuzzing.mutate import mutated
 from fuzzing.strangers import every_door
 from rich.console import Console
 from rich.progress import Progress
-
-from baton.bench.machine import machine
+from shared import make_parser, save_results
 
 CORPUS = Path(__file__).parent.parent / "tests" / "fuzz_corpus"
 CALLS = 1000
@@ -58,14 +56,11 @@ def parts(seed: int, rng: Random, stranger: bool) -> Iterator[Iterator[Case]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--messages", type=int, default=10000, help="at least")
     parser.add_argument("--strangers", action="store_true", help="of who may not call at all")
     parser.add_argument("--seed", type=int, default=0, help="0: a random one")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing cases")
-    parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
     seed = args.seed or secrets.randbits(32)
     console, rng = Console(), Random(seed)
@@ -87,11 +82,9 @@ def main() -> int:
         args.keep.mkdir(parents=True, exist_ok=True)
     for number, case in enumerate(report.failing):
         console.print(f"kept: {keep(case, args.keep, f'failing-{number}')}")
-    found = {"machine": machine(), "seed": seed, "strangers": args.strangers, **report.summary()}
+    found = {"seed": seed, "strangers": args.strangers, **report.summary()}
     console.print_json(json.dumps(found))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    save_results(args, found)
     return 1 if report.wrong else 0
 
 

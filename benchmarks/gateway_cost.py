@@ -13,7 +13,6 @@ an aim is missed by the clock.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -29,13 +28,14 @@ import grpc
 import psutil
 from rich.console import Console
 from rich.table import Table
+from shared import make_parser, save_results
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
 from process import Process
 
-from baton.bench.machine import machine, versions
-from baton.cli.deployment import SharedPort
+from baton.cli.console import table
+from baton.cli.deployment import free_ports
 from baton.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 HERE = Path(__file__).parent
@@ -143,10 +143,9 @@ def run(case: Case, tokenizer: Process, folder: Path, seconds: float) -> Result:
             "--log-level",
             "warning",
         ]
-        shared = SharedPort("127.0.0.1", 0)
-        ending.callback(shared.close)
+        shared = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
         if case.gateways > 1:
-            flags += ["--shared", shared.address]
+            flags += ["--shared", shared]
         gateways = [Process("gateway", f"gateway-{n}", flags, folder) for n in range(case.gateways)]
         for gateway in gateways:
             gateway.start()
@@ -156,7 +155,7 @@ def run(case: Case, tokenizer: Process, folder: Path, seconds: float) -> Result:
         target = gateways[0].address if case.api == "grpc" else gateways[0].http
         load = ("--streams", str(case.streams), "--seconds", str(seconds))
         clients = ending.enter_context(
-            program("clients", case.api, shared.address if case.gateways > 1 else target, *load)
+            program("clients", case.api, shared if case.gateways > 1 else target, *load)
         )
         watched = {
             "gateway": [gateway.pid for gateway in gateways],
@@ -204,35 +203,24 @@ def verdicts(results: Sequence[Result]) -> dict[str, bool]:
     return found
 
 
-def table(results: Sequence[Result]) -> Table:
-    shown = Table(box=None, header_style="bold")
+def result_table(results: Sequence[Result]) -> Table:
     names = ("tokens", "API", "gateways", "streams", "offered/s", "ms", "tokens/s", "a message")
-    for name in (
-        *names,
-        "CPU ms per 1,000: gateway",
-        "tokenizer",
-        "source",
-        "clients",
-        "tokens/s with cores",
-    ):
-        shown.add_column(name, justify="right")
+    shares = ("CPU ms per 1,000: gateway", "tokenizer", "source", "clients", "tokens/s with cores")
+    rows = table(*names, *shares)
     for result in results:
         case = result.case
         spent = [f"{1000 * seconds:.1f}" for seconds in result.cpu_seconds_per_1000.values()]
         counts = (case.gateways, case.streams, case.offered, round(1000 * case.message_seconds))
         counts = (*counts, round(result.tokens_per_second))
         row = [case.name, case.api, *map(str, counts), f"{result.tokens_per_message:.2f}", *spent]
-        shown.add_row(*row, str(round(result.by_cpu)))
-    return shown
+        rows.add_row(*row, str(round(result.by_cpu)))
+    return rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each run")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the runs, from 0")
-    parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     cases = [case for number, case in enumerate(CASES) if args.only is None or number in args.only]
     console = Console(width=170)
@@ -245,19 +233,16 @@ def main() -> int:
             tokenizer.wait_ready()
             for case in cases:
                 results.append(run(case, tokenizer, folder, args.seconds))
-                console.print(table(results[-1:]))
+                console.print(result_table(results[-1:]))
         finally:
             tokenizer.kill()
     found = verdicts(results)
-    console.print(table(results))
+    console.print(result_table(results))
     for aim, reached in found.items():
         console.print(f"{'reached' if reached else 'MISSED'}: {aim}")
-    if args.json:
-        record = {"machine": machine(), "versions": versions(), "seconds": args.seconds, "aims": found}
-        record["load_average"] = os.getloadavg()  # of this benchmark and all else
-        record["runs"] = [result.as_dict() for result in results]
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    runs = [result.as_dict() for result in results]
+    record = {"seconds": args.seconds, "aims": found, "load_average": os.getloadavg(), "runs": runs}
+    save_results(args, record)
     return 0 if all(found.values()) else 1
 
 

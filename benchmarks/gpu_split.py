@@ -24,27 +24,26 @@ sys.path.append(str(Path(__file__).parent.parent / "tools"))
 
 from make_shape import write_shape
 
-WORKER = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-rows", "256")
+WORKER = {"load_format": "dummy", "dtype": "bfloat16", "max_rows": 256}
 
 
 def plan_of(layout: str, model: str, args: argparse.Namespace, folder: Path) -> DeploymentPlan:
     """`split`: prompts in steps of up to --budget tokens; `aggregated`: mixed steps of up to --chunk."""
-    common = ("--model", model, "--device", args.device)
-    worker = (*common, *WORKER)
-    flags = {
-        "tokenizer": ("--model", model),
-        "prefill": (*worker, "--token-budget", str(args.budget)),
-        "decode": (*worker, "--token-budget", str(args.budget if layout == "split" else args.chunk)),
-        "gateway": ("--split", args.split),
+    split = layout == "split"
+    worker = {**WORKER, "model": model, "device": args.device}
+    settings = {
+        "tokenizer": {"model": model},
+        "prefill": {**worker, "token_budget": args.budget},
+        "decode": {**worker, "token_budget": args.budget if split else args.chunk},
+        "gateway": {"split": args.split},
     }
     if args.message_seconds:
-        flags["decode"] += ("--message-seconds", args.message_seconds)
-    split = layout == "split"
+        settings["decode"]["message_seconds"] = args.message_seconds
     return DeploymentPlan(
         prefill=int(split),
         decode=1 if split else args.replicas,
         gateways=args.gateways,
-        flags=flags,
+        settings=settings,
         restart=False,
         log_folder=folder,
     )

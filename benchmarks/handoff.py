@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -22,10 +21,10 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from shared import make_parser, save_results
 from stamps import TURNS
 from timed import Ask, ask
 
-from baton.bench.machine import machine, versions
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncClient
@@ -72,16 +71,19 @@ def take_stamps(folder: Path) -> list[Stamp]:
 
 def plan_of(args: argparse.Namespace, model: str, stamps: str) -> DeploymentPlan:
     os.environ["HANDOFF_STAMPS"] = stamps
-    worker = ("--model", model, "--device", args.device, "--load-format", "dummy")
-    if args.kv_tokens:
-        worker += ("--kv-tokens", str(args.kv_tokens))
+    worker = {
+        "model": model,
+        "device": args.device,
+        "load_format": "dummy",
+        "kv_tokens": args.kv_tokens,
+    }
     return DeploymentPlan(
         http_port=None,
         restart=False,
         program=(sys.executable, str(Path(__file__).with_name("stamps.py")), "serve"),
-        flags={
-            "tokenizer": ("--model", model),
-            "prefill": (*worker, "--token-budget", str(args.budget)),
+        settings={
+            "tokenizer": {"model": model},
+            "prefill": {**worker, "token_budget": args.budget},
             "decode": worker,
         },
     )
@@ -120,17 +122,13 @@ def table_of(found: dict[int, list[Times]]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8b", help="of the model")
     parser.add_argument("--device", default="cuda", help="of both workers: cuda (a GPU each), or cpu")
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 1024, 2048], help="tokens")
     parser.add_argument("--requests", type=int, default=12, help="of each length")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a prefill node's step")
     parser.add_argument("--kv-tokens", type=int, default=0, help="of a worker's pool; 0: the default")
-    parser.add_argument("--json", type=Path, help="file for all times")
-    parser.add_argument("--commit", default="", help="noted in the file")
     args = parser.parse_args()
     console = Console()
     try:
@@ -138,10 +136,8 @@ def main() -> int:
     except (BatonError, ChildError, ValueError) as error:
         parser.exit(1, f"error: {error}\n")
     console.print(table_of(found))
-    if args.json:
-        asked = {"shape": args.shape, "device": args.device, "budget": args.budget}
-        report = {"machine": machine(), "versions": versions(args.commit), **asked, "milliseconds": found}
-        args.json.write_text(json.dumps(report, indent=1))
+    settings = {"shape": args.shape, "device": args.device, "budget": args.budget}
+    save_results(args, {**settings, "milliseconds": found})
     return 0
 
 

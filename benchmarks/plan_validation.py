@@ -12,7 +12,6 @@ Exits with 0 when each compared figure's ratio, the median of the runs, lies wit
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from shared import make_parser, save_results
 
 from baton.bench.clients import make_target, run_clients
 from baton.bench.engine import EngineBench
@@ -33,7 +33,6 @@ from baton.bench.profile import LIMIT, SPLIT, fitted, grid, measure_all, measure
 from baton.bench.summary import summarize
 from baton.bench.transfer import pull_cost
 from baton.bench.workload import Range, Workload
-from baton.cli.bench_options import Report
 from baton.cli.console import table
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.config import DecodeConfig, PrefillConfig, WorkerConfig
@@ -126,12 +125,10 @@ class Model:
 
 
 def deployment(layout: Layout, step_profile: Path | None, console: Console) -> Deployment:
-    worker = ("--device", "cpu", "--threads", "1", "--kv-tokens", str(KV_TOKENS))
-    if step_profile is not None:
-        worker += ("--step-profile", str(step_profile))
-    flags = {"prefill": worker, "decode": (*worker, *SPLIT)}
+    worker = {"device": "cpu", "threads": 1, "kv_tokens": KV_TOKENS, "step_profile": str(step_profile or "")}
+    settings = {"prefill": worker, "decode": {**worker, **SPLIT}}
     plan = DeploymentPlan(
-        prefill=layout.prefill, decode=layout.decode, http_port=None, flags=flags, restart=False
+        prefill=layout.prefill, decode=layout.decode, http_port=None, settings=settings, restart=False
     )
     return Deployment(plan, console)
 
@@ -220,7 +217,7 @@ def verdicts(runs: list[dict[str, Any]], tolerance: float) -> Iterator[dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--runs", type=int, default=3, help="of each case; the median counts")
     parser.add_argument("--seconds", type=float, default=25.0, help="how long requests arrive")
     parser.add_argument(
@@ -228,7 +225,6 @@ def main() -> int:
     )
     parser.add_argument("--case", action="append", help="only cases whose names begin so; may be repeated")
     parser.add_argument("--tolerance", type=float, default=0.15)
-    parser.add_argument("--json", type=Path, help="write all figures there")
     given = parser.parse_args()
     console = Console()
     known = cases(given.seconds, given.stretch)
@@ -252,15 +248,8 @@ def main() -> int:
         console.print(
             f"{each['case']}, {each['figure']}: {each['ratio']:.3f} of {ratios}: {verdict}", highlight=False
         )
-    report = Report(None, "").begin("plan_validation") | {
-        "tolerance": given.tolerance,
-        "seconds": given.seconds,
-        "stretch": given.stretch,
-        "verdicts": judged,
-        "runs": runs,
-    }
-    if given.json is not None:
-        given.json.write_text(json.dumps(report, indent=2) + "\n")
+    settings = {name: getattr(given, name) for name in ("tolerance", "seconds", "stretch")}
+    save_results(given, {**settings, "verdicts": judged, "runs": runs})
     return 0 if all(each["holds"] for each in judged) else 1
 
 

@@ -35,9 +35,10 @@ from deployment import Deployment
 from process import Process
 from rich.console import Console
 from rich.table import Table
+from shared import make_parser, save_results
 
-from baton.bench.clients import Target, run_clients
-from baton.bench.machine import machine, versions
+from baton.bench.client import Target
+from baton.bench.clients import run_clients
 from baton.bench.summary import summarize
 from baton.bench.workload import Range, Workload
 from baton.gateway.routing import POLICIES
@@ -160,9 +161,7 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--seconds", type=float, default=45.0, help="in which requests arrive (not of conversations)"
     )
@@ -170,7 +169,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
-    parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
     console = Console()
     with tempfile.TemporaryDirectory() as scratch:
@@ -179,19 +177,15 @@ def main() -> int:
         found = measure_all(args, console, folder)
     results = judge(found)
     show(results, console)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {
-            "machine": machine(),
-            "versions": versions(""),
-            "profile": PROFILE,
-            "pool_tokens": POOL_TOKENS,
-            "seconds": args.seconds,
-            "workloads": {name: WORKLOADS[name].to_dict() for name in args.workloads},
-            "bounds": results,
-            "runs": found,
-        }
-        args.json.write_text(json.dumps(record, indent=2) + "\n")
+    record = {
+        "profile": PROFILE,
+        "pool_tokens": POOL_TOKENS,
+        "seconds": args.seconds,
+        "workloads": {name: WORKLOADS[name].to_dict() for name in args.workloads},
+        "bounds": results,
+        "runs": found,
+    }
+    save_results(args, record)
     return 0 if all(one["met"] for one in results) else 1
 
 

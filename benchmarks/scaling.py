@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
 from rich.console import Console
+from shared import make_parser, save_results
 from timed import H200_8B, Answer, Ask, ask, slowed, timed
 
-from baton.bench.machine import machine, versions
 from baton.cli.nodes import ask_deployment
 from baton.client import AsyncClient
 
@@ -91,10 +89,7 @@ async def measure(args: argparse.Namespace, console: Console) -> list[dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser = make_parser(__doc__)
     parser.add_argument("--slower", type=float, default=10.0, help="times as long as on the H200")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a measurement")
     parser.add_argument("--ramp", type=float, default=8.0, help="seconds ahead of it")
@@ -102,7 +97,6 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=32, help="sequences in a decode node's batch")
     parser.add_argument("--streams", type=int, default=48, help="requests under way for each decode node")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", default="", help="noted in the figures")
     args = parser.parse_args()
     console = Console(width=150)
     runs = asyncio.run(measure(args, console))
@@ -113,8 +107,6 @@ def main() -> int:
     ratio = round(rates["2+2"] / rates["1+1"], 3)
     report = {
         "command": " ".join(["python", *sys.argv]),
-        "machine": machine(),
-        "versions": versions(args.commit),
         "step_seconds": asdict(slowed(H200_8B, args.slower)),
         "streams_per_decode_node": args.streams,
         "rows": args.rows,
@@ -125,8 +117,7 @@ def main() -> int:
         "ratio": ratio,
         "least": LEAST,
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    save_results(args, report)
     console.print(f"2+2 over 1+1: {ratio} (at least {LEAST})")
     return 0 if ratio >= LEAST else 1
 

@@ -36,10 +36,9 @@ from process import Process
 from reference import Reference
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from shared import make_parser, save_results
 from stress import Cluster, Injector, Load, Task, make_tasks, record
 from stress.cluster import REQUEST_SECONDS
-
-from baton.bench.machine import machine
 
 STREAMS = 64
 KV_TOKENS = 16384
@@ -168,15 +167,12 @@ def problems(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--load", type=float, default=0.8, help="part of the rate that calibration reaches")
     parser.add_argument("--calibrate", type=float, default=60.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=0, help="0: a random one")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
-    parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
     args.seed = args.seed or secrets.randbits(32)
     console = Console()
@@ -186,11 +182,9 @@ def main() -> int:
         model = make_model("qwen3")
         with Cluster(folder, save(model, folder / "model"), kv_tokens=KV_TOKENS) as cluster:
             found = asyncio.run(soak(cluster, make_tasks(Reference(model), 40), args, console))
-    found = {"machine": machine(), "seed": args.seed, **found, "problems": problems(found)}
+    found = {"seed": args.seed, **found, "problems": problems(found)}
     console.print_json(json.dumps(found))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    save_results(args, found)
     return 1 if found["problems"] else 0
 
 

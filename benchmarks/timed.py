@@ -47,17 +47,22 @@ def timed(
         folder = Path(name)
         write_shape("tiny", folder / "model")
         (folder / "profile.json").write_text(json.dumps({"step": asdict(cost)}))
-        model = ("--model", str(folder / "model"))
-        worker = (
-            *(*model, "--load-format", "dummy", "--threads", "1", "--device", "cpu"),
-            *("--step-profile", str(folder / "profile.json")),
-            *("--token-budget", "2048", "--max-rows", str(rows), "--kv-tokens", str(kv_tokens)),
-        )
+        model = {"model": str(folder / "model")}
+        worker = {
+            **model,
+            "load_format": "dummy",
+            "threads": 1,
+            "device": "cpu",
+            "step_profile": str(folder / "profile.json"),
+            "token_budget": 2048,
+            "max_rows": rows,
+            "kv_tokens": kv_tokens,
+        }
         plan = DeploymentPlan(
             prefill=prefill,
             decode=decode,
             http_port=None,
-            flags={"tokenizer": model, "prefill": worker, "decode": worker},
+            settings={"tokenizer": model, "prefill": worker, "decode": worker},
             restart=False,
         )
         yield Deployment(plan, console)
