@@ -13,44 +13,44 @@ A, B, C = "10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"
 
 def test_the_difference_to_what_was_known_is_told():
     members = Members()
-    assert members.heard("list", [B, A], 0.0) == Change(joined=(A, B), left=())
-    assert not members.heard("list", [A, B], 1.0)
-    assert members.heard("list", [C, A], 2.0) == Change(joined=(C,), left=(B,))
+    assert members.update("list", [B, A], 0.0) == Change(joined=(A, B), left=())
+    assert not members.update("list", [A, B], 1.0)
+    assert members.update("list", [C, A], 2.0) == Change(joined=(C,), left=(B,))
     assert members.addresses == [A, C]
 
 
 def test_a_node_stays_while_any_source_names_it():
     members = Members()
-    members.heard("list", [A], 0.0)
-    assert not members.heard("etcd", [A], 0.0)
-    assert not members.heard("etcd", [], 1.0)
-    assert members.heard("list", [], 1.0) == Change(joined=(), left=(A,))
+    members.update("list", [A], 0.0)
+    assert not members.update("etcd", [A], 0.0)
+    assert not members.update("etcd", [], 1.0)
+    assert members.update("list", [], 1.0) == Change(joined=(), left=(A,))
 
 
 def test_an_answer_that_leaves_a_node_out_for_a_moment_takes_nothing():
     members = Members()
-    members.heard("dns", [A, B], 0.0, hold=10.0)
-    assert not members.heard("dns", [A], 3.0, hold=10.0)
-    assert not members.heard("dns", [A, B], 6.0, hold=10.0)
-    assert not members.heard("dns", [A], 9.0, hold=10.0)
-    assert not members.heard("dns", [A], 18.9, hold=10.0)
-    assert members.heard("dns", [A], 19.0, hold=10.0) == Change(joined=(), left=(B,))
+    members.update("dns", [A, B], 0.0, hold=10.0)
+    assert not members.update("dns", [A], 3.0, hold=10.0)
+    assert not members.update("dns", [A, B], 6.0, hold=10.0)
+    assert not members.update("dns", [A], 9.0, hold=10.0)
+    assert not members.update("dns", [A], 18.9, hold=10.0)
+    assert members.update("dns", [A], 19.0, hold=10.0) == Change(joined=(), left=(B,))
 
 
 def test_an_incomplete_answer_after_a_silence_takes_nothing_at_once():
     members = Members()
-    members.heard("dns", [A, B], 0.0, hold=10.0)
-    assert not members.heard("dns", [A], 60.0, hold=10.0)  # the resolver had been down
-    assert not members.heard("dns", [A], 69.9, hold=10.0)
-    assert members.heard("dns", [A], 70.0, hold=10.0) == Change(joined=(), left=(B,))
+    members.update("dns", [A, B], 0.0, hold=10.0)
+    assert not members.update("dns", [A], 60.0, hold=10.0)  # the resolver had been down
+    assert not members.update("dns", [A], 69.9, hold=10.0)
+    assert members.update("dns", [A], 70.0, hold=10.0) == Change(joined=(), left=(B,))
 
 
 def test_a_node_that_says_that_it_leaves_is_not_held():
     members = Members()
-    members.heard("etcd", [A, B], 0.0, hold=30.0)
-    assert members.heard("etcd", [A], 1.0, hold=30.0, leaving={B}) == Change(joined=(), left=(B,))
-    assert not members.heard("etcd", [A, B], 2.0, hold=30.0).left
-    assert not members.heard("etcd", [A, B], 3.0, hold=30.0, leaving={B}), "another entry names it"
+    members.update("etcd", [A, B], 0.0, hold=30.0)
+    assert members.update("etcd", [A], 1.0, hold=30.0, leaving={B}) == Change(joined=(), left=(B,))
+    assert not members.update("etcd", [A, B], 2.0, hold=30.0).left
+    assert not members.update("etcd", [A, B], 3.0, hold=30.0, leaving={B}), "another entry names it"
 
 
 def test_events_are_applied_in_order():
@@ -68,7 +68,7 @@ steps = st.lists(st.tuples(st.sampled_from(["list", "dns", "etcd"]), names))
 def test_changes_add_up_to_what_all_sources_say(history):
     members, known, said = Members(), set(), {}
     for now, (source, nodes) in enumerate(history):
-        change = members.heard(source, nodes, float(now))
+        change = members.update(source, nodes, float(now))
         said[source] = set(nodes)
         assert not known & set(change.joined) and set(change.left) <= known
         known = (known | set(change.joined)) - set(change.left)

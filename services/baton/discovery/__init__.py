@@ -1,2 +1,2 @@
-"""Which nodes there are: the gateway finds them (`finder`) by a static list, by DNS names (`dns`) or in etcd
-(`etcd`), where workers register."""
+"""The gateway finds its nodes (`finder`) in a static list, by DNS names (`dns`) or in etcd (`etcd`), where
+workers register."""

@@ -1,4 +1,4 @@
-"""All addresses of a DNS name, asked for again and again: a service of compose or Kubernetes (headless)."""
+"""All addresses of a DNS name, resolved repeatedly: a service of compose, or a headless one of Kubernetes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = "dns:"
 REFRESH_SECONDS = 3.0
 ANSWER_SECONDS = 5.0
 HOLD_SECONDS = 10.0
-"""A node that is missing from a name's answers is dropped only after this time."""
+"""A node that is missing in the answers is dropped after this time."""
 
 _log = get_logger()
 
@@ -40,15 +40,15 @@ def parse_name(text: str, field: str) -> DnsName:
 
 
 async def resolve(name: DnsName) -> list[str]:
-    """host:port of all nodes, sorted. Raises OSError (socket.gaierror, TimeoutError) when nothing answers."""
+    """host:port of all nodes, sorted. Raises OSError (socket.gaierror, TimeoutError)."""
     async with asyncio.timeout(ANSWER_SECONDS):
         answers = await asyncio.get_running_loop().getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
     return sorted({join_address(str(where[0]), name.port) for *_, where in answers})
 
 
-async def watch(name: DnsName, heard: Callable[[list[str]], None]) -> None:
-    """Asks every few seconds and hands each answer on, until cancelled. A name that cannot be resolved leaves
-    all as it was: a resolver that is down must not take the nodes with it."""
+async def watch(name: DnsName, changed: Callable[[list[str]], None]) -> None:
+    """Resolves the name every REFRESH_SECONDS and calls `changed` with each answer, until cancelled. If the
+    name cannot be resolved nothing changes, so that a resolver that is down does not remove the nodes."""
     failing = False
     while True:
         try:
@@ -60,5 +60,5 @@ async def watch(name: DnsName, heard: Callable[[list[str]], None]) -> None:
             failing = True
         else:
             failing = False
-            heard(addresses)
+            changed(addresses)
         await asyncio.sleep(REFRESH_SECONDS)

@@ -1,8 +1,8 @@
-"""Nodes in etcd, over its own gRPC API: finding them, and registering one.
+"""Finds and registers nodes in etcd, over its gRPC API.
 
-A node is one key, PREFIX + ROLE/INCARNATION, whose value is host:port: `etcdctl get --prefix /baton/` shows
-them all. The key belongs to a lease that the node keeps alive, and goes with it. A node that leaves says so:
-it empties the value first. A key that goes without that has expired, and its node may still work.
+A node is one key, PREFIX/ROLE/INCARNATION, whose value is host:port (`etcdctl get --prefix /baton/`).
+The key belongs to a lease that the node keeps alive. A node that leaves empties the value before it removes
+the key. A key that disappears without that has expired, and its node may still work.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from baton.rpc.tasks import Tasks
 
 CALL_SECONDS = 5.0
 SILENCE_SECONDS = 900.0
-"""etcd says something at least every 10 minutes to a watcher that asks for it."""
+"""etcd reports progress to a watcher at least every 10 minutes."""
 BACKOFF_SECONDS = 1.0
 HOLD_SECONDS = 30.0
-"""A node whose entry has expired is dropped only after this time: the node or etcd may be slow."""
+"""A node whose key has expired is dropped after this time: the node or etcd may be slow."""
 
-Heard = Callable[[list[str], Collection[str]], None]
-"""Gets the addresses of all nodes, and of those that said that they leave."""
+Changed = Callable[[list[str], Collection[str]], None]
+"""Called with the addresses of all nodes, and of those that have announced that they leave."""
 
 _log = get_logger()
 
@@ -55,7 +55,7 @@ class Etcd:
 
     @classmethod
     def load(cls, config: NodeConfig) -> Etcd | None:
-        """None: none is configured. Raises BatonError for files that cannot be used, and for a password that
+        """None if none is configured. Raises BatonError for files that cannot be used, and if the password
         would be sent to another machine in clear."""
         if not config.etcd:
             return None
@@ -80,8 +80,8 @@ class Etcd:
 
     @contextlib.asynccontextmanager
     async def connect(self, endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
-        """A connection to a member, logged in as the user if there is one. Raises BatonError."""
-        # etcd closes connections that ping oftener than every 5 s; these do so every 10 s.
+        """A connection to a member, authenticated if there is a user. Raises BatonError."""
+        # etcd closes connections that send pings more often than every 5 s; these send one every 10 s.
         metadata: tuple[tuple[str, str], ...] = ()
         if self.user:
             login = pb.AuthenticateRequest(name=self.user, password=self.password)
@@ -102,13 +102,13 @@ def node_key(prefix: str, role: str, incarnation: int) -> str:
 
 
 def range_end(prefix: bytes) -> bytes:
-    """The first key after all that begin with `prefix` (which does not end with 0xff)."""
+    """The first key after all with this prefix, which does not end with 0xff."""
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
 @contextlib.contextmanager
 def etcd_errors() -> Iterator[None]:
-    """Every error of a connection to etcd is a BatonError."""
+    """Turns every error of a connection to etcd into a BatonError."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -119,14 +119,14 @@ def etcd_errors() -> Iterator[None]:
         raise unavailable(f"a key or value in etcd is not Baton's ({error}); choose --etcd-prefix") from error
 
 
-async def watch(etcd: Etcd, role: str, heard: Heard) -> None:
-    """Hands on the addresses of all nodes of a role, at once and after each change, until cancelled. While no
-    etcd can be reached all stays as it was; the endpoints are tried in turn."""
+async def watch(etcd: Etcd, role: str, changed: Changed) -> None:
+    """Calls `changed` with the nodes of a role, at once and after each change, until cancelled. The endpoints
+    are tried in turn; while none can be reached nothing changes."""
     for endpoint in cycle(etcd.endpoints):
         try:
             async with etcd.connect(endpoint) as channel:
                 async for nodes, leaving in _snapshots(channel, role_prefix(etcd.prefix, role)):
-                    heard(sorted(set(nodes.values())), leaving)
+                    changed(sorted(set(nodes.values())), leaving)
         except BatonError as error:
             _log.warning("etcd lost", etcd=endpoint, role=role, error=error.message)
         await asyncio.sleep(BACKOFF_SECONDS)
@@ -135,8 +135,8 @@ async def watch(etcd: Etcd, role: str, heard: Heard) -> None:
 async def _snapshots(
     channel: grpc.aio.Channel, prefix: str
 ) -> AsyncIterator[tuple[Mapping[str, str], set[str]]]:
-    """Key -> address, of all nodes now and after each change, and who has just said that it leaves. Ends by
-    raising BatonError."""
+    """Yields key -> address of all nodes, at once and after each change, with the addresses that have just
+    announced that they leave. Ends by raising BatonError."""
     key = prefix.encode()
     end = range_end(key)
     with etcd_errors():
@@ -154,7 +154,7 @@ async def _snapshots(
             if answer is grpc.aio.EOF:
                 raise unavailable("etcd closed the watch")
             if answer.canceled:
-                # Among the reasons: the revision is gone (compacted). The next Range starts afresh.
+                # For instance because the revision was compacted. The next Range starts afresh.
                 raise unavailable(f"etcd ended the watch: {answer.cancel_reason or 'revisions compacted'}")
             if answer.events:
                 events = [_event(event) for event in answer.events]
@@ -164,8 +164,8 @@ async def _snapshots(
 
 
 def apply_events(nodes: Mapping[str, str], events: Iterable[tuple[str, str | None]]) -> dict[str, str]:
-    """The nodes (key -> address) after events, in order: a key with its address; None when it is gone, or ""
-    when its node leaves."""
+    """The nodes (key -> address) after the events. An event is a key and its address; None: the key is gone;
+    "": the node leaves."""
     after = dict(nodes)
     for key, address in events:
         if not address:
@@ -181,14 +181,12 @@ def _event(event: pb.Event) -> tuple[str, str | None]:
 
 
 LEASE_SECONDS = 10
-"""The entry of a process that died expires after this time."""
-
-_log = get_logger()
+"""The key of a process that died expires after this time."""
 
 
 class Registration:
-    """Keeps the entry there until `close`, over all losses of etcd. A process serves whether it is registered
-    or not."""
+    """Keeps a node's key in etcd until `close`, and writes it again after etcd was lost. A process serves
+    whether it is registered or not."""
 
     def __init__(self, etcd: Etcd, role: str, incarnation: int, address: str) -> None:
         self._etcd = etcd
@@ -201,8 +199,8 @@ class Registration:
         self._tasks.spawn(self._run(), "etcd registration")
 
     async def close(self) -> None:
-        """Says that the node leaves and removes the entry, if etcd can be reached; else it goes with its
-        lease. Idempotent."""
+        """Announces that the node leaves and removes the key. If etcd cannot be reached the key expires with
+        its lease. Idempotent."""
         await self._tasks.close()
         lease, self._lease = self._lease, None
         if lease is None:
@@ -216,8 +214,7 @@ class Registration:
                     await rpc.KVStub(channel).Put(leaving, timeout=CALL_SECONDS)
                     await rpc.LeaseStub(channel).LeaseRevoke(revoke, timeout=CALL_SECONDS)
         except BatonError as error:
-            text = "entry in etcd not removed; it ends with its lease"
-            _log.warning(text, etcd=endpoint, error=error.message)
+            _log.warning("key in etcd not removed; it expires", etcd=endpoint, error=error.message)
 
     async def _run(self) -> None:
         for endpoint in cycle(self._etcd.endpoints):
@@ -229,8 +226,8 @@ class Registration:
             await asyncio.sleep(BACKOFF_SECONDS)
 
     async def _hold(self, channel: grpc.aio.Channel, endpoint: str) -> None:
-        """Makes the entry and keeps its lease alive until that fails: raises BatonError. A new lease takes
-        the key over from the old one, which then ends with nothing."""
+        """Writes the key and keeps its lease alive until that fails, then raises BatonError. The key moves to
+        the new lease if it had another."""
         address = seen_from(self._address, endpoint)
         leases = rpc.LeaseStub(channel)
         with etcd_errors():
@@ -250,7 +247,7 @@ class Registration:
 
 
 def register(config: NodeConfig, role: str, incarnation: int, address: str) -> Registration | None:
-    """Begins to register a process at host:port, if an etcd is configured. Raises BatonError."""
+    """Starts to register a process at host:port; None if no etcd is configured. Raises BatonError."""
     etcd = Etcd.load(config)
     if etcd is None:
         return None
@@ -260,8 +257,8 @@ def register(config: NodeConfig, role: str, incarnation: int, address: str) -> R
 
 
 def seen_from(address: str, peer: str) -> str:
-    """The address to write down: that one, or, when it means all interfaces, with the address of the one that
-    `peer` (host:port) is reached through. Raises BatonError when there is none."""
+    """The address to register. For a wildcard address the host is that of the interface through which
+    `peer` (host:port) is reached. Raises BatonError if there is none."""
     host, _, port = address.rpartition(":")
     if host not in ("0.0.0.0", "[::]"):
         return address

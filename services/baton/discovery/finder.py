@@ -25,17 +25,16 @@ class Change:
 
 @dataclass(slots=True)
 class _Source:
-    left_out: dict[str, float | None] = field(default_factory=dict)
-    """Address -> since when the source's answers leave it out, in seconds of the caller's clock; None: the
-    last one named it."""
+    missing_since: dict[str, float | None] = field(default_factory=dict)
+    """Address -> the time from which the source's answers leave it out; None: the last answer named it."""
 
 
 class Members:
-    """What several sources say together: a node is there while any of them names it.
+    """The nodes that any of several sources names.
 
-    A source that leaves a node out has it for `hold` seconds more, unless the node itself said that it leaves
-    (DNS answers may be incomplete for a moment, an entry in etcd may expire while its node works; and a node
-    that is really gone takes no requests anyway).
+    A node that a source leaves out is kept for `hold` seconds, unless it has announced that it leaves: DNS
+    answers may be incomplete for a moment, and a key in etcd may expire while its node works. A node that is
+    really gone gets no requests anyway.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class Members:
     def addresses(self) -> list[str]:
         return sorted(self._known)
 
-    def heard(
+    def update(
         self,
         source: str,
         addresses: Iterable[str],
@@ -54,28 +53,27 @@ class Members:
         hold: float = 0.0,
         leaving: Collection[str] = (),
     ) -> Change:
-        """A source has named all nodes that it knows of, and those that said that they leave. A source that
-        could not answer is not heard: what it said last stays, and the time of its silence is no part of a
-        node's `hold`."""
+        """Takes a source's answer: all its nodes, and those that leave. now: seconds. If a source cannot
+        answer, its last answer stays."""
         found = self._sources.setdefault(source, _Source())
         named = dict.fromkeys(addresses)
-        since = {address: now if when is None else when for address, when in found.left_out.items()}
+        since = {address: now if when is None else when for address, when in found.missing_since.items()}
         held = {a: when for a, when in since.items() if now - when < hold and a not in leaving}
-        found.left_out = held | named
-        known = frozenset(address for each in self._sources.values() for address in each.left_out)
+        found.missing_since = held | named
+        known = frozenset(address for each in self._sources.values() for address in each.missing_since)
         before, self._known = self._known, known
         return Change(tuple(sorted(known - before)), tuple(sorted(before - known)))
 
 
-LOOK_SECONDS = 3.0
-"""How often it is looked whether a node that etcd leaves out has been held long enough."""
+EXPIRE_SECONDS = 3.0
+"""Interval at which nodes that etcd leaves out are checked against their hold time."""
 
 _log = get_logger()
 
 
 class Finder:
-    """`addresses`: "host:port" are nodes, "dns:host:port" are names of several. Nodes of the role that are
-    registered in `etcd` are added. `changed` is called on the event loop, first by `start` for the list."""
+    """addresses: "host:port" is a node, "dns:host:port" a name of several. Nodes of the role in `etcd` are
+    added. `changed` is called on the event loop, first by `start` with the static list."""
 
     def __init__(
         self, role: str, addresses: Sequence[str], etcd: Etcd | None, changed: Callable[[Change], None]
@@ -98,36 +96,38 @@ class Finder:
 
     @property
     def searches(self) -> list[str]:
-        """Where nodes may still come from; for people."""
+        """The sources of further nodes, as text."""
         endpoints = self._etcd.endpoints if self._etcd is not None else ()
         return [*map(str, self._names), *(f"etcd {endpoint}" for endpoint in endpoints)]
 
     def start(self) -> None:
-        self._heard("list", self._nodes)
+        self._update("list", self._nodes)
         for name in self._names:
             source = str(name)
 
-            def heard(nodes: list[str], source: str = source) -> None:
-                self._heard(source, nodes, dns.HOLD_SECONDS)
+            def resolved(nodes: list[str], source: str = source) -> None:
+                self._update(source, nodes, dns.HOLD_SECONDS)
 
-            self._tasks.spawn(dns.watch(name, heard), source)
+            self._tasks.spawn(dns.watch(name, resolved), source)
         if self._etcd is not None:
-            watching = etcd.watch(self._etcd, self._role, self._heard_etcd)
+            watching = etcd.watch(self._etcd, self._role, self._update_etcd)
             self._tasks.spawn(watching, f"etcd {self._role}")
-            self._tasks.spawn(self._look_again(), f"etcd {self._role}, again")
+            self._tasks.spawn(self._expire(), f"etcd {self._role}, expiry")
 
-    def _heard_etcd(self, nodes: list[str], leaving: Collection[str]) -> None:
+    def _update_etcd(self, nodes: list[str], leaving: Collection[str]) -> None:
         self._in_etcd = nodes
-        self._heard("etcd", nodes, etcd.HOLD_SECONDS, leaving)
+        self._update("etcd", nodes, etcd.HOLD_SECONDS, leaving)
 
-    async def _look_again(self) -> None:
-        """etcd speaks only when something changes."""
+    async def _expire(self) -> None:
+        """etcd sends nothing unless something changes."""
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            self._heard("etcd", self._in_etcd, etcd.HOLD_SECONDS)
+            await asyncio.sleep(EXPIRE_SECONDS)
+            self._update("etcd", self._in_etcd, etcd.HOLD_SECONDS)
 
-    def _heard(self, source: str, nodes: list[str], hold: float = 0.0, leaving: Collection[str] = ()) -> None:
-        change = self._members.heard(source, nodes, asyncio.get_running_loop().time(), hold, leaving)
+    def _update(
+        self, source: str, nodes: list[str], hold: float = 0.0, leaving: Collection[str] = ()
+    ) -> None:
+        change = self._members.update(source, nodes, asyncio.get_running_loop().time(), hold, leaving)
         if change:
             if source != "list":
                 _log.info(

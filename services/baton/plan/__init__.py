@@ -1,4 +1,3 @@
-"""How many nodes a traffic needs: the real schedulers and hand-off cores under a virtual clock, with steps
-that take the time of a measured `profile`. `traffic` says what arrives, `nodes`, `gateway` and
-`simulation` simulate one layout of nodes, `search` looks for the smallest that meets its targets.
-Pure, but for the files that `profile` and `traffic` read."""
+"""How many nodes a traffic needs. The real schedulers and hand-off cores run under a virtual clock; steps
+take the time of a measured `profile`. `traffic` makes the requests, `nodes`, `gateway` and `simulation`
+simulate one layout of nodes, and `search` finds the smallest that meets the targets."""

@@ -1,6 +1,5 @@
-"""The simulated gateway: the real router, and the real decision between split and local, told of the nodes'
-caches and load as often as workers tell.
-"""
+"""The simulated gateway: the real router and the real decision between split and local. Nodes report their
+caches and load to it as often as workers do."""
 
 from __future__ import annotations
 
@@ -14,20 +13,18 @@ from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.routing import RequestRouting, Router
 from baton.plan.nodes import SimDecode, SimNode, SimPrefill
 from baton.sim.world import Actor, World
-
-UPDATE_SECONDS = 0.05
-"""Between two updates of a worker: worker.cache_service.UPDATE_SECONDS."""
+from baton.worker.cache_service import UPDATE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes."""
+    """The nodes of a request."""
 
     decode: str
     prefill: tuple[str, ...]
     """In the order to try them."""
     local_tokens: int | None
-    """At most so many tokens left to compute are prefilled by the decode node; None: as it sees fit."""
+    """The decode node prefills at most this many uncached tokens itself; None: it decides."""
 
 
 class Gateway:
@@ -46,27 +43,27 @@ class Gateway:
         self._prefill = list(prefill)
         self._decode = list(decode)
         self._nodes: dict[str, SimNode[Any]] = {**prefill, **decode}
-        self._ways: dict[int, RequestRouting] = {}
-        self._hear()
+        self._requests: dict[int, RequestRouting] = {}
+        self._update_views()
 
-    def _hear(self) -> None:
+    def _update_views(self) -> None:
         for address, node in self._nodes.items():
             view = self._router.view(address)
             self._router.update(address, node.cache_update(view.sequence if view.page_size else None))
-        self._world.at(UPDATE_SECONDS, self._actor, self._hear)
+        self._world.at(UPDATE_SECONDS, self._actor, self._update_views)
 
     def route(self, number: int, prompt: Sequence[int]) -> Route:
         """As gateway.requests does for a request without a session."""
-        way = self._ways[number] = RequestRouting(self._router, number, PromptPages(prompt, ""))
-        decode = way.pick_decode(self._decode)
-        prefill = way.order_prefill(self._prefill)
-        limit = way.decide(self._split, decode, prefill)
-        way.sent(decode, prefill)
+        routing = self._requests[number] = RequestRouting(self._router, number, PromptPages(prompt, ""))
+        decode = routing.pick_decode(self._decode)
+        prefill = routing.order_prefill(self._prefill)
+        limit = routing.decide(self._split, decode, prefill)
+        routing.sent(decode, prefill)
         return Route(decode, tuple(prefill), limit)
 
     def computed(self, number: int) -> None:
-        """The request's prompt has been."""
-        self._ways[number].computed()
+        """The request's prompt has been computed."""
+        self._requests[number].computed()
 
     def ended(self, number: int) -> None:
-        self._ways.pop(number).ended()
+        self._requests.pop(number).ended()

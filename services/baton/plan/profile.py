@@ -17,7 +17,7 @@ Seconds = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The sizes of a worker; its defaults are those of a CPU worker with the demo model."""
+    """Sizes of a worker; the defaults are a CPU worker's with the demo model."""
 
     page_size: Count = 16
     kv_tokens: Count = 65536
@@ -31,7 +31,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class PullCost:
-    """Of a pull between two pools."""
+    """Cost of a pull between two pools."""
 
     latency: Seconds = 0.0
     bytes_per_second: Annotated[float, Field(gt=0)] = float("inf")
@@ -45,16 +45,16 @@ class PullCost:
 
 @dataclass(frozen=True, slots=True)
 class HostCost:
-    """Seconds that pass around the steps."""
+    """Time beside the steps."""
 
     turn: Seconds = 0.0
-    """Between a step's end and the next one's launch."""
+    """From a step's end to the next launch."""
     row: Seconds = 0.0
-    """More of that for each row of the step."""
+    """Added to `turn` for each row of the step."""
     request: Seconds = 0.0
-    """Of a request at the gateway and of its first token on the way back."""
+    """A request's time in the gateway, and its first token's on the way back."""
     hop: Seconds = 0.0
-    """Of a message from a decode node's step thread to a prefill node's, or back."""
+    """A message from a decode node's step thread to a prefill node's, or back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,11 @@ class Profile:
     pull: PullCost = PullCost()
     host: HostCost = HostCost()
     missing: tuple[str, ...] = ()
-    """Parts that its file does not have; they are assumed to be as above."""
+    """Parts that the file lacks; they have the defaults above."""
 
 
 def to_dict(profile: Profile) -> dict[str, Any]:
-    """For JSON. What is not known is left out."""
+    """For JSON; without the missing parts."""
     found = {part: asdict(getattr(profile, part)) for part in ("step", "engine", "pull", "host")}
     if found["pull"]["bytes_per_second"] == float("inf"):
         del found["pull"]["bytes_per_second"]

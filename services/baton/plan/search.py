@@ -1,4 +1,4 @@
-"""Looks for the fewest nodes that meet the targets, by simulating one layout after the other. Pure."""
+"""Finds the fewest nodes that meet the targets by simulating one layout after the other."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from baton.stepcost import StepCost, StepLoad, chunk_pairs
 
 
 def layout_results(found: Simulated, targets: Targets) -> dict[str, Any]:
-    """Latencies in milliseconds, of requests that finished; rates per second over the time in which the
-    requests that count arrived."""
+    """Latencies of finished requests, in milliseconds; rates per second, over the time in which the counted
+    requests arrived."""
     done = [record for record in found.records if not record.error]
     seconds, met = found.seconds, found.met(targets)
     late, slow = misses(found, targets)
@@ -41,8 +41,8 @@ def layout_results(found: Simulated, targets: Targets) -> dict[str, Any]:
     }
 
 
-BESIDE = 2
-"""Once a split or an aggregated layout has been found, the other is looked for up to so many more nodes."""
+EXTRA_NODES = 2
+"""Once a layout of one kind is found, the other kind is tried with at most this many more nodes."""
 
 Simulate = Callable[[Layout], Simulated]
 
@@ -51,7 +51,7 @@ Simulate = Callable[[Layout], Simulated]
 class Goal:
     targets: Targets
     part: float
-    """Of the requests that must meet them."""
+    """Part of the requests that must meet them."""
 
     def reached(self, found: Simulated) -> bool:
         return found.met(self.targets) >= self.part * len(found.records)
@@ -62,33 +62,33 @@ class Kinds:
     """Which layouts to try."""
 
     split: tuple[str, ...] = ("auto", "always")
-    """Modes of split ones, in this order; none: no split layouts."""
+    """`--split` modes of split layouts, in this order; empty: no split layouts."""
     aggregated: bool = True
 
 
 @dataclass(slots=True)
 class Plan:
-    """What the search has found."""
+    """Results of the search."""
 
     tried: list[Simulated] = field(default_factory=list)
     """In the order of the search."""
     split: Simulated | None = None
-    """With the fewest nodes that reach the goal; None: none up to the limit."""
+    """The layout with the fewest nodes that reaches the goal; None: none up to the limit."""
     aggregated: Simulated | None = None
 
     @property
     def best(self) -> Simulated | None:
-        """The one with fewer nodes; of two with as many the aggregated one, which needs no hand-off."""
+        """The layout with fewer nodes; with equally many the aggregated one, which needs no hand-off."""
         found = [each for each in (self.aggregated, self.split) if each is not None]
         return min(found, key=lambda each: each.layout.nodes, default=None)
 
 
 def impossible(traffic: Traffic, goal: Goal, cost: StepCost, budget: int, turn: float) -> str:
-    """Why no number of nodes reaches the goal, since too many of the requests would miss the targets alone on
-    a deployment; empty: one might. budget: tokens of a step. turn: seconds between two steps."""
+    """Why no number of nodes reaches the goal: too many requests would miss the targets even on an idle
+    deployment. Empty: it may be reached. budget: tokens of a step. turn: seconds between two steps."""
     targets, place = goal.targets, max(0, math.ceil(goal.part * len(traffic.arrivals)) - 1)
     if targets.itl_ms is not None:
-        # Of a single token there is nothing to wait for.
+        # A single token has no ITL.
         keys = sorted(arrival.prompt if arrival.output > 1 else 0 for arrival in traffic.arrivals)[place]
         least = 1e3 * (cost.seconds(StepLoad(decode_sequences=1, context_tokens=keys)) + turn)
         if keys and least > targets.itl_ms:
@@ -104,7 +104,7 @@ def impossible(traffic: Traffic, goal: Goal, cost: StepCost, budget: int, turn: 
 
 
 def prompt_seconds(start: int, count: int, cost: StepCost, budget: int) -> float:
-    """Of the steps of a prompt alone on a node, of which `start` tokens are cached."""
+    """Time of the steps of a prompt on an idle node; `start` tokens are cached, `count` are computed."""
     chunks = -(-count // budget)
     return chunks * cost.fixed + cost.token * count + cost.pair * chunk_pairs(start, count)
 
@@ -130,15 +130,15 @@ def search(work: Work, goal: Goal, most: int, simulate: Simulate, kinds: Kinds) 
         if all(done):
             break
         if limit == most and plan.best is not None:
-            limit = min(most, nodes + BESIDE)
+            limit = min(most, nodes + EXTRA_NODES)
     return plan
 
 
 def _walk(
     nodes: int, mode: str, work: Work, goal: Goal, simulate: Simulate, tried: list[Simulated]
 ) -> Simulated | None:
-    """Of the layouts with so many nodes: from the one that divides them as prompts and rows divide the work,
-    towards more of the kind whose target more requests miss; back means that there is none."""
+    """Tries layouts with this many nodes. Starts with nodes divided like the work, then moves a node to the
+    role whose target more requests miss, until a layout repeats."""
     prefill = min(nodes - 1, max(1, round(nodes * work.prefill_part)))
     seen: set[int] = set()
     while 1 <= prefill < nodes and prefill not in seen:
@@ -153,7 +153,7 @@ def _walk(
 
 
 def misses(found: Simulated, targets: Targets) -> tuple[int, int]:
-    """Requests that miss the TTFT, and the ITL."""
+    """Requests that miss the TTFT target, and the ITL target."""
     late, slow = Targets(ttft_ms=targets.ttft_ms), Targets(itl_ms=targets.itl_ms)
     count = len(found.records)
     return count - found.met(late), count - found.met(slow)

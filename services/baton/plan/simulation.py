@@ -1,4 +1,4 @@
-"""One layout of nodes under one traffic, from the first request to the last answer, and its results."""
+"""Simulates one layout of nodes under one traffic."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from baton.sim.world import Actor, World
 from baton.v1 import common_pb2, decode_pb2
 
 Progress = Callable[[int], None]
-"""Called with the requests that have ended, now and then."""
-TOLD_EVERY = 32
+"""Called with the number of ended requests."""
+PROGRESS_EVERY = 32
+"""Ended requests."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,23 +40,23 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class NodeUsage:
-    """Of the nodes of one kind."""
+    """Use of all prefill nodes, or of all decode nodes."""
 
     busy: float
-    """Part of the time in which requests arrived that the devices were computing; the mean of the nodes."""
+    """Part of the time that the devices computed while requests arrived; mean of the nodes."""
     most_pages: int
-    """Held by requests at any moment, of the node that held most."""
+    """Most pages that requests of one node held at a time."""
     pages: int
-    """Of each node's pool."""
+    """Pages of a node's pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
     layout: Layout
     records: list[Record]
-    """Of the requests that count, in the order of their arrival; as a client of `baton bench` has them."""
+    """Of the counted requests, in the order of their arrival, as a client of `baton bench` records them."""
     seconds: float
-    """In which these arrived."""
+    """Time in which these arrived."""
     prefill: NodeUsage | None
     decode: NodeUsage
     retractions: int
@@ -66,7 +67,7 @@ class Simulated:
 
 
 class Simulation:
-    """`run` once."""
+    """For one call of `run`."""
 
     def __init__(self, layout: Layout, setup: Setup, traffic: Traffic, progress: Progress) -> None:
         self._world = World(0)
@@ -95,7 +96,7 @@ class Simulation:
         for number, arrival in enumerate(traffic.arrivals):
             delay = arrival.at + self._setup.profile.host.request
             world.at(delay, self._actor, self._arrive(number))
-        world.at(traffic.end, self._actor, self._look)
+        world.at(traffic.end, self._actor, self._record_busy)
         while self._left and world.step():
             pass
         records = self._records[traffic.first : traffic.last]
@@ -105,8 +106,8 @@ class Simulation:
         decode = self._usage(list(self._decode.values()))
         return Simulated(self._layout, records, traffic.end - start, prefill, decode, retractions)
 
-    def _look(self) -> None:
-        """The last request that counts has arrived: how busy have the nodes been until now?"""
+    def _record_busy(self) -> None:
+        """The last counted request has arrived."""
         nodes: list[SimPrefill | SimDecode] = [*self._prefill.values(), *self._decode.values()]
         self._busy = {node.name: node.runner.busy for node in nodes}
 
@@ -120,7 +121,7 @@ class Simulation:
     def _start(self, number: int) -> None:
         arrival = self._traffic.arrivals[number]
         common = min(self._traffic.shared_prefix, arrival.prompt)
-        # No two requests have more in common than the shared prefix.
+        # Two requests share the prefix and nothing beyond it.
         prompt = (0,) * common + (number + 1,) * (arrival.prompt - common)
         route = self._gateway.route(number, prompt)
         sampling = common_pb2.SamplingParams(max_tokens=arrival.output, ignore_eos=True)
@@ -159,12 +160,12 @@ class Simulation:
         self._gateway.ended(number)
         self._left -= self._traffic.first <= number < self._traffic.last
         self._ended += 1
-        if self._ended % TOLD_EVERY == 0:
+        if self._ended % PROGRESS_EVERY == 0:
             self._progress(self._ended)
 
 
 def simulate(
     layout: Layout, setup: Setup, traffic: Traffic, progress: Progress = lambda ended: None
 ) -> Simulated:
-    """The same for the same arguments."""
+    """Deterministic."""
     return Simulation(layout, setup, traffic, progress).run()

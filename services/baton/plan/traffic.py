@@ -1,4 +1,4 @@
-"""What arrives: requests with their times and lengths, drawn from distributions. Pure."""
+"""Requests with their arrival times and lengths, drawn from distributions or read from a trace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Drawn evenly from a range; or, where there are `points`, from percentiles: between two of them and
-    beyond the outer ones the length is log-normal (two of them are thus a log-normal distribution)."""
+    """A distribution of lengths: uniform from `low` to `high`, or given by percentiles (`points`), between
+    which and beyond which the length is log-normal. Two points give a log-normal distribution."""
 
     low: int = 1
     high: int = 1
@@ -51,7 +51,7 @@ class Lengths:
             return rng.randint(self.low, self.high)
         z = rng.normalvariate()
         places = [_NORMAL.inv_cdf(part) for part, _ in self.points]
-        # The piece that z falls into; the outer ones go on without an end.
+        # The segment that contains z; the outer ones are unbounded.
         right = next((i for i in range(1, len(places) - 1) if z < places[i]), len(places) - 1)
         left = right - 1
         slope = (z - places[left]) / (places[right] - places[left])
@@ -60,8 +60,8 @@ class Lengths:
 
 
 MARGIN = 8
-"""A part of 1/8 as many requests comes before the ones that count, and after them: they find a deployment
-that is at work, and none that runs empty."""
+"""1/MARGIN as many requests arrive before the counted ones, and after them, so that these meet a deployment
+under load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Arrival:
 class Traffic:
     arrivals: tuple[Arrival, ...]
     first: int
-    """Requests from this one to before `last` count; the others keep the deployment at work."""
+    """Requests first .. last - 1 are counted; the others keep the deployment under load."""
     last: int
     shared_prefix: int = 0
     """Tokens that all prompts begin with."""
@@ -90,7 +90,7 @@ class Traffic:
 
     @property
     def end(self) -> float:
-        """When the time ends in which requests that count arrive."""
+        """Seconds after which no counted request arrives."""
         return self.arrivals[min(self.last, len(self.arrivals) - 1)].at
 
     def work(self, cost: StepCost, max_rows: int, token_budget: int) -> Work:
@@ -110,24 +110,24 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Node seconds a second that a traffic takes at least: in the fullest steps there can be, every prompt
-    computed once, its shared prefix never."""
+    """Least node seconds per second that a traffic takes: steps as full as possible, each prompt computed
+    once, its shared prefix never."""
 
     prompts: float
     rows: float
     prompt_steps: float
-    """What steps cost however much is in them, if all were full of prompts."""
+    """Fixed cost of steps full of prompt tokens."""
     row_steps: float
-    """Likewise, of decode rows."""
+    """Fixed cost of steps full of decode rows."""
 
     @property
     def least_nodes(self) -> int:
-        """No fewer carry the traffic, whatever they do: a step may be full of prompts and rows at once."""
+        """Fewer nodes cannot carry the traffic. A step may be full of prompt tokens and of rows at once."""
         return max(1, math.ceil(self.prompts + self.rows + max(self.prompt_steps, self.row_steps)))
 
     @property
     def prefill_part(self) -> float:
-        """Of the whole that prompts take."""
+        """Part of the work that prompts take."""
         prompts, rows = self.prompts + self.prompt_steps, self.rows + self.row_steps
         return prompts / (prompts + rows) if prompts + rows else 0.5
 
@@ -135,8 +135,8 @@ class Work:
 def poisson(
     rate: float, prompt: Lengths, output: Lengths, count: int, seed: int, context: int, shared_prefix: int = 0
 ) -> Traffic:
-    """`count` requests that count, at `rate` per second. Prompts and outputs beyond what the context holds
-    are cut: outputs to half of it at most, prompts to the rest."""
+    """`count` counted requests at `rate` per second. A request that exceeds the context is cut: its output to
+    half of the context, its prompt to the rest."""
     rng = random.Random(f"{seed}/traffic")
     margin = max(1, count // MARGIN)
     arrivals, now = [], 0.0
@@ -154,11 +154,11 @@ def _fit(at: float, prompt: int, output: int, context: int) -> Arrival:
 
 
 def read_trace(path: Path, context: int, shared_prefix: int = 0) -> Traffic:
-    """A JSON list of {"at": seconds, "prompt": tokens, "output": tokens}. Every request counts. Raises
-    ValueError with one line for people."""
+    """Reads a JSON list of {"at": seconds, "prompt": tokens, "output": tokens}. All requests are counted.
+    Raises ValueError with a readable line."""
     try:
         found = json.loads(path.read_text())
-        arrivals = sorted(_entries(found), key=lambda arrival: arrival.at)
+        arrivals = sorted(_arrivals(found), key=lambda arrival: arrival.at)
     except OSError as error:
         raise ValueError(f"trace {path} cannot be read: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -173,6 +173,6 @@ def read_trace(path: Path, context: int, shared_prefix: int = 0) -> Traffic:
     return Traffic(tuple(arrivals), 0, len(arrivals), shared_prefix)
 
 
-def _entries(found: Sequence[dict[str, float]]) -> Iterator[Arrival]:
+def _arrivals(found: Sequence[dict[str, float]]) -> Iterator[Arrival]:
     for entry in found:
         yield Arrival(float(entry["at"]), int(entry["prompt"]), int(entry["output"]))
