@@ -187,8 +187,8 @@ def test_a_shape_without_weights_is_served_and_measured(tmp_path):
     ("arguments", "says"),
     [
         (["serve", "--rate", "0"], "numbers above 0"),
-        (["serve", "--rate", "4", "--concurrency", "2"], "--concurrency is of a closed loop"),
-        (["serve", "--rate", "4", "--requests", "2"], "--requests is of a closed loop"),
+        (["serve", "--rate", "4", "--concurrency", "2"], "--concurrency is for a closed loop"),
+        (["serve", "--rate", "4", "--requests", "2"], "--requests is for a closed loop"),
         (["serve", "--rate", "0.001", "--seconds", "1"], "nothing arrives"),
         (["serve", "--concurrency", "2", "--clients", "3"], "--clients (3)"),
         (["serve", "--prompt-tokens", "9-3"], "smaller number first"),

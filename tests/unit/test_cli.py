@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from baton.cli.doctor import port_taken
+from baton.cli.doctor import ports
 from baton.cli.main import COMMANDS, MEASUREMENTS, main
 from baton.cli.options import ROLES
 
@@ -135,8 +135,9 @@ def test_doctor_json() -> None:
     assert found["attention", "torch"]["verdict"] == "ok"
 
 
-def test_doctor_finds_a_port_in_use() -> None:
+def test_doctor_finds_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert port_taken(port)
-    assert not port_taken(port)
+        monkeypatch.setattr("baton.cli.doctor.DEFAULT_PORTS", {"gateway": (port, port)})
+        assert [check.verdict for check in ports()] == ["note"]
+    assert [check.verdict for check in ports()] == ["ok"]

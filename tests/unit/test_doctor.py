@@ -23,7 +23,7 @@ SERVE = ["python", "/opt/baton/bin/baton", "serve", "decode"]
         (FIRST_PID_NAMESPACE, {1: ["init"], 77: SERVE}, "ok", "unique"),
         ("pid:[4026532000]", {1: SERVE}, "note", "has process id 1"),
         ("pid:[4026532000]", {1: ENTRY, 105: SERVE}, "ok", "is 105"),
-        ("pid:[4026532000]", {1: ["bash"]}, "ok", "needs other ones"),
+        ("pid:[4026532000]", {1: ["bash"]}, "ok", "needs different ids"),
     ],
 )
 def test_a_worker_that_cuda_ipc_could_not_tell_apart_is_found(namespace, commands, verdict, says):

@@ -53,8 +53,8 @@ def test_the_first_layouts_that_do_are_taken():
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout(0, 1), "1 decode node that prefills for itself"),
-        (Layout(0, 2), "2 decode nodes that prefill for themselves"),
+        (Layout(0, 1), "1 decode node, aggregated"),
+        (Layout(0, 2), "2 decode nodes, aggregated"),
         (Layout(2, 1, "always"), "2 prefill and 1 decode node with --split always"),
     ],
 )

@@ -28,7 +28,7 @@ Call = ClientStream[inference_pb2.GenerateRequest, inference_pb2.GenerateRespons
 
 PROGRESS_SECONDS = 0.25
 TIMEOUT_MARGIN_SECONDS = 5.0
-"""Time for the gateway to report a timeout; then the client itself gives up."""
+"""The client gives up this long after the request's own timeout, which the gateway reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class Target:
 
 
 class LoadClient:
-    """Sends jobs over one connection; one record each."""
+    """Sends jobs over one connection and makes a record of each."""
 
     def __init__(self, stub: Any, work: Workload, timeout: float, start: float) -> None:
-        """start: of the run, on the monotonic clock."""
+        """start: start of the run, on the monotonic clock."""
         self._stub = stub
         self._workload = work
         self._timeout = timeout
@@ -73,14 +73,14 @@ class LoadClient:
         return inference_pb2.GenerateRequest(start=start)
 
     async def _until(self, at: float) -> None:
-        # A timer may go off up to a millisecond early: its clock is that coarse.
+        # A timer may fire up to a millisecond early.
         left = at - self.now()
         while left > 0:
             await asyncio.sleep(left)
             left = at - self.now()
 
     async def open_loop(self, jobs: Sequence[Job]) -> None:
-        """Begins each thread at its time, whatever became of the others."""
+        """Begins each thread at its time."""
         threads = [list(thread) for _, thread in groupby(jobs, key=lambda job: job.thread)]
         messages = [self.message(thread[0]) for thread in threads]
         async with asyncio.TaskGroup() as group:
@@ -89,7 +89,7 @@ class LoadClient:
                 group.create_task(self._run_conversation(thread[0].at, message, thread[1:]))
 
     async def closed_loop(self, jobs: Sequence[Job], concurrency: int) -> None:
-        """Begins a thread when another has ended; 0: all at once."""
+        """Runs `concurrency` threads at a time; 0: all at once."""
         threads = [list(thread) for _, thread in groupby(jobs, key=lambda job: job.thread)]
         left = iter([(thread[0].pause, self.message(thread[0]), thread[1:]) for thread in threads])
         await self._until(0.0)
@@ -107,7 +107,7 @@ class LoadClient:
     async def _run_conversation(
         self, at: float | None, message: inference_pb2.GenerateRequest, rest: Sequence[Job]
     ) -> None:
-        """A thread, until it ends or a turn of it fails."""
+        """Runs a thread to its end, or until a turn fails."""
         record, answer = await self._request(at, message)
         said = list(message.start.tokens.token_ids) if rest else []
         for job in rest:
@@ -122,7 +122,7 @@ class LoadClient:
     async def _request(
         self, at: float | None, message: inference_pb2.GenerateRequest
     ) -> tuple[Record, list[int]]:
-        """What became of it, and the tokens of its answer."""
+        """Sends a request; returns its record and the tokens of the answer."""
         sent, answer = self.now(), list[int]()
         record = Record(sent if at is None else at, sent)
         self.running += 1

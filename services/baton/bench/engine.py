@@ -1,4 +1,4 @@
-"""The engine inside this process: scheduler and runner, without gRPC or other processes."""
+"""The engine in this process: scheduler and runner, without gRPC or other processes."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from baton.worker.engine import build_engine
 
 PROGRESS_SECONDS = 1.0
 Progress = Callable[[int], None]
-"""Called about once a second with the tokens so far."""
+"""Called about once a second with the number of tokens so far."""
 HOST_PARTS = ("plan", "launch", "read", "commit")
 
 
 @dataclass(slots=True)
 class EngineRun:
-    """Requests submitted at once and run to their end."""
+    """A run of requests that are submitted at once."""
 
     seconds: float = 0.0
     tokens: int = 0
     first_tokens_seconds: float = 0.0
-    """Until all requests had their first token."""
+    """Until every request had its first token."""
     step_seconds: list[float] = field(default_factory=list)
-    """Between the ends of successive decode steps that hold all requests."""
+    """Between the ends of successive decode steps with all requests."""
     attended: float = 0.0
-    """Mean number of tokens, of all rows together, whose KV such a step reads."""
+    """Mean number of tokens whose KV such a step reads, over all rows."""
     host: dict[str, float] = field(default_factory=dict)
-    """Median seconds that the host spends on each part of such a step. On a CPU `launch` is the computing
-    itself; where `read` cannot be told from waiting for the device, it is not there."""
+    """Median host seconds of each part of such a step. On a CPU `launch` computes. `read` is missing where it
+    cannot be separated from waiting for the device."""
 
     @property
     def tpot(self) -> float | None:
-        """Median seconds of a decode step with all requests in it; None if there were none."""
+        """Median seconds of a decode step with all requests; None if there was none."""
         return statistics.median(self.step_seconds) if self.step_seconds else None
 
 
 class EngineBench:
-    """An engine as a decode node builds it, and runs on it."""
+    """An engine as a decode node builds it."""
 
     def __init__(self, config: WorkerConfig) -> None:
         """Loads the model; blocks. Raises BatonError."""
@@ -72,7 +72,7 @@ class EngineBench:
         self.engine.close()
 
     def facts(self) -> dict[str, Any]:
-        """What a report says of the engine."""
+        """The engine's entry in a report."""
         info, layout = self.engine.model_info, self.engine.pool.layout
         found: dict[str, Any] = {
             "model": info.name,
@@ -100,7 +100,7 @@ class EngineBench:
     def run(
         self, jobs: Sequence[Job], temperature: float = 0.0, progress: Progress = lambda tokens: None
     ) -> EngineRun:
-        """Submits all jobs and runs them to their end, on an empty cache. Raises BatonError if one fails."""
+        """Runs all jobs at once on an empty cache. Raises BatonError if one fails."""
         scheduler = self._scheduler(jobs, temperature)
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
@@ -150,7 +150,7 @@ class EngineBench:
 
 
 class _StepTimer:
-    """Times of the iterations of a run's loop."""
+    """Records the step times of a run."""
 
     clock = staticmethod(time.perf_counter)
 
@@ -159,15 +159,15 @@ class _StepTimer:
         self._progress = progress
         self._begun: set[Any] = set()
         self._ends: list[tuple[float, int]] = []
-        """Of each step: when, and the tokens attended to by a decode step of all requests, 0 of another."""
+        """End of each step; tokens attended to if it is a decode step of all requests, else 0."""
         self._host: list[tuple[float | None, ...]] = []
         self._run = EngineRun()
-        self._started = self._told = self.clock()
+        self._started = self._reported = self.clock()
 
     def note(
         self, done: Step, launched: Step | None, events: Sequence[Any], host: tuple[float | None, ...]
     ) -> None:
-        """A step has been read; `launched` was planned and launched in the same turn."""
+        """Records step `done`, which has been read; `launched` was launched in the same iteration."""
         now = self.clock()
         for event in events:
             if isinstance(event, TokenEvent):
@@ -183,8 +183,8 @@ class _StepTimer:
         self._ends.append((now, sum(row.start + 1 for row in rows) if whole else 0))
         if decode and launched is not None and len(launched.plan.rows) == len(rows):
             self._host.append(host)
-        if now - self._told >= PROGRESS_SECONDS:
-            self._told = now
+        if now - self._reported >= PROGRESS_SECONDS:
+            self._reported = now
             self._progress(self._run.tokens)
 
     def end(self) -> EngineRun:

@@ -1,4 +1,4 @@
-"""The machine and the versions that results were measured with, and its GPUs."""
+"""The machine, its GPUs, and the versions, as results name them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import baton
 
 PACKAGES = ("grpcio", "protobuf", "uvloop", "torch", "transformers", "triton", "sglang-kernel", "nixl")
 DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""Devices of NVIDIA drivers; the second one is of WSL."""
+"""Devices of NVIDIA drivers; the second is WSL's."""
 SECONDS = 10.0
-"""For a program that is asked."""
+"""Time limit of a program."""
 
 
 def machine() -> dict[str, Any]:
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(commit: str = "") -> dict[str, str]:
-    """Of Baton, Python and what is there of the packages that matter; `commit` replaces the checkout's."""
+    """Versions of Baton, Python and the installed ones of PACKAGES. commit: instead of the checkout's."""
     found = {"baton": baton.__version__, "commit": commit or _commit(), "python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -45,7 +45,7 @@ def versions(commit: str = "") -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the checkout that this package lies in, "+" behind it when files were changed; "unknown" without."""
+    """Commit of this package's checkout, with "+" if files are changed; "unknown" if there is none."""
     root = Path(baton.__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return "unknown"
@@ -65,7 +65,7 @@ def _processor() -> str:
 
 
 def _lines(program: str, *arguments: str) -> list[str]:
-    """What a program prints; nothing when it is not there or fails."""
+    """Lines that a program prints; none if it is missing or fails."""
     if shutil.which(program) is None:
         return []
     try:
@@ -78,12 +78,12 @@ def _lines(program: str, *arguments: str) -> list[str]:
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs that this process sees, as CUDA_VISIBLE_DEVICES would name them. Imports torch only where
-    there is a driver."""
+    """GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them. Imports torch only if there is a
+    driver."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",") if name.strip()]
-        # What follows a number that is none of a device is not seen either.
+        # CUDA ignores "-1" and what follows it.
         return names[: names.index("-1")] if "-1" in names else names
     if not any(path.exists() for path in DRIVER):
         return []

@@ -1,8 +1,8 @@
-"""Pictures of a `serve` measurement: percentiles over rate, and distributions. Needs matplotlib.
+"""Plots of a `baton bench serve` report: percentiles over rate, and distributions. Needs matplotlib.
 
     python -m baton.bench.plots load.json load.png
 
-draws what `baton bench serve --json load.json` has measured, perhaps on a machine without matplotlib.
+plots a report that was written by `baton bench serve --json load.json`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from baton.latency import PERCENTILES
 
 STYLES = dict(zip(PERCENTILES, ("o-", "s--", "^:"), strict=True))
 Run = dict[str, Any]
-"""One of the runs of a report."""
+"""A run of a report."""
 
 
 class NoPlots(Exception):
-    """matplotlib is not there; one line that says how to get it."""
+    """matplotlib is not installed; one line that says how to install it."""
 
 
 def require() -> None:
-    """Raises NoPlots; to be called before anything is measured."""
+    """Raises NoPlots. Called before anything is measured."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -36,7 +36,7 @@ def require() -> None:
 
 
 def plot(report: dict[str, Any], file: Path) -> None:
-    """Writes the picture of a report as a PNG. Raises NoPlots."""
+    """Writes the plot of a report as PNG. Raises NoPlots."""
     require()
     draw(report).savefig(file, format="png")
 
@@ -73,7 +73,7 @@ def _range(low: int, high: int) -> str:
 
 
 def _over_rate(panel: Any, runs: Sequence[Run], name: str) -> None:
-    """A closed loop has no rate: its runs stand side by side."""
+    """Runs of a closed loop, which has no rate, are placed side by side."""
     rates = [run["workload"]["rate"] for run in runs]
     by_rate = all(rate is not None for rate in rates)
     x = [float(rate) for rate in rates] if by_rate else list(range(len(runs)))
@@ -84,9 +84,9 @@ def _over_rate(panel: Any, runs: Sequence[Run], name: str) -> None:
     panel.set_xticks(x, [run["load"] for run in runs])
     panel.set_xlabel("offered load, requests/s" if by_rate else "closed loop")
     panel.set_ylabel(f"{name.upper()}, ms")
-    # There are far more tokens than requests.
+    # ITL percentiles are over tokens, of which there are far more than requests.
     few = [run["finished"] for run in runs if too_few(run["finished"])] if name == "ttft" else []
-    note = f"; p{too_few(min(few))[0]} of {min(few)} requests is little more than the slowest" if few else ""
+    note = f"; p{too_few(min(few))[0]} of {min(few)} requests is close to the slowest" if few else ""
     panel.set_title(f"{name.upper()} over load{note}", fontsize=10, loc="left")
     if any(value > 0 for run in runs for value in run[f"{name}_ms"].values() if value is not None):
         _logarithmic(panel.set_yscale, panel.yaxis)
@@ -112,7 +112,7 @@ def _distribution(panel: Any, runs: Sequence[Run], name: str) -> None:
 
 
 def _logarithmic(set_scale: Any, axis: Any) -> None:
-    """With plain numbers at 1, 2 and 5 of each decade. Fails on an axis without a value above 0."""
+    """Ticks at 1, 2 and 5 of each decade. The axis needs a value above 0."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     set_scale("log")
@@ -122,7 +122,7 @@ def _logarithmic(set_scale: Any, axis: Any) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draws a report that was written before; the exit code."""
+    """Plots an existing report; returns the exit code."""
     if len(arguments) != 2:
         print("usage: python -m baton.bench.plots REPORT.json PICTURE.png", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What the engine's steps cost, measured and fitted; and what a deployment adds around them."""
+"""The cost of the engine's steps, measured and fitted, and the host's cost around them in a deployment."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from baton.stepcost import StepCost, StepLoad, chunk_pairs, fit
 
 WARM_UP = 2
 LEAST = 5
-"""Measured steps of a shape, however long they take."""
+"""Measured steps of a shape at least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is in a step."""
+    """The contents of a step."""
 
     rows: int = 0
-    """Decode rows, `context` tokens behind each."""
+    """Decode rows, each with `context` tokens before it."""
     context: int = 0
     chunk: int = 0
-    """Tokens of a prompt, `cached` ones before them."""
+    """Prompt tokens, with `cached` ones before them."""
     cached: int = 0
 
     def pages(self, size: int) -> int:
@@ -53,7 +53,7 @@ class Measured:
 
 
 def grid(rows: Sequence[int], contexts: Sequence[int], chunks: Sequence[int]) -> list[Shape]:
-    """Decode steps of all sizes, prompt chunks without and with cached tokens before them, steps of both."""
+    """Decode steps, prompt chunks with and without cached tokens before them, and mixed steps."""
     decode = [Shape(rows=count, context=context) for count, context in itertools.product(rows, contexts)]
     prompts = [
         Shape(chunk=chunk, cached=cached) for chunk, cached in itertools.product(chunks, (0, *contexts))
@@ -64,7 +64,7 @@ def grid(rows: Sequence[int], contexts: Sequence[int], chunks: Sequence[int]) ->
 
 
 def problem(shape: Shape, bench: EngineBench) -> str:
-    """Why a shape cannot be measured with this engine; empty: it can."""
+    """Why this engine cannot run the shape; empty: it can."""
     config, pool = bench.config, bench.engine.pool
     if shape.rows + bool(shape.chunk) > config.max_rows:
         return f"more rows than {config.max_rows}"
@@ -80,7 +80,7 @@ def problem(shape: Shape, bench: EngineBench) -> str:
 def measure_all(
     bench: EngineBench, shapes: Sequence[Shape], seconds: float, on_progress: Callable[[Shape], None]
 ) -> list[Measured]:
-    """The median step of each shape, measured for so many seconds. `on_progress` is called before each."""
+    """The median step of each shape, repeated for `seconds`. `on_progress` is called before each shape."""
     found = []
     pool = bench.engine.pool
     pool.raw[: max(shape.pages(pool.layout.page_size) for shape in shapes)].zero_()
@@ -93,7 +93,7 @@ def measure_all(
 
 
 def _rows(shape: Shape, size: int) -> Iterator[PlanRow]:
-    """Each row has pages of its own."""
+    """Rows with different pages."""
     each, first = shape.context // size + 1, 0
     for slot in range(shape.rows):
         yield PlanRow(slot, None, shape.context, tuple(range(first, first + each)), (slot,))
@@ -106,8 +106,8 @@ def _rows(shape: Shape, size: int) -> Iterator[PlanRow]:
 
 
 def _measure(runner: Runner[Any], rows: tuple[PlanRow, ...], overlap: bool, seconds: float) -> float:
-    """Median seconds from step to step; with overlap the next one is launched before one is read, so that it
-    is the device that counts."""
+    """Median seconds from step to step. With overlap the next step is launched before one is read, so that
+    the device's time is measured."""
     params = SamplingParams(temperature=0.0)
     inits = tuple(SlotInit(row.slot, params, 0, (), (), last_token=0) for row in rows)
     pending = runner.launch(StepPlan(1, rows, inits)) if overlap else None
@@ -130,10 +130,10 @@ def _measure(runner: Runner[Any], rows: tuple[PlanRow, ...], overlap: bool, seco
 class Fitted:
     cost: StepCost
     errors: list[float]
-    """Of each measured step: by what part of its time the fit is wrong, in the order of measurement."""
+    """Relative error of the fit for each measured step, in the order of measurement."""
 
     def summary(self) -> dict[str, float]:
-        """Parts of a step's time."""
+        """Absolute relative errors."""
         sizes = sorted(map(abs, self.errors))
         return {
             "median": statistics.median(sizes),
@@ -143,7 +143,7 @@ class Fitted:
 
 
 def fitted(measured: Sequence[Measured]) -> Fitted:
-    """Raises ValueError when there is nothing to fit."""
+    """Raises ValueError if nothing was measured."""
     cost = fit([(each.load, each.seconds) for each in measured])
     return Fitted(cost, [cost.seconds(each.load) / each.seconds - 1.0 for each in measured])
 
@@ -162,9 +162,10 @@ def points(measured: Sequence[Measured], found: Fitted) -> list[dict[str, Any]]:
 
 
 STEP = StepCost(fixed=0.01, row=0.0, key=0.0, token=0.0, pair=0.0)
-"""Long enough for steps not to share messages."""
+"""Steps so long that each has a message of its own."""
 LOCAL, LIMIT, REMOTE = 16, 32, 256
-"""Prompts that the decode node computes itself, up to a limit, and that it hands off; all fit into a step."""
+"""Prompt tokens that the decode node computes itself, its limit, and prompt tokens that it hands off; each
+prompt fits into one step."""
 SPLIT = {"local_prefill_tokens": LIMIT}
 """Settings of the decode node that is measured."""
 OUTPUT, MANY = 25, 24
@@ -173,8 +174,8 @@ TIMEOUT = 60.0
 
 
 async def measure_host(server: str, step: StepCost, seed: int = 0) -> HostCost:
-    """server: the gateway of a deployment that does nothing else, all of whose steps take what `step` says,
-    its decode nodes with the settings SPLIT. seed: another one each time. Raises BenchError or BatonError."""
+    """server: the gateway of an idle deployment whose steps cost `step`, and whose decode nodes have the
+    settings SPLIT. seed: a new one for each call. Raises BenchError or BatonError."""
     target = await make_target(server, 1, 4, TIMEOUT)
     runs = [
         (await run_clients(target, _work(*sizes, seed=seed, run=run), lambda *_: None)).records
@@ -199,7 +200,7 @@ def _work(prompt: int, output: int, requests: int, concurrency: int, *, seed: in
 def solve(
     step: StepCost, local: Sequence[Record], remote: Sequence[Record], many: Sequence[Record]
 ) -> HostCost:
-    """Of requests one at a time, with prompts computed locally and handed off, and of MANY at a time."""
+    """From requests one at a time, computed locally and handed off, and from MANY at a time."""
     one = _tpot(local) - _row_seconds(step, 1)
     row = max(0.0, (_tpot(many) - _row_seconds(step, MANY) - one) / (MANY - 1))
     request = _ttft(local) - _prompt_seconds(step, LOCAL)
@@ -208,7 +209,7 @@ def solve(
 
 
 def _row_seconds(step: StepCost, rows: int) -> float:
-    """The mean of the decode steps of so many requests."""
+    """Mean time of the decode steps of this many requests."""
     return step.seconds(StepLoad(decode_sequences=rows, context_tokens=rows * (LOCAL + OUTPUT // 2)))
 
 

@@ -1,4 +1,4 @@
-"""Decode steps of the in-process engine, by batch size and context, against the bytes that they must move."""
+"""Decode steps of the in-process engine by batch size and context, and their floor by memory traffic."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from baton.models.config import read_config
 from baton.rpc.errors import internal
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
-"""Of the source of one copy: far more than caches hold."""
+"""Bytes of one copy: far more than caches hold."""
 COPIES = 12
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy inside the device's memory; the best of several. Raises
+    """Bytes read and written per second by a copy within the device's memory; the best of several. Raises
     torch.OutOfMemoryError."""
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -47,15 +47,15 @@ def _seconds(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def weight_bytes(path: Path, parameters: int, dtype: torch.dtype) -> int:
-    """What one step reads of a model's weights: all but an embedding that is not also the output projection,
-    of which it reads only a row a token."""
+    """Bytes of weights that a step reads: all but an embedding that is not also the output projection; of
+    that it reads one row per token."""
     config = read_config(path)
     unread = 0 if config.tied else config.vocab_size * config.hidden_size
     return (parameters - unread) * dtype.itemsize
 
 
 LARGEST_PAGE = 256
-"""Tokens; pools are made large enough for pages of any size up to this."""
+"""Pools are large enough for pages of up to this many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,35 +76,35 @@ class StepTimes:
     batch: int
     context: int
     mean_context: float
-    """Of the measured steps: the context grows by a token a step."""
+    """Of the measured steps; the context grows by one token per step."""
     step_ms: float
     """Median: the TPOT of this batch."""
     runs_step_ms: list[float]
     floor_ms: float
-    """Bytes of weights and KV that a step must read, over the bandwidth of a copy."""
+    """Bytes of weights and KV that a step must read, divided by the bandwidth of a copy."""
     kv_bytes: float
     host_ms: dict[str, float]
-    """Host time of a step by part; on a CPU `launch` is the computing itself."""
+    """Host time of a step by part; on a CPU `launch` computes."""
     first_tokens_ms: float
-    """Until all rows had their first token: the prompts, chunk by chunk (median of the runs)."""
+    """Until all rows had their first token (median of the runs)."""
     output_tokens_per_second: float
     """Prompts included."""
 
 
 def outputs(point: Point, steps: int, budget: int) -> int:
-    """Output tokens of each row so that all decode together for `steps` steps: those whose prompts are done
-    first go on while the others' are computed, a token budget a step."""
+    """Output tokens of each row such that all rows decode together for `steps` steps. Rows whose prompts are
+    computed first decode while the others' prompts take a token budget per step."""
     room = max(1, budget - point.batch)
     return steps + 4 + -(-5 * point.batch * point.context // (4 * room))
 
 
 def kv_tokens(point: Point, steps: int, budget: int, page_size: int) -> int:
-    """What the pool must hold for it, in whole pages."""
+    """Tokens of KV that it needs, in whole pages."""
     return point.batch * -(-(point.context + outputs(point, steps, budget)) // page_size) * page_size
 
 
 def largest_pool(model: str, points: Sequence[Point], steps: int, budget: int) -> int:
-    """Tokens of KV that suffice for each point which the model's context allows. Raises CheckpointError or
+    """Tokens of KV that suffice for every point within the model's context. Raises CheckpointError or
     ModelError."""
     context = read_config(resolve(model)).context_length
     wanted = [
@@ -116,7 +116,7 @@ def largest_pool(model: str, points: Sequence[Point], steps: int, budget: int) -
 
 
 def problem(point: Point, steps: int, bench: EngineBench) -> str:
-    """Why a point cannot be measured with this engine; empty: it can."""
+    """Why this engine cannot run the point; empty: it can."""
     size, budget = bench.engine.pool.layout.page_size, bench.config.token_budget
     tokens = point.context + outputs(point, steps, budget)
     if point.batch > bench.config.max_rows:
@@ -129,7 +129,7 @@ def problem(point: Point, steps: int, bench: EngineBench) -> str:
 
 
 def jobs_of(point: Point, steps: int, bench: EngineBench, seed: int) -> list[Job]:
-    """`steps` decode steps of all rows follow the prompts."""
+    """Random prompts, with outputs long enough for `steps` steps of all rows."""
     draw = np.random.default_rng((seed, point.batch, point.context))
     prompts = draw.integers(bench.vocabulary, size=(point.batch, point.context)).tolist()
     count = outputs(point, steps, bench.config.token_budget)
@@ -146,8 +146,8 @@ def measure(
     bandwidth: float,
     on_progress: Callable[[int], None] = lambda run: None,
 ) -> StepTimes:
-    """One run to warm up, then `repeats`; the one with the median step is reported. `on_progress` is called
-    after each run. Raises BatonError, for a step that never held all rows (a pool too small) too."""
+    """Reports the run with the median step of `repeats`, after one to warm up. `on_progress` is called after
+    each run. Raises BatonError, also if no step held all rows."""
     runs: list[EngineRun] = []
     for repeat in range(repeats + 1):
         runs.append(bench.run(jobs_of(point, steps, bench, repeat), temperature))
@@ -180,8 +180,8 @@ def _step(run: EngineRun) -> float:
 def profile(
     bench: EngineBench, point: Point, *, steps: int, temperature: float, folder: Path
 ) -> list[tuple[str, float, float]]:
-    """Kernels (on a CPU: operators) of a run, prompts included, longest first: name, microseconds and calls a
-    decode step. Also written to a file in `folder`."""
+    """Kernels (on a CPU: operators) of a run with its prompts, longest first: name, microseconds and calls of
+    a decode step. Also written to a file in `folder`."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 

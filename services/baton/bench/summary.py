@@ -11,7 +11,7 @@ import numpy as np
 from baton.latency import PERCENTILES, Record, Targets, pauses, spread
 
 DISTRIBUTION = (*(each / 2 for each in range(200)), 99.9)
-"""The percentiles that tell a distribution; up to 99.9, so that one outlier does not squeeze a picture."""
+"""Percentiles of a plotted distribution; up to 99.9, so that one outlier does not compress the plot."""
 ITL_COUNTING = (
     "the pause before a message divided evenly over the tokens it carries, one value a token from the second "
     "message on, as SGLang's bench_serving; pause_ms counts each message once"
@@ -19,7 +19,7 @@ ITL_COUNTING = (
 
 
 def too_few(requests: int) -> list[int]:
-    """The percentiles that so many requests hardly tell: fewer than one of them is expected to be beyond."""
+    """The percentiles beyond which fewer than one of this many requests is expected."""
     return [each for each in PERCENTILES if requests * (100 - each) < 100]
 
 
@@ -31,7 +31,7 @@ def distribution(seconds: Iterable[float]) -> list[float]:
 
 
 def in_flight(records: Sequence[Record], seconds: float) -> dict[str, float]:
-    """How many requests were under way: the mean over `seconds`, and the most at any moment."""
+    """Running requests: mean over `seconds`, and maximum."""
     changes = sorted([(r.sent, 1) for r in records] + [(r.end, -1) for r in records])
     running = most = 0
     for _, change in changes:
@@ -43,10 +43,10 @@ def in_flight(records: Sequence[Record], seconds: float) -> dict[str, float]:
 def summarize(
     records: Sequence[Record], targets: Targets | None = None, arriving: float = 0.0
 ) -> dict[str, Any]:
-    """All results of a run. Latencies are of requests that finished; rates are over the time from the start
-    to the last answer, or over the `arriving` seconds in which requests could arrive, if they are longer.
-    `goodput_per_second` is None without targets. `first_pause_ms`: from the first message with tokens to the
-    second; between split nodes it holds the hand-off."""
+    """All results of a run. Latencies are those of finished requests. Rates are over the time from the start
+    to the last answer, or over `arriving`, the seconds in which requests arrive, if that is longer.
+    `goodput_per_second` is None without targets. `first_pause_ms` is from the first message with tokens to
+    the second; between split nodes it contains the hand-off."""
     done = [record for record in records if not record.error]
     seconds = max([arriving, *(record.end for record in records)])
 

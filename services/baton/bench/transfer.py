@@ -1,4 +1,4 @@
-"""How fast KV pages are copied from another process's pool, and what that costs work beside it."""
+"""How fast KV pages are pulled from another process's pool, and how much that slows other work."""
 
 from __future__ import annotations
 
@@ -73,20 +73,20 @@ LOAD_SECONDS = 1.0
 LOAD_TOKENS = 2048
 """Length of the pulls that run beside the decode-like load."""
 CHURN = 1000
-"""Prompts that a pool has served before pages of it are measured."""
+"""Prompts that a pool has held before its pages are measured."""
 
 Pairs = Sequence[tuple[int, int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Method:
-    """A transport, and for `cuda_ipc` perhaps a copy strategy instead of the one it would choose."""
+    """A transport, and for `cuda_ipc` perhaps a given copy strategy."""
 
     kind: str
     strategy: CopyStrategy | None = None
     pages: Literal["adjacent", "in use", "random"] = "in use"
-    """Which: all in one run, as good as one copy, which shows what the link gives; what the allocators of two
-    pools give after a while of use; or any."""
+    """"adjacent": one run of pages, copied at once, which shows the link's rate. "in use": pages that the
+    allocators of two used pools return. "random": any pages."""
 
     @property
     def name(self) -> str:
@@ -98,7 +98,7 @@ class Method:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rate:
-    """Of one method and prompt length."""
+    """The rate of a method for a prompt length."""
 
     method: str
     tokens: int
@@ -116,11 +116,11 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slowdown:
-    """What pulls without a pause do to a decode-like load on the receiver's device."""
+    """How much continuous pulls slow a decode-like load on the receiver's device."""
 
     method: str
     seconds_alone: float
-    """Of one pass over the memory that the load reads."""
+    """Of one pass of the load."""
     seconds_meanwhile: float
 
     @property
@@ -129,7 +129,7 @@ class Slowdown:
 
 
 def methods_for(device: torch.device, quotas: Iterable[int]) -> list[Method]:
-    """The reference, one contiguous copy, comes first."""
+    """The reference, adjacent pages, comes first."""
     if device.type == "cpu":
         return [Method("shm", pages="adjacent"), Method("shm"), Method("grpc")]
     strategies = [COPY_ENGINE, *(CopyStrategy(quota) for quota in quotas)]
@@ -175,7 +175,7 @@ async def two_pools(layout: KvLayout, pages: int, device: torch.device, gpu: str
 
 
 def pairs_for(method: Method, count: int, pool_pages: int, seed: int) -> list[tuple[int, int]]:
-    """`count` pages of both pools. Raises OutOfPages when half a pool does not hold so many."""
+    """`count` pages of both pools. Raises OutOfPages if half a pool is smaller."""
     if method.pages == "adjacent":
         return [(page, page) for page in range(count)]
     rng = random.Random(seed)
@@ -185,8 +185,8 @@ def pairs_for(method: Method, count: int, pool_pages: int, seed: int) -> list[tu
 
 
 def pages_in_use(total: int, count: int, rng: random.Random) -> list[int]:
-    """What an allocator gives for a prompt after prompts of 1 to 128 pages have come, grown by a page now and
-    then, and gone in any order, at about half occupancy."""
+    """Pages of a prompt from an allocator that has held prompts of 1 to 128 pages, which grew and were freed
+    in any order, at about half occupancy."""
     allocator = PageAllocator(total)
     held: list[list[int]] = []
     for _ in range(CHURN):
@@ -208,8 +208,8 @@ async def measure(
     repeats: int,
     done: Callable[[], None] = lambda: None,
 ) -> Rate:
-    """From the call until a decode node's core would be told. The first pull is not counted. `done` is called
-    after each."""
+    """Time from the call until a decode node's core would be notified. The first pull is not counted. `done`
+    is called after each pull."""
     count = -(-tokens // pools.page_size)
     ends = []
     times = []
@@ -227,8 +227,8 @@ async def measure(
 async def measure_slowdown(
     pools: Pools, method: Method, receiver: Receiver, tokens: int, load: Load
 ) -> Slowdown:
-    """The load by itself, then the same while pulls of `tokens` follow one another. Where they take turns in
-    a thread a second one is asked for before one ends, so that none waits for this process."""
+    """The load alone, then during continuous pulls of `tokens`. Receivers with a thread of their own get two
+    pulls at a time, so that none waits for this process."""
     pairs = pairs_for(method, -(-tokens // pools.page_size), pools.pages.num_pages, 0)
     alone = await asyncio.to_thread(load.run, LOAD_SECONDS)
     running = True
@@ -247,7 +247,7 @@ async def measure_slowdown(
 
 
 class Load:
-    """A matrix-vector product over a large matrix: as decode steps do, it reads memory at full rate."""
+    """A matrix-vector product over a large matrix; like decode steps it reads memory at full rate."""
 
     def __init__(self, device: torch.device) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -258,7 +258,7 @@ class Load:
         self._device = device
 
     def run(self, seconds: float) -> float:
-        """Median seconds of a pass, over so many seconds. Blocks."""
+        """Median seconds of a pass; passes are repeated for `seconds`. Blocks."""
         times = []
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
@@ -271,7 +271,7 @@ class Load:
             torch.mv(self._matrix, self._vector)
             return time.perf_counter() - started
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        # Keeps the device busy until, mostly, all behind it is enqueued: pulls take the interpreter at times.
+        # Keeps the device busy while the rest is enqueued; pulls may hold the interpreter meanwhile.
         torch.mv(self._matrix, self._vector)
         begin.record()
         torch.mv(self._matrix, self._vector)
@@ -295,12 +295,12 @@ class KvBench:
     decode_load: bool
 
     async def run(self, on_progress: Callable[[str, int], None]) -> dict[str, Any]:
-        """The results, in bytes and seconds. `on_progress` is called after each measurement with its method
-        and the number of all measurements. Raises TransportError, SegmentError or BenchError."""
+        """Results in bytes and seconds. `on_progress` is called after each measurement with its method and
+        the number of measurements. Raises TransportError, SegmentError or BenchError."""
         methods = methods_for(self.device, self.quotas)
         load = Load(self.device) if self.decode_load else None
         total = len(methods) * (len(self.lengths) * (self.repeats + 1) + self.decode_load)
-        # The longest prompt fits twice, and once while others hold a half.
+        # Room for the longest prompt while other prompts hold half of the pool.
         pages = 2 * -(-max(self.lengths) // self.layout.page_size) + 1
         rates: list[Rate] = []
         slowdowns: list[Slowdown] = []
@@ -334,7 +334,7 @@ class KvBench:
 
 
 def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> KvLayout:
-    """As a worker would choose it. Raises ModelError or CheckpointError."""
+    """The layout that a worker would use. Raises ModelError or CheckpointError."""
     config = read_config(resolve(model))
     kv = kv_shape(config)
     default = torch.float32 if device.type == "cpu" else config.dtype
@@ -349,7 +349,7 @@ def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> K
 
 
 def fitting(lengths: Sequence[int], layout: KvLayout, device: torch.device) -> tuple[int, ...]:
-    """The lengths for which two pools fit into the memory that is free."""
+    """The lengths for which two pools fit into free memory."""
     on_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else shutil.disk_usage("/dev/shm").free
     token = layout.page_bytes / layout.page_size
@@ -357,14 +357,14 @@ def fitting(lengths: Sequence[int], layout: KvLayout, device: torch.device) -> t
 
 
 PAGES = (4, 128)
-"""A short prompt and a long one: what does not grow with the bytes is the latency."""
+"""A short prompt and a long one; latency is the part that does not grow with the bytes."""
 REPEATS = 9
-SEEING = ("shm", "cuda_ipc")
-"""Transports whose receivers see the owner's generations."""
+SHARED_MEMORY = ("shm", "cuda_ipc")
+"""Transports whose receivers read the owner's generations themselves."""
 
 
 async def pull_cost(layout: KvLayout, device: torch.device, transport: str) -> PullCost:
-    """transport: empty: what two workers of this host would use. Raises TransportError, SegmentError or
+    """transport: empty: the one that two workers of this host use. Raises TransportError, SegmentError or
     BenchError."""
     kind = transport or ("shm" if device.type == "cpu" else "cuda_ipc")
     gpus = visible_gpus() if device.type == "cuda" else []
@@ -381,8 +381,8 @@ async def pull_cost(layout: KvLayout, device: torch.device, transport: str) -> P
 
 
 def line(short: Rate, long: Rate, kind: str) -> PullCost:
-    """Through two measured pulls."""
+    """The line through two measured pulls."""
     per_byte = max(0.0, (long.seconds - short.seconds) / (long.bytes - short.bytes))
     latency = max(0.0, short.seconds - per_byte * short.bytes)
     rate = 1.0 / per_byte if per_byte else float("inf")
-    return PullCost(latency, rate, kind in SEEING, kind)
+    return PullCost(latency, rate, kind in SHARED_MEMORY, kind)

@@ -1,7 +1,7 @@
-"""The requests of a measurement and their arrival times: the same for the same seed, whatever the answers.
+"""The requests of a measurement and their arrival times; they depend on the seed alone, not on the answers.
 
-Prompts are random; or share beginnings as those of people do: conversations, and questions on documents. No
-sessions are used: only the deployment's caches and its routing can make use of what prompts share.
+Prompts are random, conversations, or questions on documents. No sessions are used: shared beginnings of
+prompts are found by the deployment's caches and routing only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A number of tokens: `low`, or drawn evenly from low to high, both included."""
+    """A number of tokens, drawn uniformly from low to high, both included."""
 
     low: int
     high: int
@@ -48,18 +48,18 @@ class Job:
     """One request."""
 
     at: float
-    """Seconds after the start; 0 in a closed loop. Of one that continues: when its thread begins."""
+    """Seconds after the start at which its thread begins; 0 in a closed loop."""
     prompt: list[int]
     output_tokens: int
     seed: int
-    """Of its sampling."""
+    """Of sampling."""
     thread: int = 0
     """Jobs of one thread are sent one after the other."""
     continues: bool = False
-    """Its prompt is appended to that of the job before it in the thread, and to the answer."""
+    """Its prompt is appended to the previous job's prompt and answer in the thread."""
     pause: float = 0.0
-    """Seconds between the end of the job before it and this one. Of a thread's first, in a closed loop: of
-    the thread before it."""
+    """Seconds from the end of the previous job to this one. For a thread's first job in a closed loop: from
+    the end of the previous thread."""
 
 
 KINDS = ("random", "conversation", "documents")
@@ -69,10 +69,10 @@ def conversation_jobs(
     work: Workload, times: list[float], vocabulary: int, context: int, seed: tuple[int, ...]
 ) -> list[Job]:
     """A conversation begins at each of the times. All begin with the same `shared_prefix` tokens (a system
-    prompt), and go on with `opening` of their own; each turn adds `prompt_tokens` to what has been said
-    before, answers included, after a pause of `think` seconds on average. One ends after its `turns`, or
-    before the first that the context does not hold."""
-    prefix = _tokens(np.random.default_rng((work.seed, work.shared_prefix)), vocabulary, work.shared_prefix)
+    prompt) and `opening` tokens of their own. Each turn follows after `think` seconds on average and adds
+    `prompt_tokens` to all earlier prompts and answers. A conversation ends after its `turns`, or before the
+    first turn that exceeds the context."""
+    prefix = _prefix(work, vocabulary)
     jobs: list[Job] = []
     for thread, at in enumerate(times):
         draw = np.random.default_rng((*seed, thread))
@@ -93,8 +93,8 @@ def conversation_jobs(
 def documents_jobs(
     work: Workload, times: list[float], vocabulary: int, context: int, seed: tuple[int, ...]
 ) -> list[Job]:
-    """A question at each of the times: one of `documents` documents of `prompt_tokens` each, every one asked
-    as often as any other on average, and `question_tokens` behind it."""
+    """A question at each of the times: one of `documents` documents of `prompt_tokens`, chosen uniformly, and
+    `question_tokens` after it."""
     made = [np.random.default_rng((*seed, 0, number)) for number in range(work.documents)]
     documents = [_tokens(draw, vocabulary, work.prompt_tokens.draw(draw)) for draw in made]
     jobs = []
@@ -112,19 +112,24 @@ def _tokens(draw: np.random.Generator, vocabulary: int, count: int) -> list[int]
     return found
 
 
+def _prefix(work: Workload, vocabulary: int) -> list[int]:
+    """The same in all runs of a seed."""
+    return _tokens(np.random.default_rng((work.seed, work.shared_prefix)), vocabulary, work.shared_prefix)
+
+
 _PROMPTS, _ARRIVALS, _WARM_UP = range(3)
 """Independent streams of random numbers."""
 WARM_UP_TOKENS = 16
 TURNS = Range(3, 9)
 QUESTION_TOKENS = Range(16, 64)
 NANO_TOKENS = 10000
-"""nano-vllm draws token ids from 0 to this, whatever the vocabulary."""
+"""nano-vllm draws token ids from 0 to this for every vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Open loop: requests arrive at `rate` for `seconds`, whatever becomes of them. Closed loop (`rate`
-    None): `requests` of them, `concurrency` at a time (0: all at once)."""
+    """Open loop: requests arrive at `rate` for `seconds`. Closed loop (`rate` is None): `requests` requests,
+    `concurrency` at a time (0: all at once)."""
 
     prompt_tokens: Range
     output_tokens: Range
@@ -134,12 +139,11 @@ class Workload:
     requests: int = 0
     concurrency: int = 0
     kind: str = "random"
-    """One of mixes.KINDS. A conversation counts as so many requests as it has turns on average: at `rate`
-    fewer of them begin, and of `requests` there are fewer."""
+    """One of KINDS. `rate` and `requests` count the turns of conversations, by their mean number."""
     shared_prefix: int = 0
     """Tokens that all prompts begin with."""
     opening: int = 0
-    """Tokens that a conversation's first turn has beyond `prompt_tokens`: what it is about."""
+    """Tokens of a conversation's first turn in addition to `prompt_tokens`."""
     turns: Range = TURNS
     """Of a conversation."""
     think: float = 2.0
@@ -147,26 +151,26 @@ class Workload:
     documents: int = 16
     question_tokens: Range = QUESTION_TOKENS
     namespace: str = ""
-    """Of the prefix caches: what is cached in another one is not found."""
+    """Namespace of the prefix caches."""
     temperature: float = 0.0
     seed: int = 0
     run: int = 0
-    """Which of several runs with one seed: none may find another's prompts in a prefix cache."""
+    """Number of the run; runs with one seed have different prompts, so that none finds another's cached."""
     nano: bool = False
-    """Lengths and prompts as nano-vllm's bench.py draws them, cut to the model's context."""
+    """Draw lengths and prompts as nano-vllm's bench.py does; cut them to the model's context."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def arrivals(self) -> list[float]:
-        """When each request, or conversation, arrives, in seconds after the start."""
+        """Arrival time of each request or conversation, in seconds after the start."""
         turns = self.turns.mean if self.kind == "conversation" else 1.0
         if self.rate is None:
             return [0.0] * max(1, round(self.requests / turns))
         return poisson_arrivals(self.rate / turns, self.seconds, (self.seed, self.run, _ARRIVALS))
 
     def jobs(self, vocabulary: int, context: int) -> list[Job]:
-        """All requests, in the order of their arrival, each thread's in the order of its turns."""
+        """All requests in the order of arrival; those of a thread in the order of its turns."""
         times, seed = self.arrivals(), (self.seed, self.run, _PROMPTS)
         if self.kind == "conversation":
             return conversation_jobs(self, times, vocabulary, context, seed)
@@ -178,13 +182,14 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens that a request and its output have at most; of a conversation those of its first turn."""
+        """Most tokens of a request and its output; for a conversation those of its first turn."""
         question = self.question_tokens.high if self.kind == "documents" else 0
         prefix = self.shared_prefix + self.opening if self.kind == "conversation" else 0
         return prefix + self.prompt_tokens.high + question + self.output_tokens.high
 
     def warm_up(self, count: int, vocabulary: int, context: int) -> list[Job]:
-        """`count` requests of the same sizes, outputs shortened, and of prompts that no measured one has."""
+        """`count` requests of the same prompt lengths with short outputs; no measured request has their
+        prompts."""
         jobs = _random_jobs(self, [0.0] * count, vocabulary, (self.seed, self.run, _WARM_UP))
         room = max(1, context - WARM_UP_TOKENS)
         return [
@@ -194,7 +199,7 @@ class Workload:
 
 
 def poisson_arrivals(rate: float, seconds: float, seed: tuple[int, ...]) -> list[float]:
-    """Times from 0 to `seconds` of a Poisson process: gaps are exponential with mean 1 / `rate`."""
+    """Times of a Poisson process, from 0 to `seconds`."""
     draw = np.random.default_rng(seed)
     times: list[float] = []
     now = draw.exponential(1.0 / rate)
@@ -205,24 +210,20 @@ def poisson_arrivals(rate: float, seconds: float, seed: tuple[int, ...]) -> list
 
 
 def _random_jobs(work: Workload, times: list[float], vocabulary: int, seed: tuple[int, ...]) -> list[Job]:
-    # The prefix is the same in every run: that is what it is for.
-    prefix = np.random.default_rng((work.seed, work.shared_prefix)).integers(
-        vocabulary, size=work.shared_prefix
-    )
+    prefix = _prefix(work, vocabulary)
     jobs = []
     for index, at in enumerate(times):
         draw = np.random.default_rng((*seed, index))
         length, output = work.prompt_tokens.draw(draw), work.output_tokens.draw(draw)
-        rest = draw.integers(vocabulary, size=max(0, length - work.shared_prefix))
-        jobs.append(Job(at, [*prefix.tolist(), *rest.tolist()][:length], output, index, index))
+        rest = _tokens(draw, vocabulary, max(0, length - work.shared_prefix))
+        jobs.append(Job(at, [*prefix, *rest][:length], output, index, index))
     return jobs
 
 
 def _nano_jobs(work: Workload, times: list[float], vocabulary: int, context: int) -> list[Job]:
     """The workload of nano-vllm's bench.py: with seed 0, 256 requests and 100-1024 tokens in and out it has
-    142,827 input and 133,966 output tokens. Token ids that a small vocabulary lacks are taken modulo its
-    size. Of a request that the context does not hold the output is cut to half of it, the prompt to the rest.
-    """
+    142,827 input and 133,966 output tokens. Token ids are taken modulo the vocabulary's size. A request that
+    exceeds the context is cut: its output to half of the context, its prompt to the rest."""
     draw = random.Random(work.seed)
     sizes, outputs = work.prompt_tokens, work.output_tokens
     prompts = [

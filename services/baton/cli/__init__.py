@@ -1,3 +1,2 @@
-"""The `baton` command: running processes (`serve`, `up`), talking to them (`generate`, `chat`) and looking at
-them (`status`, `bench`, `verify`, `doctor`, `demo`). A module a command, imported only when the command runs;
-`options.py` turns the configuration dataclasses into flags, `supervisor.py` keeps child processes alive."""
+"""The `baton` command. Each command has a module, imported only when the command runs. `options.py` turns the
+configuration dataclasses into flags; `deployment.py` and `supervisor.py` run a deployment's processes."""

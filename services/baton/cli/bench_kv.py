@@ -22,7 +22,7 @@ from baton.worker.engine import DTYPES
 
 
 def show(results: dict[str, Any], console: Console) -> None:
-    """A row for each length and method; adjacent pages, as good as one copy, show what the link gives."""
+    """A row for each length and method; adjacent pages, which are one copy, show the link's rate."""
     rows = table("tokens", "MB", "how", "ms", "GB/s", "of adjacent")
     rows.columns[0].justify, rows.columns[2].justify = "right", "left"
     rates = results["rates"]
@@ -37,7 +37,7 @@ def show(results: dict[str, Any], console: Console) -> None:
             rows.add_row(*head, *row)
     console.print(rows)
     for one in results["decode_load"]:
-        text = f"decode-like load beside pulls ({one['method']}): {one['factor']:.2f} times slower"
+        text = f"decode-like load during pulls ({one['method']}): {one['factor']:.2f} times slower"
         console.print(text, highlight=False)
 
 
@@ -58,7 +58,7 @@ async def _kv(bench: KvBench, output: Report, console: Console) -> int:
 
 
 def _devices(name: str, same_gpu: bool) -> tuple[torch.device, str]:
-    """The receiver's device, and the owner's GPU: another one if there is one."""
+    """The receiver's device, and the owner's GPU, which is another one if there are two."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -71,18 +71,18 @@ def _devices(name: str, same_gpu: bool) -> tuple[torch.device, str]:
 
 @click.command(cls=SectionedCommand)
 @options(
-    option("--model", str, "demo", "Whose pages: a path or an id.", "TEXT"),
-    option("--device", click.Choice(["auto", "cpu", "cuda"]), "auto", "Where both pools lie."),
+    option("--model", str, "demo", "Model whose pages are pulled: a path or an id.", "TEXT"),
+    option("--device", click.Choice(["auto", "cpu", "cuda"]), "auto", "Device of both pools."),
     option("--dtype", click.Choice(["auto", *DTYPES]), "auto", "Of the pages."),
-    option("--page-size", SIZE, 0, "Tokens per page; 0: as a worker's."),
-    option("--tokens lengths", NUMBERS, "128,512,2048,8192,32768", "Lengths of prompts to pull.", "N,..."),
-    option("--repeats", COUNT, 7, "Pulls of each length; the median counts."),
-    option("--quotas", NUMBERS, "8,32", "Numbers of blocks for the copying kernel (GPU).", "N,..."),
-    click.option("--same-gpu", is_flag=True, help="Both pools on one GPU, also where there are two."),
+    option("--page-size", SIZE, 0, "Tokens per page; 0: a worker's default."),
+    option("--tokens lengths", NUMBERS, "128,512,2048,8192,32768", "Prompt lengths.", "N,..."),
+    option("--repeats", COUNT, 7, "Pulls of each length; the median is reported."),
+    option("--quotas", NUMBERS, "8,32", "Numbers of blocks of the copy kernel (GPU).", "N,..."),
+    click.option("--same-gpu", is_flag=True, help="Put both pools on one GPU even if there are two."),
     click.option(
-        "--decode-load", is_flag=True, help="Also how much pulls slow down what reads memory meanwhile."
+        "--decode-load", is_flag=True, help="Also measure how much pulls slow a load that reads memory."
     ),
-    option("--json file", FILE, None, "Write all results there."),
+    option("--json file", FILE, None, "Write all results to this file."),
 )
 def kv(
     model: str,
@@ -96,10 +96,9 @@ def kv(
 ) -> None:
     """Measure how fast a prompt's KV pages come from another process.
 
-    Starts a process that owns a pool of the model's pages, and pulls prompts of several lengths from it, page
-    by page, where pools that have been in use would put it: on a CPU over shm and grpc, on GPUs over cuda_ipc
-    and grpc; on GPUs at random places too (by the copy engine, by a kernel on so many blocks). No weights are
-    loaded.
+    Starts a process that owns a pool of the model's pages, and pulls prompts of several lengths from it. The
+    pages are those that used pools would allocate. Transports: shm and grpc on a CPU, cuda_ipc and grpc on
+    GPUs. On GPUs random pages are pulled too, by the copy engine and by a kernel. No weights are loaded.
 
     \b
     Examples:
@@ -116,8 +115,8 @@ def kv(
     usable = fitting(lengths, layout, where)
     if usable != lengths:
         left_out = ", ".join(str(length) for length in lengths if length not in usable)
-        console.print(f"Left out, for want of memory: {left_out} tokens.", highlight=False)
+        console.print(f"Left out for lack of memory: {left_out} tokens.", highlight=False)
     if not usable:
-        fail("no prompt length fits into the free memory; name shorter ones with --tokens", code=2)
+        fail("no prompt length fits into the free memory; give shorter ones with --tokens", code=2)
     bench = KvBench(model, layout, where, owner_gpu, usable, **settings)
     run_command(lambda: _kv(bench, Report(file, ""), console))

@@ -14,7 +14,7 @@ from baton.bench.clients import make_target
 from baton.bench.summary import ITL_COUNTING, summarize
 from baton.bench.workload import Job, Workload
 from baton.cli.bench_options import (
-    LATER_FAILS,
+    TIMEOUT_HELP,
     TOKENS,
     Deployed,
     Report,
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from baton.bench.engine import EngineBench
 
 WARM_UP = 4
-"""Requests ahead of an engine's runs."""
+"""Requests before an engine's runs."""
 
 
 def sizes(work: Workload, jobs: list[Job]) -> dict[str, Any]:
-    """Token counts of a workload; `cut` requests had to be shortened to fit the model's context."""
+    """Token counts of a workload; `cut` requests were shortened to fit the model's context."""
     whole = work.jobs(2**31, 2**31)
     changed = [
         (len(a.prompt), a.output_tokens) != (len(b.prompt), b.output_tokens)
@@ -68,7 +68,7 @@ def sizes(work: Workload, jobs: list[Job]) -> dict[str, Any]:
 
 
 def uncached(work: Workload) -> Workload:
-    """The same requests, of whose prompts no deployment has seen a part."""
+    """The same requests in a prefix-cache namespace of their own."""
     return replace(work, namespace=secrets.token_hex(8))
 
 
@@ -82,7 +82,7 @@ def announce(found: dict[str, Any], context: int, console: Console) -> None:
 
 
 def conclude(report: dict[str, Any], output: Report, console: Console) -> None:
-    """The median run counts."""
+    """Reports the median run."""
     runs = report["runs"]
     rates = sorted(run["output_tokens_per_second"] for run in runs)
     report["output_tokens_per_second"] = median = rates[len(rates) // 2]
@@ -130,7 +130,7 @@ def run_engine(
 ) -> dict[str, Any]:
     """One run's results."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"))
-    # Drawn once a second by the loop itself: a thread that draws would take its share of the steps' time.
+    # Refreshed once a second by the loop itself: a refresh thread would take time from the steps.
     with Progress(*columns, TimeElapsedColumn(), console=console, auto_refresh=False) as progress:
         bar = progress.add_task(f"run {index + 1}", total=sum(job.output_tokens for job in jobs))
 
@@ -148,16 +148,18 @@ def run_engine(
 
 
 @click.command(cls=SectionedCommand)
-@click.option("--engine", is_flag=True, help="The engine inside this process: no gRPC, no other processes.")
+@click.option(
+    "--engine", is_flag=True, help="Run the engine in this process, without gRPC or other processes."
+)
 @options(
-    option("--requests", COUNT, 256, "All are sent at once."),
-    option("--prompt-tokens", TOKENS, "100-1024", "Of each prompt."),
-    option("--output-tokens", TOKENS, "100-1024", "Of each output; the model's end of sequence is ignored."),
-    option("--temperature", FRACTION, 0.6, "Of sampling."),
-    option("--seed", SIZE, 0, "Of lengths and prompts."),
-    option("--repeats", COUNT, 1, "Runs; the median one is reported. None finds another's prompts cached."),
+    option("--requests", COUNT, 256, "Requests, all sent at once."),
+    option("--prompt-tokens", TOKENS, "100-1024", "Tokens of each prompt."),
+    option("--output-tokens", TOKENS, "100-1024", "Tokens of each output; the end of sequence is ignored."),
+    option("--temperature", FRACTION, 0.6, "Sampling temperature."),
+    option("--seed", SIZE, 0, "Seed of lengths and prompts."),
+    option("--repeats", COUNT, 1, "Runs; the median is reported. No run finds another's prompts cached."),
     deployment_options,
-    option("--timeout", SECONDS, 600.0, LATER_FAILS, "SECONDS"),
+    option("--timeout", SECONDS, 600.0, TIMEOUT_HELP, "SECONDS"),
     report_options,
     config_options(WorkerConfig, leave_out=fields_of(NodeConfig)),
 )
@@ -165,13 +167,13 @@ def offline(engine: bool, repeats: int, **values: Any) -> None:
     """Measure output tokens per second of many requests at once.
 
     The workload is that of nano-vllm's bench.py: 256 requests of 100 to 1024 tokens in and out, seed 0
-    (142,827 input and 133,966 output tokens), temperature 0.6. Requests that the model's context does not
-    hold are cut, which is said. Output tokens per second: of all requests, over the time from the start to
-    the last answer.
+    (142,827 input and 133,966 output tokens), temperature 0.6. Requests that exceed the model's context are
+    cut, and their number is printed. Output tokens per second are those of all requests, over the time from
+    the start to the last answer.
 
     \b
     Examples:
-      baton bench offline --requests 16                       the demo model, a small part of it
+      baton bench offline --requests 16                       the demo model, fewer requests
       baton bench offline --server HOST:50050 --clients 4
       baton bench offline --engine --model ./qwen3-8b --load-format dummy --max-rows 256 --token-budget 8192
     """

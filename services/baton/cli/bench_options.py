@@ -1,4 +1,4 @@
-"""What the commands of `baton bench` share: options, what is measured, reports."""
+"""Options, deployments and reports that the commands of `baton bench` share."""
 
 from __future__ import annotations
 
@@ -42,13 +42,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 TOKENS = Parsed("N|A-B", Range.parse)
 NUMBERS = Parsed("N[,N...]", _numbers)
-LATER_FAILS = "What a request may take; later it counts as failed. The gateway has a limit too."
-"""Of --timeout."""
+TIMEOUT_HELP = "Time limit of a request; after it the request counts as failed. The gateway has a limit too."
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deployed:
-    """The deployment to measure, and how it is asked."""
+    """The deployment to measure, and its clients."""
 
     server: str
     prefill: int
@@ -63,50 +62,50 @@ deployment_options = options(
         "--server",
         str,
         "",
-        "A running deployment's gateway; without it one is started for the measurement.",
+        "Gateway of a running deployment; without it a deployment is started for the measurement.",
         "HOST:PORT",
         envvar="BATON_SERVER",
     ),
-    option("--prefill", SIZE, 1, "Prefill nodes of the one that is started; 0: aggregated."),
-    option("--decode", COUNT, 1, "Its decode nodes."),
-    option("--clients", COUNT, 1, "Client processes; more when one is the limit."),
-    option("--warmup", SIZE, 4, "Requests ahead, of the same sizes, not measured."),
+    option("--prefill", SIZE, 1, "Prefill nodes of the started deployment; 0: aggregated."),
+    option("--decode", COUNT, 1, "Decode nodes of the started deployment."),
+    option("--clients", COUNT, 1, "Client processes."),
+    option("--warmup", SIZE, 4, "Requests before the measured ones, with the same prompt lengths."),
 )
-"""The fields of Deployed but the timeout, whose default differs."""
+"""The fields of Deployed except the timeout, whose default differs."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Where results are written."""
+    """The file of results."""
 
     file: Path | None
     commit: str
 
     def check_writable(self, *others: Path | None) -> None:
-        """Before anything is measured. Raises UsageError."""
+        """Called before anything is measured. Raises UsageError."""
         for file in (self.file, *others):
             if file is not None and not file.absolute().parent.is_dir():
                 raise click.UsageError(f"there is no folder {file.absolute().parent} to write {file.name} to")
 
     def begin(self, measurement: str) -> dict[str, Any]:
-        """The first part of a report: what was measured, where, with what."""
+        """The first part of a report: measurement, machine, versions."""
         return {"measurement": measurement, "machine": machine(), "versions": versions(self.commit)}
 
     def save(self, results: dict[str, Any]) -> None:
-        """As JSON, if a file is named."""
+        """Writes JSON, if a file was named."""
         if self.file is not None:
             self.file.write_text(json.dumps(results, indent=2) + "\n")
 
 
 report_options = options(
-    option("--json file", FILE, None, "Write all results there."),
+    option("--json file", FILE, None, "Write all results to this file."),
     option("--commit", str, "", "Noted in the results.  [default: the checkout's]", "TEXT"),
 )
 """The fields of Report."""
 
 
 def make_plan(values: dict[str, Any], deployed: Deployed) -> DeploymentPlan:
-    """Of the engine's flags. Ends the command with one line when there is no such model."""
+    """A plan with the engine's flags. Ends the command with one line if there is no such model."""
     fetch_model(values)
     return DeploymentPlan(
         prefill=deployed.prefill,
@@ -120,8 +119,8 @@ def make_plan(values: dict[str, Any], deployed: Deployed) -> DeploymentPlan:
 def engine_config(
     values: dict[str, Any], defaults: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: {}
 ) -> WorkerConfig:
-    """Of the engine's flags; `defaults` says what replaces the configuration's own. Ends the command with one
-    line when there is no such model."""
+    """A configuration of the engine's flags. `defaults` returns defaults that replace the configuration's
+    own. Ends the command with one line if there is no such model."""
     from baton.checkpoint import CheckpointError
     from baton.models.config import ModelError
 
@@ -134,7 +133,7 @@ def engine_config(
 
 @contextlib.asynccontextmanager
 async def measured(server: str, plan: DeploymentPlan, console: Console) -> AsyncIterator[str]:
-    """The gateway's address: of the running deployment, or of one that is started for the block."""
+    """The address of the running gateway, or of a deployment that is started for the block."""
     if server:
         yield server
     else:
@@ -143,8 +142,8 @@ async def measured(server: str, plan: DeploymentPlan, console: Console) -> Async
 
 
 def run_here(work: Callable[[], None]) -> NoReturn:
-    """Runs what needs no event loop, so that Ctrl-C ends it at once; exits with 0. A BatonError is a line on
-    stderr and 1."""
+    """Runs `work` without an event loop, so that Ctrl-C ends it at once, and exits with 0. After a BatonError
+    exits with 1 and a line on stderr."""
     try:
         work()
     except BatonError as error:
@@ -154,7 +153,7 @@ def run_here(work: Callable[[], None]) -> NoReturn:
 
 @contextlib.contextmanager
 def open_engine(config: WorkerConfig, console: Console) -> Iterator[EngineBench]:
-    """An engine in this process. Raises BatonError when it cannot be made."""
+    """An engine in this process. Raises BatonError."""
     with console.status("Loading torch and the model"):
         from baton.bench.engine import EngineBench
         from baton.rpc.logs import configure
@@ -168,13 +167,13 @@ def open_engine(config: WorkerConfig, console: Console) -> Iterator[EngineBench]
 
 
 async def run_with_progress(target: Target, work: Workload, name: str, console: Console) -> Run:
-    """Raises ClickException when nothing could be measured, or every request failed."""
+    """Raises ClickException if a process or every request failed."""
     with progress_bar(console, TextColumn("{task.fields[state]}"), refresh_per_second=2) as progress:
         total = len(work.jobs(target.vocabulary, target.context))
         bar = progress.add_task(name, total=total, state="warming up")
 
         def show(ended: int, failed: int, running: int) -> None:
-            state = f"{running} under way" + (f", {failed} failed" if failed else "")
+            state = f"{running} running" + (f", {failed} failed" if failed else "")
             progress.update(bar, completed=ended, state=state)
 
         try:
@@ -189,7 +188,7 @@ async def run_with_progress(target: Target, work: Workload, name: str, console: 
 
 
 async def deployment_facts(server: str) -> dict[str, Any]:
-    """What the processes of a deployment, those that answer, say about themselves."""
+    """Facts about the processes of a deployment that answer."""
     processes = []
     for report in await ask_deployment(server):
         info = report.info
@@ -210,15 +209,15 @@ async def deployment_facts(server: str) -> dict[str, Any]:
 
 
 def warnings(run: dict[str, Any], work: Workload) -> Iterator[str]:
-    """What a reader of a run's results must know."""
+    """Warnings about a run's results."""
     for reason, failures in run["failures"].items():
         yield f"{failures} of {run['requests']} requests failed: {reason}"
     if run["client_busy"] > 0.8:
         busy = f"{run['client_busy']:.0%}"
-        yield f"a client used {busy} of a core: it may have been the limit; raise --clients"
+        yield f"a client used {busy} of a core and may have limited the result; raise --clients"
     alone = work.kind == "random" and not work.shared_prefix
     if alone and run["cached_tokens"] > 0.05 * run["prompt_tokens"]:
         part = run["cached_tokens"] / run["prompt_tokens"]
-        yield f"{part:.0%} of the prompt tokens were cached, as if asked before: take another --seed"
+        yield f"{part:.0%} of the prompt tokens were cached, as if sent before: choose another --seed"
     if run["retractions"]:
-        yield f"{run['retractions']} requests were retracted and computed again: the KV pool was full"
+        yield f"{run['retractions']} requests were retracted and recomputed: the KV pool was full"

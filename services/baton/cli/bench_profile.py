@@ -1,4 +1,4 @@
-"""`baton bench profile`: what steps, pulls and messages cost here, for `baton plan`."""
+"""`baton bench profile`: the costs of steps, pulls and messages on this machine, for `baton plan`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Measurement:
 
 def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console: Console) -> None:
     report = output.begin("profile")
-    # Drawn between measurements only: a thread that draws would take its share of the steps' time.
+    # Refreshed between measurements only: a refresh thread would take time from the steps.
     with open_engine(config, console) as bench:
         from baton.bench.profile import fitted, grid, measure_all, points, problem
 
@@ -47,7 +47,7 @@ def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console:
         skipped = {str(shape): why for shape in shapes if (why := problem(shape, bench))}
         usable = [shape for shape in shapes if str(shape) not in skipped]
         if not usable:
-            raise click.ClickException("nothing can be measured: no step of the grid fits this engine")
+            raise click.ClickException("nothing can be measured: this engine can run no step of the grid")
         with progress_bar(console, auto_refresh=False) as progress:
             bar = progress.add_task("steps", total=len(usable), completed=-1)
 
@@ -76,7 +76,7 @@ def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console:
         try:
             host = asyncio.run(host_cost(console))
         except (ChildError, BenchError) as error:
-            raise click.ClickException(f"the host's part cannot be measured: {error}") from None
+            raise click.ClickException(f"the host's cost cannot be measured: {error}") from None
     profile = Profile(found.cost, engine, pull, host or HostCost(), () if host is not None else ("host",))
     known = to_dict(profile)
     report |= known | {"engine": {**report["engine"], **known["engine"]}}
@@ -85,7 +85,7 @@ def _profile(config: WorkerConfig, wanted: Measurement, output: Report, console:
 
 
 async def host_cost(console: Console) -> HostCost:
-    """Starts a deployment for it. Raises ChildError, BenchError or BatonError."""
+    """Measured with a deployment of its own. Raises ChildError, BenchError or BatonError."""
     from baton.bench.profile import SPLIT, STEP, measure_host
 
     with tempfile.TemporaryDirectory(prefix="baton-profile-") as folder:
@@ -116,17 +116,17 @@ def show(profile: Profile, found: Fitted, report: dict[str, Any], console: Conso
     cost, pull, host, error = profile.step, profile.pull, profile.host, report["fit_error"]
     rows = table("a step", "ms")
     for name, seconds in (
-        ("any", cost.fixed),
+        ("fixed", cost.fixed),
         ("each decode row", cost.row),
-        ("each 1,000 tokens that they attend to", 1e3 * cost.key),
+        ("each 1,000 context tokens of decode rows", 1e3 * cost.key),
         ("each 100 prompt tokens", 100 * cost.token),
-        ("each million pairs of prompt tokens that attend", 1e6 * cost.pair),
+        ("each million attention pairs of prompts", 1e6 * cost.pair),
     ):
         rows.add_row(name, shown(1e3 * seconds, 3))
     console.print(rows)
     console.print(
-        f"The fit misses half of {len(found.errors)} measured steps by less than {error['median']:.1%}, "
-        f"90 % by less than {error['p90']:.1%}, one by {error['worst']:.1%}.",
+        f"Error of the fit over {len(found.errors)} measured steps: median {error['median']:.1%}, "
+        f"p90 {error['p90']:.1%}, largest {error['worst']:.1%}.",
         highlight=False,
     )
     console.print(
@@ -136,7 +136,7 @@ def show(profile: Profile, found: Fitted, report: dict[str, Any], console: Conso
     if profile.missing:
         return
     console.print(
-        f"Around the steps: {host.turn * 1e3:.2f} ms a step and {host.row * 1e6:.0f} us a row, "
+        f"Host: {host.turn * 1e3:.2f} ms a step and {host.row * 1e6:.0f} us a row, "
         f"{host.request * 1e3:.1f} ms a request, {host.hop * 1e3:.2f} ms a message of a hand-off.",
         highlight=False,
     )
@@ -146,30 +146,30 @@ def show(profile: Profile, found: Fitted, report: dict[str, Any], console: Conso
 @options(
     option("--rows", NUMBERS, "1,2,4,8,16,32,48", "Decode rows of a step."),
     option(
-        "--contexts", NUMBERS, "64,256,1024,4096,16384", "Tokens behind each row and before a prompt's chunk."
+        "--contexts", NUMBERS, "64,256,1024,4096,16384", "Tokens before each row and before a prompt's chunk."
     ),
     option("--chunks", NUMBERS, "16,64,128,256,512,2048", "Prompt tokens of a step."),
-    option("--seconds", SECONDS, 0.3, "How long each kind of step is repeated."),
+    option("--seconds", SECONDS, 0.3, "Time for which each kind of step is repeated."),
     option(
         "--transport",
         click.Choice(["shm", "cuda_ipc", "grpc"]),
         None,
-        "Of the pulls.  [default: shm on a CPU, cuda_ipc on a GPU]",
+        "Transport of the pulls.  [default: shm on a CPU, cuda_ipc on a GPU]",
     ),
-    click.option("--host/--no-host", default=True, help="Whether to start processes and measure messages."),
+    click.option("--host/--no-host", default=True, help="Start processes and measure their messages."),
     report_options,
     config_options(WorkerConfig, leave_out={*fields_of(NodeConfig), "step_profile"}),
 )
 def profile(**values: Any) -> None:
     """Measure what steps, pulls and messages cost on this machine, for `baton plan`.
 
-    Steps: the model runs inside this process, over a grid of decode rows, contexts and prompt chunks; a line
-    is fitted through their times, and its error told. What does not fit the engine is left out. Pulls: pages
-    come from another process. Messages: a deployment is started whose steps take 10 ms and compute nothing
-    (demo model, on the CPU), and asked; what its client sees beyond that is the host's.
+    Steps: the model runs in this process, over a grid of decode rows, contexts and prompt chunks. A linear
+    cost is fitted to their times, and its error is printed. Steps that exceed the engine's limits are left
+    out. Pulls: pages come from another process. Messages: a deployment is started whose steps take 10 ms and
+    compute nothing (demo model, on the CPU); the rest of its latency is the host's cost.
 
-    Measure with the flags of the workers to be planned (--threads, --max-rows, --dtype, ...), and nothing
-    else running. The file is also what `--step-profile` reads.
+    Measure with the flags of the workers to be planned (--threads, --max-rows, --dtype, ...), and with
+    nothing else running. `--step-profile` reads the file too.
 
     \b
     Examples:

@@ -17,7 +17,7 @@ from baton.bench.plots import NoPlots, plot, require
 from baton.bench.summary import ITL_COUNTING, summarize, too_few
 from baton.bench.workload import KINDS, Workload
 from baton.cli.bench_options import (
-    LATER_FAILS,
+    TIMEOUT_HELP,
     TOKENS,
     Deployed,
     Report,
@@ -68,28 +68,28 @@ workload_options = options(
         "--workload kind",
         click.Choice(KINDS),
         "random",
-        "Prompts that share nothing; conversations of some turns; questions on long documents.",
+        "Prompts without common beginnings; conversations of several turns; questions about documents.",
     ),
     option(
         "--prompt-tokens",
         TOKENS,
         "1024",
-        "Of each prompt, each turn of a conversation, or each document (random ones).",
+        "Tokens of each prompt, each turn of a conversation, or each document.",
     ),
-    option("--opening-tokens opening", SIZE, 0, "That a conversation's first turn has more."),
-    option("--turns", TOKENS, "3-9", "Of a conversation, if the context holds them."),
-    option("--think-seconds think", FRACTION, 2.0, "From an answer to the next turn, on average."),
-    option("--documents", COUNT, 16, "Documents that questions are about."),
-    option("--question-tokens", TOKENS, "16-64", "Behind a document."),
-    option("--output-tokens", TOKENS, "256", "Of each output; the model's end of sequence is ignored."),
-    option("--shared-prefix", SIZE, 0, "Tokens that all prompts begin with."),
-    option("--temperature", FRACTION, 0.0, "Of sampling."),
+    option("--opening-tokens opening", SIZE, 0, "Additional tokens of a conversation's first turn."),
+    option("--turns", TOKENS, "3-9", "Turns of a conversation, as far as the context allows."),
+    option("--think-seconds think", FRACTION, 2.0, "Mean time from an answer to the next turn."),
+    option("--documents", COUNT, 16, "Number of documents."),
+    option("--question-tokens", TOKENS, "16-64", "Tokens of a question, after the document."),
+    option("--output-tokens", TOKENS, "256", "Tokens of each output; the end of sequence is ignored."),
+    option("--shared-prefix", SIZE, 0, "Tokens with which all prompts begin."),
+    option("--temperature", FRACTION, 0.0, "Sampling temperature."),
 )
 """Fields of a Workload."""
 
 
 def label(work: Workload) -> str:
-    """A run's load, in words."""
+    """A run's load, as text."""
     if work.rate is not None:
         return f"{work.rate:g}"
     return f"{work.concurrency} at a time" if work.concurrency else "all at once"
@@ -98,12 +98,16 @@ def label(work: Workload) -> str:
 def make_runs(
     rates: tuple[float, ...], seconds: float, requests: int | None, concurrency: int, common: Workload
 ) -> tuple[Workload, ...]:
-    """One workload a rate. Raises UsageError for what contradicts itself."""
+    """A workload for each rate. Raises UsageError for contradictory options."""
     finite = [rate for rate in rates if math.isfinite(rate)]
     if finite and concurrency:
-        raise click.UsageError("--concurrency is of a closed loop; an open one (--rate) waits for no answer")
+        raise click.UsageError(
+            "--concurrency is for a closed loop; an open loop (--rate) does not wait for answers"
+        )
     if finite and requests is not None:
-        raise click.UsageError("--requests is of a closed loop; --rate and --seconds say how many arrive")
+        raise click.UsageError(
+            "--requests is for a closed loop; with --rate their number follows from --seconds"
+        )
     if not rates and not concurrency and requests is None:
         rates = (DEFAULT_RATE,)
     runs = []
@@ -120,7 +124,7 @@ def make_runs(
 
 
 def check_context(work: Workload, target: Target) -> None:
-    """Raises ClickException: refused by the deployment, every request would fail."""
+    """Raises ClickException if the deployment would refuse every request."""
     if work.longest > target.context:
         raise click.ClickException(
             f"a prompt and its output of {work.longest} tokens exceed the model's context of "
@@ -129,14 +133,14 @@ def check_context(work: Workload, target: Target) -> None:
 
 
 def few_requests(run: dict[str, Any]) -> Iterator[str]:
-    """Whether the run's percentiles of requests tell little."""
+    """Warns if the run has too few requests for its percentiles."""
     if few := too_few(run["finished"]):
         names = " and ".join(f"p{each}" for each in few)
-        yield f"{names} of {run['finished']} requests is little more than the slowest; measure more of them"
+        yield f"{names} of {run['finished']} requests is close to the slowest request; measure more requests"
 
 
 def show(workloads: Sequence[Workload], runs: list[dict[str, Any]], console: Console) -> None:
-    """A row of latencies a run and percentile, and a line of rates a run."""
+    """Latencies by run and percentile, then rates by run."""
     results = table("req/s", "", *(f"{name}, ms" for name in LATENCIES.values()))
     for work, run in zip(workloads, runs, strict=True):
         for index, part in enumerate(("mean", "p50", "p90", "p99")):
@@ -184,7 +188,7 @@ async def _serve(
             found |= {"load": label(work), "workload": work.to_dict(), "client_busy": run.busy}
             found["offered_per_second"] = len(run.records) / work.seconds if work.rate is not None else None
             runs.append(found)
-        # Afterwards: by now decode nodes have met the prefill nodes that the gateway names.
+        # After the runs: by now decode nodes are connected to the prefill nodes that the gateway names.
         report = output.begin("serve") | {"deployment": await deployment_facts(address)}
     show(workloads, runs, console)
     limits = {"ttft_ms": targets.ttft_ms, "itl_ms": targets.itl_ms}
@@ -201,22 +205,22 @@ async def _serve(
         "--rate rates",
         Parsed("X[,X...]", _rates),
         (),
-        "Requests per second, one run each (open loop, Poisson arrivals); inf: closed loop.  [default: 1]",
+        "Requests per second, a run for each (open loop, Poisson arrivals); inf: closed loop.  [default: 1]",
         "X[,X...]",
     ),
-    option("--seconds", SECONDS, 25.0, "How long requests arrive."),
+    option("--seconds", SECONDS, 25.0, "Time in which requests arrive."),
     option("--concurrency", COUNT, None, "Closed loop: requests at a time.  [default: all at once]"),
-    option("--requests", COUNT, None, f"Closed loop: how many.  [default: {DEFAULT_REQUESTS}]"),
+    option("--requests", COUNT, None, f"Closed loop: number of requests.  [default: {DEFAULT_REQUESTS}]"),
     workload_options,
     option(
-        "--seed", SIZE, 0, "Of arrivals and prompts. A deployment asked twice with one seed has them cached."
+        "--seed", SIZE, 0, "Seed of arrivals and prompts. With the same seed again, prompts are found cached."
     ),
-    option("--ttft-target-ms ttft_ms", FRACTION, None, "Goodput: TTFT of a request at most."),
-    option("--itl-target-ms itl_ms", FRACTION, None, "Goodput: ITL of a request at most, at its own p99."),
+    option("--ttft-target-ms ttft_ms", FRACTION, None, "Goodput: largest TTFT of a request."),
+    option("--itl-target-ms itl_ms", FRACTION, None, "Goodput: largest ITL of a request, at its own p99."),
     deployment_options,
-    option("--timeout", SECONDS, 120.0, LATER_FAILS, "SECONDS"),
+    option("--timeout", SECONDS, 120.0, TIMEOUT_HELP, "SECONDS"),
     report_options,
-    option("--plot picture", FILE, None, "Draw percentiles over rate, and distributions.", "FILE.png"),
+    option("--plot picture", FILE, None, "Plot percentiles over rate, and distributions.", "FILE.png"),
     config_options(WorkerConfig, leave_out=fields_of(NodeConfig)),
 )
 def serve(
@@ -229,18 +233,18 @@ def serve(
 ) -> None:
     """Measure a deployment under load: TTFT, TPOT, ITL, end to end, tokens per second, goodput.
 
-    Open loop (--rate): requests arrive as a Poisson process and wait for nobody. Closed loop (--concurrency,
-    --requests): one is sent when another has ended. Everything is measured at the client, from the moment of
-    sending; "late" is how far behind their times the client itself sent (p99), "client" the part of a core
-    that it used.
+    Open loop (--rate): requests arrive as a Poisson process, independent of answers. Closed loop
+    (--concurrency, --requests): a request is sent when another has ended. Times are measured at the client,
+    from sending. "late" is how far behind schedule the client sent (p99), "client" the part of a core that
+    it used.
 
-    TTFT: to the first token. TPOT: mean per output token, the first excluded. ITL: between tokens; the pause
-    before a message is divided evenly over its tokens (as SGLang's bench_serving does). e2e: to the end.
-    Cached: the part of all prompt tokens that was found in a prefix cache. Goodput: requests per second that
-    met both targets.
+    TTFT: time to the first token. TPOT: mean time per output token, the first excluded. ITL: time between
+    tokens; the pause before a message is divided evenly over its tokens, as in SGLang's bench_serving. e2e:
+    time to the end. Cached: part of the prompt tokens found in a prefix cache. Goodput: requests per second
+    that met both targets.
 
-    Conversations (--workload conversation) are many users at once: each sends its next turn a while after the
-    answer to the last, with all that was said before; --rate still counts turns. No session is named.
+    Conversations (--workload conversation) are many users at once. Each sends its next turn some time after
+    the last answer, with all earlier turns. --rate counts turns. No sessions are used.
 
     \b
     Examples:

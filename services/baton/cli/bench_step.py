@@ -1,4 +1,4 @@
-"""`baton bench step`: decode steps of the engine inside this process."""
+"""`baton bench step`: decode steps of the engine in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.bench.steps import Point, StepTimes
 
 TOKEN_BUDGET = 8192
-"""Large chunks, so that all rows soon decode together."""
+"""Large chunks, so that all rows decode together early."""
 SHOWN_KERNELS = 16
 
 
@@ -53,14 +53,14 @@ class Measurement:
 def measure_all(
     bench: EngineBench, wanted: Measurement, bandwidth: float, console: Console
 ) -> tuple[list[StepTimes], dict[str, str]]:
-    """The results, and why each of the other points could not be measured."""
+    """Results, and the reason for each point that was not measured."""
     from baton.bench.steps import measure, problem
 
     points = wanted.points()
     skipped = {str(point): why for point in points if (why := problem(point, wanted.steps, bench))}
     usable = [point for point in points if str(point) not in skipped]
     found = []
-    # Drawn between runs only: a thread that draws meanwhile would take its share of the steps' time.
+    # Refreshed between runs only: a refresh thread would take time from the steps.
     with progress_bar(console, auto_refresh=False) as progress:
         bar = progress.add_task("", total=len(usable) * (wanted.repeats + 1))
 
@@ -85,7 +85,7 @@ def measure_all(
 
 
 def show(report: dict[str, Any], results: list[StepTimes], console: Console) -> None:
-    """A line about engine and floor, a row a point."""
+    """A line about engine and floor, then a row for each point."""
     engine, bandwidth, weights = (
         report["engine"],
         report["bandwidth_bytes_per_second"],
@@ -93,7 +93,7 @@ def show(report: dict[str, Any], results: list[StepTimes], console: Console) -> 
     )
     console.print(
         f"{engine['model']}, {engine['dtype']} on {engine['device']}, attention {engine['attention']}. "
-        f"Copies move {bandwidth / 1e9:,.1f} GB/s, read and written; the weights' {weights / 2**20:,.1f} MiB "
+        f"A copy reads and writes {bandwidth / 1e9:,.1f} GB/s; the weights' {weights / 2**20:,.1f} MiB "
         f"take {weights / bandwidth * 1e3:.3f} ms.",
         highlight=False,
     )
@@ -120,7 +120,7 @@ def show(report: dict[str, Any], results: list[StepTimes], console: Console) -> 
 def show_profiles(
     bench: EngineBench, wanted: Measurement, results: list[StepTimes], folder: Path, console: Console
 ) -> None:
-    """The kernels that take longest, of each point that was measured."""
+    """The longest kernels of each measured point."""
     from baton.bench.steps import Point, profile
 
     for found in results:
@@ -148,11 +148,11 @@ def _step(config: WorkerConfig, wanted: Measurement, output: Report, console: Co
         if wanted.profile is not None:
             show_profiles(bench, wanted, found, wanted.profile, console)
     if not found:
-        raise click.ClickException("nothing was measured: no point fits this engine")
+        raise click.ClickException("nothing was measured: this engine can run no point")
 
 
 def _defaults(values: dict[str, Any], wanted: Measurement) -> dict[str, Any]:
-    """An engine that is just large enough for all points."""
+    """Sizes of an engine that is just large enough for all points."""
     from baton.bench.steps import largest_pool
 
     rows = max(wanted.batches)
@@ -165,19 +165,19 @@ def _defaults(values: dict[str, Any], wanted: Measurement) -> dict[str, Any]:
 @options(
     option("--batch batches", NUMBERS, "1,8,32", "Rows in the batch."),
     option("--context contexts", NUMBERS, "128,1024", "Tokens of each prompt."),
-    option("--steps", COUNT, 48, "Decode steps of a run with all rows in them."),
+    option("--steps", COUNT, 48, "Decode steps of a run with all rows."),
     option(
         "--repeats",
         COUNT,
         3,
-        "Runs of each point after one to warm up; the one with the median step is reported.",
+        "Runs of each point, after one to warm up; the run with the median step is reported.",
     ),
-    option("--temperature", FRACTION, 0.0, "Of sampling."),
+    option("--temperature", FRACTION, 0.0, "Sampling temperature."),
     option(
         "--profile",
         click.Path(file_okay=False, path_type=Path),
         None,
-        "Also print each point's longest kernels and write all of them there.",
+        "Also print each point's longest kernels, and write all kernels to this folder.",
         "FOLDER",
     ),
     report_options,
@@ -186,11 +186,12 @@ def _defaults(values: dict[str, Any], wanted: Measurement) -> dict[str, Any]:
 def step(**values: Any) -> None:
     """Measure decode steps of the engine by batch size and context, against their floor.
 
-    Runs scheduler and model inside this process: no gRPC, no other processes. Step: the median time between
-    decode steps that hold all rows, their TPOT. Floor: what must be read (weights, and KV of all rows) over
-    the bandwidth of a copy, measured here (a model that fits a CPU's cache can be faster). Host: what
-    scheduler and launching take of a step on the host; on a CPU, where launching computes, without that.
-    First tokens: until all prompts are done. Rows, KV pool and token budget are made to fit, unless given.
+    Runs scheduler and model in this process, without gRPC or other processes. Step: median time between
+    decode steps with all rows, their TPOT. Floor: bytes that must be read (weights, and KV of all rows)
+    divided by the bandwidth of a copy, measured here; a model that fits into a CPU's cache can be faster.
+    Host: host time of a step for scheduling and launching; on a CPU, where launching computes, without the
+    launch. First tokens: time until all prompts are computed. Rows, KV pool and token budget are made large
+    enough unless given.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""What commands print, and how they end: answers, errors as one line, signals."""
+"""Output and exit of commands: answers, tables, errors as one line, signals."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from baton.latency import tpot
 
 
 class Answer:
-    """A request that runs or has ended. Times are of the client's monotonic clock, in seconds."""
+    """A running or ended request. Times are seconds of the client's monotonic clock."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.arrivals: list[tuple[float, int]] = []
-        """When new tokens came, and how many at once."""
+        """Time and number of new tokens, for each message."""
         self.completion = Completion()
 
     def take(self, delta: Delta) -> None:
-        """Notes when new tokens came."""
+        """Records the arrival of new tokens."""
         if delta.token_ids:
             self.arrivals.append((time.monotonic(), len(delta.token_ids)))
 
@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def tpot(self) -> float:
-        """Mean seconds per output token, the first excluded; nan where there is no second one."""
+        """Mean seconds per output token, the first excluded; nan for fewer than two."""
         found = tpot(self.arrivals)
         return float("nan") if found is None else found
 
@@ -80,7 +80,7 @@ def collect(stream: Stream, show: bool = False) -> Answer:
 
 
 async def collect_async(stream: AsyncStream, show: bool = False) -> Answer:
-    """The same for asyncio; cancelled with the task."""
+    """As `collect`, for asyncio."""
     answer = Answer()
     async with stream:
         async for delta in stream:
@@ -99,7 +99,7 @@ def explain(error: BatonError, server: str) -> str:
 
 
 def no_gateway(server: str, why: str) -> str:
-    """For a connection that failed, and why."""
+    """The error of a failed connection."""
     if why == "Socket closed":
         return f"{server} closed the connection; if it speaks TLS, name its certificate's CA in {CA_VARIABLE}"
     return f"no gateway at {server} ({why}); start one with 'baton up', or name it with --server"
@@ -111,7 +111,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes in the largest unit that leaves at least 1: "2.5 MiB"."""
+    """Bytes in a readable unit: "2.5 MiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
@@ -123,8 +123,8 @@ def size(count: int) -> str:
 def run_until_signal(main: Callable[[], Coroutine[Any, Any, int]], interrupted: int = 130) -> int:
     """Runs `main` in an event loop; returns its result, or `interrupted` after a signal.
 
-    SIGINT, SIGTERM and SIGHUP cancel it; a second one cancels once more, which makes a deployment kill its
-    processes instead of waiting for them.
+    SIGINT, SIGTERM and SIGHUP cancel it. A second one cancels it again: a deployment then kills its processes
+    and does not wait for them.
     """
 
     async def run() -> int:
@@ -141,14 +141,14 @@ def run_until_signal(main: Callable[[], Coroutine[Any, Any, int]], interrupted: 
 def run_command(
     main: Callable[[], Coroutine[Any, Any, int]], *, server: str = "", interrupted: int = 130
 ) -> NoReturn:
-    """Runs `main` and exits with what it returns; a ChildError or BatonError is a line on stderr and 1."""
+    """Runs `main` and exits with its result; after a ChildError or BatonError with 1 and a line on stderr."""
     try:
         raise SystemExit(run_until_signal(main, interrupted))
     except ChildError as error:
         fail(str(error))
     except BatonError as error:
         fail(explain(error, server))
-    except ExceptionGroup as group:  # of tasks that ran at the same time: the first tells enough
+    except ExceptionGroup as group:  # of concurrent tasks; the first is reported
         first = group.exceptions[0]
         if not isinstance(first, BatonError):
             raise
@@ -156,7 +156,7 @@ def run_command(
 
 
 def table(*columns: str) -> Table:
-    """Right-aligned but for the first column."""
+    """A table whose columns are right-aligned, except the first."""
     found = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
         found.add_column(column, justify="right" if index else "left", no_wrap=True)

@@ -19,9 +19,9 @@ SAMPLING: Options = {"temperature": 0.0, "max_tokens": 48}
 
 
 def questions() -> list[tuple[str, str, dict[str, Any]]]:
-    """Name, what is shown of it, arguments of AsyncClient.stream."""
+    """Name, description, arguments of AsyncClient.stream."""
     prefix = topic_text("assert", PREFIX_CHARACTERS)
-    # Long enough that the prefill node computes it: a short remainder would stay on the decode node.
+    # Long enough for the prefill node: the decode node would compute a short remainder itself.
     tail = topic_text("while", 500)
     return [
         (
@@ -56,9 +56,9 @@ async def _demo(plan: DeploymentPlan, console: Console) -> int:
 def demo(model: str, verbose: bool) -> None:
     """Start a deployment, stream some answers, show what happened.
 
-    Starts tokenizer, prefill, decode and gateway as separate processes on free ports, streams three answers
-    through the public gRPC API (the second shares a long prefix with the first) and ends with the processes
-    and what each request took. Everything is stopped again.
+    Starts tokenizer, prefill, decode and gateway as separate processes on free ports, and streams three
+    answers through the public gRPC API; the second prompt shares a long prefix with the first. Then prints
+    the processes and the requests' latencies, and stops everything.
 
     \b
     Example:

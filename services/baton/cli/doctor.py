@@ -1,4 +1,4 @@
-"""`baton doctor`: what this machine can run, and why not. A check answers; it never raises."""
+"""`baton doctor`: what this machine can run, and why not."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from baton.rpc.bind import bind_problem
 from baton.transport.shm import FIRST_PID_NAMESPACE, pid_namespace
 
 Verdict = Literal["ok", "note", "absent", "bad"]
-"""ok: works. note: works without it, or less well. absent: is for GPUs, and there is none. bad: Baton cannot
-run."""
+"""ok: works. note: Baton works without it, or less well. absent: needs a GPU, and there is none. bad: Baton
+cannot run."""
 GIB = 2**30
 
 
@@ -42,7 +42,7 @@ class Check:
 
 
 def no_gpu() -> Verdict:
-    """Of what needs an NVIDIA GPU and does not work: "absent" on a machine without a driver for one."""
+    """The verdict on what needs an NVIDIA GPU and does not work."""
     return "note" if any(path.exists() for path in DRIVER) else "absent"
 
 
@@ -80,7 +80,7 @@ def _shared_memory() -> Check:
 
 
 def devices() -> Iterator[Check]:
-    """torch and the GPUs it sees."""
+    """torch and its GPUs."""
     try:
         import torch
     except ImportError as error:
@@ -100,7 +100,7 @@ def devices() -> Iterator[Check]:
 
 
 def attention() -> Iterator[Check]:
-    """Attention backends and the library that the fast one comes from."""
+    """Attention backends, and the library of the fast one."""
     import torch
 
     from baton.attention.fa3 import mismatch
@@ -119,7 +119,7 @@ def attention() -> Iterator[Check]:
 
 
 def transports() -> Iterator[Check]:
-    """How KV pages can travel from here."""
+    """Transports of KV pages."""
     if os.access("/dev/shm", os.W_OK):
         yield Check("shm", "ok", "between processes of this host, CPU pools")
     else:
@@ -131,7 +131,7 @@ def transports() -> Iterator[Check]:
 
 
 def _nixl() -> Check:
-    """Makes an agent; whether others reach its port, a deployment tells."""
+    """Makes an agent. Whether peers reach its port is not checked."""
     from baton.transport.nixl import problem
 
     why_not = problem()
@@ -141,7 +141,7 @@ def _nixl() -> Check:
 
 
 def _cuda_ipc() -> Check:
-    """Exports memory of each GPU, which is one half; opening it would take another process."""
+    """Exports memory of each GPU. Opening it, which takes another process, is not checked."""
     import torch
 
     from baton.transport import TransportError, cuda
@@ -167,12 +167,12 @@ def _cuda_ipc() -> Check:
     if apart:
         text = f"works on each GPU, but there is no peer access between {', '.join(apart)}"
         return Check("cuda_ipc", "note", text)
-    where = f"all {count} GPUs, which reach each other" if count > 1 else "the one GPU that is seen here"
+    where = f"all {count} GPUs, with peer access" if count > 1 else "the one visible GPU"
     return Check("cuda_ipc", "ok", f"memory can be shared from {where}")
 
 
 def _inside() -> tuple[str, dict[int, list[str]]]:
-    """Our PID namespace, and the command of each process in it."""
+    """This process's PID namespace, and the command of each process in it."""
     commands = {}
     for process in psutil.process_iter():
         try:
@@ -183,28 +183,28 @@ def _inside() -> tuple[str, dict[int, list[str]]]:
 
 
 def process_id(namespace: str, commands: Mapping[int, Sequence[str]]) -> Check:
-    """Whether workers in a PID namespace of their own, as in a container, can be told apart by CUDA IPC: it
-    refuses memory of a process with our own id in another namespace; the first process of each has id 1."""
+    """Whether CUDA IPC works for workers in a PID namespace of their own, as in a container: it refuses
+    memory of a process with the same id in another namespace, and the first process of each has id 1."""
     if namespace == FIRST_PID_NAMESPACE:
         return Check("process ids", "ok", "unique: not in a container's PID namespace")
     if "serve" in commands.get(1, ()) and "baton.cli.entry" not in commands[1]:
-        text = "the worker here has process id 1, as those of other containers do, which CUDA IPC refuses"
+        text = "the worker has process id 1, like those of other containers, which CUDA IPC refuses"
         hint = "start it with 'python -m baton.cli.entry baton serve ...' as the images do; else grpc is used"
         return Check("process ids", "note", f"{text}; {hint}")
     workers = sorted(pid for pid, command in commands.items() if pid > 1 and "serve" in command)
     which = f"the worker's is {workers[0]}; " if workers else ""
-    text = f"{which}CUDA IPC needs other ones in other containers, as baton.cli.entry chooses them"
+    text = f"{which}CUDA IPC needs different ids in different containers; baton.cli.entry chooses them"
     return Check("process ids", "ok", text)
 
 
 def ports() -> Iterator[Check]:
-    """Default ports that something else listens on."""
+    """Which default ports are in use."""
     for role, (grpc_port, http_port) in DEFAULT_PORTS.items():
         taken = [port for port in (grpc_port, http_port) if bind_problem(loopback(), port) is not None]
         wanted = f"{grpc_port} and {http_port}"
         if taken:
             numbers = " and ".join(map(str, taken))
-            text = f"{numbers} in use, perhaps by a running Baton; others: --port, --http-port"
+            text = f"{numbers} in use, perhaps by a running Baton; choose others: --port, --http-port"
             yield Check(role, "note", text)
         else:
             yield Check(role, "ok", f"{wanted} are free")
@@ -233,13 +233,13 @@ GROUPS: dict[str, Callable[[], Iterator[Check]]] = {
 
 
 def run_checks() -> Iterator[tuple[str, Check]]:
-    """All findings with their sections, in order; a section that fails is itself a finding."""
+    """All findings with their sections, in order; a section that fails is a finding itself."""
     for section, checks in GROUPS.items():
         try:
             for check in checks():
                 yield section, check
-        except Exception as error:  # a broken installation must not end the doctor
-            yield section, Check(section, "bad", f"cannot be looked at: {type(error).__name__}: {error}")
+        except Exception as error:  # such as a broken installation
+            yield section, Check(section, "bad", f"cannot be checked: {type(error).__name__}: {error}")
 
 
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "absent": "[dim]-[/]", "bad": "[red]✗[/]"}
@@ -266,8 +266,8 @@ def _table(findings: list[tuple[str, Check]]) -> Table:
 def doctor(as_json: bool) -> None:
     """Say what this machine can run, and why not.
 
-    Looks at Python, memory, shared memory, torch, GPUs, attention backends, transports, the demo model and
-    the default ports. Exits with 0 unless Baton cannot run here at all.
+    Checks Python, memory, shared memory, torch, GPUs, attention backends, transports, the demo model and the
+    default ports. Exits with 0 unless Baton cannot run here at all.
 
     \b
     Examples:
@@ -278,7 +278,7 @@ def doctor(as_json: bool) -> None:
     if as_json:
         findings = list(run_checks())
     else:
-        with console.status("Looking at this machine"):
+        with console.status("Checking this machine"):
             findings = list(run_checks())
     broken = [check for _, check in findings if check.verdict == "bad"]
     if as_json:

@@ -1,8 +1,8 @@
 """`python -m baton.cli.entry COMMAND...`: the first process of a container.
 
-It starts the command under a process id that no other container of the network uses, hands signals on to it,
-collects what dies, and exits as the command did. The id matters to CUDA IPC: it refuses memory of a process
-that has our own id in another PID namespace, and left alone, each container's command has id 1.
+It starts the command under a process id that no other container of the network uses, forwards signals, reaps
+processes that have ended, and exits as the command did. CUDA IPC refuses memory of a process with the same id
+in another PID namespace, and without this each container's command has id 1.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sys
 
 FIRST_ID = 100
 IDS = 1024
-"""Ids are chosen from FIRST_ID on, so many of them: an id is reached by forking, some 0.3 ms each."""
+"""Ids are chosen from FIRST_ID .. FIRST_ID + IDS - 1. Each id is reached by forking, about 0.3 ms."""
 
 
 def own_address() -> str:
-    """What the container's host name stands for; "" for none, or one of the loopback."""
+    """The address of the container's host name; "" if there is none, or only the loopback."""
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -30,14 +30,14 @@ def own_address() -> str:
 
 
 def choose_id(address: str, draw: int) -> int:
-    """The id for the container with this address: containers of one network differ in the last bits of
-    theirs. Without an address it is left to chance, which is `draw`."""
+    """The id for the container with this address: addresses of one network differ in their last bits. Without
+    an address the id is random (`draw`)."""
     number = int(ipaddress.ip_address(address)) if address else draw
     return FIRST_ID + number % IDS
 
 
 def use_up_ids(wanted: int, limit: int = 2 * IDS) -> None:
-    """Makes `wanted` the next process id, if ids are handed out in turn and it has not been passed yet."""
+    """Forks until `wanted` is the next process id; in vain if it has been passed."""
     for _ in range(limit):
         child = os.fork()
         if child == 0:
@@ -48,9 +48,9 @@ def use_up_ids(wanted: int, limit: int = 2 * IDS) -> None:
 
 
 def run(command: list[str]) -> int:
-    """Runs the command to its end. Returns its exit code; 128 and the signal's number if one ended it."""
+    """Runs the command to its end. Returns its exit code, or 128 + the number of the signal that ended it."""
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-    # Before there is a child: what arrives from now on waits, and none is lost.
+    # Blocked before the fork: signals that arrive from now on stay pending, and none is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*signals, signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -70,7 +70,7 @@ def run(command: list[str]) -> int:
 
 
 def _collect(main: int) -> int | None:
-    """Takes leave of all that have died; `main`'s exit code if it is among them."""
+    """Reaps all processes that have ended; returns `main`'s exit code if it is among them."""
     code = None
     while True:
         try:
@@ -80,15 +80,15 @@ def _collect(main: int) -> int | None:
         if pid == 0:
             return code
         if pid == main:
-            ending = os.waitstatus_to_exitcode(status)
-            code = ending if ending >= 0 else 128 - ending
+            code = os.waitstatus_to_exitcode(status)
+            code = code if code >= 0 else 128 - code
 
 
 def main() -> None:
     if len(sys.argv) < 2:
         print("baton: give the command to run, such as: baton serve decode", file=sys.stderr)
         sys.exit(2)
-    if os.getpid() == 1:  # else the ids are not this container's own
+    if os.getpid() == 1:  # otherwise this process shares its PID namespace
         use_up_ids(choose_id(own_address(), random.randrange(IDS)))
     sys.exit(run(sys.argv[1:]))
 

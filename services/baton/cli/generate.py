@@ -24,22 +24,22 @@ from baton.client import BatonError, Client, Message, Options, Session, Stream
 sampling_options = options(
     option("--max-tokens", int, 256, "Output tokens at most.", "N"),
     option("--temperature", float, None, "0 is greedy; higher is more varied.  [default: 1.0]", "X"),
-    option("--top-p", float, None, "Keep the likeliest tokens up to this sum.", "X"),
+    option("--top-p", float, None, "Keep the likeliest tokens up to this total probability.", "X"),
     option("--top-k", int, None, "Keep the N likeliest tokens.", "N"),
     option("--seed", int, None, "The same seed gives the same text.", "N"),
     option("--stop", str, (), "End before this text; repeatable.", "TEXT", multiple=True),
 )
-"""The sampling parameters that people change; what is not given is the server's default."""
+"""Common sampling parameters; the server has the defaults."""
 
 
 def given_options(sampling: dict[str, Any]) -> Options:
-    """What was given of the flags of `sampling_options`."""
+    """The flags of `sampling_options` that were given."""
     return cast(Options, {name: value for name, value in sampling.items() if value not in (None, ())})
 
 
 def stats_table(answers: list[tuple[str, Answer]]) -> Table:
-    """One row a request: latencies; prompt tokens and how many of them were found cached; output tokens; what
-    was pulled and over which transport (nothing when the decode node computed the prompt itself)."""
+    """A row for each request: latencies, tokens, and the pages pulled, with the transport (none if the decode
+    node computed the prompt)."""
     rows = table("request", "TTFT", "TPOT", "prompt", "cached", "output", "pages", "bytes", "via")
     for name, answer in answers:
         stats, usage = answer.stats, answer.usage
@@ -62,7 +62,7 @@ def stats_table(answers: list[tuple[str, Answer]]) -> Table:
 @server_option
 @click.option("--chat", is_flag=True, help="Send the prompt as a chat message, through the model's template.")
 @sampling_options
-@click.option("--stats", is_flag=True, help="Latencies, tokens and cache hits, to stderr.")
+@click.option("--stats", is_flag=True, help="Print latencies, tokens and cache hits to stderr.")
 def generate(prompt: str, server: str, chat: bool, stats: bool, **sampling: Any) -> None:
     """Stream the continuation of PROMPT to stdout; '-' reads it from stdin.
 
@@ -86,12 +86,12 @@ def generate(prompt: str, server: str, chat: bool, stats: bool, **sampling: Any)
 
 HELP = "/new starts over, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
 PASTE_SECONDS = 0.05
-"""The lines of a pasted text arrive closer together than this."""
+"""Longest pause between the lines of a pasted text."""
 
 
 @contextlib.contextmanager
 def interrupt_closes(stream: Stream) -> Iterator[None]:
-    """Ctrl-C cancels the answer and leaves the session as it was; a second one is KeyboardInterrupt."""
+    """Ctrl-C cancels the answer and keeps the session unchanged; a second one is KeyboardInterrupt."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, previous)
@@ -105,7 +105,7 @@ def interrupt_closes(stream: Stream) -> Iterator[None]:
 
 
 def turn(session: Session, messages: list[Message], sampling: dict[str, Any]) -> Answer | None:
-    """Asks and streams the answer; None when it was stopped. Raises BatonError."""
+    """Streams the answer; None if it was stopped. Raises BatonError."""
     stream = session.stream(messages=messages, **given_options(sampling))
     try:
         with interrupt_closes(stream):
@@ -125,16 +125,16 @@ def _stats(answer: Answer) -> str:
 
 
 def read_message() -> str:
-    """What the user typed or pasted. Lines that follow at once are part of the message; a pasted last line
-    without an end waits for Enter. Raises EOFError and KeyboardInterrupt."""
+    """A typed or pasted message. Lines that follow at once belong to it; an unfinished last line of a pasted
+    text waits for Enter. Raises EOFError and KeyboardInterrupt."""
     lines = [input("> ")]
-    while _more_is_waiting():
+    while _input_pending():
         lines.append(input("| "))
     return "\n".join(lines).strip()
 
 
-def _more_is_waiting() -> bool:
-    """Whether a terminal has more to read, be it only the beginning of a line."""
+def _input_pending() -> bool:
+    """Whether the terminal has more input, also an unfinished line."""
     if not sys.stdin.isatty():
         return False
     before = termios.tcgetattr(sys.stdin)
@@ -189,9 +189,11 @@ def _talk(client: Client, server: str, system: str, sampling: dict[str, Any], st
 
 @click.command()
 @server_option
-@click.option("--system", default="", metavar="TEXT", help="A system message before the conversation.")
+@click.option(
+    "--system", default="", metavar="TEXT", help="A system message at the beginning of the conversation."
+)
 @sampling_options
-@click.option("--stats", is_flag=True, help="After each answer: latencies and tokens found cached.")
+@click.option("--stats", is_flag=True, help="Print latencies and cached tokens after each answer.")
 def chat(server: str, system: str, stats: bool, **sampling: Any) -> None:
     """Talk with the model. The KV of earlier turns is reused.
 
@@ -203,7 +205,7 @@ def chat(server: str, system: str, stats: bool, **sampling: Any) -> None:
     """
     try:
         with Client(server) as client:
-            client.models()  # whether there is a gateway, before the first question
+            client.models()  # fails at once if there is no gateway
             _talk(client, server, system, sampling, stats)
     except BatonError as error:
         fail(explain(error, server))

@@ -1,4 +1,4 @@
-"""`baton health` and `baton probe`: whether a process, or a deployment, serves; as exit codes."""
+"""`baton health` and `baton probe`: exit codes that say whether a process, or a deployment, serves."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from baton.rpc.channel import open_channel
 
 
 async def check(address: str, service: str, seconds: float) -> str:
-    """What the process says of itself: "SERVING" or "NOT_SERVING". Raises AioRpcError, and BatonError for
-    files of the environment that cannot be used.
+    """The process's health: "SERVING" or "NOT_SERVING". Raises AioRpcError, and BatonError if files that the
+    environment names cannot be used.
 
-    It is not known whether a worker or a gateway is there. So the request is sent as the deployment's
+    The address may be a worker's or a gateway's. So three connections are tried: as the deployment's
     processes connect, as clients do, and without TLS. No secret and no key is sent.
     """
     known = Credentials.to(address)
@@ -44,8 +44,8 @@ async def check(address: str, service: str, seconds: float) -> str:
                 raise
             first = first or error
         else:
-            said: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-            return said
+            status: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+            return status
     assert first is not None
     raise first
 
@@ -57,9 +57,9 @@ async def check(address: str, service: str, seconds: float) -> str:
 def health(address: str, service: str, seconds: float) -> None:
     """Ask one process whether it serves (grpc.health.v1), for the probes of containers.
 
-    Exits with 0 when it serves, else with 1 and one line that says why: it loads or drains, or does not
-    answer. Where connections are encrypted, BATON_CLUSTER_CERT, BATON_CLUSTER_KEY and BATON_CLUSTER_CA say
-    how to ask a worker, BATON_TLS_CA how to ask a gateway.
+    Exits with 0 if it serves, else with 1 and one line that says why: it loads, drains or does not answer.
+    With TLS, BATON_CLUSTER_CERT, BATON_CLUSTER_KEY and BATON_CLUSTER_CA are needed for a worker,
+    BATON_TLS_CA for a gateway.
 
     \b
     Examples:
@@ -67,21 +67,21 @@ def health(address: str, service: str, seconds: float) -> None:
       baton health 127.0.0.1:50050 --service baton.v1.Inference
     """
     try:
-        said = asyncio.run(check(address, service, seconds))
+        status = asyncio.run(check(address, service, seconds))
     except BatonError as error:
         fail(error.message)
     except grpc.aio.AioRpcError as error:
         fail(f"{address} does not answer: {brief(error)}")
-    if said != "SERVING":
-        fail(f"{address} is {said}")
-    click.echo(said)
+    if status != "SERVING":
+        fail(f"{address} is {status}")
+    click.echo(status)
 
 
 PROMPT_TOKENS = 160
 
 
 def ask(server: str, seconds: float) -> Completion:
-    """Two tokens for a prompt that nobody has cached. Raises BatonError."""
+    """Two tokens for a new random prompt. Raises BatonError."""
     with Client(server) as client:
         model = client.models()[0]
         length = min(PROMPT_TOKENS, model.context_length - 2)
@@ -100,13 +100,13 @@ def ask(server: str, seconds: float) -> Completion:
 
 @click.command()
 @server_option
-@option("--timeout seconds", click.FloatRange(min=0.1), 10.0, "The answer must be there by then.", "SECONDS")
+@option("--timeout seconds", click.FloatRange(min=0.1), 10.0, "Time limit of the answer.", "SECONDS")
 def probe(server: str, seconds: float) -> None:
-    """Send a small request through a running deployment, hand-off included; exit with 0 if all went well.
+    """Send a small request through a running deployment, with a hand-off; exit with 0 if it succeeded.
 
-    Its prompt is random and in a prefix-cache namespace of its own, so that it is computed and its pages are
-    pulled. Exits with 1 when no answer comes in time, or when there are prefill nodes and none was used.
-    A gateway does this by itself with --probe-every.
+    The prompt is random and has a prefix-cache namespace of its own, so that it is computed and its pages
+    are pulled. Exits with 1 if no answer comes in time, or if there are prefill nodes and none was used. A
+    gateway with --probe-every does this by itself.
 
     \b
     Examples:
@@ -121,7 +121,7 @@ def probe(server: str, seconds: float) -> None:
     assert stats is not None
     if not stats.pulled_pages and any(node.role == "prefill" for node in asyncio.run(ask_deployment(server))):
         fail(f"the prompt was not handed off: {stats.decode_address} computed it ('baton status' says why)")
-    way = f"prefill {stats.prefill_address} > " if stats.prefill_address else ""
+    prefill = f"prefill {stats.prefill_address} > " if stats.prefill_address else ""
     pages = f", {stats.pulled_pages} pages by {stats.transport}" if stats.pulled_pages else ""
     times = f"first token {milliseconds(stats.ttft)}, end {milliseconds(stats.total)}"
-    click.echo(f"ok: {way}decode {stats.decode_address}{pages}; {times}")
+    click.echo(f"ok: {prefill}decode {stats.decode_address}{pages}; {times}")

@@ -16,7 +16,7 @@ Commands = Mapping[str, Mapping[str, tuple[str, str]]]
 
 
 class LazyGroup(click.Group):
-    """`lazy`: its commands. Help lists them by section."""
+    """A group that imports a command when it is used. Help lists the commands by section."""
 
     def __init__(self, *args: Any, lazy: Commands, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,7 +40,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl([(name, short) for name, (_, short) in section.items()])
 
 
-COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
+COMMANDS: Commands = {
     "Run": {
         "up": ("up:up", "Start a whole deployment on this machine and keep it running."),
         "serve": ("serve:serve", "Run one process: gateway, tokenizer, prefill or decode."),
@@ -55,16 +55,15 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "probe": ("health:probe", "One small request through a running deployment, as an exit code."),
         "health": ("health:health", "Whether one process serves; for the probes of containers."),
         "bench": ("main:bench", "Measure a deployment or the engine: serve, offline, step, profile, kv."),
-        "plan": ("plan:plan", "How many prefill and decode nodes a traffic needs."),
+        "plan": ("plan:plan", "How many prefill and decode nodes a given traffic needs."),
         "verify": ("verify:verify", "Compare split with aggregated, token for token."),
         "sim": ("sim:sim", "Run the core of all processes in simulated time, with faults, from a seed."),
         "doctor": ("doctor:doctor", "What this machine can run, and why not."),
     },
 }
-"""Section -> command -> (module:attribute in baton.cli, short help)."""
 
 
-MEASUREMENTS = {
+MEASUREMENTS: Commands = {
     "Measurements": {
         "serve": (
             "bench_serve:serve",
@@ -79,7 +78,6 @@ MEASUREMENTS = {
         "kv": ("bench_kv:kv", "Rates of the transports between two processes, by prompt length."),
     }
 }
-"""As COMMANDS."""
 
 
 @click.group(cls=LazyGroup, lazy=MEASUREMENTS)
@@ -93,10 +91,10 @@ def bench() -> None:
       baton bench serve --requests 200 --concurrency 32     closed loop
       baton bench offline --requests 32                     all at once, tokens per second
       baton bench step --batch 1,8,64 --context 128,1024    the engine without processes
-      baton bench profile --json profile.json               what `baton plan` needs to know
+      baton bench profile --json profile.json               the input of `baton plan`
       baton bench kv --tokens 2048,16384                    pages between two processes
 
-    `baton bench MEASUREMENT --help` tells more.
+    See `baton bench MEASUREMENT --help`.
     """
 
 
@@ -116,13 +114,13 @@ def cli() -> None:
       baton up --model Qwen/Qwen3-0.6B     your own model: a path or a Hugging Face id
       baton status                         what is running, and how busy it is
 
-    `baton COMMAND --help` tells more, with examples.
+    `baton COMMAND --help` has more examples.
     """
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and exits: 0 on success, 1 when the work failed, 2 when it was asked for wrongly
-    or could not start. An error is one line on stderr."""
+    """Runs the command line and exits: 0 on success, 1 if the work failed, 2 if the arguments are wrong or it
+    could not start. An error is one line on stderr."""
     try:
         result: Any = cli.main(args=arguments, prog_name="baton", standalone_mode=False)
     except click.exceptions.Exit as error:

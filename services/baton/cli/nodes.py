@@ -1,4 +1,4 @@
-"""Connects to the processes of a running deployment, and asks who they are and what they do."""
+"""Connects to the processes of a running deployment and reads their identity, load and health."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ CLUSTER_FIELDS = ("cluster_secret_file", "cluster_cert", "cluster_key", "cluster
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Credentials:
-    """cluster: of the deployment. access: to its gateway, as any client has it."""
+    """cluster: the deployment's credentials. access: those of a client of its gateway."""
 
     cluster: Cluster
     access: Access
 
     @classmethod
     def to(cls, gateway: str) -> Credentials:
-        """To the deployment with this gateway: the secret that `baton up` drew for it here, else what the
-        environment names (BATON_CLUSTER_SECRET_FILE and the like). Raises BatonError."""
+        """For the deployment with this gateway: the secret that `baton up` generated here, else the files
+        that the environment names (BATON_CLUSTER_SECRET_FILE and the like). Raises BatonError."""
         variables = {name: fields_of(NodeConfig)[name].variable for name in CLUSTER_FIELDS}
         named: dict[str, Any] = {name: os.environ.get(variable, "") for name, variable in variables.items()}
         secret = local_secret.find(gateway)
@@ -43,13 +43,13 @@ class Credentials:
         return cls(dataclasses.replace(cluster, secret=secret or cluster.secret), Access.of(None, None))
 
     def gateway(self, address: str) -> grpc.aio.Channel:
-        """To the gateway, as a client that also knows the deployment's secret."""
+        """A channel to the gateway, with the client's and the deployment's credentials."""
         encrypted = self.access.credentials is not None
         metadata = (*self.access.metadata, *self.cluster.metadata(address, encrypted))
         return open_channel(address, credentials=self.access.credentials, metadata=metadata)
 
     def node(self, address: str) -> grpc.aio.Channel:
-        """To any other process."""
+        """A channel to any other process."""
         return self.cluster.dial(address)
 
 
@@ -58,7 +58,7 @@ ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What one process answered."""
+    """Answer of one process."""
 
     role: str
     address: str
@@ -70,18 +70,18 @@ class NodeReport:
 
 
 def reachable(address: str) -> str:
-    """A bound address as a client on the same machine can dial it."""
+    """The address at which a client on this machine reaches a bound address."""
     return address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
 
 
 def brief(error: grpc.aio.AioRpcError) -> str:
-    """What a failed call says, without gRPC's account of each address it tried."""
+    """Message of a failed call, without gRPC's list of the addresses it tried."""
     details: str = error.details() or error.code().name
     return details.rpartition(": ")[2] if error.code() is grpc.StatusCode.UNAVAILABLE else details
 
 
 async def ask(address: str, role: str, credentials: Credentials, seconds: float = 3.0) -> NodeReport:
-    """Never raises for what the process does or does not answer."""
+    """Does not raise if the process does not answer."""
     dial = credentials.gateway if role == "gateway" else credentials.node
     channel = dial(reachable(address))
     node = node_pb2_grpc.NodeStub(channel)
@@ -101,9 +101,9 @@ async def ask(address: str, role: str, credentials: Credentials, seconds: float 
 
 
 async def ask_deployment(gateway: str, seconds: float = 3.0) -> list[NodeReport]:
-    """The reports of the gateway, of the processes that it connects to, and of those that they connect to.
+    """Reports of the gateway, the processes it connects to, and those that they connect to.
 
-    Raises BatonError when the files that the environment names for this cannot be used.
+    Raises BatonError if files that the environment names cannot be used.
     """
     credentials = Credentials.to(reachable(gateway))
     reports: dict[str, NodeReport] = {}
@@ -115,7 +115,7 @@ async def ask_deployment(gateway: str, seconds: float = 3.0) -> list[NodeReport]
         reports |= zip(wanted, answers, strict=True)
         peers = [peer for answer in answers if answer.info is not None for peer in answer.info.peers]
         wanted = {peer.address: peer.role for peer in peers if peer.address not in reports}
-    # A gateway that shares its port may have been asked there and at its own.
+    # A gateway that shares its port may have answered there and at its own port.
     different = {
         report.info.incarnation if report.info else address: report
         for address, report in reversed(reports.items())

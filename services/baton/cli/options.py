@@ -3,9 +3,9 @@
 A field `kv_tokens` becomes `--kv-tokens`, `BATON_KV_TOKENS` and the TOML key `kv_tokens`; its help is the
 docstring below the field. Precedence: flag, environment, TOML file (`--config`), default.
 
-A TOML file is for all processes of a deployment. Keys at the top go to every process that has such a field;
-tables `[gateway]`, `[tokenizer]`, `[prefill]` and `[decode]` go to that process alone and win over the top. A
-key that no process knows is an error.
+A TOML file is for all processes of a deployment. A key at the top is for every process with such a field.
+Tables `[gateway]`, `[tokenizer]`, `[prefill]` and `[decode]` are for that process alone and override the top.
+A key that no process has is an error.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _NoneOrInt(click.ParamType):  # type: ignore[type-arg]
 
 
 class _Items(click.ParamType):  # type: ignore[type-arg]
-    """One or several values with commas between; a flag may also be repeated."""
+    """Values separated by commas; a flag may also be repeated."""
 
     name = "text[,text...]"
     envvar_list_splitter = ","
@@ -122,12 +122,12 @@ def _default_text(default: Any) -> str:
 
 
 class SectionedOption(click.Option):
-    """An option with the title that `--help` lists it under."""
+    """An option with the title of its section in `--help`."""
 
     section: str = ""
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Names the environment variable when the value came from there."""
+        """Names the environment variable if the value came from there."""
         hint = super().get_error_hint(ctx)
         source = ctx.get_parameter_source(self.name or "") if ctx is not None else None
         return f"{hint} ({self.envvar})" if source is click.core.ParameterSource.ENVIRONMENT else hint
@@ -152,8 +152,8 @@ def config_options(
 ) -> Callable[[F], F]:
     """A decorator that adds one flag for each field of a configuration dataclass.
 
-    `defaults` replaces defaults of the dataclass in the help. A flag that was given nowhere arrives as None
-    or (), so that `given` and `build` can tell it from one that was given its default.
+    `defaults` replaces the dataclass's defaults in the help. A flag that was not given is None or (), so that
+    `given` and `build` can tell it from one that was given its default.
     """
 
     def decorate(function: F) -> F:
@@ -167,7 +167,7 @@ def config_options(
 
 
 def _section(config: type, name: str) -> str:
-    """The title of the dataclass that first defines the field."""
+    """The section of the dataclass that defines the field."""
     owner = [base for base in config.__mro__ if name in getattr(base, "__annotations__", {})][-1]
     base = owner.__name__.removesuffix("Config")
     return {"Node": "Process", "Worker": "Engine"}.get(base, base)
@@ -202,7 +202,7 @@ def _option(field: Field, default: Any, section: str) -> Callable[[F], F]:
 
 
 def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the configuration's fields that were given as a flag, in the environment or a file."""
+    """The fields of the configuration that were given as a flag, in the environment or in a file."""
     found: dict[str, Any] = {}
     for name, field in fields_of(config).items():
         value = values.get(name)
@@ -215,12 +215,12 @@ def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(config: type[C], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> C:
-    """The configuration made of what was given, then of `defaults`, then of the dataclass's own."""
+    """The configuration: given values, else `defaults`, else the dataclass's own."""
     return config(**{**defaults, **given(config, values)})
 
 
 def as_flags(config: type, values: Mapping[str, Any]) -> Iterator[str]:
-    """The command-line arguments that give these values to a child process."""
+    """Command-line arguments of these values for a child process."""
     for name, value in values.items():
         field = fields_of(config)[name]
         if field.kind is bool:
@@ -245,9 +245,9 @@ ROLES: Mapping[str, type[NodeConfig]] = {
 
 
 def read_config(path: Path, role: str) -> dict[str, Any]:
-    """The file's values for one role, in the form that click's `default_map` takes.
+    """The file's values for one role, as click's `default_map` takes them.
 
-    Raises click.UsageError that names the file and the key for what is unknown or has the wrong type.
+    Raises click.UsageError that names the file and the key if a key is unknown or has the wrong type.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -257,11 +257,11 @@ def read_config(path: Path, role: str) -> dict[str, Any]:
     for key, value in content.items():
         if key in ROLES and isinstance(value, dict):
             continue
-        # A table's name is also a field of some roles (`prefill` of decode): a list at the top is that field.
-        takers = [config for config in ROLES.values() if key in fields_of(config)]
-        if not takers:
+        # A table's name may also be a field (`prefill` of decode): a list at the top is that field.
+        configs = [config for config in ROLES.values() if key in fields_of(config)]
+        if not configs:
             raise click.UsageError(f"{path}: unknown key {key!r}")
-        checked = [_check(path, key, fields_of(config)[key], value) for config in takers]
+        checked = [_check(path, key, fields_of(config)[key], value) for config in configs]
         if key in fields_of(ROLES[role]):
             values[key] = checked[0]
     for name, config in ROLES.items():
@@ -293,7 +293,7 @@ def _check(path: Path, key: str, field: Field, value: Any) -> Any:
 
 
 def config_file_option(role: str, only: Collection[str] | None = None) -> Callable[[F], F]:
-    """A decorator that adds `--config FILE`, which sets a role's values (`only` some of them, if given)."""
+    """A decorator that adds `--config FILE`, which sets a role's values, or only those in `only`."""
 
     def load(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
         if value is not None:
@@ -309,7 +309,7 @@ def config_file_option(role: str, only: Collection[str] | None = None) -> Callab
         show_envvar=True,
         is_eager=True,
         callback=load,
-        help="TOML file with the same names (underscores for dashes); flags and environment win over it.",
+        help="TOML file with the same names (underscores for dashes); flags and environment override it.",
     )
 
 
@@ -321,7 +321,7 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]
-    """What a function makes of a text; its ValueError says what is wrong."""
+    """A text parsed by a function, whose ValueError says what is wrong."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -339,7 +339,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
 def option(
     names: str, kind: Any, default: Any, text: str, metavar: str | None = None, **more: Any
 ) -> Callable[[F], F]:
-    """An option whose help shows its default, if it has one. names: "--flag", or "--flag argument"."""
+    """An option whose help shows its default. names: "--flag", or "--flag argument"."""
     kinds: dict[type, str] = {click.IntRange: "N", click.FloatRange: "X", click.Path: "FILE"}
     shown = not callable(default) and default not in (None, "", ())
     return click.option(
@@ -365,6 +365,6 @@ def options(*several: Callable[[Any], Any]) -> Callable[[F], F]:
 
 
 def take(kind: type[C], values: dict[str, Any], **more: Any) -> C:
-    """A dataclass made of the options that are named as its fields, which are removed from `values`."""
+    """A dataclass of the options named like its fields, which are removed from `values`."""
     names = {field.name for field in dataclasses.fields(kind)} & values.keys()  # type: ignore[arg-type]
     return kind(**{name: values.pop(name) for name in names}, **more)

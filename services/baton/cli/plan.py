@@ -1,4 +1,4 @@
-"""`baton plan`: how many nodes a traffic needs, as a row for each layout and a sentence."""
+"""`baton plan`: how many nodes a given traffic needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from baton.plan.simulation import Layout, Simulated, simulate
 from baton.plan.traffic import Lengths, Traffic, poisson, read_trace
 
 WORKER = ("kv_tokens", "max_rows", "token_budget", "context_length")
-"""What may differ from the engine that was measured."""
+"""Sizes that may differ from the measured engine's."""
 POLICY = ("local_prefill_tokens", "message_seconds", "output_margin", "watermark")
 DEFAULT_PROMPT, DEFAULT_OUTPUT = "1024", "256"
 LENGTHS = Parsed("N|A-B|pX=N,pY=N", Lengths.parse)
@@ -55,7 +55,7 @@ class PlanInput:
 
 
 def run_search(plan_input: PlanInput, console: Console) -> Plan:
-    """Shows the progress of the search."""
+    """Searches, and shows the progress."""
     engine, cost = plan_input.setup.profile.engine, plan_input.setup.profile.step
     work = plan_input.traffic.work(cost, engine.max_rows, engine.token_budget)
     with progress_bar(console, transient=True) as progress:
@@ -74,7 +74,7 @@ def run_search(plan_input: PlanInput, console: Console) -> Plan:
 
 
 def setup_of(profile: Profile, values: dict[str, Any], routing: str) -> Setup:
-    """The profile's engine with what was given instead. Raises UsageError."""
+    """The profile's engine with the given sizes. Raises UsageError."""
     found = given(DecodeConfig, values)
     sizes = {name: found[name] for name in WORKER if found.get(name)}
     engine: EngineFacts = replace(profile.engine, **sizes)
@@ -83,7 +83,9 @@ def setup_of(profile: Profile, values: dict[str, Any], routing: str) -> Setup:
         raise click.UsageError(f"--kv-tokens must be at least one page ({engine.page_size} tokens)")
     if not 1 <= engine.max_rows <= engine.token_budget:
         rows = f"--max-rows ({engine.max_rows})"
-        raise click.UsageError(f"--token-budget ({engine.token_budget}) must be at least {rows}, and that 1")
+        raise click.UsageError(
+            f"--token-budget ({engine.token_budget}) must be at least {rows}, which is >= 1"
+        )
     decode = DecodeConfig(**{name: found[name] for name in POLICY if name in found})
     return Setup(replace(profile, engine=engine), PrefillConfig(), decode, routing)
 
@@ -103,13 +105,13 @@ def traffic_of(
     context = min(engine.context_length, engine.kv_tokens // engine.page_size * engine.page_size)
     if trace is not None:
         if rate is not None or prompt is not None or output is not None:
-            raise click.UsageError("--trace says when what arrives: leave out --rate, --prompt and --output")
+            raise click.UsageError("--trace has times and lengths: leave out --rate, --prompt and --output")
         try:
             return read_trace(trace, context, shared)
         except ValueError as error:
             raise click.ClickException(str(error)) from None
     if rate is None:
-        raise click.UsageError("say how many requests arrive per second (--rate), or give a --trace")
+        raise click.UsageError("give the requests per second (--rate), or a --trace")
     lengths = (prompt or Lengths.parse(DEFAULT_PROMPT), output or Lengths.parse(DEFAULT_OUTPUT))
     for flag, each in zip(("--prompt", "--output"), lengths, strict=True):
         if not each.points and each.low >= context:
@@ -122,9 +124,9 @@ def show(plan_input: PlanInput, plan: Plan, console: Console) -> None:
     goal = plan_input.goal
     console.print(_describe(plan_input), highlight=False)
     if missing := plan_input.setup.profile.missing:
-        taken = "defaults are taken; `baton bench profile` measures it"
-        text = f"the profile has no {', '.join(missing)}: {taken}"
-
+        text = (
+            f"the profile has no {', '.join(missing)}: defaults are used; `baton bench profile` measures it"
+        )
         console.print(text, style="yellow", highlight=False)
     rows = table(*COLUMNS)
     for found in plan.tried:
@@ -173,7 +175,7 @@ def _targets(goal: Goal) -> str:
         for name, limit in (("TTFT", goal.targets.ttft_ms), ("ITL", goal.targets.itl_ms))
         if limit is not None
     ]
-    return f"{' and '.join(parts)} for {goal.part:.1%}" if parts else f"to be served: {goal.part:.1%}"
+    return f"{' and '.join(parts)} for {goal.part:.1%}" if parts else f"{goal.part:.1%} must finish"
 
 
 def recommendation(plan_input: PlanInput, plan: Plan) -> str:
@@ -182,17 +184,17 @@ def recommendation(plan_input: PlanInput, plan: Plan) -> str:
     if best is None:
         closest = max(plan.tried, key=lambda each: each.met(targets), default=None)
         if closest is None:
-            return f"More than {plan_input.most} nodes are needed for the work alone; raise --max-nodes."
+            return f"The work alone takes more than {plan_input.most} nodes; raise --max-nodes."
         met = closest.met(targets) / len(closest.records)
         return (
             f"No layout of at most {plan_input.most} nodes meets the targets; {closest.layout} comes closest "
-            f"with {met:.1%} of the requests. Raise --max-nodes, or ask for less."
+            f"with {met:.1%} of the requests. Raise --max-nodes, or relax the targets."
         )
     text = f"Take {_words(best)}: {_goodput(best, targets)}."
     other = plan.split if best is plan.aggregated else plan.aggregated
     tried_other = [each for each in plan.tried if bool(each.layout.prefill) != bool(best.layout.prefill)]
     if other is not None:
-        text += f" {_words(other)} would do as well ({_goodput(other, targets)})."
+        text += f" {_words(other)} would meet the targets too ({_goodput(other, targets)})."
     elif tried_other:
         kind = "Split" if best is plan.aggregated else "Aggregated"
         most = max(each.layout.nodes for each in tried_other)
@@ -204,7 +206,7 @@ def _words(found: Simulated) -> str:
     layout = found.layout
     decode = f"{layout.decode} decode node{'s' if layout.decode > 1 else ''}"
     if not layout.prefill:
-        return f"{decode} that {'prefill for themselves' if layout.decode > 1 else 'prefills for itself'}"
+        return f"{decode}, aggregated"
     mode = f" with --split {layout.split}" if layout.split != "auto" else ""
     return f"{layout.prefill} prefill and {decode}{mode}"
 
@@ -251,22 +253,22 @@ def _traffic(traffic: Traffic) -> dict[str, Any]:
         None,
         'Instead: a JSON list of {"at": seconds, "prompt": tokens, "output": tokens}.',
     ),
-    option("--shared-prefix shared", SIZE, 0, "Tokens that all prompts begin with."),
-    option("--ttft ttft_ms", SECONDS, None, "Time to first token, at most; none: any.", "MS"),
+    option("--shared-prefix shared", SIZE, 0, "Tokens with which all prompts begin."),
+    option("--ttft ttft_ms", SECONDS, None, "Target: largest time to first token; none: any.", "MS"),
     option(
         "--itl itl_ms",
         SECONDS,
         None,
-        "Between tokens, at most, for 99 % of a request's own; none: any.",
+        "Target: largest time between tokens, for 99 % of a request's tokens; none: any.",
         "MS",
     ),
     option(
         "--goodput-part",
         click.FloatRange(min=0, min_open=True, max=1),
         0.99,
-        "Part of the requests that must meet both.",
+        "Part of the requests that must meet both targets.",
     ),
-    option("--max-nodes", COUNT, 16, "Prefill and decode nodes together, at most."),
+    option("--max-nodes", COUNT, 16, "Most prefill and decode nodes together."),
     option(
         "--layouts",
         click.Choice(["both", "split", "aggregated"]),
@@ -277,11 +279,11 @@ def _traffic(traffic: Traffic) -> dict[str, Any]:
         "--split",
         click.Choice(["both", "auto", "always"]),
         "both",
-        "Which prompts split layouts hand off (the gateway's --split). Both: always where auto fails.",
+        "Which prompts split layouts hand off (the gateway's --split). Both: auto, then always.",
     ),
-    option("--routing", click.Choice(POLICIES), "cache", "The gateway's."),
-    option("--requests", click.IntRange(10), 1000, "Simulated requests that count."),
-    option("--seed", SIZE, 0, "Of arrivals and lengths."),
+    option("--routing", click.Choice(POLICIES), "cache", "The gateway's --routing."),
+    option("--requests", click.IntRange(10), 1000, "Simulated requests that are counted."),
+    option("--seed", SIZE, 0, "Seed of arrivals and lengths."),
     report_options,
     config_options(
         DecodeConfig,
@@ -305,16 +307,16 @@ def plan(
     seed: int,
     **values: Any,
 ) -> int:
-    """How many nodes does a traffic need?
+    """Find how many nodes a given traffic needs.
 
-    PROFILE says what steps cost (`baton bench profile` measures it). The schedulers and hand-offs of `baton
-    serve` then run in simulated time against one layout of nodes after the other, from the fewest that could
-    do the work on, until the targets are met: by split nodes, and by aggregated ones, which prefill what they
-    decode. Sizes not given are those of the engine that was measured.
+    PROFILE has the costs of steps; `baton bench profile` measures it. The schedulers and hand-offs of `baton
+    serve` run in simulated time on one layout of nodes after the other, from the fewest nodes that could do
+    the work on, until the targets are met: by split nodes, and by aggregated ones, which compute the prompts
+    that they decode. Sizes that are not given are those of the measured engine.
 
-    Lengths: tokens (512), an even range (100-1024), or percentiles (p50=300,p99=4000: log-normal).
-    Goodput: requests per second that met both targets. Held: KV pages in use at once, at most, of a pool.
-    Exits with 1 when no layout of at most --max-nodes meets the targets.
+    Lengths: tokens (512), an even range (100-1024), or percentiles (p50=300,p99=4000: log-normal). Goodput:
+    requests per second that met both targets. Held: largest part of a KV pool in use at a time. Exits with 1
+    if no layout of at most --max-nodes meets the targets.
 
     \b
     Examples:

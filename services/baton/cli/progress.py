@@ -1,4 +1,4 @@
-"""What a starting deployment shows; its log files: where they are, and how much of them is kept."""
+"""Progress of a starting deployment, and its log files: their folders and rotation."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from baton.rpc.errors import failed_precondition
 
 _COLOURS = {State.HEALTHY: "green", State.DIED: "red", State.LOADING: "yellow", State.STARTING: "yellow"}
 _PREAMBLE = re.compile(r"^((timestamp|level|role)=\S+\s+)+")
-"""What each log line begins with and the table shows anyway."""
+"""Beginning of each log line that the table does not repeat."""
 
 
 def shown_state(child: Child) -> State:
-    """STARTING becomes LOADING with the first line of the log."""
+    """The child's state; STARTING is LOADING once it has logged a line."""
     if child.state is State.STARTING and child.last_lines(1):
         return State.LOADING
     return child.state
 
 
 def detail(child: Child) -> str:
-    """The address of a healthy child; what one that loads said last."""
+    """The address of a healthy child; the last log line of one that loads."""
     if child.state is State.HEALTHY:
         return child.address
     lines = child.last_lines(1) if child.running else []
@@ -98,7 +98,7 @@ async def _show_lines(children: Sequence[Child], console: Console) -> None:
 
 @contextlib.asynccontextmanager
 async def start_progress(children: Sequence[Child], console: Console) -> AsyncIterator[None]:
-    """Shows the children's states for as long as the block runs."""
+    """Shows the children's states during the block."""
     show = _show_live if console.is_terminal else _show_lines
     task = asyncio.create_task(show(children, console))
     try:
@@ -109,15 +109,15 @@ async def start_progress(children: Sequence[Child], console: Console) -> AsyncIt
 
 
 KEPT_FOLDERS = 8
-"""Of deployments that have ended. Older ones are removed when the next one starts."""
+"""Of ended deployments. Older ones are removed when the next deployment starts."""
 MAX_LOG_BYTES = 16 * 2**20
-"""A longer log is moved to NAME.log.1, which replaces the one before it."""
+"""A longer log is moved to NAME.log.1, which is replaced."""
 ROTATE_SECONDS = 1.0
 
 
 class LogFolder:
-    """A new folder for the logs of one deployment. It stays when the deployment has ended; its lock, held
-    until `close`, says that it is in use."""
+    """A new folder for the logs of one deployment. It stays after the deployment's end. Its lock is held
+    until `close` and marks it as in use."""
 
     def __init__(self) -> None:
         """Removes the oldest folders of earlier deployments. Raises BatonError."""
@@ -141,7 +141,7 @@ class LogFolder:
 
 
 def _parent() -> Path:
-    """~/.local/state/baton/logs, or a folder of this user below /tmp where that cannot be written."""
+    """~/.local/state/baton/logs; a folder of this user in /tmp if that cannot be written."""
     state = os.environ.get("XDG_STATE_HOME", "")
     parent = Path(state or Path.home() / ".local" / "state") / "baton" / "logs"
     try:
@@ -167,8 +167,8 @@ def _in_use(folder: Path) -> bool:
 
 
 def rotate(log: Path) -> None:
-    """Empties a log that is longer than MAX_LOG_BYTES, after copying it. Its process writes on at the start,
-    since it appends. Lines written between the copy and the truncation are lost."""
+    """Copies a log longer than MAX_LOG_BYTES and truncates it. Its process appends, and so writes on at the
+    start. Lines written between the copy and the truncation are lost."""
     with contextlib.suppress(FileNotFoundError):
         if log.stat().st_size > MAX_LOG_BYTES:
             shutil.copyfile(log, log.with_name(f"{log.name}.1"))
@@ -185,7 +185,7 @@ async def rotate_logs(children: Sequence[Child]) -> None:
 
 
 async def follow_logs(children: Sequence[Child], console: Console) -> None:
-    """Prints what the children log, each line with its process's name, until cancelled."""
+    """Prints the children's logs, each line with its process's name, until cancelled."""
     offsets = {child.name: 0 for child in children}
     width = max(len(child.name) for child in children)
     while True:

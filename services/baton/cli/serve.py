@@ -16,7 +16,7 @@ import click
 from baton.cli.options import ROLES, SectionedCommand, build, config_file_option, config_options
 
 GRACE_SECONDS = 5.0
-"""From the supervisor's end to SIGKILL; before that SIGTERM, so that shared memory is removed."""
+"""From SIGTERM, at the supervisor's end, to SIGKILL. SIGTERM lets the process remove its shared memory."""
 
 
 def hold_lifeline(grace_seconds: float = GRACE_SECONDS) -> None:
@@ -75,10 +75,10 @@ def serve() -> None:
     \b
     Every flag is also an environment variable and a key of a TOML file (--config):
       --kv-tokens 65536     BATON_KV_TOKENS=65536     kv_tokens = 65536
-    A flag wins over the environment, that over the file. A file may hold the keys of all processes at its
-    top and those of one under [gateway], [tokenizer], [prefill] or [decode].
+    A flag overrides the environment, which overrides the file. In the file, keys at the top are for all
+    processes, keys under [gateway], [tokenizer], [prefill] or [decode] for one.
 
-    A process that is ready prints one line to stdout; its log goes to stderr. SIGTERM drains and ends it.
+    A process that is ready prints one line to stdout. Its log goes to stderr. SIGTERM drains and ends it.
     """
 
 

@@ -22,30 +22,33 @@ from baton.sim.scenario import Scenario, make_scenario
 from baton.sim.shrink import shrink
 
 LINE_SECONDS = 10.0
-"""How often progress is said where there is no terminal."""
+"""Interval of progress lines without a terminal."""
 
 
 def _range(text: str) -> range:
-    """`A-B`, both ends included."""
+    """Parses `A-B`, both ends included."""
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None or int(match[1]) > int(match[2]):
-        raise ValueError(f"{text!r} is no range of seeds; write for instance 0-1999")
+        raise ValueError(f"{text!r} is no range of seeds such as 0-1999")
     return range(int(match[1]), int(match[2]) + 1)
 
 
 @click.command()
 @options(
     option("--seed", SIZE, None, "One run. Default: a random seed, which is printed."),
-    option("--seeds", Parsed("A-B", _range), None, "All of these, on all cores.", "A-B"),
-    option("--seconds", SECONDS, None, "Seeds from --from on, so long."),
+    option("--seeds", Parsed("A-B", _range), None, "Run all of these, on all cores.", "A-B"),
+    option("--seconds", SECONDS, None, "Run seeds from --from on for this time."),
     option("--from first", SIZE, None, "First seed with --seconds.  [default: random]"),
-    option("--steps", COUNT, None, "End a run after so many events, unjudged at its end."),
-    option("--trace", FILE, None, "Write every event of one run here."),
+    option("--steps", COUNT, None, "End a run after this many events, without the checks at its end."),
+    option("--trace", FILE, None, "Write every event of one run to this file."),
     click.option(
-        "--shrink", "smaller", is_flag=True, help="Make a failing run small, and say what is left of it."
+        "--shrink",
+        "smaller",
+        is_flag=True,
+        help="Reduce a failing run to fewer requests and faults, and print it.",
     ),
-    option("--bug", click.Choice(sorted(BUGS)), None, "Plant a bug; NAME as in --list-bugs.", "NAME"),
-    click.option("--list-bugs", is_flag=True, help="Name the bugs that can be planted, and stop."),
+    option("--bug", click.Choice(sorted(BUGS)), None, "Plant a bug of --list-bugs.", "NAME"),
+    click.option("--list-bugs", is_flag=True, help="List the bugs that can be planted, and exit."),
     option("--jobs", COUNT, None, "Processes for many seeds.  [default: one per core]"),
 )
 def sim(
@@ -62,17 +65,17 @@ def sim(
 ) -> int:
     """Run the real core of all processes in simulated time, with faults, from a seed.
 
-    Networks delay, break and part; processes crash, stall and start again; clients cancel. Every token is
-    compared with a reference and every rule of docs/design.md is checked at every step. The same seed gives
-    the same run, event for event. Exits with 1 when a rule was broken.
+    Networks delay, break and partition; processes crash, stall and restart; clients cancel. Every token is
+    compared with a reference, and every rule of docs/design.md is checked at every step. The same seed gives
+    the same run, event for event. Exits with 1 if a rule was broken.
 
     \b
     Examples:
       baton sim --seed 7                        one run
       baton sim --seeds 0-1999                  two thousand
-      baton sim --seconds 600                   as many as go into ten minutes
-      baton sim --seed 7 --trace run.txt        what happened, event by event
-      baton sim --seed 0 --bug lease-timer --shrink    does it bite?
+      baton sim --seconds 600                   as many as fit into ten minutes
+      baton sim --seed 7 --trace run.txt        with all its events
+      baton sim --seed 0 --bug lease-timer --shrink    is this bug found?
     """
     bug = bug or ""
     if list_bugs:
@@ -104,7 +107,7 @@ def _one(seed: int, steps: int | None, trace: Path | None, smaller: bool) -> int
     outcome = run_scenario(scenario, steps)
     click.echo(str(outcome))
     if smaller and outcome.rule:
-        scenario, outcome = shrink(scenario, outcome.rule, _say_size)
+        scenario, outcome = shrink(scenario, outcome.rule, _print_size)
         click.echo(f"shrunk: {outcome}")
         for line in _describe(scenario):
             click.echo(f"  {line}")
@@ -114,12 +117,12 @@ def _one(seed: int, steps: int | None, trace: Path | None, smaller: bool) -> int
     return 1 if outcome.failure else 0
 
 
-def _say_size(scenario: Scenario) -> None:
+def _print_size(scenario: Scenario) -> None:
     click.echo(f"  {len(scenario.requests)} requests, {len(scenario.faults)} faults", err=True)
 
 
 def _describe(scenario: Scenario) -> list[str]:
-    """What is left of a shrunken scenario."""
+    """The contents of a scenario."""
     lines = [f"prefill p{i}: {worker} {rest}" for i, (worker, rest) in enumerate(scenario.prefill)]
     lines += [f"decode d{i}: {worker} {rest}" for i, (worker, rest) in enumerate(scenario.decode)]
     lines += [f"request {spec}" for spec in scenario.requests]
@@ -136,8 +139,8 @@ def _many(outcomes: Iterable[Outcome], total: int | None, start: int | None, bug
             ends.update(outcome.requests)
             if outcome.failure:
                 failed += 1
-                planted_too = f" --bug {bug}" if bug else ""
-                click.echo(f"{outcome}; replay: baton sim --seed {outcome.seed}{planted_too} --trace FILE")
+                flag = f" --bug {bug}" if bug else ""
+                click.echo(f"{outcome}; replay: baton sim --seed {outcome.seed}{flag} --trace FILE")
             advance(failed)
     where = f" from seed {start} on" if start is not None else ""
     requests = ", ".join(f"{count} {end}" for end, count in sorted(ends.items()))
@@ -148,12 +151,12 @@ def _many(outcomes: Iterable[Outcome], total: int | None, start: int | None, bug
 
 
 class _Progress:
-    """A bar on a terminal, else a line now and then, both on stderr."""
+    """A bar on a terminal, else a line every LINE_SECONDS; on stderr."""
 
     def __init__(self, total: int | None) -> None:
         self._total = total
         self._runs = 0
-        self._said = time.monotonic()
+        self._printed = time.monotonic()
         self._bar = progress_bar(Console(stderr=True), TextColumn("{task.fields[failed]} failed"))
 
     def __enter__(self) -> Callable[[int], None]:
@@ -169,7 +172,7 @@ class _Progress:
         self._runs += 1
         for task in self._bar.task_ids:
             self._bar.update(task, advance=1, failed=failed)
-        if not self._bar.task_ids and time.monotonic() - self._said > LINE_SECONDS:
-            self._said = time.monotonic()
+        if not self._bar.task_ids and time.monotonic() - self._printed > LINE_SECONDS:
+            self._printed = time.monotonic()
             of = f" of {self._total}" if self._total is not None else ""
             click.echo(f"{self._runs} runs{of}, {failed} failed", err=True)

@@ -37,11 +37,11 @@ server_option = option(
     envvar="BATON_SERVER",
     show_envvar=True,
 )
-"""The gateway to talk to; the argument is called `server`."""
+"""The gateway; the argument is `server`."""
 
 
 def wrong(report: NodeReport) -> list[str]:
-    """What is wrong with a process, in words; empty: nothing."""
+    """Problems of a process, as text."""
     if report.info is None or report.load is None:
         return [f"unreachable: {report.error}"]
     found = [f"{problem.reason}: {problem.message}" for problem in report.load.problems]
@@ -64,7 +64,7 @@ def _as_dict(report: NodeReport) -> dict[str, Any]:
 
 
 def _load(report: NodeReport) -> str:
-    """The counts that are not zero, in words."""
+    """The counts that are not zero, as text."""
     load = report.load
     if load is None:
         return ""
@@ -89,7 +89,7 @@ def _leases(report: NodeReport) -> str:
 
 
 def _peers(report: NodeReport) -> str:
-    """How many of the processes that it connects to it has reached."""
+    """How many of its peers are connected."""
     info = report.info
     peers = [peer for peer in info.peers if peer.role != info.role] if info is not None else []
     return f"{sum(peer.connected for peer in peers)} of {len(peers)}" if peers else ""
@@ -104,7 +104,7 @@ def _pages(report: NodeReport) -> str:
 
 
 def status_table(reports: Sequence[NodeReport]) -> Table:
-    """One row a process."""
+    """A row for each process."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     who = ("role", "address", "pid", "incarnation", "health", "peers", "model", "device")
     for column in (*who, "load", "leases", "pages"):
@@ -133,12 +133,14 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
 
 @click.command()
 @server_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON array on stdout: all that each process says.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="One JSON array on stdout, with all data of each process."
+)
 def status(server: str, as_json: bool) -> None:
-    """Show every process of a running deployment: health, load, leases, pages, and what is wrong with it.
+    """Show every process of a running deployment: health, load, leases, pages and problems.
 
-    The gateway and its decode nodes name the processes that they connect to; each is asked itself. Exits with
-    1 when anything is wrong with one of them. 'baton probe' sends a request through all of them.
+    The gateway and its decode nodes name the processes that they connect to, and each of these is asked.
+    Exits with 1 if one of them has a problem. 'baton probe' sends a request through the deployment.
 
     \b
     Examples:

@@ -45,7 +45,7 @@ OWN = (
     *("host", "port", "http_port", "advertise", "drain_seconds", "shared", "shared_http", "siblings"),
     *("tokenizer", "prefill", "decode", *(name for name in fields_of(NodeConfig) if name.startswith("etcd"))),
 )
-"""Fields that the supervisor sets itself."""
+"""Fields that `baton up` sets itself."""
 
 
 NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
@@ -222,18 +222,18 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
         "--log-dir",
         click.Path(file_okay=False, path_type=Path),
         None,
-        "Where each process's log goes.  [default: a new folder in ~/.local/state/baton/logs]",
+        "Folder of the processes' logs.  [default: a new folder in ~/.local/state/baton/logs]",
         "DIRECTORY",
     ),
-    click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs here too."),
+    click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs to stdout too."),
     click.option(
-        "--no-restart", is_flag=True, help="End all when a process dies, rather than starting it again."
+        "--no-restart", is_flag=True, help="Stop everything when a process dies, instead of restarting it."
     ),
     option(
         "--drain-seconds",
         FRACTION,
         5.0,
-        "How long running requests may go on after Ctrl-C; a second Ctrl-C ends at once.",
+        "Time that running requests have after Ctrl-C; a second Ctrl-C stops at once.",
     ),
 )
 @config_file_option("gateway", only=("host", "port", "http_port"))
@@ -259,7 +259,7 @@ def up(
     """Start a whole deployment on this machine and keep it running.
 
     Starts tokenizer, prefill nodes, decode nodes and gateway as separate processes, waits until they are
-    healthy, and starts again what dies. Ctrl-C stops everything.
+    ready, and restarts those that die. Ctrl-C stops everything.
 
     \b
     Examples:

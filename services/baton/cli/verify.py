@@ -19,12 +19,12 @@ from baton.client import AsyncClient, Options
 from baton.config import NodeConfig, WorkerConfig
 
 LENGTHS = (20, 2400, 300, 1200, 80, 3600, 600, 160)
-"""Characters; short and long ones alternate so that they share batches."""
+"""Characters of prompts; short and long ones share batches."""
 
 
 def topic_prompts(count: int) -> list[str]:
     """`count` different prompts of mixed lengths. Every fourth begins like the one before it, so that prefix
-    caches take part."""
+    caches are used."""
     names = sorted(topics)
     prompts: list[str] = []
     for i in range(count):
@@ -38,7 +38,7 @@ def topic_prompts(count: int) -> list[str]:
 
 
 def topic_text(name: str, characters: int) -> str:
-    """The documentation from one topic on, cut after so many characters."""
+    """Python's documentation from a topic on, cut to `characters`."""
     names = sorted(topics)
     start = names.index(name)
     return "\n\n".join(topics[other].strip() for other in names[start : start + 8])[:characters]
@@ -47,16 +47,16 @@ def topic_text(name: str, characters: int) -> str:
 async def run_requests(
     client: AsyncClient, requests: Sequence[dict[str, Any]], concurrency: int, name: str, console: Console
 ) -> list[Answer]:
-    """The answers in the order of the requests (arguments of AsyncClient.stream).
+    """Answers in the order of the requests, which are arguments of AsyncClient.stream.
 
-    Raises an ExceptionGroup of BatonError when a request fails; the others are then cancelled.
+    If a request fails the others are cancelled; raises an ExceptionGroup of BatonError.
     """
-    slots = asyncio.Semaphore(concurrency)
+    limit = asyncio.Semaphore(concurrency)
     with progress_bar(console) as progress:
         bar = progress.add_task(name, total=len(requests))
 
         async def one(request: dict[str, Any]) -> Answer:
-            async with slots:
+            async with limit:
                 answer = await collect_async(client.stream(**request))
             progress.advance(bar)
             return answer
@@ -82,7 +82,7 @@ class Case:
 
 
 def make_cases(prompts: int, max_tokens: int) -> list[Case]:
-    """Each prompt once greedily and once sampled with a seed of its own."""
+    """Each prompt twice: greedy, and sampled with a seed."""
     cases = []
     for mode, parameters in MODES.items():
         for i, prompt in enumerate(topic_prompts(prompts)):
@@ -93,7 +93,7 @@ def make_cases(prompts: int, max_tokens: int) -> list[Case]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Side:
-    """What one deployment answered."""
+    """Answers of one deployment."""
 
     token_ids: list[list[int]]
     cached_tokens: int
@@ -103,7 +103,7 @@ class Side:
 async def run_side(
     name: str, client: AsyncClient, cases: list[Case], concurrency: int, console: Console
 ) -> Side:
-    """All cases, `concurrency` at a time. Closes the client."""
+    """Runs all cases, `concurrency` at a time. Closes the client."""
     requests: list[dict[str, Any]] = [{"prompt": case.prompt, **case.sampling} for case in cases]
     async with client:
         answers = await run_requests(client, requests, concurrency, name, console)
@@ -115,7 +115,7 @@ async def run_side(
 
 
 def first_difference(left: list[int], right: list[int]) -> int | None:
-    """The position of the first token that differs; None when the sequences are equal."""
+    """Position of the first different token; None if the sequences are equal."""
     for i, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return i
@@ -166,7 +166,7 @@ async def _verify(
         split = await run("split", max(1, plan.prefill))
     aggregated = await run("aggregated", 0)
     if not any(split.token_ids):
-        console.print("No request brought a token: nothing was compared.", style="red")
+        console.print("No request produced a token: nothing was compared.", style="red")
         return 1
     different = report(cases, split, aggregated, console)
     if different:
@@ -178,7 +178,7 @@ async def _verify(
 
 @click.command(cls=SectionedCommand)
 @options(
-    option("--prompts", COUNT, 16, "Prompts; each is asked greedily and with a seed."),
+    option("--prompts", COUNT, 16, "Prompts; each is sent twice: greedy, and with a seed."),
     option("--max-tokens", COUNT, 32, "Output tokens of each."),
     option("--concurrency", COUNT, 8, "Requests at a time."),
     option("--prefill prefill_nodes", COUNT, 1, "Prefill nodes of the split deployment."),
@@ -198,7 +198,7 @@ def verify(
 ) -> None:  # fmt: skip
     """Compare split with aggregated, token for token.
 
-    Starts a split and an aggregated deployment of the same model, one after the other, asks both the same
+    Starts a split and an aggregated deployment of the same model, one after the other, sends both the same
     prompts (short and long, with shared prefixes) and compares every token. Exits with 1 on any difference.
 
     \b
