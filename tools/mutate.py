@@ -96,7 +96,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def runs(tree: ast.Module) -> Iterator[ast.AST]:
-    """What runs: neither messages of errors, nor annotations, nor constants and aliases of a module."""
+    """What runs: neither messages of errors, nor annotations and decorators, nor a module's constants."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -110,6 +110,8 @@ def runs(tree: ast.Module) -> Iterator[ast.AST]:
             waiting += [node.value] if node.value is not None else []
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             waiting += node.body if node.name not in ("__str__", "__repr__") else []
+        elif isinstance(node, ast.ClassDef):
+            waiting += node.body
         else:
             waiting += ast.iter_child_nodes(node)
 

@@ -147,6 +147,21 @@ def test_who_is_not_far_behind_gets_the_changes_and_who_is_a_snapshot():
     assert log.since(log.sequence + 1).snapshot
 
 
+def test_what_came_and_went_or_went_and_came_back_is_no_change():
+    tree, events, log = PrefixTree(PAGE), TreeEvents(), TreeLog(PAGE)
+    tree.observe(events)
+    tree.insert([1] * PAGE, [10])
+    drain(events, log)
+    before = log.sequence
+    tree.evict(1)
+    tree.insert([1] * PAGE, [11])
+    tree.insert([2] * PAGE, [12])
+    tree.match([1] * PAGE)
+    tree.evict(1)
+    drain(events, log)
+    assert log.since(before) == Changes(before, log.sequence, ())
+
+
 def test_the_log_told_anew_remembers_nothing_older():
     log = TreeLog(PAGE)
     before = log.sequence
