@@ -14,7 +14,7 @@ from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import MAX_FAILED_STEPS as MAX_IN_A_ROW
 from baton.engine.step_loop import StepPipeline
 from baton.gateway.attempts import PROVEN_TOKENS
-from baton.handoff.messages import AttemptName
+from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.prefill.core import PrefillCore
 from baton.rpc.errors import BatonError, unavailable
@@ -42,26 +42,33 @@ def test_who_was_in_a_failed_step_goes_on_elsewhere_once():
 
 
 def test_prompts_of_a_failed_step_are_handed_back():
-    outputs = []
+    outputs, retired = [], []
     core = PrefillCore(
         KvCache(PageAllocator(PAGES), PrefixTree(SIZE)),
         SchedulerConfig(context_length=512, token_budget=64, max_rows=8),
         lease_grace=9.0,
         max_leased_pages=PAGES,
         flush_to=lambda by_holder: outputs.extend(by_holder["holder"]),
-        retire=lambda step: None,
+        retire=retired.append,
     )
     runner = Runner()
     runner.fail = [RuntimeError("no answer")]
     pipeline = StepPipeline(core, runner, False, lambda: 1.0)
-    name = AttemptName(7, 1, 0, 0)
-    core.side.start("holder", name, Request(name, tuple(range(10)), SamplingParams()), True, 1.0)
-    for _ in range(3):
-        if (due := pipeline.begin()) is not None:
-            pipeline.finish(due)
+
+    def compute(number):
+        name = AttemptName(7, number, 0, 0)
+        core.side.start("holder", name, Request(name, tuple(range(10)), SamplingParams()), True, 1.0)
+        for _ in range(3):
+            if (due := pipeline.begin()) is not None:
+                pipeline.finish(due)
+
+    compute(1)
     assert [(output.code, output.reason) for output in outputs] == [("UNAVAILABLE", "STEP_FAILED")]
     assert core.step_stats.limit(1.0) == 1.0, "no step is in flight"
+    assert not retired, "pulls that wait for the step would begin"
     core.cache.check(idle=True)
+    compute(2)
+    assert retired == [2] and isinstance(outputs[-1], FirstSampled | ChunkAnnounced)
 
 
 def test_requests_that_may_have_made_a_step_fail_are_computed_one_at_a_time():

@@ -9,7 +9,7 @@ import pytest
 from baton.config import DecodeConfig
 from baton.decode import peers as module
 from baton.decode.peers import FORGET_SECONDS, PrefillPeers
-from baton.rpc.errors import BatonError
+from baton.rpc.errors import BatonError, unavailable
 from baton.v1 import common_pb2, prefill_pb2
 
 LAYOUT = common_pb2.Layout(model_fingerprint="m", page_size=16, version=1)
@@ -21,7 +21,7 @@ class Link:
     connected, last_error, error = True, None, None
 
     def __init__(self, address, hello, on_message, on_up, on_down):
-        self.on_up = on_up
+        self.on_up, self.on_down = on_up, on_down
 
     def start(self):
         pass
@@ -34,10 +34,10 @@ class Link:
 
 
 class Receiver:
-    kind, sees_steps = "shm", True
+    kind, sees_steps, closed = "shm", True, False
 
     async def close(self):
-        pass
+        self.closed = True
 
 
 class Shell:
@@ -83,6 +83,34 @@ async def test_forgotten_addresses_make_room(monkeypatch):
     peers.connect("127.0.0.3:1")
     assert {peer.address for peer in peers.describe()} == {"127.0.0.1:1", "127.0.0.3:1"}
     await peers.close()
+
+
+async def test_a_pool_that_opens_after_its_owner_has_restarted_is_closed():
+    shell, opening = Shell(), []
+
+    async def open_receiver(endpoints, address):
+        opening.append(asyncio.get_running_loop().create_future())
+        return await opening[-1]
+
+    shell.open_receiver = open_receiver
+    peers = PrefillPeers(shell, DecodeConfig())
+    peers.connect("p0")
+    link = shell.links["p0"]
+    for incarnation in (3, 4):
+        answer = prefill_pb2.PrefillWelcome(incarnation=incarnation, layout=LAYOUT)
+        link.on_up(prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=answer)]))
+        await asyncio.sleep(0.01)
+        if incarnation == 3:
+            link.on_down(unavailable("it ended", "PEER_LOST"))
+    old, new = Receiver(), Receiver()
+    opening[0].set_result(old)
+    await asyncio.sleep(0.01)
+    assert old.closed and not peers.usable
+    opening[1].set_result(new)
+    await asyncio.sleep(0.01)
+    assert [peer.incarnation for peer in peers.describe()] == [4] and peers.usable == {"p0"}
+    await peers.close()
+    assert new.closed
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,18 @@ def test_choices_share_the_prompt(overlap, length):
     assert computed == length + 17
 
 
+def test_a_page_is_not_copied_for_a_choice_that_has_ended():
+    """Its target may be another sequence's by then."""
+    engine = Engine()
+    r = request("a", range(10), n=2)
+    engine.scheduler.submit(r)
+    while not engine.scheduler.copies:
+        engine.turn()
+    engine.scheduler.close(r)
+    assert engine.scheduler.plan() is None
+    engine.cache.check(idle=True)
+
+
 def test_a_choice_without_room_for_its_copy_is_computed_by_itself():
     engine = Engine(pages=4, watermark=0)
     r = request("a", range(10), max_tokens=5, n=3)
