@@ -10,6 +10,7 @@ import grpc
 
 from baton.gateway.token_log import TokenLog
 from baton.rpc.errors import BatonError, unavailable
+from baton.v1 import decode_pb2
 
 FIRST_BACKOFF_SECONDS = 0.05
 LAST_BACKOFF_SECONDS = 1.0
@@ -114,6 +115,15 @@ class Attempts:
         if not self._log.has_output:
             return ()
         return tuple(None if choice.finished else tuple(choice.token_ids) for choice in self._log.choices)
+
+    def fill(self, start: decode_pb2.DecodeStart) -> None:
+        """Names the next attempt in its message, and adds what it carries."""
+        start.attempt = self.number
+        start.failed_steps = self.failed_steps
+        for tokens in self.delivered():
+            start.choices.add(token_ids=tokens or (), finished=tokens is None)
+        if start.choices:
+            start.sampling.ClearField("prompt_logprobs")  # they have come, before the first token
 
     def ended(self, error: BatonError, now: float, *, lost: bool) -> None:
         """The attempt has ended before the request. lost: the node is gone or silent, and did not say so.

@@ -201,18 +201,13 @@ class Request:
         """The next attempt, with the output that earlier ones delivered. prefill: nodes in the order to try.
         local_tokens: limit of tokens that the decode node computes itself."""
         message = decode_pb2.DecodeStart(
-            attempt=self._attempts.number,
             token_ids=self.log.prompt_ids,
             timeout_ms=max(1, int(self._timing.remaining * 1000)),
             prefill=prefill,
             local_prefill_tokens=local_tokens,
-            failed_steps=self._attempts.failed_steps,
         )
         message.MergeFrom(self._template)
-        for tokens in self._attempts.delivered():
-            message.choices.add(token_ids=tokens or (), finished=tokens is None)
-        if message.choices:
-            message.sampling.ClearField("prompt_logprobs")  # they have come, before the first token
+        self._attempts.fill(message)
         return message
 
     @property

@@ -24,7 +24,7 @@ from baton.rpc.errors import (
     unavailable,
 )
 from baton.rpc.logs import get_logger
-from baton.rpc.tasks import Tasks
+from baton.rpc.tasks import Tasks, task_is_cancelled
 from baton.tokenizer.detokenize import decode
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
@@ -229,7 +229,7 @@ class Tokenizer:
                     response: tokenizer_pb2.EncodeResponse = await node.stub.Encode(request, timeout=left)
                     return response
                 except asyncio.CancelledError:
-                    if _is_cancelled():
+                    if task_is_cancelled():
                         raise
                     error = node.gone(None)  # the connection has been closed on this side
                 except grpc.aio.AioRpcError as failed:
@@ -240,10 +240,3 @@ class Tokenizer:
             if time.monotonic() + RETRY_SECONDS >= min(deadline, wait_until):
                 raise error
             await asyncio.sleep(RETRY_SECONDS)
-
-
-def _is_cancelled() -> bool:
-    """Whether the current task is, not only what it waits for. No frame of the task's own may refer to the
-    task: the error that ends it refers to these frames."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from baton.rpc.errors import from_rpc_error
+from baton.rpc.tasks import task_is_cancelled
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
@@ -68,7 +69,7 @@ class ClientStream(Generic[Req, Resp]):
                     raise
                 return False
             except asyncio.CancelledError:
-                if _task_is_cancelled():
+                if task_is_cancelled():
                     raise
                 return False
         return True
@@ -81,7 +82,7 @@ class ClientStream(Generic[Req, Resp]):
             except grpc.aio.InternalError:
                 return  # the call has ended
             except asyncio.CancelledError:
-                if _task_is_cancelled():
+                if task_is_cancelled():
                     raise
 
     async def read(self) -> Resp | Any:
@@ -93,7 +94,7 @@ class ClientStream(Generic[Req, Resp]):
         except (StopAsyncIteration, grpc.aio.AioRpcError):
             pass
         except asyncio.CancelledError:
-            if _task_is_cancelled():
+            if task_is_cancelled():
                 raise
         error = await self._ending.error(self._call)
         if error is None:
@@ -176,13 +177,6 @@ def retrieve(task: asyncio.Task[Any]) -> None:
 def _no_status() -> grpc.aio.AioRpcError:
     none = grpc.aio.Metadata()
     return grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, none, none, "the call has ended without a status")
-
-
-def _task_is_cancelled() -> bool:
-    """Of a CancelledError: whether it is this task that was cancelled, rather than the call. (The call may
-    deny that it was: after a failed write.)"""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:

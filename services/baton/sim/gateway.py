@@ -171,7 +171,6 @@ class SimGateway(Process):
         prefill = [self._figures(address) for address in self._prefill]
         start = decode_pb2.DecodeStart(
             request=running.number,
-            attempt=attempts.number,
             token_ids=spec.prompt,
             sampling=sampling_to(spec.params),
             n=spec.n,
@@ -179,12 +178,8 @@ class SimGateway(Process):
             prefill=order_prefill(POLICY, prefill, len(spec.prompt), running.number),
             namespace=spec.namespace,
             priority=spec.priority,
-            failed_steps=attempts.failed_steps,
         )
-        for tokens in attempts.delivered():
-            start.choices.add(token_ids=tokens or (), finished=tokens is None)
-        if start.choices:
-            start.sampling.ClearField("prompt_logprobs")  # they have come, before the first token
+        attempts.fill(start)
         self._nodes[place].link.send(decode_pb2.GenerateCommand(start=start))
         attempts.begin(place)
 
