@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -20,12 +19,10 @@ from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.channel import Dial
 from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.logs import get_logger
-from baton.rpc.tasks import Tasks
+from baton.rpc.tasks import Tasks, keep_connected
 from baton.v1 import cache_pb2, cache_pb2_grpc, node_pb2
 
 ROLES = ("tokenizer", "decode", "prefill")
-FIRST_BACKOFF_SECONDS = 0.05
-LAST_BACKOFF_SECONDS = 2.0
 UNKNOWN_SECONDS = 30.0
 """A node without the service is asked again after this time: it may have been replaced."""
 
@@ -109,8 +106,8 @@ class Nodes:
             self._forget(address)
 
     def _follow(self, address: str) -> None:
-        following = follow_cache(address, self._router, self._dial)
-        self._following[address] = self._tasks.spawn(following, f"cache of {address}")
+        watch = CacheWatch(address, self._router, self._dial)
+        self._following[address] = self._tasks.spawn(keep_connected(watch.connect), f"cache of {address}")
 
     def _forget(self, address: str) -> None:
         self._following.pop(address).cancel()
@@ -165,26 +162,31 @@ def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:
     return () if config.etcd and given == getattr(GatewayConfig(), role) else given
 
 
-async def follow_cache(address: str, router: Router, dial: Dial) -> None:
-    """Keeps the router's view of a node up to date. Reconnects until it is cancelled; the view stays
-    meanwhile."""
-    backoff, reason = FIRST_BACKOFF_SECONDS, ""
-    while True:
-        heard = router.view(address).heard
+class CacheWatch:
+    """Keeps the router's view of a node up to date. The view stays while the node cannot be reached."""
+
+    def __init__(self, address: str, router: Router, dial: Dial) -> None:
+        self._address = address
+        self._router = router
+        self._dial = dial
+        self._reason = ""
+
+    async def connect(self) -> bool:
+        """One stream to its end. Returns whether an update came."""
+        heard = self._router.view(self._address).heard
         try:
-            await _follow(address, router, dial)
+            await _follow(self._address, self._router, self._dial)
         except BatonError as error:
-            if router.view(address).heard != heard:
-                backoff, reason = FIRST_BACKOFF_SECONDS, ""
-            if error.reason != reason:
-                reason = error.reason
-                _log.info("cache not followed", node=address, reason=reason, error=error.message)
+            followed = self._router.view(self._address).heard != heard
+            if followed or error.reason != self._reason:
+                _log.info("cache not followed", node=self._address, reason=error.reason, error=error.message)
+            self._reason = error.reason
             if error.code is grpc.StatusCode.UNIMPLEMENTED:
-                backoff = UNKNOWN_SECONDS
+                await asyncio.sleep(UNKNOWN_SECONDS)
+            return followed
         except Exception:
-            _log.exception("cache not followed", node=address)
-        await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-        backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+            _log.exception("cache not followed", node=self._address)
+        return False
 
 
 async def _follow(address: str, router: Router, dial: Dial) -> None:

@@ -4,7 +4,6 @@ vocabulary is fetched once, so that the gateway detokenizes by itself."""
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
@@ -24,15 +23,13 @@ from baton.rpc.errors import (
     unavailable,
 )
 from baton.rpc.logs import get_logger
-from baton.rpc.tasks import Tasks, task_is_cancelled
+from baton.rpc.tasks import Tasks, keep_connected, task_is_cancelled
 from baton.tokenizer.detokenize import decode
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
 RETRY_SECONDS = 0.1
 """Pause before a call is tried again while no tokenizer answers."""
-FIRST_BACKOFF_SECONDS = 0.05
-LAST_BACKOFF_SECONDS = 2.0
 CONNECT_SECONDS = 10.0
 """Time for a tokenizer's first answers."""
 VOCABULARY_SECONDS = 60.0
@@ -70,7 +67,7 @@ class TokenizerPeer:
         return self.gone(self._error)
 
     def start(self) -> None:
-        self._tasks.spawn(self._run(), f"tokenizer {self.address}")
+        self._tasks.spawn(keep_connected(self._connect), f"tokenizer {self.address}")
 
     async def close(self) -> None:
         self.info = None
@@ -80,25 +77,21 @@ class TokenizerPeer:
         why = f": {cause.message}" if cause is not None else ""
         return unavailable(f"tokenizer {self.address} is not reachable{why}", "TOKENIZER_UNAVAILABLE", 1000)
 
-    async def _run(self) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
-        while True:
-            try:
-                async with self._dial(self.address) as channel:
-                    self.stub = tokenizer_pb2_grpc.TokenizerStub(channel)
-                    await self._watch(channel)
-            except grpc.aio.AioRpcError as error:
-                self._error = from_rpc_error(error)
-            except TimeoutError:
-                self._error = unavailable("it does not answer", "CONNECT_TIMEOUT")
-            except BatonError as error:
-                self._error = error
-            if self.connected:
-                backoff = FIRST_BACKOFF_SECONDS
-                _log.warning("tokenizer lost", address=self.address, error=self.trouble.message)
-            self.info = None
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+    async def _connect(self) -> bool:
+        try:
+            async with self._dial(self.address) as channel:
+                self.stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+                await self._watch(channel)
+        except grpc.aio.AioRpcError as error:
+            self._error = from_rpc_error(error)
+        except TimeoutError:
+            self._error = unavailable("it does not answer", "CONNECT_TIMEOUT")
+        except BatonError as error:
+            self._error = error
+        was_connected, self.info = self.connected, None
+        if was_connected:
+            _log.warning("tokenizer lost", address=self.address, error=self.trouble.message)
+        return was_connected
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
         """Follows its health. Raises BatonError, AioRpcError or TimeoutError once it cannot be used."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
+import logging
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -15,13 +15,11 @@ from baton.rpc.client_stream import ClientStream
 from baton.rpc.errors import BatonError, deadline_exceeded, internal, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.streams import Outbox, OutboxFull, byte_size
-from baton.rpc.tasks import Tasks
+from baton.rpc.tasks import Tasks, keep_connected
 
 Req = TypeVar("Req")
 Resp = TypeVar("Resp")
 
-FIRST_BACKOFF_SECONDS = 0.05
-LAST_BACKOFF_SECONDS = 2.0
 MAX_QUEUED_BYTES = 256 * 2**20
 """Limit of unsent commands; a peer that leaves more unread counts as stalled."""
 JOINED_BYTES = 2**20
@@ -87,7 +85,7 @@ class Link(Generic[Req, Resp]):
 
     def start(self) -> None:
         """Begins to connect. Called once, on the running event loop."""
-        self._tasks.spawn(self._run(), f"link {self.address}")
+        self._tasks.spawn(keep_connected(self._connect), f"link {self.address}")
 
     def send(self, request: Req) -> bool:
         """Returns False if the link is down and nothing was sent. True does not promise arrival: see
@@ -113,29 +111,19 @@ class Link(Generic[Req, Resp]):
         self._connected = False
         await self._tasks.close()
 
-    async def _run(self) -> None:
-        backoff = FIRST_BACKOFF_SECONDS
-        while not self._closed:
-            was_up, error = await self._session()
-            if was_up and error.code is not grpc.StatusCode.FAILED_PRECONDITION:
-                # A peer that answers but cannot be used is retried with a growing pause too.
-                backoff = FIRST_BACKOFF_SECONDS
-            if self._closed:
-                return
-            self.last_error = error
-            _log.log(
-                30 if was_up else 10,
-                "link down",
-                address=self.address,
-                reason=error.reason,
-                error=error.message,
-            )
-            try:
-                self._on_down(error)
-            except Exception:
-                _log.exception("on_down failed", address=self.address)
-            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
-            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+    async def _connect(self) -> bool:
+        was_up, error = await self._session()
+        if self._closed:
+            return False
+        self.last_error = error
+        level = logging.WARNING if was_up else logging.DEBUG
+        _log.log(level, "link down", address=self.address, reason=error.reason, error=error.message)
+        try:
+            self._on_down(error)
+        except Exception:
+            _log.exception("on_down failed", address=self.address)
+        # A peer that answers but cannot be used is retried with a growing pause too.
+        return was_up and error.code is not grpc.StatusCode.FAILED_PRECONDITION
 
     async def _session(self) -> tuple[bool, BatonError]:
         """Connects and serves one stream to its end. Returns whether it was up, and why it ended."""

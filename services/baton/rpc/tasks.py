@@ -1,12 +1,13 @@
-"""asyncio: background tasks, coalesced calls, waits that an event or a signal ends."""
+"""asyncio: background tasks, coalesced calls, reconnection, waits that an event or a signal ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import signal
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, NoReturn
 
 from baton.rpc.logs import get_logger
 
@@ -68,6 +69,21 @@ class CoalescedCall:
     def _run(self) -> None:
         self._asked = False
         self._work()
+
+
+FIRST_BACKOFF_SECONDS = 0.05
+LAST_BACKOFF_SECONDS = 2.0
+
+
+async def keep_connected(connect: Callable[[], Awaitable[bool]]) -> NoReturn:
+    """Connects again and again, until cancelled. connect: returns when its connection has ended, and whether
+    it was of use: the pauses, which double, then start anew."""
+    backoff = FIRST_BACKOFF_SECONDS
+    while True:
+        if await connect():
+            backoff = FIRST_BACKOFF_SECONDS
+        await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+        backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 
 
 def task_is_cancelled() -> bool:
