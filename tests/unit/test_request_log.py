@@ -22,8 +22,8 @@ def lines():
 
 async def test_each_that_finishes_or_fails_has_a_line_at_once(lines):
     request_log = RequestLog()
-    request_log.tell("finished", ending("a"), "")
-    request_log.tell("failed", ending("b"), "BAD_PEER")
+    request_log.add("finished", ending("a"), "")
+    request_log.add("failed", ending("b"), "BAD_PEER")
     common = {"prompt_tokens": 10, "output_tokens": 3, "resumed": 1, "seconds": 0.5, "log_level": "info"}
     assert lines == [
         {"event": "finished", "request": "a", **common},
@@ -34,10 +34,10 @@ async def test_each_that_finishes_or_fails_has_a_line_at_once(lines):
 async def test_those_cancelled_in_one_turn_share_one(lines):
     request_log = RequestLog()
     for number in range(3):
-        request_log.tell("cancelled", ending(f"c{number}", seconds=number), "CANCELLED")
+        request_log.add("cancelled", ending(f"c{number}", seconds=number), "CANCELLED")
     assert not lines
     await asyncio.sleep(0)
-    request_log.tell("cancelled", ending("later"), "CANCELLED")
+    request_log.add("cancelled", ending("later"), "CANCELLED")
     await asyncio.sleep(0)
     assert [(line["event"], line["request"], line.get("requests")) for line in lines] == [
         ("cancelled", "c0 c1 c2", 3),

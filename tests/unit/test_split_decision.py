@@ -13,9 +13,9 @@ from baton.gateway.handoff_cost import (
     Decision,
     PredictionBias,
     Split,
-    expect_local,
-    expect_split,
     local_limit,
+    predict_local,
+    predict_split,
 )
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.node_load import NodeLoad, SentLoad, Work
@@ -27,7 +27,7 @@ from baton.v1 import cache_pb2, decode_pb2, node_pb2
 
 COST = StepCost(fixed=4e-3, row=5e-5, key=0.0, token=2e-5, pair=0.0)
 IDLE = NodeLoad("d", cost=COST, step_tokens=2048, pull=PullCost(2e-3, 1e-7))
-BUSY = replace(IDLE, running=20, keys=20 * 500)
+BUSY = replace(IDLE, running=20, context_tokens=20 * 500)
 PREFILL = NodeLoad("p", cost=COST, step_tokens=2048)
 
 
@@ -35,7 +35,7 @@ PREFILL = NodeLoad("p", cost=COST, step_tokens=2048)
 
 
 def test_what_an_idle_pair_takes():
-    there, here = expect_split(1000, IDLE, PREFILL), expect_local(1000, IDLE)
+    there, here = predict_split(1000, IDLE, PREFILL), predict_local(1000, IDLE)
     assert there.first == here.first == pytest.approx(4e-3 + 1000 * 2e-5)
     assert there.gap == pytest.approx(2e-3 + 1000 * 1e-7) and here.gap == 0
     assert here.end(1) == here.first and here.end(11) == pytest.approx(here.first + 10 * 4.05e-3)
@@ -43,25 +43,25 @@ def test_what_an_idle_pair_takes():
 
 
 def test_a_prompt_here_costs_the_rows_here():
-    here = expect_local(1000, BUSY)
+    here = predict_local(1000, BUSY)
     assert here.first == pytest.approx(4e-3 + 20 * 5e-5 + 1000 * 2e-5)
     assert here.others == pytest.approx(20 * 1000 * 2e-5)
     # Two steps that hold the rows too, where one has no room for the prompt.
-    assert expect_local(3000, BUSY).first == pytest.approx(2 * 5e-3 + 3000 * 2e-5)
-    assert expect_split(1000, BUSY, PREFILL).others == 0
+    assert predict_local(3000, BUSY).first == pytest.approx(2 * 5e-3 + 3000 * 2e-5)
+    assert predict_split(1000, BUSY, PREFILL).others == 0
 
 
 def test_cached_tokens_are_neither_computed_nor_pulled():
-    assert expect_local(1000, replace(IDLE, cached=900)).first == pytest.approx(4e-3 + 100 * 2e-5)
-    assert expect_split(1000, IDLE, replace(PREFILL, cached=900)).first == pytest.approx(4e-3 + 100 * 2e-5)
-    assert expect_split(1000, replace(IDLE, cached=900), PREFILL).gap == pytest.approx(2e-3 + 100 * 1e-7)
-    assert expect_local(1000, replace(IDLE, cached=1000)).first == pytest.approx(4e-3 + 2e-5), (
+    assert predict_local(1000, replace(IDLE, cached=900)).first == pytest.approx(4e-3 + 100 * 2e-5)
+    assert predict_split(1000, IDLE, replace(PREFILL, cached=900)).first == pytest.approx(4e-3 + 100 * 2e-5)
+    assert predict_split(1000, replace(IDLE, cached=900), PREFILL).gap == pytest.approx(2e-3 + 100 * 1e-7)
+    assert predict_local(1000, replace(IDLE, cached=1000)).first == pytest.approx(4e-3 + 2e-5), (
         "the last token is"
     )
 
 
 def test_only_the_last_step_s_pages_are_waited_for():
-    assert expect_split(10_000, IDLE, PREFILL).gap == pytest.approx(2e-3 + 2048 * 1e-7)
+    assert predict_split(10_000, IDLE, PREFILL).gap == pytest.approx(2e-3 + 2048 * 1e-7)
 
 
 GROWS = {
@@ -77,17 +77,17 @@ GROWS = {
 def test_costs_only_grow_with_load(change):
     for figure, prompt in itertools.product((IDLE, BUSY), (1, 100, 5000)):
         longer, here, there = GROWS[change](figure, prompt)
-        assert expect_local(longer, here).cost >= expect_local(prompt, figure).cost
-        assert expect_split(longer, here, there).cost >= expect_split(prompt, figure, PREFILL).cost
+        assert predict_local(longer, here).cost >= predict_local(prompt, figure).cost
+        assert predict_split(longer, here, there).cost >= predict_split(prompt, figure, PREFILL).cost
 
 
 def test_the_limit_is_where_the_two_ways_cross():
     for figure in (replace(BUSY, running=rows) for rows in (1, 3, 10, 60)):
         limit = local_limit(8000, figure, replace(PREFILL, queued_tokens=2000))
         assert 0 < limit < 8000
-        there = expect_split(8000, figure, replace(PREFILL, queued_tokens=2000)).cost
-        assert expect_local(8000, replace(figure, cached=8000 - limit)).cost <= there
-        assert expect_local(8000, replace(figure, cached=8000 - limit - max(16, limit // 16))).cost > there
+        there = predict_split(8000, figure, replace(PREFILL, queued_tokens=2000)).cost
+        assert predict_local(8000, replace(figure, cached=8000 - limit)).cost <= there
+        assert predict_local(8000, replace(figure, cached=8000 - limit - max(16, limit // 16))).cost > there
 
 
 def test_the_limit_moves_as_it_should():
@@ -123,11 +123,11 @@ def test_what_is_sent_counts_until_it_is_done():
     assert sent.work() == Work(tokens=50, rows=2)
     sent.computed(1)
     sent.computed(1)
-    assert sent.work() == Work(tokens=50, rows=2, running=1, keys=400)
+    assert sent.work() == Work(tokens=50, rows=2, running=1, context_tokens=400)
     sent.computed(2)
-    assert sent.work() == Work(tokens=0, rows=2, running=2, keys=460)
+    assert sent.work() == Work(tokens=0, rows=2, running=2, context_tokens=460)
     sent.add(2, 70, 60)  # anew
-    assert sent.work() == Work(tokens=70, rows=2, running=1, keys=400)
+    assert sent.work() == Work(tokens=70, rows=2, running=1, context_tokens=400)
     for number in (1, 2, 2, 3):
         sent.drop(number)
         sent.computed(number)
@@ -137,18 +137,18 @@ def test_what_is_sent_counts_until_it_is_done():
 def test_what_a_node_says_tells_of_others():
     sent = SentLoad()
     sent.add(1, 300, 400)
-    sent.reported(Work(tokens=1000, rows=3, running=2, keys=700))
+    sent.reported(Work(tokens=1000, rows=3, running=2, context_tokens=700))
     sent.add(2, 100, 100)
-    assert sent.work() == Work(tokens=1100, rows=4, running=2, keys=700), "the others have 700, 2 rows"
+    assert sent.work() == Work(tokens=1100, rows=4, running=2, context_tokens=700), "others: 700, 2 rows"
     assert sent.work(others=False) == Work(tokens=400, rows=2)
     sent.reported(Work(tokens=10, rows=1))
     assert sent.work() == Work(tokens=400, rows=2), "what it said does not count in the second yet"
     sent.computed(1)
     sent.computed(2)
-    sent.reported(Work(rows=4, running=4, keys=1000))
+    sent.reported(Work(rows=4, running=4, context_tokens=1000))
     sent.drop(1)
     sent.drop(2)
-    assert sent.work() == Work(rows=2, running=2, keys=500), "what has ended since is not the others'"
+    assert sent.work() == Work(rows=2, running=2, context_tokens=500), "what has ended is not theirs"
 
 
 # --- what is decided ------------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ def test_nothing_is_known_so_the_decode_node_decides(unknown):
     here = replace(BUSY, cost=None) if unknown == "d" else BUSY
     there = replace(PREFILL, cost=None) if unknown == "p" else PREFILL
     decision = Rig().split.decide(here, there, 4000)
-    assert decision == Decision(None, local=False, ways={})
+    assert decision == Decision(None, local=False, predictions={})
     rig = Rig()
-    assert rig.split.decide(BUSY, None, 4000) == Decision(None, local=True, ways={}), "there is no choice"
+    assert rig.split.decide(BUSY, None, 4000) == Decision(None, local=True, predictions={}), "no choice"
     assert rig.value("baton_gateway_prompts_total", way="local") == 0
 
 
@@ -200,14 +200,14 @@ def test_always_never_and_the_client_s_word(here):
 def test_what_came_of_it_is_compared_with_what_was_expected():
     rig = Rig()
     decision = rig.split.decide(BUSY, PREFILL, 4000)
-    thought = expect_split(4000, BUSY, PREFILL)
+    prediction = predict_split(4000, BUSY, PREFILL)
     stats = decode_pb2.RequestStats(prefill_address="p", output_tokens=10)
-    rig.split.ended(decision, stats, thought.first, 3 * thought.end(10))
+    rig.split.ended(decision, stats, prediction.first, 3 * prediction.end(10))
     name = "baton_gateway_actual_over_expected"
     assert rig.value(f"{name}_sum", way="split", until="first_token") == pytest.approx(1.0)
     assert rig.value(f"{name}_sum", way="split", until="end") == pytest.approx(3.0)
     # By the way that it has taken in the end; a request that had bad luck is no measure of the prediction.
-    rig.split.ended(decision, decode_pb2.RequestStats(output_tokens=1), expect_local(4000, BUSY).first, 1.0)
+    rig.split.ended(decision, decode_pb2.RequestStats(output_tokens=1), predict_local(4000, BUSY).first, 1.0)
     assert rig.value(f"{name}_sum", way="local", until="first_token") == pytest.approx(1.0)
     stats.handoff_retries = 1
     rig.split.ended(decision, stats, 1.0, 1.0)
@@ -217,14 +217,17 @@ def test_what_came_of_it_is_compared_with_what_was_expected():
 def test_a_choice_that_takes_longer_than_predicted_is_taken_less_until_the_bias_has_decayed():
     rig = Rig()
     before = rig.split.decide(BUSY, PREFILL, 4000)
-    thought, stats = before.ways["split"], decode_pb2.RequestStats(prefill_address="p", output_tokens=2)
+    prediction, stats = (
+        before.predictions["split"],
+        decode_pb2.RequestStats(prefill_address="p", output_tokens=2),
+    )
     for _ in range(50):
-        rig.split.ended(before, stats, thought.first + 0.01, 1.0)
+        rig.split.ended(before, stats, prediction.first + 0.01, 1.0)
     after = rig.split.decide(BUSY, PREFILL, 4000)
-    assert after.limit > 1.1 * before.limit and after.ways == before.ways
+    assert after.limit > 1.1 * before.limit and after.predictions == before.predictions
     for _ in range(50):
         rig.split.ended(
-            before, decode_pb2.RequestStats(output_tokens=2), before.ways["local"].first + 0.01, 1.0
+            before, decode_pb2.RequestStats(output_tokens=2), before.predictions["local"].first + 0.01, 1.0
         )
     assert rig.split.decide(BUSY, PREFILL, 4000).limit == before.limit, "both do"
     rig.now += 3600
@@ -288,7 +291,7 @@ def test_what_is_computed_here_counts_here():
     assert told.router.sent("d").work() == Work(tokens=4000, rows=11, running=10)
     assert told.router.sent("p").work() == Work()
     way.computed()
-    assert told.router.sent("d").work() == Work(tokens=0, rows=11, running=11, keys=4000)
+    assert told.router.sent("d").work() == Work(tokens=0, rows=11, running=11, context_tokens=4000)
     way.ended()
     assert told.router.sent("d").work() == Work(rows=10, running=10)
 

@@ -17,7 +17,7 @@ from baton.gateway.handoff_cost import Split
 from baton.gateway.metrics import GatewayMetrics, RequestLog
 from baton.gateway.nodes import Nodes
 from baton.gateway.probe import Prober
-from baton.gateway.prompts import Session, shown
+from baton.gateway.prompts import Session, prompt_for_log
 from baton.gateway.routing import RequestRouting, Router
 from baton.gateway.token_log import TokenLog
 from baton.gateway.tokenizer import Tokenizer
@@ -167,7 +167,7 @@ class Gateway:
         self._running.add(request)
         self._idle.clear()
         if self.config.log_prompts:
-            _log.info("prompt", request=request.name, prompt=shown(start))
+            _log.info("prompt", request=request.name, prompt=prompt_for_log(start))
         if model is None:
             raise self.no_decode_node()
 

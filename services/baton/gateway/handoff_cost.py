@@ -5,7 +5,7 @@ same for both. All times are in seconds. D is the decode node with its R rows, P
 
 Split. The prompt waits at P for the prompts there and is computed. D's step thread receives the first token
 after the rest of a running step, half a step on average. (With overlap it receives it at once; the prediction
-bias, `more` below, corrects this.) Then the pages of the last step's tokens move; all earlier ones have moved
+bias corrects this.) Then the pages of the last step's tokens move; all earlier ones have moved
 meanwhile. Half a step later, on average, the request joins the batch.
 
 Local. The prompt waits at D for the prompts there and is computed in steps that also hold D's rows, and take
@@ -36,7 +36,7 @@ PRECISION = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class Prediction:
     first: float
     """Seconds until the first token."""
     gap: float
@@ -56,38 +56,38 @@ class Expected:
         return self.first + (self.gap + self.step * (tokens - 1) if tokens > 1 else 0.0)
 
 
-def expect_local(prompt: int, decode: NodeLoad) -> Expected:
+def predict_local(prompt: int, decode: NodeLoad) -> Prediction:
     """Predicts the prompt on the decode node. Raises ValueError if its step cost is not known."""
     cost = _cost(decode)
-    missing = max(1, prompt - decode.cached)
-    own = _chunk(cost, prompt, missing)
+    uncached = max(1, prompt - decode.cached)
+    own = _chunk(cost, prompt, uncached)
     rows = _rows(cost, decode)
     room = max(1, decode.step_tokens - decode.running)
-    steps = math.ceil((decode.queued_tokens + missing) / room)
+    steps = math.ceil((decode.queued_tokens + uncached) / room)
     first = steps * rows + cost.token * decode.queued_tokens + own
-    return Expected(first, gap=0.0, step=_next(cost, decode), others=decode.running * own)
+    return Prediction(first, gap=0.0, step=_next(cost, decode), others=decode.running * own)
 
 
-def expect_split(prompt: int, decode: NodeLoad, prefill: NodeLoad) -> Expected:
+def predict_split(prompt: int, decode: NodeLoad, prefill: NodeLoad) -> Prediction:
     """Predicts the prompt on the prefill node. Raises ValueError if a step cost is not known."""
     cost, there = _cost(decode), _cost(prefill)
-    missing = max(1, prompt - prefill.cached)
-    steps = math.ceil((prefill.queued_tokens + missing) / max(1, prefill.step_tokens))
-    computed = steps * there.fixed + there.token * prefill.queued_tokens + _chunk(there, prompt, missing)
-    heard = _rows(cost, decode) / 2 if decode.running else 0.0
+    uncached = max(1, prompt - prefill.cached)
+    steps = math.ceil((prefill.queued_tokens + uncached) / max(1, prefill.step_tokens))
+    computed = steps * there.fixed + there.token * prefill.queued_tokens + _chunk(there, prompt, uncached)
+    step_wait = _rows(cost, decode) / 2 if decode.running else 0.0
     last = min(max(0, prompt - decode.cached), prefill.step_tokens or prompt)
-    gap = decode.pull.seconds(last) + heard
-    return Expected(computed + heard, gap, step=_next(cost, decode), others=0.0)
+    gap = decode.pull.seconds(last) + step_wait
+    return Prediction(computed + step_wait, gap, step=_next(cost, decode), others=0.0)
 
 
-def local_limit(prompt: int, decode: NodeLoad, prefill: NodeLoad, more: float = 0.0) -> int:
+def local_limit(prompt: int, decode: NodeLoad, prefill: NodeLoad, bias: float = 0.0) -> int:
     """The most tokens of this prompt that the decode node should compute itself, about, from 0 to
-    `prompt`, however many turn out to be cached there. more: prediction bias in seconds of first tokens of
+    `prompt`, however many turn out to be cached there. bias: prediction bias in seconds of first tokens of
     split requests, minus that of local ones. Raises ValueError if a step cost is not known."""
-    most = expect_split(prompt, decode, prefill).cost + more
+    most = predict_split(prompt, decode, prefill).cost + bias
 
     def worth(tokens: int) -> bool:
-        return expect_local(prompt, replace(decode, cached=prompt - tokens)).cost <= most
+        return predict_local(prompt, replace(decode, cached=prompt - tokens)).cost <= most
 
     if worth(prompt):
         return prompt
@@ -106,17 +106,17 @@ def _cost(node: NodeLoad) -> StepCost:
 
 def _rows(cost: StepCost, decode: NodeLoad) -> float:
     """A step of the decode rows alone."""
-    return cost.seconds(StepLoad(decode_sequences=decode.running, context_tokens=decode.keys))
+    return cost.seconds(StepLoad(decode_sequences=decode.running, context_tokens=decode.context_tokens))
 
 
 def _next(cost: StepCost, decode: NodeLoad) -> float:
     """A step of the decode rows and the request."""
-    return cost.seconds(StepLoad(decode_sequences=decode.running + 1, context_tokens=decode.keys))
+    return cost.seconds(StepLoad(decode_sequences=decode.running + 1, context_tokens=decode.context_tokens))
 
 
-def _chunk(cost: StepCost, prompt: int, missing: int) -> float:
-    """Time of the last `missing` tokens of a prompt, without the fixed cost of steps."""
-    return cost.token * missing + cost.pair * chunk_pairs(prompt - missing, missing)
+def _chunk(cost: StepCost, prompt: int, uncached: int) -> float:
+    """Time of the last `uncached` tokens of a prompt, without the fixed cost of steps."""
+    return cost.token * uncached + cost.pair * chunk_pairs(prompt - uncached, uncached)
 
 
 WEIGHT = 1 / 16
@@ -156,7 +156,7 @@ class Decision:
     """For DecodeStart.local_prefill_tokens; None: the decode node decides."""
     local: bool
     """Predicted result: the decode node computes the prompt."""
-    ways: dict[str, Expected]
+    predictions: dict[str, Prediction]
     """Predictions for "split" and "local" without the bias; empty if there were none."""
 
 
@@ -179,31 +179,31 @@ class Split:
         """prefill: the node that would compute the prompt; None: there is none. hand_off: the client's
         choice."""
         if prefill is None:
-            return Decision(None, local=True, ways={})
+            return Decision(None, local=True, predictions={})
         mode = self.mode if hand_off is None else "always" if hand_off else "never"
         limit = {"always": ALWAYS, "never": NEVER}.get(mode)
-        ways: dict[str, Expected] = {}
+        predictions: dict[str, Prediction] = {}
         if decode.cost is not None and prefill.cost is not None:
-            ways = {
-                "split": expect_split(tokens, decode, prefill),
-                "local": expect_local(tokens, decode),
+            predictions = {
+                "split": predict_split(tokens, decode, prefill),
+                "local": predict_local(tokens, decode),
             }
             if limit is None:
                 now = self._clock()
-                more = self._bias["split"].seconds(now) - self._bias["local"].seconds(now)
-                limit = local_limit(tokens, decode, prefill, more)
+                bias = self._bias["split"].seconds(now) - self._bias["local"].seconds(now)
+                limit = local_limit(tokens, decode, prefill, bias)
         # Without predictions the decode node hands off all but very short prompts.
         local = limit is not None and tokens - decode.cached <= limit
         self._metrics.decisions.labels("local" if local else "split").inc()
-        return Decision(limit, local, ways)
+        return Decision(limit, local, predictions)
 
     def ended(self, decision: Decision, stats: decode_pb2.RequestStats, first: float, end: float) -> None:
         """The request has finished at its first attempt; times are in seconds from its sending."""
         way = "split" if stats.prefill_address else "local"
-        thought = decision.ways.get(way)
-        if thought is None or stats.retractions or stats.handoff_retries:
+        prediction = decision.predictions.get(way)
+        if prediction is None or stats.retractions or stats.handoff_retries:
             return
-        self._bias[way].add(self._clock(), first, thought.first)
-        pairs = {"first_token": (first, thought.first), "end": (end, thought.end(stats.output_tokens))}
+        self._bias[way].add(self._clock(), first, prediction.first)
+        pairs = {"first_token": (first, prediction.first), "end": (end, prediction.end(stats.output_tokens))}
         for until, (seconds, predicted) in pairs.items():
             self._metrics.expected.labels(way, until).observe(seconds / max(predicted, 1e-9))

@@ -166,13 +166,13 @@ class RequestLog:
         self._cancelled: list[EndedRequest] = []
         self._write_soon = CoalescedCall(self._write)
 
-    def tell(self, outcome: str, ending: EndedRequest, reason: str) -> None:
+    def add(self, outcome: str, request: EndedRequest, reason: str) -> None:
         """outcome: finished, cancelled or failed. reason: of requests that did not finish."""
         if outcome == "cancelled":
-            self._cancelled.append(ending)
+            self._cancelled.append(request)
             self._write_soon()
             return
-        _log.info(outcome, **_fields([ending]), **({"reason": reason} if reason else {}))
+        _log.info(outcome, **_fields([request]), **({"reason": reason} if reason else {}))
 
     def _write(self) -> None:
         ended, self._cancelled = self._cancelled, []

@@ -34,7 +34,7 @@ class NodeLoad:
     """Whether the node has reported recently; else only this gateway's own requests are known."""
     running: int = 0
     """Rows in steps now: their prompts have been computed (decode)."""
-    keys: int = 0
+    context_tokens: int = 0
     """Context tokens of these rows together (decode)."""
     step_tokens: int = 0
     """Tokens that a step holds at most."""
@@ -54,7 +54,7 @@ class Work:
     """Sequences in its batch, waiting for it, or under way to it (decode)."""
     running: int = 0
     """Of these, sequences in steps now: their prompts have been computed."""
-    keys: int = 0
+    context_tokens: int = 0
     """Context tokens of the running sequences together."""
 
 
@@ -73,7 +73,7 @@ class SentLoad:
         self._others = Work()
         self.tokens = 0
         """Prompt tokens still to compute there, of requests sent there."""
-        self._running = self._keys = 0
+        self._running = self._context_tokens = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -91,13 +91,13 @@ class SentLoad:
             sent.running = True
             self.tokens -= sent.tokens
             self._running += 1
-            self._keys += sent.prompt
+            self._context_tokens += sent.prompt
 
     def drop(self, request: int) -> None:
         sent = self._requests.pop(request, None)
         if sent is not None and sent.running:
             self._running -= 1
-            self._keys -= sent.prompt
+            self._context_tokens -= sent.prompt
         elif sent is not None:
             self.tokens -= sent.tokens
 
@@ -109,7 +109,7 @@ class SentLoad:
             tokens=max(0, report.tokens - own.tokens),
             rows=max(0, report.rows - own.rows),
             running=running,
-            keys=report.keys * running // max(1, report.running),
+            context_tokens=report.context_tokens * running // max(1, report.running),
         )
 
     def work(self, *, others: bool = True) -> Work:
@@ -119,8 +119,8 @@ class SentLoad:
             own.tokens + more.tokens,
             own.rows + more.rows,
             own.running + more.running,
-            own.keys + more.keys,
+            own.context_tokens + more.context_tokens,
         )
 
     def _own(self) -> Work:
-        return Work(self.tokens, len(self._requests), self._running, self._keys)
+        return Work(self.tokens, len(self._requests), self._running, self._context_tokens)

@@ -207,7 +207,7 @@ async def _follow(address: str, router: Router, dial: Dial) -> None:
         except TimeoutError:
             raise unavailable(f"{address} has gone silent", "CACHE_SILENT") from None
         except Gap as gap:
-            _log.warning("cache told with a gap", node=address, error=str(gap))
+            _log.warning("cache update with a gap", node=address, error=str(gap))
             raise unavailable(str(gap), "PROTOCOL") from gap
         finally:
             call.cancel()

@@ -72,8 +72,8 @@ class Session:
         self.token_ids = [*prompt_ids, *answer.token_ids]
         if conversation is None:
             return
-        said = tokenizer_pb2.ChatMessage(role="assistant", content=answer.text)
-        self._messages = [*conversation.messages, said]
+        reply = tokenizer_pb2.ChatMessage(role="assistant", content=answer.text)
+        self._messages = [*conversation.messages, reply]
         self.encoded_text = "" if answer.stop_matched else rendered + answer.text
         if answer.finish_reason == common_pb2.FINISH_REASON_STOP and not answer.stop_matched:
             self.token_ids.pop()
@@ -118,7 +118,7 @@ async def encode_prompt(
     return Prompt(token_ids, "chat", conversation, result.rendered)
 
 
-def shown(start: inference_pb2.GenerateStart) -> str | list[int] | list[str]:
+def prompt_for_log(start: inference_pb2.GenerateStart) -> str | list[int] | list[str]:
     """A prompt in the form that --log-prompts writes."""
     kind = start.WhichOneof("prompt")
     if kind == "tokens":

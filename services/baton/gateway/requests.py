@@ -357,14 +357,14 @@ class Request:
         if self._session is not None:
             self._session.end()
         self._gateway.forget(self, outcome)
-        ending = EndedRequest(
+        ended = EndedRequest(
             self.name,
             len(self.log.prompt_ids),
             self.log.output_tokens,
             self._attempts.resumed,
             self._timing.elapsed,
         )
-        self._gateway.request_log.tell(outcome, ending, error.reason if error is not None else "")
+        self._gateway.request_log.add(outcome, ended, error.reason if error is not None else "")
         on_change, self._on_change = self._on_change, _nobody
         on_change()
 

@@ -149,7 +149,14 @@ class Router:
         load = view.fresh_load(self.clock())
         if load is None:
             work = sent.work(others=False)
-            return NodeLoad(address, cached, work.tokens, work.rows, running=work.running, keys=work.keys)
+            return NodeLoad(
+                address,
+                cached,
+                work.tokens,
+                work.rows,
+                running=work.running,
+                context_tokens=work.context_tokens,
+            )
         work = sent.work()
         return NodeLoad(
             address,
@@ -163,7 +170,7 @@ class Router:
             prompt_rate=float(load.prompt_tokens_per_second),
             known=True,
             running=work.running,
-            keys=work.keys,
+            context_tokens=work.context_tokens,
             step_tokens=load.step_tokens,
             cost=_step_cost(load),
             pull=PullCost(load.pull_cost.fixed, load.pull_cost.token),
@@ -171,9 +178,9 @@ class Router:
 
 
 def _step_cost(load: node_pb2.Load) -> StepCost | None:
-    said = load.step_cost
+    cost = load.step_cost
     known = load.HasField("step_cost")
-    return StepCost(said.fixed, said.row, said.key, said.token, said.pair) if known else None
+    return StepCost(cost.fixed, cost.row, cost.key, cost.token, cost.pair) if known else None
 
 
 class RequestRouting:

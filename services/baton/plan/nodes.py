@@ -25,7 +25,7 @@ from baton.sim.streams import VirtualDecodeStream, VirtualPrefillStream
 from baton.sim.tasks import Future, Task, sleep
 from baton.sim.world import Actor, World
 from baton.stepcost import CostCalibration
-from baton.transport.base import unheard
+from baton.transport.base import ignore_time
 from baton.v1 import cache_pb2, common_pb2, decode_pb2, node_pb2, prefill_pb2
 from baton.worker.load import add_step_cost, cache_update, snapshot
 from baton.worker.shell import C, WorkerShell
@@ -201,7 +201,7 @@ class VirtualReceiver:
         self.kind, self.sees_steps = self._cost.transport, self._cost.seen
 
     async def pull(
-        self, pairs: Sequence[tuple[int, int]], step: int = 0, copied: Callable[[float], None] = unheard
+        self, pairs: Sequence[tuple[int, int]], step: int = 0, copied: Callable[[float], None] = ignore_time
     ) -> None:
         node = self._node
         await self._server.when_retired(step)

@@ -157,14 +157,14 @@ class Cluster:
         """Why a call with this metadata is not authenticated; None: it is."""
         if not self.secret or same(metadata.get(HEADER, ""), self.secret):
             return None
-        told = (
+        problem = (
             "is another one"
             if HEADER in metadata
             else "is missing (without TLS it is not sent to other machines)"
         )
         return unauthenticated(
-            f"this service is for processes of the same deployment, and the caller's cluster secret {told}: "
-            "give both the same --cluster-secret-file",
+            "this service is for processes of the same deployment, and the caller's cluster secret "
+            f"{problem}: give both the same --cluster-secret-file",
             "CLUSTER_SECRET",
         )
 

@@ -63,13 +63,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             text = f"{self._watchers} watch this process already: use Check"
             await abort(context, exhausted(text, "TOO_MANY_WATCHERS", 1000))
         self._watchers += 1
-        told = None
+        sent = None
         try:
             while True:
                 changed = self._changed
                 status = self._status(request.service)
-                if status != told:
-                    told = status
+                if status != sent:
+                    sent = status
                     yield health_pb2.HealthCheckResponse(status=status)
                 await changed.wait()
         finally:

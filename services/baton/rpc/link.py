@@ -35,7 +35,7 @@ class Link(Generic[Req, Resp]):
     hello: makes the first message of each session.
     on_up: gets the first message received, when the link has become usable; may send().
     on_message: gets every later message.
-    on_down: told once for every session that ended and for every attempt to connect that failed (so it may
+    on_down: called once for every session that ended and for every attempt to connect that failed (so it may
         come without on_up before it); what was sent in that session and is not answered is lost.
     join: makes one message of several requests that are unsent, in order; it may change the first of them.
         None: each is a message of its own.

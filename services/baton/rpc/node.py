@@ -112,8 +112,8 @@ async def run_node(
         print(f"baton {node.role}: {error.message}", file=sys.stderr, flush=True)
         return 2
     stopping = stop or asyncio.Event()
-    hurry = asyncio.Event()
-    with signals(stopping, hurry, install=stop is None):
+    stop_now = asyncio.Event()
+    with signals(stopping, stop_now, install=stop is None):
         try:
             await shell.bind()
             if not await shell.start(stopping):
@@ -125,7 +125,7 @@ async def run_node(
             if shell.broken:
                 _log.critical("the process cannot go on, and ends", why=shell.broken)
                 return EXIT_BROKEN
-            remaining = await shell.drain(config.drain_seconds, hurry)
+            remaining = await shell.drain(config.drain_seconds, stop_now)
             _log.info("stopping", remaining=remaining)
             return 0
         except BatonError as error:
@@ -136,7 +136,7 @@ async def run_node(
             print(f"baton {node.role}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             return 1
         finally:
-            await shell.close(hurry)
+            await shell.close(stop_now)
 
 
 def run_process(work: Coroutine[Any, Any, int]) -> int:
@@ -264,19 +264,19 @@ class _Shell:
             flush=True,
         )
 
-    async def drain(self, seconds: float, hurry: asyncio.Event | None = None) -> int:
-        """Reports NOT_SERVING and waits for running requests; `hurry` ends the wait. Returns what remains."""
+    async def drain(self, seconds: float, stop_now: asyncio.Event | None = None) -> int:
+        """Reports NOT_SERVING and waits for running requests, until `stop_now`. Returns what remains."""
         if not self._draining:
             self._draining = True
             _log.info("draining", seconds=seconds)
             self._health.set_all(serving=False)
         remaining = asyncio.ensure_future(self._node.drain(seconds))
         # The node itself keeps the time; the margin guards against one that does not.
-        if not await unless(remaining, hurry or asyncio.Event(), seconds + 5.0):
+        if not await unless(remaining, stop_now or asyncio.Event(), seconds + 5.0):
             return max(1, self.load().requests)
         return remaining.result()
 
-    async def close(self, hurry: asyncio.Event) -> None:
+    async def close(self, stop_now: asyncio.Event) -> None:
         """Stops the node, if its start was attempted, and the servers."""
         self._health_monitor.stop()
         try:
@@ -287,7 +287,7 @@ class _Shell:
             _log.error("stop takes too long; leaving", seconds=STOP_SECONDS)
         except Exception:
             _log.exception("stop failed")
-        await self._server.stop(grace=0.0 if hurry.is_set() else 0.5)
+        await self._server.stop(grace=0.0 if stop_now.is_set() else 0.5)
         if self._http is not None:
             await self._http.stop()
 

@@ -117,11 +117,11 @@ async def unless(work: Any, event: asyncio.Event, seconds: float | None = None) 
 
 
 @contextlib.contextmanager
-def signals(stopping: asyncio.Event, hurry: asyncio.Event, install: bool) -> Iterator[None]:
-    """With `install`, SIGTERM and SIGINT set `stopping`, the second of them `hurry`."""
+def signals(stopping: asyncio.Event, stop_now: asyncio.Event, install: bool) -> Iterator[None]:
+    """With `install`, SIGTERM and SIGINT set `stopping`, the second of them `stop_now`."""
 
     def received() -> None:
-        (hurry if stopping.is_set() else stopping).set()
+        (stop_now if stopping.is_set() else stopping).set()
 
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT) if install else ()

@@ -17,7 +17,7 @@ from baton.sim.model import SimPool
 from baton.sim.process import Worker
 from baton.sim.tasks import Future
 from baton.sim.world import Violation
-from baton.transport.base import TransportError, unheard
+from baton.transport.base import TransportError, ignore_time
 
 if TYPE_CHECKING:
     from baton.sim.decode import SimDecode
@@ -49,7 +49,7 @@ class SimReceiver:
         """Pulls that have not ended."""
 
     async def pull(
-        self, pairs: Sequence[tuple[int, int]], step: int = 0, copied: Callable[[float], None] = unheard
+        self, pairs: Sequence[tuple[int, int]], step: int = 0, copied: Callable[[float], None] = ignore_time
     ) -> None:
         node = self._node
         host = node.network.host(self._address)

@@ -65,7 +65,7 @@ def nothing() -> None:
     """What a pull does where there is nothing to do."""
 
 
-def unheard(seconds: float) -> None:
+def ignore_time(seconds: float) -> None:
     """For callers of `pull` that only wait for its return."""
 
 
@@ -82,7 +82,7 @@ class Receiver(Protocol):
         self,
         pairs: Sequence[tuple[int, int]],
         step: int = 0,
-        copied: Callable[[float], None] = unheard,
+        copied: Callable[[float], None] = ignore_time,
     ) -> None:
         """Copies pages (source id in the peer's pool, destination id in the local pool), once the peer's host
         has seen `step` retire; 0: now.

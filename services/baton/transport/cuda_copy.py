@@ -127,7 +127,7 @@ class PageCopier:
             while flying:
                 flying.popleft().synchronize()
         except BaseException as error:
-            self._settle()
+            self._synchronize()
             if isinstance(error, RuntimeError):
                 raise TransportError(f"copying between GPUs failed: {cuda.one_line(error)}") from error
             raise
@@ -141,7 +141,7 @@ class PageCopier:
         except RuntimeError as error:
             raise TransportError(f"copying between GPUs failed: {cuda.one_line(error)}") from error
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         try:
             self._stream.synchronize()
         except RuntimeError as error:

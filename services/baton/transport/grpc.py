@@ -19,7 +19,7 @@ from baton.transport.base import (
     TransportError,
     check_pairs,
     check_step,
-    unheard,
+    ignore_time,
 )
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 
@@ -109,7 +109,7 @@ class GrpcReceiver:
         self,
         pairs: Sequence[tuple[int, int]],
         step: int = 0,
-        copied: Callable[[float], None] = unheard,
+        copied: Callable[[float], None] = ignore_time,
     ) -> None:
         check_pairs(pairs, self._num_pages, self._local.num_pages)
         check_step(step, self)

@@ -18,8 +18,8 @@ from baton.transport.base import (
     TransportError,
     check_pairs,
     check_step,
+    ignore_time,
     nothing,
-    unheard,
     until_done,
 )
 
@@ -180,7 +180,7 @@ class ThreadReceiver:
         self,
         pairs: Sequence[tuple[int, int]],
         step: int = 0,
-        copied: Callable[[float], None] = unheard,
+        copied: Callable[[float], None] = ignore_time,
     ) -> None:
         self._require_open()
         check_pairs(pairs, self._peer_pages, self._local.num_pages)
