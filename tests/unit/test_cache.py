@@ -322,7 +322,7 @@ def test_commit_beside_pages_of_others_locks_no_more_than_it_may():
     assert cache.available == 5, "the tree's three pages can be evicted"
     cache.commit(second, tokens, spare=2)
     assert (cache.available, second.committed) == (5, 0), (
-        "three pages more would be locked: nothing is entered"
+        "three pages more would be locked: nothing is inserted"
     )
     cache.commit(second, tokens[: 2 * PAGE], spare=2)
     assert (cache.available, second.committed) == (3, 2)

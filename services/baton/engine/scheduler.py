@@ -127,7 +127,7 @@ class Scheduler(SchedulerState):
     def _admit(self, elsewhere: bool = False) -> None:
         if not self.slots.free or not self.waiting:
             return
-        self.enter_pending()
+        self.cache_pending_prefixes()
         for sequence in self.waiting.in_order():
             if not self._may_admit(sequence.request) or self._tries_other_suspect(sequence.request):
                 continue
@@ -252,7 +252,7 @@ class Scheduler(SchedulerState):
         request = leader.request
         request.prompt_logprobs.extend(row.prompt_logprobs)
         if not record.targets:
-            self.enter(leader)
+            self.cache_prefix(leader)
             self.events.append(ChunkEvent(leader))
             return
         for sequence in record.targets:

@@ -140,7 +140,7 @@ class SchedulerState:
         self.retractions = 0
         self.abandon = abandon
         self._arrivals = 0
-        self._unentered: list[Sequence] = []
+        self._uncached: list[Sequence] = []
         """Sequences whose prompt is final and not yet in the prefix tree."""
 
     # --- requests ---------------------------------------------------------------------------------------
@@ -232,32 +232,33 @@ class SchedulerState:
 
         Returns their number; what they cost is taken out of the reservation, which covers the whole prompt.
         """
-        self.enter_pending()
+        self.cache_pending_prefixes()
         known, namespace = sequence.tokens[:tokens], sequence.request.namespace
         sequence.holding = self.cache.hold(known, namespace, tokens // self.cache.page_size)
         self.reservations.use(sequence, len(sequence.holding.pages))
         return len(sequence.holding.pages)
 
-    def enter(self, sequence: Sequence) -> None:
-        """Enters the full pages of the sequence's final tokens into the prefix tree: all of them, or none
+    def cache_prefix(self, sequence: Sequence) -> None:
+        """Inserts the full pages of the sequence's final tokens into the prefix tree: all of them, or none
         while that would lock pages reserved for others."""
         assert sequence.holding is not None
         tokens, spare = sequence.tokens[: sequence.retired], max(0, self.reservations.headroom)
         self.cache.commit(sequence.holding, tokens, sequence.request.namespace, spare)
 
-    def enter_later(self, sequence: Sequence) -> None:
-        """Like `enter`, but at the next `enter_pending`, so that first tokens and a launch do not wait."""
-        self._unentered.append(sequence)
+    def cache_prefix_later(self, sequence: Sequence) -> None:
+        """Like `cache_prefix`, but at the next `cache_pending_prefixes`: neither first tokens nor a launch
+        wait for it."""
+        self._uncached.append(sequence)
 
-    def enter_pending(self) -> None:
+    def cache_pending_prefixes(self) -> None:
         """Called before the tree is searched, and before results are committed."""
-        unentered, self._unentered = self._unentered, []
-        for sequence in unentered:
-            self.enter(sequence)
+        uncached, self._uncached = self._uncached, []
+        for sequence in uncached:
+            self.cache_prefix(sequence)
 
     def retire(self, step: int, pinned: tuple[Holding, ...]) -> None:
         """The step has retired: frees what it was the last to use."""
-        self.enter_pending()
+        self.cache_pending_prefixes()
         self.cache.retire(step)
         self.slots.retire(step)
         for holding in pinned:
@@ -303,7 +304,7 @@ class SchedulerState:
     def lease(self, leader: Sequence) -> None:
         """The prompt is complete: keeps its pages, frees its slots and its reservation."""
         self.prompts.remove(leader)
-        self.enter_later(leader)
+        self.cache_prefix_later(leader)
         for sequence in (leader, *leader.followers):
             self._give_slot_back(sequence)
             self.reservations.set(sequence, 0)
@@ -316,9 +317,9 @@ class SchedulerState:
         group = [leader, *leader.followers]
         prefix = leader.tokens[: leader.retired]
         if leader.followers:
-            self.enter(leader)  # they share the tree's pages
+            self.cache_prefix(leader)  # they share the tree's pages
         else:
-            self.enter_later(leader)
+            self.cache_prefix_later(leader)
         for follower in leader.followers:
             if follower.finish is None:
                 self._fork(leader, follower, prefix, output_margin)
@@ -377,9 +378,9 @@ class SchedulerState:
                 queue.remove(sequence)
         if sequence.holding is not None:
             if sequence.phase is not Phase.HANDOFF and sequence.retired:
-                self.enter(sequence)
-            if sequence in self._unentered:
-                self._unentered.remove(sequence)
+                self.cache_prefix(sequence)
+            if sequence in self._uncached:
+                self._uncached.remove(sequence)
             self.cache.release(sequence.holding, sequence.last_step)
             sequence.holding = None
         self._give_slot_back(sequence)

@@ -22,9 +22,9 @@ class Holding:
     """What one sequence holds. Made by `KvCache.hold`, given up by `KvCache.release`.
 
     Each page of the page table is one of
-      matched   the first `shared` pages: the tree's, locked by this holding;
-      owned     taken by `extend`, in `owned`: only this sequence writes it, the holding gives it back;
-      entered   was owned until `commit` gave it to the tree; locked by this holding, final.
+      matched  the first `shared` pages: the tree's, locked by this holding;
+      owned    taken by `extend`, in `owned`: only this sequence writes it, the holding gives it back;
+      cached   was owned until `commit` gave it to the tree; locked by this holding, final.
     Quarantined pages stay in the table and belong to none of these.
     """
 
@@ -119,12 +119,12 @@ class KvCache:
     def commit(
         self, holding: Holding, tokens: Sequence[int], namespace: str = "", spare: int | None = None
     ) -> None:
-        """Enters into the tree the full pages that `tokens`, the sequence from its start, cover.
+        """Inserts into the tree the full pages that `tokens`, the sequence from its start, cover.
 
         The caller knows that their contents are final once all launched steps have run. May be called again
         as the sequence grows. Pages that the tree holds already under other ids stay owned, and those of the
         tree are locked: `available` falls by as many of them as nobody had locked. Where these are more than
-        `spare`, nothing is entered now. None: whatever it takes.
+        `spare`, nothing is inserted now. None: whatever it takes.
         Raises ValueError when the page table is shorter than the tokens or the namespace not the holding's.
         """
         self._require_held(holding)
@@ -152,9 +152,9 @@ class KvCache:
             holding.committed = end
         finally:
             self._tree.lock(holding.node)
-        entered = pages[present:]
-        self._allocator.to_cached(entered)
-        holding.owned.difference_update(entered)
+        cached = pages[present:]
+        self._allocator.to_cached(cached)
+        holding.owned.difference_update(cached)
 
     def pin(self, holding: Holding) -> None:
         """A lease on the holding or a pull into it begins."""
@@ -167,7 +167,7 @@ class KvCache:
             raise AccountingError("a holding was unpinned more often than pinned")
         holding.pins -= 1
         if holding.release_step is not None and holding.release_step <= self._retired:
-            self._let_go(holding)
+            self._free(holding)
 
     def release(self, holding: Holding, after_step: int) -> None:
         """Gives the holding up, exactly once. Its pages are freed when step `after_step` and
@@ -177,7 +177,7 @@ class KvCache:
         holding.release_step = max(after_step, holding.last_step)
         self._pending += 1
         if holding.release_step <= self._retired:
-            self._let_go(holding)
+            self._free(holding)
         else:
             self._serial += 1
             heapq.heappush(self._waiting, (holding.release_step, self._serial, holding))
@@ -186,7 +186,7 @@ class KvCache:
         """This step and all earlier ones have retired: performs the releases that waited for them."""
         self._retired = max(self._retired, step)
         while self._waiting and self._waiting[0][0] <= self._retired:
-            self._let_go(heapq.heappop(self._waiting)[2])
+            self._free(heapq.heappop(self._waiting)[2])
 
     def quarantine(self, holding: Holding, pages: Iterable[int]) -> None:
         """Withdraws owned pages of the holding: something may still write them. Possible until a released
@@ -251,7 +251,7 @@ class KvCache:
             require(not self._holdings, f"{len(self._holdings)} holdings at idle")
             require(counts.owned == 0, f"{counts.owned} pages owned at idle")
 
-    def _let_go(self, holding: Holding) -> None:
+    def _free(self, holding: Holding) -> None:
         if holding.pins:
             return
         self._tree.unlock(holding.node)
