@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
+from random_checkpoints import save_checkpoint
+from test_transformers_backed import ARCHITECTURES
 
 from baton.bench.machine import DRIVER
-from baton.cli.doctor import process_id, run_checks
+from baton.cli.doctor import doctor, process_id, run_checks
 from baton.cli.health import health
 from baton.transport.shm import FIRST_PID_NAMESPACE, pid_namespace
 
@@ -56,3 +59,21 @@ def test_the_command_of_a_container_is_light():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_a_model_is_said_to_be_served_by_whose_code(tmp_path):
+    def ask(*arguments):
+        result = CliRunner().invoke(doctor, ["--json", *arguments])
+        return result.exit_code, {
+            check["name"]: check["detail"] for check in json.loads(result.output)["checks"]
+        }
+
+    code, found = ask("--model", "demo")
+    assert code == 0 and found["architecture"] == "Qwen3ForCausalLM, by Baton's own code"
+    _, found = ask("--model", "demo", "--model-impl", "transformers")
+    assert "by transformers' code" in found["architecture"] and "asked for" in found["architecture"]
+    save_checkpoint("gemma2", tmp_path, variants=ARCHITECTURES)
+    code, found = ask("--model", str(tmp_path))
+    assert code == 0 and "Baton has none of its own" in found["architecture"]
+    code, found = ask("--model", str(tmp_path), "--model-impl", "baton")
+    assert code == 1 and "not one of Baton's own" in next(iter(found.values()))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
+import torch
 import transformers
 from random_checkpoints import (
     VARIANTS,
@@ -13,7 +18,9 @@ from random_checkpoints import (
     save_checkpoint,
 )
 
+from baton.layers.mlp import ACTIVATIONS
 from baton.models.config import ModelError, read_config
+from baton.models.registry import FAMILIES
 
 WINDOW = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -91,6 +98,19 @@ def test_our_families_equal_it(tmp_path, name):
     model = save_checkpoint(name, tmp_path)
     assert name in VARIANTS and read_config(tmp_path).implementation == "baton"
     check(model, Driver(tmp_path, implementation="transformers"))
+
+
+def test_the_family_that_the_documentation_adds(tmp_path, monkeypatch):
+    """docs/models.md"""
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    family = ModuleType("baton.models.arcee")
+    exec(text.split("```python\n")[1].split("```")[0], family.__dict__)
+    monkeypatch.setitem(sys.modules, "baton.models.arcee", family)
+    monkeypatch.setitem(FAMILIES, "ArceeForCausalLM", "arcee")
+    monkeypatch.setitem(ACTIVATIONS, "relu2", torch.relu)
+    model = save_checkpoint("arcee", tmp_path, variants=ARCHITECTURES)
+    assert read_config(tmp_path).implementation == "baton"
+    check(model, Driver(tmp_path))
 
 
 @pytest.mark.parametrize(

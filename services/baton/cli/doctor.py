@@ -230,6 +230,36 @@ def model() -> Iterator[Check]:
             yield Check(name, "ok", f"{file.stat().st_size / 2**20:.1f} MiB: {file}")
 
 
+def served(name: str, implementation: str) -> Iterator[Check]:
+    """Whether a model can be served, by whose code, and what it takes."""
+    from baton.checkpoint import CheckpointError, resolve
+    from baton.models.config import read_config
+    from baton.models.loader import kv_shape, weight_bytes
+
+    try:
+        path = resolve(name)
+        config = read_config(path, implementation=implementation)
+        size = weight_bytes(path, implementation=implementation)
+        kv = kv_shape(config)
+    except CheckpointError as error:
+        yield Check(name, "bad", str(error))
+        return
+    if config.implementation == "baton":
+        yield Check("architecture", "ok", f"{config.architecture}, by Baton's own code")
+    else:
+        reason = "asked for" if implementation == "transformers" else "Baton has none of its own for it"
+        text = f"{config.architecture}, by transformers' code over paged attention, slower: {reason}"
+        yield Check("architecture", "note", text)
+    dtype = str(config.dtype).removeprefix("torch.")
+    yield Check("weights", "ok", f"{size / GIB:.2f} GiB in {dtype}")
+    token = config.num_layers * kv.heads * kv.dim * kv.parts * config.dtype.itemsize
+    kind = "latents" if kv.parts == 1 else "keys and values"
+    context = (
+        f"{token * config.context_length / GIB:.2f} GiB for a context of {config.context_length:,} tokens"
+    )
+    yield Check("kv", "ok", f"{token / 1024:.1f} KiB of {kind} a token, {context}")
+
+
 GROUPS: dict[str, Callable[[], Iterator[Check]]] = {
     "machine": machine,
     "devices": devices,
@@ -240,9 +270,9 @@ GROUPS: dict[str, Callable[[], Iterator[Check]]] = {
 }
 
 
-def run_checks() -> Iterator[tuple[str, Check]]:
+def run_checks(groups: Mapping[str, Callable[[], Iterator[Check]]] = GROUPS) -> Iterator[tuple[str, Check]]:
     """All findings with their sections, in order; a section that fails is a finding itself."""
-    for section, checks in GROUPS.items():
+    for section, checks in groups.items():
         try:
             for check in checks():
                 yield section, check
@@ -271,7 +301,9 @@ def _table(findings: list[tuple[str, Check]]) -> Table:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-def doctor(as_json: bool) -> None:
+@click.option("--model", help="Ask about this model alone: a directory, a GGUF file or a Hugging Face id.")
+@click.option("--model-impl", default="auto", show_default=True, help="auto, baton or transformers.")
+def doctor(as_json: bool, model: str | None, model_impl: str) -> None:
     """Say what this machine can run, and why not.
 
     Checks Python, memory, shared memory, torch, GPUs, attention backends, transports, the demo model and the
@@ -280,14 +312,16 @@ def doctor(as_json: bool) -> None:
     \b
     Examples:
       baton doctor
+      baton doctor --model ./my-model      whether it can be served, by whose code
       baton doctor --json | jq '.checks[] | select(.verdict != "ok")'
     """
     console = Console()
+    groups = {"model": lambda: served(model, model_impl)} if model else GROUPS
     if as_json:
-        findings = list(run_checks())
+        findings = list(run_checks(groups))
     else:
-        with console.status("Checking this machine"):
-            findings = list(run_checks())
+        with console.status("Checking the model" if model else "Checking this machine"):
+            findings = list(run_checks(groups))
     broken = [check for _, check in findings if check.verdict == "bad"]
     if as_json:
         checks = [{"section": section, **dataclasses.asdict(check)} for section, check in findings]
@@ -295,5 +329,6 @@ def doctor(as_json: bool) -> None:
     else:
         console.print(f"Baton {__version__}", highlight=False)
         console.print(_table(findings), highlight=False)
-        console.print("\nBaton can run here." if not broken else "\nBaton cannot run here: see ✗ above.")
+        subject, verb = (f"Model {model}", "be served") if model else ("Baton", "run here")
+        console.print(f"\n{subject} can{'not' if broken else ''} {verb}{': see ✗ above' if broken else ''}.")
     raise SystemExit(1 if broken else 0)
