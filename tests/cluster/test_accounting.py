@@ -28,9 +28,9 @@ TOLD_SECONDS = 5.0
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory) -> tuple[Path, list[Answer]]:
     """A checkpoint whose prompts take a while, and the answers to some."""
-    model = make_model("qwen3", max_position_embeddings=4096, **SLOW)
+    model = make_model("qwen3", max_position_embeddings=2048, **SLOW)
     folder = save(model, tmp_path_factory.mktemp("slow") / "model")
-    return folder, Reference(model).answers([1500, 900, 1200, 700, 1000, 1300, 800, 1100], OUTPUT)
+    return folder, Reference(model).answers([900, 540, 720, 420, 600, 780, 480, 660], OUTPUT)
 
 
 @pytest.fixture(scope="module")

@@ -128,6 +128,9 @@ async def test_aggregated_in_chunks_of_one_page_under_retraction(routes):
     assert after.pulled_pages == before.pulled_pages
 
 
+of_one_model = pytest.mark.parametrize("routes", ["qwen3"], indirect=True, scope="module")
+"""For what does not depend on the architecture."""
+
 SAMPLED = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 20},
@@ -142,6 +145,7 @@ SAMPLED = [
 ]
 
 
+@of_one_model
 async def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(routes):
     prompts = [answer.prompt for answer in routes.answers if len(answer.prompt) in (2, 33, 160, 300)]
     requests = [
@@ -159,6 +163,7 @@ async def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(routes
     assert all(c.token_ids != tokens for c, tokens in zip(completions, alone, strict=True))
 
 
+@of_one_model
 async def test_choices_equal_requests_of_their_own(routes):
     for gateway in (routes.wide_split, routes.wide_aggregated, routes.narrow_split):
         for answer in (routes.answers[2], routes.answers[9]):
@@ -172,6 +177,7 @@ async def test_choices_equal_requests_of_their_own(routes):
             assert whole.usage.output_tokens == 4 * 24
 
 
+@of_one_model
 async def test_an_output_of_one_token_is_never_pulled(routes):
     """By max_tokens. A stop token cannot be foreseen: where pages are announced ahead their pull waits for
     their step by then. It ends, and the answer is the same."""

@@ -69,6 +69,11 @@ def cluster(qwen3: tuple[Path, Reference], tmp_path_factory, deployments) -> Ite
         yield Cluster(deployment, qwen3[1].answers(PROMPTS, OUTPUT), pairs, workers)
 
 
+@pytest.fixture(scope="module")
+def long(qwen3: tuple[Path, Reference]) -> list[Answer]:
+    return qwen3[1].answers([80, 90, 100, 120], LONG_OUTPUT)
+
+
 @pytest.mark.parametrize(
     "pair", [("tiny", "roomy"), ("roomy", "tiny"), ("tiny", "tiny"), ("none", "tiny")], ids="-".join
 )
@@ -99,10 +104,9 @@ async def one_client(gateway: Process, answer: Answer, namespace: str) -> Comple
         )
 
 
-async def test_a_client_that_reads_nothing_holds_up_nobody(cluster, qwen3):
+async def test_a_client_that_reads_nothing_holds_up_nobody(cluster, long):
     """Its own tokens wait for it at the gateway; the others' do not."""
     gateway = cluster.pairs["roomy", "roomy"]
-    long = qwen3[1].answers([80, 90, 100, 120], LONG_OUTPUT)
     async with open_channel(gateway.address) as channel, AsyncClient(gateway.address) as client:
         deaf = inference_pb2_grpc.InferenceStub(channel).Generate()
         for number, answer in enumerate(long):
@@ -126,10 +130,9 @@ async def test_a_client_that_reads_nothing_holds_up_nobody(cluster, qwen3):
         assert list(map(heard.__getitem__, sorted(heard))) == [answer.tokens for answer in long]
 
 
-async def test_a_stopped_gateway_holds_up_nobody(cluster, qwen3):
+async def test_a_stopped_gateway_holds_up_nobody(cluster, long):
     """Two gateways of one decode node: one is stopped, the other's tokens go on; then its own come too."""
     stopped, going = cluster.pairs["roomy", "roomy"], cluster.pairs["tiny", "roomy"]
-    long = qwen3[1].answers([80, 90, 100, 120], LONG_OUTPUT)
     async with AsyncClient(stopped.address) as first, AsyncClient(going.address) as second:
         waiting = [first.stream(**greedy(answer.prompt, LONG_OUTPUT, timeout=60)) for answer in long]
         tasks = [asyncio.create_task(stream.completion()) for stream in waiting]
