@@ -46,9 +46,9 @@ def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
     process, printed, port = up
     until(lambda: "Ctrl-C stops" in printed.read_text() or process.poll() is not None, "up")
     assert process.poll() is None, printed.read_text()
-    table = {
-        name: int(pid) for name, pid in re.findall(r"^(\S+) +(\d+) +127", printed.read_text(), re.MULTILINE)
-    }
+    rows = re.findall(r"^(\S+) +(\d+) +(127\S+)", printed.read_text(), re.MULTILINE)
+    table = {name: int(pid) for name, pid, _ in rows}
+    addresses = {name: address for name, _, address in rows}
     assert len(table) == 4
     answer = qwen3[1].answers([200], OUTPUT)[0]
     seen, segments = set(), set()
@@ -58,7 +58,11 @@ def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
             seen |= family(process)
             segments |= {path for pid in family(process) for path in mapped(pid)}
             os.kill(table[name], signal.SIGKILL)
-            until(lambda name=name: f"{name} is healthy again" in printed.read_text(), f"{name} restarted")
+            again = f"{name} is healthy again"
+            until(lambda again=again: again in printed.read_text(), f"{name} restarted")
+            said = printed.read_text()
+            assert f"{name} (pid {table[name]}) was killed by SIGKILL" in said
+            assert addresses[name] in said.split(again)[1], "it has come back in its place"
         until(lambda: right(client, answer), "an answer after the restarts")
         seen |= family(process)
         segments |= {path for pid in family(process) for path in mapped(pid)}

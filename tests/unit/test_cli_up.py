@@ -207,21 +207,6 @@ def test_interrupt_stops_an_answer_and_the_chat_goes_on(up: Up) -> None:
     assert process.returncode == 0, stderr
 
 
-def test_dead_worker_is_started_again_in_its_place(up: Up) -> None:
-    pid, address, _ = up.rows["decode-0"]
-    os.kill(int(pid), signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while "decode-0 is healthy again" not in up.output.read_text():
-        assert time.monotonic() < deadline, up.output.read_text()
-        time.sleep(0.1)
-    text = up.output.read_text()
-    assert f"decode-0 (pid {pid}) was killed by SIGKILL" in text and address in text.split("healthy again")[1]
-    up.rows["decode-0"][0] = text.split("healthy again: pid ")[1].split(",")[0]
-    while (result := baton("generate", "x", "--server", up.server, "--max-tokens", "4")).returncode:
-        assert time.monotonic() < deadline, result.stderr
-        time.sleep(0.2)
-
-
 def test_no_gateway_is_one_line() -> None:
     for command in (["status"], ["generate", "x"], ["chat"]):
         result = baton(*command, "--server", "127.0.0.1:1")
