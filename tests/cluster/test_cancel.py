@@ -120,7 +120,7 @@ async def by_message(gateway: Process, request: dict[str, Any]) -> AsyncIterator
     """A cancel on the same stream. Fails unless exactly one terminal event comes: `failed`, CANCELLED."""
     async with open_channel(gateway.address) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Generate()
-        await call.write(make_start("it", None, None, request["token_ids"], options(request)))
+        await call.write(make_start("it", None, {**options(request), "token_ids": request["token_ids"]}))
 
         async def cancel() -> None:
             await call.write(make_cancel("it"))

@@ -111,7 +111,7 @@ async def test_a_client_that_reads_nothing_holds_up_nobody(cluster, long):
         deaf = inference_pb2_grpc.InferenceStub(channel).Generate()
         for number, answer in enumerate(long):
             request = {"max_tokens": LONG_OUTPUT, "temperature": 0.0, "ignore_eos": True, "logprobs": 20}
-            await deaf.write(make_start(f"deaf {number}", None, None, answer.prompt, request))
+            await deaf.write(make_start(f"deaf {number}", None, {**request, "token_ids": answer.prompt}))
         completions = await asyncio.gather(
             *(client.generate(**greedy(answer.prompt, LONG_OUTPUT, timeout=60)) for answer in long)
         )

@@ -118,7 +118,7 @@ async def by_grpc(
     options = {**task.request, "timeout": deadline, "namespace": namespace}
     call = inference_pb2_grpc.InferenceStub(channel).Generate()
     try:
-        await call.write(make_start("it", None, None, task.prompt, options))
+        await call.write(make_start("it", None, {**options, "token_ids": task.prompt}))
         await call.done_writing()
         while (event := await call.read()) is not grpc.aio.EOF:
             judge_event(judge, event)
