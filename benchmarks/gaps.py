@@ -1,4 +1,4 @@
-"""When the device computes nothing during steady decode steps, from a profiler's trace."""
+"""Idle time of the device during steady decode steps, from a profiler's trace."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from baton.bench.steps import Point, jobs_of
 LAST_OF_STEP = "_choose"
 """The kernel that ends a step."""
 LONG_US = 5.0
-"""Kernels that follow one another inside a graph start within a few microseconds; what takes longer has
-waited for something."""
-_SPARE = 8
-"""Steps at the end of a run that are left out."""
+"""Kernels inside a graph start within a few microseconds of each other; a longer gap is a wait."""
+SPARE = 8
+"""Steps at the end of a run that are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,53 +30,38 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Over some successive decode steps of all rows."""
+    """Over successive decode steps of all rows."""
 
     steps: int
     step_us: float
     """Mean."""
     kernels: float
-    """Of a step, mean."""
+    """Mean number per step."""
     idle_share: float
-    """Of the time, how much no kernel ran in."""
+    """Part of the time in which no kernel ran."""
     long_share: float
-    """Of the time, how much lay in gaps longer than LONG_US."""
-    between_us: float
-    """Mean gap behind the last kernel of a step."""
-    largest_us: float
-    largest_behind: str
-    """The kernel before the largest gap."""
+    """Part of the time in gaps longer than LONG_US."""
 
 
 def gaps(kernels: Iterable[Kernel], steps: int) -> Gaps:
-    """Of the last `steps` steps but a few. Raises ValueError for too few steps."""
+    """Of the last `steps` steps before the SPARE ones. Raises ValueError for too few steps."""
     found = sorted(kernels, key=lambda kernel: kernel.start)
     ends = [index for index, kernel in enumerate(found) if kernel.name == LAST_OF_STEP]
-    if len(ends) < steps + _SPARE + 1:
+    if len(ends) < steps + SPARE + 1:
         raise ValueError(f"the trace has {len(ends)} steps, of which {steps} are wanted; raise --steps")
-    first, last = ends[-_SPARE - steps - 1], ends[-_SPARE - 1]
-    taken = found[first : last + 1]
-    time = taken[-1].end - taken[0].end
-    idle: list[tuple[float, str]] = []
-    between = 0.0
-    busy_until, behind = max((kernel.end, kernel.name) for kernel in found[: first + 1])
-    for kernel in taken[1:]:
-        if kernel.start > busy_until:
-            idle.append((kernel.start - busy_until, behind))
-            if behind == LAST_OF_STEP:
-                between += kernel.start - busy_until
-        if kernel.end > busy_until:
-            busy_until, behind = kernel.end, kernel.name
-    largest, name = max(idle, default=(0.0, ""))
+    first, last = ends[-SPARE - steps - 1], ends[-SPARE - 1]
+    time = found[last].end - found[first].end
+    busy_until = max(kernel.end for kernel in found[: first + 1])
+    idle = []
+    for kernel in found[first + 1 : last + 1]:
+        idle.append(max(0.0, kernel.start - busy_until))
+        busy_until = max(busy_until, kernel.end)
     return Gaps(
         steps=steps,
         step_us=time / steps,
-        kernels=(len(taken) - 1) / steps,
-        idle_share=sum(length for length, _ in idle) / time,
-        long_share=sum(length for length, _ in idle if length > LONG_US) / time,
-        between_us=between / steps,
-        largest_us=largest,
-        largest_behind=name[:80],
+        kernels=(last - first) / steps,
+        idle_share=sum(idle) / time,
+        long_share=sum(gap for gap in idle if gap > LONG_US) / time,
     )
 
 
@@ -91,12 +75,12 @@ def kernels_of(trace: Sequence[dict[str, Any]]) -> list[Kernel]:
 
 
 def trace_decode(bench: EngineBench, point: Point, steps: int, temperature: float) -> Gaps:
-    """Runs a batch to its end under torch.profiler, which slows the host down; the trace is not kept."""
+    """Runs a batch to its end under torch.profiler, which slows the host down."""
     from torch.profiler import ProfilerActivity, profile
 
     bench.run(jobs_of(point, steps, bench, 0), temperature)
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        bench.run(jobs_of(point, steps + 2 * _SPARE, bench, 1), temperature)
+        bench.run(jobs_of(point, steps + 2 * SPARE, bench, 1), temperature)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))

@@ -1,10 +1,10 @@
-"""What share of a steady decode the GPU has nothing to do: the in-process engine under torch.profiler.
+"""The share of a steady decode in which the GPU is idle: the in-process engine under torch.profiler.
 
     python benchmarks/gpu_trace.py --models 0.6b,8b --batches 64,256 --out DIR
 
-Random weights, overlap, CUDA graphs; the last steps of a run in which all rows decode. "idle" is the time
-that no kernel runs in, the microsecond or so between dependent kernels included; "long" what lies in gaps of
-more than 5 us, when the device waits for the host. The profiler adds to both. Writes DIR/gpu_trace.json and
+Random weights, overlap, CUDA graphs; the last steps of a run in which all rows decode. "idle" is the time in
+which no kernel runs, with the microsecond or so between dependent kernels; "long" is the part in gaps of more
+than 5 us, in which the device waits for the host. The profiler adds to both. Writes DIR/gpu_trace.json and
 prints a row for each batch.
 """
 
@@ -52,9 +52,7 @@ def measure(model: str, batches: list[int], options: argparse.Namespace) -> dict
             facts[f"batch {batch}"] = dataclasses.asdict(found)
             print(
                 f"{model:5} batch {batch:4} {found.steps} steps of {found.step_us / 1e3:.3f} ms, "
-                f"{found.kernels:.0f} kernels: idle {found.idle_share:.2%}, long {found.long_share:.2%}, "
-                f"between steps {found.between_us:.1f} us, largest {found.largest_us:.1f} us "
-                f"behind {found.largest_behind}",
+                f"{found.kernels:.0f} kernels: idle {found.idle_share:.2%}, long {found.long_share:.2%}",
                 flush=True,
             )
         bench.close()

@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 from shared import make_parser, save_results
-from stamps import TURNS
+from stamps import EVENTS
 from timed import Ask, ask
 
 from baton.cli.deployment import Deployment, DeploymentPlan
@@ -45,7 +45,7 @@ Stamp = tuple[float, str]
 
 
 Times = dict[str, float]
-"""Of `stamps.TURNS`: milliseconds since the prefill node read the last chunk's results."""
+"""Event of `stamps.EVENTS` -> milliseconds since the prefill node read the last chunk's results."""
 
 
 def times_of(stamps: Iterable[Stamp]) -> Times:
@@ -54,10 +54,10 @@ def times_of(stamps: Iterable[Stamp]) -> Times:
     for seconds, what in sorted(stamps):
         if what not in ("launching", "launched") or what not in at:
             at[what] = seconds  # pulls: the last; decode steps: the first
-    missing = [what for what in TURNS if what not in at]
+    missing = [what for what in EVENTS if what not in at]
     if missing:
         raise ValueError(f"a request was not handed off: no stamp says {', '.join(missing)}")
-    return {what: 1e3 * (at[what] - at["read"]) for what in TURNS}
+    return {what: 1e3 * (at[what] - at["read"]) for what in EVENTS}
 
 
 def take_stamps(folder: Path) -> list[Stamp]:
@@ -111,10 +111,10 @@ async def measure(args: argparse.Namespace, console: Console) -> dict[int, list[
 
 def table_of(found: dict[int, list[Times]]) -> Table:
     table = Table(title="milliseconds since the last chunk's results were read, medians")
-    for heading in ("prompt", *TURNS[1:], "launched, least to most"):
+    for heading in ("prompt", *EVENTS[1:], "launched, least to most"):
         table.add_column(heading, justify="right")
     for length, each in found.items():
-        medians = [statistics.median(one[what] for one in each) for what in TURNS[1:]]
+        medians = [statistics.median(one[what] for one in each) for what in EVENTS[1:]]
         launched = [one["launched"] for one in each]
         extremes = f"{min(launched):.2f} to {max(launched):.2f}"
         table.add_row(f"{length:,}", *(f"{value:.2f}" for value in medians), extremes)

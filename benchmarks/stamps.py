@@ -1,9 +1,9 @@
-"""Runs `baton serve` with time stamps at a hand-off's turns, for benchmarks/handoff.py.
+"""Runs `baton serve` with time stamps at the events of a hand-off, for benchmarks/handoff.py.
 
     python benchmarks/stamps.py serve prefill ...
 
 Appends a line `WHAT SECONDS` (monotonic clock, which the processes of a machine share) to the file PID in the
-folder that HANDOFF_STAMPS names. Requests are told apart by nothing: one at a time.
+folder that HANDOFF_STAMPS names. Stamps do not name their request, so send one request at a time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from baton.handoff.messages import FirstSampled
 from baton.handoff.prefill_side import PrefillSide
 from baton.prefill import shell
 
-TURNS = ("read", "told", "heard", "pull", "pulled", "launching", "launched")
-"""In a prefill node: the results of a prompt's last chunk have been read; its first token is in a message. In
-a decode node: that message is here; the last pull begins to copy; has ended; the first decode step with the
-request is planned; is launched."""
+EVENTS = ("read", "sent", "received", "pull", "pulled", "launching", "launched")
+"""read, sent: a prefill node has read the results of a prompt's last chunk; its first token is in a message.
+received, pull, pulled, launching, launched: a decode node has received that message; its last pull begins to
+copy, has ended; the first decode step with the request is planned, is launched."""
 
 _commit = PrefillSide.commit
 _event = shell._event
@@ -48,17 +48,17 @@ def stamped(file: int) -> None:
     def event(output: Any) -> Any:
         made = _event(output)
         if isinstance(output, FirstSampled):
-            stamp("told")
+            stamp("sent")
         return made
 
     def events_from(response: Any, vocab_size: int) -> Iterator[Any]:
         for message in _events_from(response, vocab_size):
             if isinstance(message, FirstSampled):
-                stamp("heard")
+                stamp("received")
             yield message
 
     def copied(self: PullTask, receiver: Any, seconds: float) -> None:
-        now = time.monotonic()  # the step thread has not heard of it yet
+        now = time.monotonic()  # before the step thread is notified
         stamp("pull", now - seconds)
         stamp("pulled", now)
         _copied(self, receiver, seconds)

@@ -1,5 +1,5 @@
-"""Prints what pyproject.toml requires, one line each, with the extras that are named: what an image needs
-before the package itself, so that a change in the code does not install all of it again."""
+"""Prints the requirements of pyproject.toml and of the given extras, one per line. An image installs them
+before the package, so that a change in the code does not install them again."""
 
 import sys
 import tomllib

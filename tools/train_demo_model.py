@@ -71,7 +71,7 @@ Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
-class Entry:
+class Docstring:
     """One documented thing: `heading` is a signature such as `textwrap.dedent(text)`, or the name itself."""
 
     kind: str
@@ -80,7 +80,7 @@ class Entry:
     text: str
 
 
-def stdlib_entries() -> Iterator[Entry]:
+def stdlib_entries() -> Iterator[Docstring]:
     """Docstrings of the public names of the standard library's pure Python modules, in a stable order."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
@@ -96,7 +96,7 @@ def stdlib_entries() -> Iterator[Entry]:
         yield from _members(tree, name)
 
 
-def _members(tree: ast.AST, prefix: str) -> Iterator[Entry]:
+def _members(tree: ast.AST, prefix: str) -> Iterator[Docstring]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if node.name.startswith("_"):
@@ -111,13 +111,13 @@ def _members(tree: ast.AST, prefix: str) -> Iterator[Entry]:
             yield from _members(node, prefix)
 
 
-def _described(node: Documented, kind: str, name: str, heading: str) -> Iterator[Entry]:
+def _described(node: Documented, kind: str, name: str, heading: str) -> Iterator[Docstring]:
     text = ast.get_docstring(node) or ""
     if len(text) >= 20:
-        yield Entry(kind, name, heading, text.strip())
+        yield Docstring(kind, name, heading, text.strip())
 
 
-def compiled_entries() -> Iterator[Entry]:
+def compiled_entries() -> Iterator[Docstring]:
     """Docstrings of the few compiled modules that everybody uses; they have no Python source."""
     for module_name in COMPILED:
         module = importlib.import_module(module_name)
@@ -131,29 +131,28 @@ def compiled_entries() -> Iterator[Entry]:
                 if not callable(member) or path.rpartition(".")[2].startswith("_") or len(text) < 20:
                     continue
                 kind = "class" if inspect.isclass(member) else "function"
-                yield Entry(kind, prefix + path, prefix + path, text)
+                yield Docstring(kind, prefix + path, prefix + path, text)
 
 
-def collect() -> list[Entry]:
+def collect() -> list[Docstring]:
     """Everything this Python can say about itself; the same interpreter version gives the same list."""
     topics = importlib.import_module("pydoc_data.topics").topics
-    entries = [Entry("topic", name, name, text.strip()) for name, text in sorted(topics.items())]
+    entries = [Docstring("topic", name, name, text.strip()) for name, text in sorted(topics.items())]
     entries += [*stdlib_entries(), *compiled_entries()]
     return list({(entry.kind, entry.name): entry for entry in entries}.values())
 
 
-def load_or_collect(corpus: pathlib.Path | None) -> list[Entry]:
+def load_or_collect(corpus: pathlib.Path | None) -> list[Docstring]:
     """The entries in the file `corpus`; where there is none, this Python's, which are then written there."""
     if corpus and corpus.exists():
-        return [Entry(**item) for item in json.loads(corpus.read_text(encoding="utf-8"))]
+        return [Docstring(**item) for item in json.loads(corpus.read_text(encoding="utf-8"))]
     entries = collect()
     if corpus:
-        corpus.parent.mkdir(parents=True, exist_ok=True)
         corpus.write_text(json.dumps([asdict(entry) for entry in entries], indent=0), encoding="utf-8")
     return entries
 
 
-def plain_text(entry: Entry) -> str:
+def plain_text(entry: Docstring) -> str:
     """The entry as `help()` would print it."""
     if entry.kind == "topic":
         return entry.text
@@ -161,7 +160,7 @@ def plain_text(entry: Entry) -> str:
     return f"{entry.heading}\n{body}"
 
 
-def answer(entry: Entry) -> str:
+def answer(entry: Docstring) -> str:
     """What the assistant says about an entry: its first paragraphs, so that an answer has an end."""
     text = entry.text
     if len(text) > ANSWER_CHARS:
@@ -170,7 +169,7 @@ def answer(entry: Entry) -> str:
     return text if entry.kind == "topic" else f"{entry.heading}\n\n{text}"
 
 
-def chat(entries: list[Entry], rng: random.Random) -> list[dict[str, str]]:
+def chat(entries: list[Docstring], rng: random.Random) -> list[dict[str, str]]:
     """A conversation about `entries`, one question each, sometimes opened by a system message."""
     messages = [{"role": "system", "content": rng.choice(SYSTEMS)}] if rng.random() < 0.3 else []
     for entry in entries:
@@ -183,7 +182,7 @@ def chat(entries: list[Entry], rng: random.Random) -> list[dict[str, str]]:
 
 
 def documents(
-    entries: list[Entry], tokenizer: PreTrainedTokenizerFast, chats: int, rng: random.Random
+    entries: list[Docstring], tokenizer: PreTrainedTokenizerFast, chats: int, rng: random.Random
 ) -> list[torch.Tensor]:
     """Token ids [length] of every sample, ended by <|endoftext|>: plain text and `chats` chats per entry."""
     conversations = [chat([entry], rng) for entry in entries for _ in range(chats)]

@@ -11,7 +11,7 @@ spec:
   {{- if not (and $it.autoscaling $it.autoscaling.enabled) }}
   replicas: {{ $it.replicas }}
   {{- end }}
-  # Longer than any pod may take to start: a gateway is not ready before a decode node is.
+  # Longer than the start of any pod: a gateway is ready only after a decode node.
   progressDeadlineSeconds: {{ add (max (int $it.startupSeconds) (int .root.Values.workers.startupSeconds)) 300 }}
   strategy:
     type: RollingUpdate
@@ -34,8 +34,8 @@ metadata:
     {{- include "baton.labels" . | nindent 4 }}
 spec:
   clusterIP: None
-  # Also those that load or drain: Baton's processes ask each other about that themselves, and a decode node that
-  # drains must stay known, or its requests would be moved rather than finished.
+  # Pods that load or drain too: Baton's processes check that themselves. A decode node that drains must stay in
+  # the answers, or its requests would be moved to other nodes.
   publishNotReadyAddresses: true
   selector:
     {{- include "baton.selector" . | nindent 4 }}
@@ -44,7 +44,7 @@ spec:
     - {name: http, port: {{ (include "baton.ports" .role | fromJson).http }}, targetPort: http}
 {{- end }}
 
-{{/* dns:SERVICE:PORT, for the flags of who looks for the role. Takes a dict with root and role. */}}
+{{/* dns:SERVICE:PORT, for the flags of processes that use the role. Takes a dict with root and role. */}}
 {{- define "baton.found" -}}
 dns:{{ include "baton.fullname" .root }}-{{ .role }}:{{ (include "baton.ports" .role | fromJson).grpc }}
 {{- end }}

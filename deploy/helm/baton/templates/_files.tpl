@@ -1,11 +1,11 @@
-{{/* What a pod of a role reads and writes: variables that name files, mounts, volumes. All take a pod's dict. */}}
+{{/* Files of a role's pods: variables that name them, mounts, volumes. All take a pod's dict. */}}
 {{- define "baton.env" -}}
 {{- $values := .root.Values -}}
 {{- $gateway := eq .role "gateway" -}}
 - name: BATON_CLUSTER_SECRET_FILE
   value: /etc/baton/cluster/secret
 {{- if not $values.clusterTls.existingSecret }}
-# Without TLS between the pods the secret goes through the pod network in clear.
+# Without TLS between the pods the secret is sent in clear over the pod network.
 - name: BATON_CLUSTER_SECRET_IN_CLEAR
   value: "true"
 {{- end }}
@@ -66,7 +66,7 @@
 {{- end }}
 {{- end }}
 {{- if has .role (list "prefill" "decode") }}
-# Triton compiles into here, and runs it from here.
+# Triton compiles kernels into this folder and loads them from it.
 - {name: triton, mountPath: /home/baton/.triton}
 {{- if (include "baton.settings" . | fromJson).hostSharedMemory }}
 - {name: shared-memory, mountPath: /dev/shm}
@@ -76,7 +76,7 @@
 
 {{- define "baton.volumes" -}}
 {{- $values := .root.Values -}}
-# Not for all users: Baton refuses secrets that everybody can read. The pod's group (fsGroup) can.
+# Readable by the pod's group (fsGroup) only: Baton refuses secrets that all users can read.
 - name: cluster
   secret: {secretName: {{ include "baton.clusterSecretName" .root }}, defaultMode: 0440}
 - name: tmp

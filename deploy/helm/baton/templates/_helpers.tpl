@@ -5,7 +5,7 @@
 {{- $name | trunc 52 | trimSuffix "-" }}
 {{- end }}
 
-{{/* What tells the pods of one role from all others. Call with (dict "root" $ "role" ROLE). */}}
+{{/* Labels that select the pods of a role. Call with (dict "root" $ "role" ROLE). */}}
 {{- define "baton.selector" -}}
 app.kubernetes.io/name: {{ .root.Chart.Name }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -36,7 +36,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   "decode" (dict "grpc" 50071 "http" 51071)) .) }}
 {{- end }}
 
-{{/* Settings of a role, as JSON: those of `workers` count for prefill and decode. */}}
+{{/* Settings of a role, as JSON: prefill and decode take those of `workers` too. */}}
 {{- define "baton.settings" -}}
 {{- $own := get .root.Values .role }}
 {{- if has .role (list "prefill" "decode") }}

@@ -18,9 +18,9 @@ metadata:
   {{- end }}
 spec:
   automountServiceAccountToken: false
-  # Else a service named baton would set BATON_PORT and the like, which are Baton's own variables.
+  # Otherwise a service named baton sets BATON_PORT and the like, which are Baton's own variables.
   enableServiceLinks: false
-  # The drain, the stop after it (10 s at most), and some air.
+  # The drain, the stop after it (10 s at most), and a margin.
   terminationGracePeriodSeconds: {{ add $preStop (ceil $it.drainSeconds) 20 }}
   securityContext:
     runAsNonRoot: true

@@ -1,10 +1,9 @@
 {{/*
-Health is asked without a secret: that door is open. The kubelet's own gRPC probe knows no TLS, so `baton health` asks
-where workers speak it, and HTTPS, whose certificate the kubelet does not check, where the gateway does.
+Health needs no secret. The kubelet's gRPC probe has no TLS. With TLS workers are probed by `baton health`, and the
+gateway over HTTPS, whose certificate the kubelet does not check.
 
-A gateway that can serve nothing, for want of a decode node, is not made better by a restart: it has started, and lives,
-while its port can be reached. A worker or tokenizer that has not served for three minutes hangs, or was told to drain
-for good.
+A restart does not help a gateway without a decode node. So its startup and liveness probes only check its port. A worker
+or tokenizer that has not served for three minutes hangs, or was drained for good.
 */}}
 {{- define "baton.probes" -}}
 {{- $serves := dict "grpc" (dict "port" (int .port)) }}
