@@ -2,11 +2,11 @@
 
     python benchmarks/chaos.py --faults 500 --json benchmarks/results/chaos.json
 
-Two prefill, two decode and two tokenizer processes and a gateway run on this machine; --streams requests are
-under way at any time, each with an answer that is known beforehand (transformers computes it, float32;
-sampled ones are recorded before the first fault). Each fault is SIGKILL, SIGTERM (drain), or SIGSTOP for
-longer than a lease and then SIGCONT. A stream that fails, differs by a token, ends twice or hangs is a
-problem, and so is whatever a process still holds at the end. A problem found makes the exit code 1.
+Two prefill, two decode and two tokenizer processes and a gateway run on this machine, with --streams
+requests at any time. Each request's answer is known: transformers computes it in float32, and sampled ones
+are recorded before the first fault. A fault is SIGKILL, SIGTERM (drain), or SIGSTOP for longer than a lease
+and then SIGCONT. It is a problem if a stream fails, differs by a token, ends twice or hangs, or if a process
+still holds anything at the end. The exit code is 1 if there was a problem.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
             counts["streams"] += 1
 
         def happened(fault: Fault) -> None:
-            said = f"{counts['streams']} streams, {fault.action} {fault.process}"
-            bar.update(shown, advance=1, description=said)
+            text = f"{counts['streams']} streams, {fault.action} {fault.process}"
+            bar.update(shown, advance=1, description=text)
 
         async def attack() -> Report:
             known = await record(cluster.gateway.address, tasks)
@@ -74,8 +74,10 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--faults", type=int, default=50)
-    parser.add_argument("--streams", type=int, default=64, help="under way at any time")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults and requests; 0: a random one")
+    parser.add_argument("--streams", type=int, default=64, help="running at any time")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the faults and requests; 0: a random one"
+    )
     parser.add_argument("--tasks", type=int, default=40, help="different requests")
     parser.add_argument("--tokenizers", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")

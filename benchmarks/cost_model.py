@@ -4,8 +4,8 @@
 
 One prefill and one decode node, real processes; the forward pass is a sleep of what an 8B model's step takes
 on an H200, --slower times as long so that two cores do not matter (benchmarks/timed.py). Requests arrive as a
-Poisson process, at the same moments and with the same lengths for each policy, with prompts of their own. The
-policies take turns, slice by slice; a slice begins when the one before it has been answered.
+Poisson process, at the same times and with the same lengths for each policy, but with different prompts. The
+policies alternate in slices; a slice begins when the previous one has been answered.
 
 Mean and 99th percentile of end-to-end latency with `auto` must be at most 1.10 times those of the better of
 the two others, on each workload. Exit code 1 otherwise.
@@ -61,8 +61,8 @@ WORKLOADS = {
 }
 
 
-def asks(work: Workload, rate: float, seconds: float, seed: str, salt: str) -> list[Ask]:
-    """seed: of moments and lengths. salt: of prompts."""
+def make_requests(work: Workload, rate: float, seconds: float, seed: str, salt: str) -> list[Ask]:
+    """seed: of times and lengths. salt: of prompts."""
     draw, at, found = Random(seed), 0.0, []
     while (at := at + draw.expovariate(rate)) < seconds:
         kind = draw.choice(work.kinds)
@@ -85,12 +85,12 @@ async def measure(args: argparse.Namespace, console: Console) -> dict[str, dict[
                 work = WORKLOADS[name]
                 rate = work.rate / args.slower
                 for turn in range(-1, args.rounds):
-                    # A turn ahead, which is not counted, gives the nodes pulls and steps to learn from.
+                    # The first round is not counted: the nodes calibrate their costs.
                     seconds = args.seconds if turn >= 0 else min(args.seconds, 4.0)
                     policies = list(POLICIES)
                     policies = policies[turn % 3 :] + policies[: turn % 3]
                     for policy in policies:
-                        wanted = asks(work, rate, seconds, f"{args.seed} {name} {turn}", policy)
+                        wanted = make_requests(work, rate, seconds, f"{args.seed} {name} {turn}", policy)
                         answers = await run_slice(client, wanted, POLICIES[policy])
                         if turn >= 0:
                             found[name][policy] += answers

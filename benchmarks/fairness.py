@@ -1,11 +1,11 @@
-"""What very long prompts do to short requests: their TTFT and ITL, without and beside them.
+"""How much very long prompts delay short requests: TTFT and ITL with and without them.
 
     python benchmarks/fairness.py --seconds 30 --json benchmarks/results/fairness.json
 
 One prefill and one decode node whose steps take the time of a fixed profile (tests/cluster/fairness.py) and
-compute nothing. A short request (64 tokens in, 32 out) comes every 0.1 s; then again, while two prompts of
-30,000 tokens are being computed at any time. Measured split, and with prompts computed on the decode node. By
-design a short request's first token waits for at most two steps more, and a token for at most one.
+compute nothing. A short request (64 tokens in, 32 out) arrives every 0.1 s, first alone, then while two
+prompts of 30,000 tokens are computed at any time. Measured split, and with prompts computed on the decode
+node. By design a short request's first token waits for at most two more steps, and a token for at most one.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Bad bytes against every public and internal port of a deployment, many messages.
+"""Many malformed messages to every public and internal port of a deployment.
 
     python benchmarks/fuzz.py --messages 100000 --json benchmarks/results/fuzz.json
     python benchmarks/fuzz.py --strangers --messages 100000 --json benchmarks/results/fuzz-strangers.json
 
-Sends the corpus, then in turn messages that parse (hypothesis, from the protobuf and JSON schemas), bytes
-that were good once, and noise on bare connections (HTTP/1.1, HTTP/2 frames). After each part all processes
-must be the same, hold nothing, have logged no traceback, and answer a good request with the tokens of before.
---strangers: to a deployment closed by a cluster secret and an API key, by who has neither: good messages and
-bad ones, with credentials that are missing, broken, or of another door. Each must be refused as what it is,
-and after each part the processes must have counted nothing and logged no part of what opens the doors.
+Sends the corpus, then alternately messages that parse (hypothesis, from the protobuf and JSON schemas),
+mutated valid bytes, and noise on plain connections (HTTP/1.1, HTTP/2 frames). After each part all processes
+must still run, hold nothing, have logged no traceback, and answer a valid request with the same tokens as
+before. --strangers: the deployment has a cluster secret and an API key. Valid and malformed messages are
+sent with credentials that are missing, broken, or for another port. Each must be refused with the right
+error, and after each part the processes must have counted nothing and logged no part of a credential.
 
-What is wrong is printed, and the case kept in --keep, from where it can be put into tests/fuzz_corpus. Exit
-code 1 if anything was.
+Failures are printed, and their cases kept in --keep, from where they can be put into tests/fuzz_corpus. The
+exit code is 1 if there was a failure.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from shared import make_parser, save_results
 
 CORPUS = Path(__file__).parent.parent / "tests" / "fuzz_corpus"
 CALLS = 1000
-"""In a part, of each kind."""
+"""Cases of each kind in a part."""
 
 
 def parts(seed: int, rng: Random, stranger: bool) -> Iterator[Iterator[Case]]:
-    """What is sent between two looks at the deployment: first what is known, then fresh cases without end."""
+    """The cases between two checks of the deployment: first the corpus, then new ones without end."""
     yield itertools.chain(load(CORPUS / "strangers"), every_door()) if stranger else iter(load(CORPUS))
     for number in itertools.count():
         if stranger:
@@ -58,7 +58,7 @@ def parts(seed: int, rng: Random, stranger: bool) -> Iterator[Iterator[Case]]:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--messages", type=int, default=10000, help="at least")
-    parser.add_argument("--strangers", action="store_true", help="of who may not call at all")
+    parser.add_argument("--strangers", action="store_true", help="send calls without valid credentials")
     parser.add_argument("--seed", type=int, default=0, help="0: a random one")
     parser.add_argument("--keep", type=Path, default=Path("fuzz-failures"), help="folder for failing cases")
     args = parser.parse_args()

@@ -1,14 +1,15 @@
-"""What a token costs in the gateway: real processes and connections, and a decode node that computes nothing.
+"""The cost of a token in the gateway: real processes and connections, and a decode node that computes
+nothing.
 
     python benchmarks/gateway_cost.py --json benchmarks/results/gateway_cost.json
 
-A tokenizer, gateways, a decode node that only gives out tokens (`gateway_load/source.py`) and a process with
-clients in a closed loop run on this machine; all text is detokenized. Each run tells tokens/s as the clients
-counted them, and the CPU time of each process for 1,000 tokens. The aims: 10,000 tokens/s through one gateway
-at one token a message, and 50,000 with tokens that accumulate. All processes share this machine's cores:
-where these are few, all but the gateways keep off the first, and tokens/s still say as much about the others
-as about the gateway, whose own CPU time says what it could do with a core to itself. The exit code is 1 when
-an aim is missed by the clock.
+A tokenizer, gateways, a decode node that only sends tokens (`gateway_load/source.py`) and a process with
+clients in a closed loop run on this machine; all text is detokenized. Each run reports tokens/s as counted
+by the clients, and the CPU time of each process per 1,000 tokens. The aims: 10,000 tokens/s through one
+gateway at one token a message, and 50,000 with tokens that accumulate. All processes share this machine's
+cores. With few cores all but the gateways stay off the first one; tokens/s then depend on the other
+processes as well, and the gateway's CPU time shows what it could do with a core of its own. The exit code is
+1 if tokens/s miss an aim.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from baton.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 HERE = Path(__file__).parent
 ENOUGH_CORES = 6
-"""From here on each process finds one."""
+"""With this many cores each process has one."""
 ONE_BY_ONE = 1.02
-"""Tokens a message, up to which they count as one a message."""
+"""Largest mean of tokens per message that counts as one token a message."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Case:
     api: str
     streams: int
     offered: int
-    """Tokens/s that the decode node gives out."""
+    """Tokens/s that the decode node sends."""
     message_seconds: float = 0.005
     """Least time between two of its messages (--message-seconds of a real one)."""
     gateways: int = 1
@@ -79,7 +80,7 @@ class Result:
 
     @property
     def by_cpu(self) -> float:
-        """Tokens/s of gateways that had a core to themselves each."""
+        """Tokens/s of gateways with a core each."""
         return 1000 * self.case.gateways / self.cpu_seconds_per_1000["gateway"]
 
     @property
@@ -92,7 +93,7 @@ class Result:
 
 @contextmanager
 def program(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of this benchmark, ended at the end."""
+    """A process of this benchmark, killed after the block."""
     command = [sys.executable, "-m", f"gateway_load.{module}", *arguments]
     path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
@@ -105,12 +106,12 @@ def program(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
-def said(process: subprocess.Popen[str], word: str) -> str:
-    """The rest of its next line, which must begin with this word."""
+def read_line(process: subprocess.Popen[str], word: str) -> str:
+    """The rest of its next line, which must begin with `word`."""
     assert process.stdout is not None
     first, _, rest = process.stdout.readline().strip().partition(" ")
     if first != word:
-        raise SystemExit(f"{process.args!r} did not say {word!r} but {first!r} {rest}")
+        raise SystemExit(f"{process.args!r} printed {first!r} {rest} instead of {word!r}")
     return rest
 
 
@@ -139,7 +140,7 @@ def run(case: Case, tokenizer: Process, folder: Path, seconds: float) -> Result:
             "--tokenizer",
             tokenizer.address,
             "--decode",
-            said(source, "ready"),
+            read_line(source, "ready"),
             "--log-level",
             "warning",
         ]
@@ -163,10 +164,10 @@ def run(case: Case, tokenizer: Process, folder: Path, seconds: float) -> Result:
             "source": [source.pid],
             "clients": [clients.pid],
         }
-        make_way([tokenizer.pid, source.pid, clients.pid])
-        said(clients, "begin")
+        free_first_core([tokenizer.pid, source.pid, clients.pid])
+        read_line(clients, "begin")
         before = {name: cpu_seconds(pids) for name, pids in watched.items()}
-        counts = json.loads(said(clients, "end"))
+        counts = json.loads(read_line(clients, "end"))
         used = {name: cpu_seconds(pids) - before[name] for name, pids in watched.items()}
     tokens = max(1, counts["tokens"])
     return Result(
@@ -177,8 +178,8 @@ def run(case: Case, tokenizer: Process, folder: Path, seconds: float) -> Result:
     )
 
 
-def make_way(pids: Sequence[int]) -> None:
-    """Keeps all but the gateways off the first core of few, so that a gateway's event loop has one."""
+def free_first_core(pids: Sequence[int]) -> None:
+    """With few cores, keeps these processes off the first one, which is left to the gateways."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < ENOUGH_CORES:
         for pid in pids:
@@ -192,7 +193,7 @@ def cpu_seconds(pids: Sequence[int]) -> float:
 
 
 def verdicts(results: Sequence[Result]) -> dict[str, bool]:
-    """Each aim, and whether one of its runs reached it."""
+    """Aim -> whether one of its runs reached it."""
     found: dict[str, bool] = {}
     for result in results:
         case = result.case

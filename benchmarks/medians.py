@@ -1,10 +1,9 @@
-"""Medians over runs of gpu_split.py, of which each has left its figures in a folder of its own.
+"""Medians over runs of gpu_split.py, each with a folder of its own.
 
     for run in 1 2 3; do python benchmarks/gpu_split.py --out runs/$run; done
     python benchmarks/medians.py runs/* --json medians.json
 
-Prints a row a figure: the median, and what each run gave. A measurement that some folders lack is said to be
-of fewer runs. Times are in milliseconds.
+Prints the median and the values of all runs for each figure. Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Figures = dict[str, dict[str, list[float]]]
 
 
 def of_one(run: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The figures of one measurement that docs/performance.md speaks of, name and value."""
+    """Name and value of the figures that docs/performance.md uses."""
     workload = run.get("workload")
     if workload is None:
         yield "output tokens/s", run["output_tokens_per_second"]
@@ -42,8 +41,8 @@ def of_one(run: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def collect(folders: list[Path]) -> tuple[dict[str, Any], Figures]:
-    """Machine and versions of the first file, and all figures. Raises ValueError where something has failed
-    or there is nothing."""
+    """Machine and versions of the first file, and all figures. Raises ValueError if a request failed or there
+    are no figures."""
     about: dict[str, Any] = {}
     figures: Figures = defaultdict(lambda: defaultdict(list))
     for folder in folders:

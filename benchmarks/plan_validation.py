@@ -1,13 +1,13 @@
-"""What `baton plan` predicts against what real processes do, on a CPU.
+"""Predictions of `baton plan` compared with real processes, on a CPU.
 
     python benchmarks/plan_validation.py --runs 3 --json benchmarks/results/plan_validation.json
 
-Each case is a layout and a load. What its nodes cost is measured in the same run (as `baton bench profile`
-does), then a deployment of real processes is asked (as `baton bench serve` does), and the same requests, with
-the same times and lengths, are simulated. Compared, by the same code, are throughput, goodput, TTFT p50, TPOT
-p50, ITL p50 and the mean end-to-end latency; p99 is reported. Cases "timed": steps take a given time, compute
-nothing, so that two cores can carry several nodes. Cases "computed": the demo model, one thread a worker.
-Exits with 0 when each compared figure's ratio, the median of the runs, lies within --tolerance.
+Each case is a layout and a load. A run measures the costs of its nodes (as `baton bench profile` does),
+loads a deployment of real processes (as `baton bench serve` does), and simulates the same requests with the
+same times and lengths. Throughput, goodput, TTFT p50, TPOT p50, ITL p50 and mean end-to-end latency are
+compared; p99 is reported. In "timed" cases steps take a given time and compute nothing, so that two cores
+can run several nodes; "computed" cases run the demo model with one thread per worker. Exits with 0 if each
+compared ratio, the median of the runs, is within --tolerance.
 """
 
 from __future__ import annotations
@@ -143,13 +143,13 @@ async def run_case(
         file.write_text(json.dumps({"step": asdict(timed_step)}))
         async with AsyncExitStack() as stack:
             first = case.layout if not case.computed else Layout(1, 1)
-            asked = beside = await stack.enter_async_context(deployment(first, file, console))
+            measured = timed = await stack.enter_async_context(deployment(first, file, console))
             if case.computed:
-                asked = await stack.enter_async_context(deployment(case.layout, None, console))
-            target = await make_target(asked.address, 1, 8, TIMEOUT)
+                measured = await stack.enter_async_context(deployment(case.layout, None, console))
+            target = await make_target(measured.address, 1, 8, TIMEOUT)
             for run in range(number):
                 work = replace(case.work, seed=1 + run)
-                host = await measure_host(beside.address, timed_step, seed=1000 + run)
+                host = await measure_host(timed.address, timed_step, seed=1000 + run)
                 pull = await pull_cost(model.layout, model.device, "")
                 step, error = model.step() if case.computed else (timed_step, None)
                 profile = Profile(step, model.engine, pull, host)

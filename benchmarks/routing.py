@@ -1,20 +1,20 @@
-"""Routing that knows the caches against routing that does not, on 2 prefill and 2 decode nodes.
+"""Cache-aware routing compared with other policies, on 2 prefill and 2 decode nodes.
 
     python benchmarks/routing.py --json benchmarks/results/routing.json
 
-Real processes on this machine; only the forward pass is a sleep of a stated duration (PROFILE, with
---step-profile), since a few cores cannot show what several nodes gain. Three gateways lead to the same
-workers, one for each --routing; every workload is put to one after the other, in a prefix-cache namespace of
-its own, so that all are asked exactly the same, at the same times, and none finds what another one has left.
-Clients name no session: each request is a call of its own.
+Real processes on this machine; only the forward pass is a sleep of a given duration (PROFILE, with
+--step-profile), since a few cores cannot show the gain of several nodes. Three gateways use the same
+workers, one for each --routing. Each workload runs through one gateway after the other with the same
+requests and times, each in a prefix-cache namespace of its own. Clients use no sessions: each request is a
+call of its own.
 
   conversation   18 users at a time, 4 to 8 turns each about a text of 800 tokens, all in every prompt
   documents      short questions on 14 documents of 1,500 tokens, more than one node's pool holds
   random         prompts that share nothing
 
-The bounds, of `cache` against `round-robin`: on the first two at least 1.5 times the hit rate (cached prompt
-tokens, as the answers tell them, over all prompt tokens) and at most 0.7 times the median TTFT; on the last
-at most 1.05 times the median TTFT and the mean latency. One that is missed makes the exit code 1.
+The bounds of `cache` relative to `round-robin`: on the first two at least 1.5 times the hit rate (cached
+prompt tokens, as reported in the answers, over all prompt tokens) and at most 0.7 times the median TTFT; on
+the last at most 1.05 times the median TTFT and the mean latency. The exit code is 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ WORKLOADS = {
 WARM_UP = Workload(
     prompt_tokens=Range(300, 900), output_tokens=Range(10, 30), requests=24, concurrency=8, seed=99
 )
-"""Not measured: whatever happens for the first time."""
+"""Not measured."""
 BOUNDS: dict[str, dict[str, tuple[str, float]]] = {
     "conversation": {"hit_rate": ("at least", 1.5), "ttft_p50_ms": ("at most", 0.7)},
     "documents": {"hit_rate": ("at least", 1.5), "ttft_p50_ms": ("at most", 0.7)},
@@ -120,7 +120,7 @@ def measure_all(args: argparse.Namespace, console: Console, folder: Path) -> dic
             measure(gateway, WARM_UP)
         for number in range(args.rounds):
             for name in args.workloads:
-                # In turn, so that what changes on the machine meanwhile meets all alike.
+                # In rotating order, so that changes on the machine affect all policies alike.
                 for policy in POLICIES[number % 3 :] + POLICIES[: number % 3]:
                     work = replace(
                         WORKLOADS[name],

@@ -1,12 +1,12 @@
-"""Throughput of one prefill and one decode node beside that of two and two.
+"""Throughput of one prefill and one decode node compared with two and two.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
 
-Real processes whose forward passes are sleeps of what an 8B model's steps take on an H200, --slower times as
-long: what is measured is everything around them, the gateway and the hand-offs between all pairs included.
-A closed loop keeps --streams requests for each decode node under way, more than its batch has rows. Output
-tokens are counted by the decode nodes, from --ramp seconds after the start on, for --seconds. Layouts take
-turns, --rounds times; the ratio is of the medians, and must be at least 1.9. Exit code 1 otherwise.
+Real processes whose forward passes are sleeps, --slower times as long as an 8B model's steps on an H200. So
+everything around the steps is measured, with the gateway and the hand-offs between all pairs. A closed loop
+keeps --streams requests per decode node running, more than its batch has rows. The decode nodes count output
+tokens, from --ramp seconds after the start on, for --seconds. Layouts alternate, --rounds times. The ratio
+of the medians must be at least 1.9; otherwise the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPT, OUTPUT = (200, 600), (40, 80)
 
 @dataclass(slots=True)
 class Loop:
-    """A closed loop of streams, and the answers that it has had."""
+    """A closed loop of streams, and their answers."""
 
     client: AsyncClient
     asks: Iterator[Ask]
@@ -55,7 +55,7 @@ def endless(seed: str) -> Iterator[Ask]:
 
 
 async def output_tokens(gateway: str) -> int:
-    """That the decode nodes have made so far."""
+    """Of all decode nodes so far."""
     reports = await ask_deployment(gateway)
     return sum(each.load.output_tokens for each in reports if each.role == "decode" and each.load is not None)
 
@@ -95,7 +95,7 @@ def main() -> int:
     parser.add_argument("--ramp", type=float, default=8.0, help="seconds ahead of it")
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each layout")
     parser.add_argument("--rows", type=int, default=32, help="sequences in a decode node's batch")
-    parser.add_argument("--streams", type=int, default=48, help="requests under way for each decode node")
+    parser.add_argument("--streams", type=int, default=48, help="running requests for each decode node")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     console = Console(width=150)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the parser of their options, and the file of results."""
+"""The option parser and the result file of all benchmarks."""
 
 from __future__ import annotations
 

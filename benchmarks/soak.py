@@ -1,4 +1,4 @@
-"""A long time under load and faults: memory, throughput, every token.
+"""A long run under load and faults: memory, throughput, every token.
 
     python benchmarks/soak.py --minutes 30 --json benchmarks/results/soak.json
 
@@ -94,11 +94,11 @@ async def soak(
                 tally = load.tally
                 sample = {"at": elapsed, "tokens": tally.tokens, "running": load.running}
                 samples.append({**sample, "memory": {each.name: resident(each) for each in kept}})
-                said = (
+                text = (
                     f"{tally.exact} exact, {sum(tally.errors.values())} failed, {tally.broken_count} broken"
                 )
                 progress.update(
-                    shown, completed=elapsed, description=f"{said}, {len(injector.faults)} faults"
+                    shown, completed=elapsed, description=f"{text}, {len(injector.faults)} faults"
                 )
         stop.set()
     await load.close()
@@ -150,20 +150,20 @@ def judge(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def problems(found: dict[str, Any]) -> list[str]:
-    said = [
+    found_problems = [
         f"{name} grew by {m['growth_percent']} %"
         for name, m in found["memory"].items()
         if m["growth_percent"] > 5
     ]
     first, last = found["tokens_per_second"]
     if not 0.85 <= last / first <= 1.15:
-        said.append(f"throughput went from {first} to {last} tokens/s")
+        found_problems.append(f"throughput went from {first} to {last} tokens/s")
     refused = found["failed"].get(REFUSED, 0)
     if refused > MOST_REFUSED * found["streams"]:
-        said.append(f"{refused} of {found['streams']} streams were refused")
+        found_problems.append(f"{refused} of {found['streams']} streams were refused")
     if set(found["failed"]) - {REFUSED} or found["broken"] or found["wrong_processes"]:
-        said.append("streams failed, were wrong, or processes ended badly")
-    return said
+        found_problems.append("streams failed, were wrong, or processes ended badly")
+    return found_problems
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
-"""Deployments of real processes whose forward passes are sleeps of a measured duration, for the benchmarks
-that measure all but the model; and requests at them."""
+"""Deployments of real processes whose forward passes are sleeps of a given duration, for benchmarks of
+everything except the model, and requests to them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONTEXT = SHAPES["tiny"]["max_position_embeddings"]
 
 
 def slowed(cost: StepCost, factor: float) -> StepCost:
-    """So much slower that what the processes themselves compute on two cores does not matter."""
+    """Slower steps, so that the processes' own computation on two cores does not matter."""
     return StepCost(**{name: factor * value for name, value in asdict(cost).items()})
 
 
@@ -42,7 +42,7 @@ def slowed(cost: StepCost, factor: float) -> StepCost:
 def timed(
     cost: StepCost, prefill: int, decode: int, console: Console, *, kv_tokens: int = 131072, rows: int = 64
 ) -> Iterator[Deployment]:
-    """A deployment with the default settings of everything but steps, to be entered with `async with`."""
+    """A deployment with default settings except for the steps, to be entered with `async with`."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_shape("tiny", folder / "model")
@@ -70,7 +70,7 @@ def timed(
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. Its prompt is drawn from `seed`, so that no other finds it cached."""
+    """A request. Its prompt is random (`seed`), so that it is not found cached."""
 
     prompt_tokens: int
     output_tokens: int
@@ -81,7 +81,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Times in seconds since it was to be sent."""
+    """Times in seconds since it was due."""
 
     first: float
     end: float
@@ -94,7 +94,7 @@ class Answer:
 async def ask(
     client: AsyncClient, what: Ask, started: float, *, hand_off: bool | None = None, timeout: float = 120.0
 ) -> Answer:
-    """Waits for its time, then asks. Raises BatonError."""
+    """Waits for the request's time, then sends it. Raises BatonError."""
     draw = Random(what.seed)
     prompt = [draw.randrange(VOCABULARY) for _ in range(what.prompt_tokens)]
     due = started + what.at

@@ -1,11 +1,11 @@
-"""Clients in a closed loop: each asks again as soon as its answer is complete.
+"""Clients in a closed loop: each sends its next request as soon as its answer is complete.
 
     python -m gateway_load.clients grpc 127.0.0.1:50050 --streams 64 --seconds 10
 
-Each has a stream of its own; the connections are shared. Says "begin" and "end" around what it counts, and
-the counts as one line of JSON: messages with tokens, and tokens. Every token is one character of text, so
-that texts tell how many there were; an answer that is not complete ends the program. No client library is
-used: what it costs is not the gateway's.
+Each client has a stream of its own; connections are shared. Prints "begin" and "end" around the measurement,
+and its counts as one line of JSON: messages with tokens, and tokens. Every token is one character of text,
+so that the text shows their number. An incomplete answer ends the program. No client library is used,
+because its cost would be measured too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gateway_load.wire import Connection
 
 CONNECTIONS = 8
 LOOK_SECONDS = 0.005
-"""How often a client of gRPC looks what has come."""
+"""Interval at which gRPC clients read messages."""
 PROMPT = tuple(range(5, 21))
 
 
 async def ask_grpc(address: str, streams: int, max_tokens: int, counts: Counter[str]) -> None:
-    """`streams` clients over one connection, by hand too."""
+    """`streams` clients over one connection."""
     start = inference_pb2.GenerateStart(id="r", tokens=inference_pb2.TokenPrompt(token_ids=PROMPT))
     start.sampling.max_tokens = max_tokens
     start.sampling.ignore_eos = True
@@ -58,7 +58,7 @@ async def ask_grpc(address: str, streams: int, max_tokens: int, counts: Counter[
 
 
 async def ask_http(address: str, max_tokens: int, counts: Counter[str]) -> None:
-    """Server-sent events, read by hand."""
+    """Reads server-sent events."""
     host, _, port = address.rpartition(":")
     body = {"model": "source", "prompt": PROMPT, "max_tokens": max_tokens, "stream": True}
     content = json.dumps(body).encode()

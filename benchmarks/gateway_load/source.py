@@ -2,8 +2,8 @@
 
     python -m gateway_load.source --step-seconds 0.005 --message-seconds 0.005 --vocabulary 4096 --token 67
 
-It speaks the contract of baton.v1.Decode, and to its callers as a real node does (`decode.stream`: one
-message a step, what is unsent merges). What a real node spends on scheduling, it does not.
+It implements baton.v1.Decode and sends messages as a real node does (`decode.stream`: one message a step,
+unsent ones merge), but schedules nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.rpc.node import run_process
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
 MOST_LATE = 0.1
-"""Seconds of steps that are made up for when the machine had no time for this process."""
+"""Seconds of delayed steps that are caught up at most."""
 
 
 class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
@@ -35,7 +35,7 @@ class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
         self._model = node_pb2.ModelInfo(
             name="source", context_length=2**20, vocab_size=vocabulary, fingerprint="source"
         )
-        self._running: dict[DecodeStream, dict[int, int]] = {}  # requests and how many tokens each still gets
+        self._running: dict[DecodeStream, dict[int, int]] = {}  # request -> tokens left
 
     async def GetInfo(self, request: node_pb2.GetInfoRequest, context: Any) -> node_pb2.NodeInfo:
         return node_pb2.NodeInfo(role="decode", incarnation=self._incarnation, model=self._model)
@@ -86,7 +86,7 @@ class Source(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer):
             await asyncio.sleep(max(0.0, due - loop.time()))
 
     def _step(self, running: dict[int, int]) -> decode_pb2.StepEvents:
-        """A token for each request; those that have their last also end."""
+        """A token for each request; a request with its last token ends."""
         message = decode_pb2.StepEvents(step=1)
         for request, left in list(running.items()):
             delta = message.tokens.add(request=request, token_ids=(self._token,))

@@ -1,7 +1,7 @@
-"""Streaming gRPC calls over a plain socket (RFC 9113, and gRPC's PROTOCOL-HTTP2.md), as cheap as can be.
+"""Streaming gRPC calls over a plain socket (RFC 9113, and gRPC's PROTOCOL-HTTP2.md) at low cost.
 
-A client library costs as much as the server does for the same message; on a machine of few cores a benchmark
-of the server would measure both. Good for trusted peers only: what is not expected ends the program.
+A client library costs as much as the server for the same message, and on few cores a benchmark of the server
+would measure both. For trusted peers only: an unexpected frame ends the program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 4, 5
 LARGEST_WINDOW = 2**31 - 1
-"""Bytes. The windows are opened once, as far as they go: such a connection is for less than that."""
+"""Bytes. The windows are opened once to this size, so a connection carries less than that."""
 FRAME = struct.Struct(">HBBBL")  # a length of 24 bits, type, flags, stream
 PREFIX = struct.Struct(">BL")  # of a gRPC message: compressed, length
 
@@ -31,7 +31,7 @@ def literal(name: str, value: str) -> bytes:
 
 
 class Connection:
-    """Calls of one method. Nothing blocks but the constructor."""
+    """Calls of one method. Only the constructor blocks."""
 
     def __init__(self, address: str, path: str) -> None:
         host, _, port = address.rpartition(":")
@@ -43,7 +43,7 @@ class Connection:
         self._streams = 0
         self._unread = b""
         self._parts: dict[int, bytes] = {}
-        """Of each stream, the beginning of a message whose end has not come."""
+        """Stream -> beginning of an incomplete message."""
         settings = struct.pack(">HLHL", INITIAL_WINDOW_SIZE, LARGEST_WINDOW, MAX_FRAME_SIZE, 2**24 - 1)
         opened = struct.pack(">L", LARGEST_WINDOW - 65535)
         hello = PREFACE + frame(SETTINGS, 0, 0, settings) + frame(WINDOW_UPDATE, 0, 0, opened)
@@ -61,7 +61,7 @@ class Connection:
         self._socket.sendall(frame(DATA, 0, stream, PREFIX.pack(0, len(message)) + message))
 
     def receive(self) -> Iterator[tuple[int, bytes]]:
-        """The messages that have come, each with its stream."""
+        """Received messages with their streams."""
         try:
             data = self._unread + self._socket.recv(2**20)
         except BlockingIOError:

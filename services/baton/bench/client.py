@@ -109,13 +109,13 @@ class LoadClient:
     ) -> None:
         """Runs a thread to its end, or until a turn fails."""
         record, answer = await self._request(at, message)
-        said = list(message.start.tokens.token_ids) if rest else []
+        history = list(message.start.tokens.token_ids) if rest else []
         for job in rest:
             if record.error:
                 return
-            said += [*answer, *job.prompt]
+            history += [*answer, *job.prompt]
             due = record.end + job.pause
-            message = self.message(replace(job, prompt=said))
+            message = self.message(replace(job, prompt=history))
             await self._until(due)
             record, answer = await self._request(due, message)
 

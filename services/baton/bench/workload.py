@@ -76,15 +76,15 @@ def conversation_jobs(
     jobs: list[Job] = []
     for thread, at in enumerate(times):
         draw = np.random.default_rng((*seed, thread))
-        said = 0
+        length = 0
         for turn in range(work.turns.draw(draw)):
             size = work.prompt_tokens.draw(draw) + (0 if turn else work.opening)
             new = _tokens(draw, vocabulary, size)
             prompt = new if turn else [*prefix, *new]
             output = work.output_tokens.draw(draw)
             pause = float(draw.exponential(work.think))
-            said += len(prompt) + output
-            if said > context:
+            length += len(prompt) + output
+            if length > context:
                 break
             jobs.append(Job(at, prompt, output, len(jobs), thread, turn > 0, pause))
     return jobs

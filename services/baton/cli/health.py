@@ -80,7 +80,7 @@ def health(address: str, service: str, seconds: float) -> None:
 PROMPT_TOKENS = 160
 
 
-def ask(server: str, seconds: float) -> Completion:
+def send_probe(server: str, seconds: float) -> Completion:
     """Two tokens for a new random prompt. Raises BatonError."""
     with Client(server) as client:
         model = client.models()[0]
@@ -114,7 +114,7 @@ def probe(server: str, seconds: float) -> None:
       baton probe --server 10.0.0.5:50050 --timeout 2
     """
     try:
-        answer = ask(server, seconds)
+        answer = send_probe(server, seconds)
     except BatonError as error:
         fail(explain(error, server))
     stats = answer.stats
