@@ -10,6 +10,7 @@ from hash_runner import HashRunner, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.batch import divide_budget
 from baton.engine.request import (
     FailedEvent,
     FinishedEvent,
@@ -427,6 +428,28 @@ def test_any_mix_of_arrivals_cancels_and_pressure(seed, overlap, pages, policy):
                 cancelled.add(victim.key)
     engine.run()
     check_outputs(engine, requests, cancelled)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "full_step", "counts"),
+    [
+        ((10, 6, 5), 64, 16, [10, 6]),  # a full step, exactly
+        ((10, 5, 5), 64, 16, [10, 5, 5]),
+        ((100,), 30, 1000, [28]),  # to a page's border
+        ((3, 100), 6, 1000, [3, 3]),  # no whole page
+        ((100, 100), 32, 1000, [16, 16]),  # long prompts alone have it all
+        ((100, 4), 32, 1000, [28, 4]),  # half of it, and what the short one leaves
+        ((100, 100, 2), 8, 1000, [4, 2]),  # a page at least for the first
+    ],
+)
+def test_a_budget_is_divided_among_prompts(lengths, budget, full_step, counts):
+    prompts = []
+    for order, length in enumerate(lengths):
+        r = request(order, range(length))
+        r.order = order
+        prompts += r.sequences
+    chunks = divide_budget(prompts[::-1], budget, 4, full_step)
+    assert [count for _, count in chunks] == counts
 
 
 def test_prompts_that_keep_the_device_busy_do_not_wait_for_younger_ones():
