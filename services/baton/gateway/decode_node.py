@@ -81,6 +81,8 @@ class DecodePeer:
     checks the node's model; raises BatonError if it must not be used.
     """
 
+    role = "decode"
+
     def __init__(
         self,
         address: str,
@@ -91,7 +93,6 @@ class DecodePeer:
     ) -> None:
         self.address = address
         self.info: node_pb2.NodeInfo | None = None
-        self.incarnation = 0
         self.leaving = False
         """Gets no more requests: the node drains or has been removed."""
         self._accept = accept
@@ -117,10 +118,10 @@ class DecodePeer:
 
     @property
     def usable(self) -> bool:
-        return self.reached and not self.leaving and not self._silent
+        return self.connected and not self.leaving and not self._silent
 
     @property
-    def reached(self) -> bool:
+    def connected(self) -> bool:
         """Whether it is connected and its model is known."""
         return self._link.connected and self.info is not None
 
@@ -136,7 +137,7 @@ class DecodePeer:
     @property
     def trouble(self) -> str:
         """Why the node cannot be used; for people."""
-        if self.reached:
+        if self.connected:
             return "silent" if self._silent else "draining"
         error = self._link.last_error
         return error.message if error is not None else "not connected yet"
@@ -234,7 +235,6 @@ class DecodePeer:
         welcome = first.events[0].welcome if first.events else decode_pb2.DecodeWelcome()
         if not welcome.incarnation:
             raise failed_precondition(f"{self.address} is no decode node: it did not say welcome")
-        self.incarnation = welcome.incarnation
         self.leaving = False
         self._liveness.reset()
         self._tick()
@@ -275,7 +275,6 @@ class DecodePeer:
 
     def _on_down(self, error: BatonError) -> None:
         self.info = None
-        self.incarnation = 0
         self._stop_ticking()
         self._liveness.reset()
         if self._asking is not None:

@@ -15,7 +15,7 @@ from baton.discovery.finder import Change, Finder
 from baton.gateway.cache_view import FRESH_SECONDS, Gap
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.routing import Router
-from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.tokenizer import Tokenizer, TokenizerPeer
 from baton.rpc.channel import Dial
 from baton.rpc.errors import BatonError, from_rpc_error, unavailable
 from baton.rpc.logs import get_logger
@@ -137,23 +137,16 @@ class Nodes:
 
     def models(self) -> Iterator[node_pb2.ModelInfo]:
         """Models of the decode nodes that can be reached."""
-        return (node.info.model for node in self.decode.values() if node.reached and node.info is not None)
+        return (node.info.model for node in self.decode.values() if node.connected and node.info is not None)
 
     def describe(self) -> Iterator[node_pb2.Peer]:
         """For NodeInfo."""
-        for tokenizer in self.tokenizer.nodes.values():
-            incarnation = tokenizer.info.incarnation if tokenizer.info is not None else 0
-            yield node_pb2.Peer(
-                role="tokenizer",
-                address=tokenizer.address,
-                connected=tokenizer.connected,
-                incarnation=incarnation,
-            )
-        for node in self.decode.values():
-            incarnation = node.incarnation if node.reached else 0
-            yield node_pb2.Peer(
-                role="decode", address=node.address, connected=node.reached, incarnation=incarnation
-            )
+        nodes: list[TokenizerPeer | DecodePeer] = [*self.tokenizer.nodes.values(), *self.decode.values()]
+        for node in nodes:
+            peer = node_pb2.Peer(role=node.role, address=node.address, connected=node.connected)
+            if node.connected and node.info is not None:
+                peer.incarnation = node.info.incarnation
+            yield peer
 
 
 def _addresses(config: GatewayConfig, role: str) -> tuple[str, ...]:

@@ -44,6 +44,8 @@ _log = get_logger()
 class TokenizerPeer:
     """One tokenizer process. It is usable while its health is SERVING and `accept` has not refused it."""
 
+    role = "tokenizer"
+
     def __init__(
         self, address: str, accept: Callable[[TokenizerPeer, node_pb2.NodeInfo], Awaitable[None]], dial: Dial
     ) -> None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -249,38 +249,31 @@ def encode_all(
 ) -> list[tokenizer_pb2.EncodeResult]:
     """One result for each input, in order; each fails by itself."""
     results = [tokenizer_pb2.EncodeResult() for _ in inputs]
-    texts: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
-    chats: dict[bool, list[tuple[int, Rendered]]] = {False: [], True: []}
+    # Texts and rendered chats, with and without special tokens, each with its index.
+    batches: dict[tuple[str, bool], list[tuple[int, Any]]] = {}
     for index, (entry, result) in enumerate(zip(inputs, results, strict=True)):
         kind = entry.WhichOneof("kind")
         special = entry.add_special_tokens if entry.HasField("add_special_tokens") else kind == "text"
         try:
             if kind == "text":
-                texts[special].append((index, entry.text))
+                batches.setdefault((kind, special), []).append((index, entry.text))
             elif kind == "chat":
                 rendered = _render(tokenizer, entry.chat, f"inputs[{index}].chat.messages")
                 result.rendered = rendered.text
                 rest = rendered.after(entry.encoded_text) if entry.encoded_text else None
                 result.continued = rest is not None
-                chats[special].append((index, rest or rendered))
+                batches.setdefault((kind, special), []).append((index, rest or rendered))
             else:
                 raise invalid(f"inputs[{index}]", f"inputs[{index}]: give text or chat")
         except BatonError as error:
             result.error.CopyFrom(to_status(error))
-    for special in (False, True):
-        _fill(results, texts[special], lambda batch: tokenizer.encode(batch, special))  # noqa: B023
-        _fill(results, chats[special], lambda batch: tokenizer.encode_chats(batch, special))  # noqa: B023
-    return results
-
-
-def _fill(
-    results: list[tokenizer_pb2.EncodeResult],
-    batch: list[tuple[int, T]],
-    encode: Callable[[list[T]], list[list[int]]],
-) -> None:
-    if batch:
-        for (index, _), token_ids in zip(batch, encode([each for _, each in batch]), strict=True):
+    encoders: dict[str, Callable[[list[Any], bool], list[list[int]]]]
+    encoders = {"text": tokenizer.encode, "chat": tokenizer.encode_chats}
+    for (kind, special), batch in batches.items():
+        encoded = encoders[kind]([each for _, each in batch], special)
+        for (index, _), token_ids in zip(batch, encoded, strict=True):
             results[index].token_ids.extend(token_ids)
+    return results
 
 
 def _render(tokenizer: HFTokenizer, chat: tokenizer_pb2.ChatPrompt, field: str) -> Rendered:
