@@ -17,6 +17,7 @@ from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool
+from baton.layers.forward_batch import ForwardBatch
 from baton.models.loader import declared, load_model
 
 VOCAB = 1000
@@ -161,5 +162,5 @@ def reference_logits(path: Path, tokens: list[int]) -> torch.Tensor:
         return out.flatten(1)
 
     with torch.inference_mode():
-        hidden = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+        hidden = model.forward(ForwardBatch(torch.tensor(tokens), torch.arange(len(tokens)), attend))
         return model.logits(hidden)
