@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hash_runner import HashRunner
 
+from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore
-from baton.decode.types import DecodePolicy, Failed, Key
+from baton.decode.types import Failed, Key
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
@@ -50,7 +51,7 @@ class Node:
         self.core = DecodeCore(
             cache,
             config,
-            DecodePolicy(None, 64, 10.0, 10.0),
+            DecodeConfig(fallback_tokens=64, handoff_seconds=10.0, pull_seconds=10.0),
             lambda step, outputs, effects: self.outputs.extend(output for _, output in outputs),
         )
         self.pipeline = StepPipeline(self.core, self.runner, False, lambda: self.now)

@@ -14,8 +14,9 @@ from dataclasses import replace
 import pytest
 from hash_runner import HashRunner, reference
 
+from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore
-from baton.decode.types import DecodePolicy, Done, Key, Peer, Prompt, Tokens
+from baton.decode.types import Done, Key, Peer, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -92,11 +93,11 @@ class World:
         self.rng, self.visible, self.now = rng, visible, 0.0
         self.ahead = visible and ahead
         self.nodes = {f"p{i}": PrefillNode(f"p{i}", pages, grace) for i, pages in enumerate(prefill_pages)}
-        policy = DecodePolicy(
-            local_prefill_tokens=local, fallback_tokens=1000, silence_seconds=silence, pull_seconds=PULL
+        config = DecodeConfig(
+            local_prefill_tokens=local, fallback_tokens=1000, handoff_seconds=silence, pull_seconds=PULL
         )
         own = make_scheduler(decode_pages, output_margin=4, watermark=1)
-        self.core = DecodeCore(own.cache, own.config, policy, self.flushed)
+        self.core = DecodeCore(own.cache, own.config, config, self.flushed)
         self.runner = HashRunner(decode_pages, SIZE, 8)
         self.pulls = []
         self.pressed = []
@@ -242,7 +243,7 @@ class World:
     def idle(self):
         nodes = self.nodes.values()
         busy = any(n.inbox or n.outbox or n.planned or n.side.requests for n in nodes)
-        return not (self.core.entries or self.pulls or busy)
+        return not (self.core.unfinished or self.pulls or busy)
 
     def run(self, limit=30000):
         for _ in range(limit):
@@ -250,7 +251,7 @@ class World:
                 break
             self.turn()
         else:
-            raise AssertionError(f"no end: {self.core.entries}")
+            raise AssertionError(f"no end: {self.core.unfinished}")
         self.decode_step()
         for node in self.nodes.values():
             node.side.scheduler.cache.check(idle=True)
@@ -458,7 +459,7 @@ def test_a_prompt_that_waits_in_a_long_queue_is_not_given_up():
     for _ in range(400):
         world.now += 0.1
         world.turn()
-    assert world.core.handoffs.active == 1 and not world.core.entries[request.key].retries
+    assert world.core.handoffs.active == 1 and not world.core.unfinished[request.key].retries
     node.side._max_leased = 40
     world.run()
     world.check(request)

@@ -20,8 +20,8 @@ class Link:
 
     connected, last_error, error = True, None, None
 
-    def __init__(self, address, hello, on_message, on_up, on_down):
-        self.on_up, self.on_down = on_up, on_down
+    def __init__(self, peer):
+        self.peer = peer
 
     def start(self):
         pass
@@ -58,8 +58,8 @@ class Shell:
     def spawn(self, work, name):
         return asyncio.get_running_loop().create_task(work)
 
-    def make_link(self, address, *callbacks):
-        link = self.links[address] = Link(address, *callbacks)
+    def make_link(self, address, peer):
+        link = self.links[address] = Link(peer)
         return link
 
     def endpoints(self):
@@ -98,10 +98,10 @@ async def test_a_pool_that_opens_after_its_owner_has_restarted_is_closed():
     link = shell.links["p0"]
     for incarnation in (3, 4):
         answer = prefill_pb2.PrefillWelcome(incarnation=incarnation, layout=LAYOUT)
-        link.on_up(prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=answer)]))
+        link.peer.welcomed(prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=answer)]))
         await asyncio.sleep(0.01)
         if incarnation == 3:
-            link.on_down(unavailable("it ended", "PEER_LOST"))
+            link.peer.lost(unavailable("it ended", "PEER_LOST"))
     old, new = Receiver(), Receiver()
     opening[0].set_result(old)
     await asyncio.sleep(0.01)
@@ -123,7 +123,7 @@ async def test_a_node_with_another_page_layout_is_not_used(layout, usable):
     peers.connect("p0")
     link = shell.links["p0"]
     welcome = prefill_pb2.PrefillEvent(welcome=prefill_pb2.PrefillWelcome(incarnation=3, layout=layout))
-    link.on_up(prefill_pb2.PrefillResponse(events=[welcome]))
+    link.peer.welcomed(prefill_pb2.PrefillResponse(events=[welcome]))
     await asyncio.sleep(0.01)
     assert peers.usable == ({"p0"} if usable else set())
     assert len(shell.calls) == usable, "the core hears of a usable node"

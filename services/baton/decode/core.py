@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.config import DecodeConfig
-from baton.decode.overload import Overload
+from baton.decode.overload import OverloadControl
 from baton.decode.types import (
     DecodeCounters,
-    DecodePolicy,
+    DecodeRequest,
     Done,
-    Entry,
     Failed,
     Key,
     Output,
@@ -37,12 +35,9 @@ from baton.engine.request import (
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.engine.step_stats import StepStats
 from baton.handoff.decode_side import DecodeSide
-from baton.handoff.messages import AttemptName, DecodeEffect, PrefillOutput, ReleaseLease
+from baton.handoff.messages import AttemptName, DecodeEffect, HandoffNames, PrefillOutput, ReleaseLease
 from baton.kvcache import KvCache
-from baton.v1 import decode_pb2
 
-REMEMBERED_TRIES = 16384
-"""Names whose tries are counted on. More than a prefill node remembers of one stream."""
 MAX_FAILED_STEPS = 2
 """A request that was in this many steps that failed, or that ended their node, counts as the cause."""
 PROVEN_TOKENS = 8
@@ -65,11 +60,11 @@ class DecodeCore:
     """Driven by a step loop; `flush_to` passes outputs and effects to the shell."""
 
     cache: KvCache
-    config: SchedulerConfig
-    policy: DecodePolicy
+    scheduling: SchedulerConfig
+    config: DecodeConfig
     flush_to: Flush
     observe: Callable[[], None] = lambda: None
-    entries: dict[Key, Entry] = field(default_factory=dict)
+    unfinished: dict[Key, DecodeRequest] = field(default_factory=dict)
     peers: dict[str, Peer] = field(default_factory=dict)
     counters: DecodeCounters = field(default_factory=DecodeCounters)
     scheduler: Scheduler = field(init=False)
@@ -77,23 +72,23 @@ class DecodeCore:
     _routes: dict[Sequence, str] = field(default_factory=dict)
     """Prefill node chosen for each sequence that is being admitted."""
     _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
-    _tries: OrderedDict[tuple[int, int, int], int] = field(default_factory=OrderedDict)
+    _names: HandoffNames = field(default_factory=HandoffNames)
     _now: float = 0.0
-    overload: Overload = field(init=False)
+    overload: OverloadControl = field(init=False)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
-            self.cache, self.config, self._route, lambda leader: self.handoffs.abandon(leader)
+            self.cache, self.scheduling, self._route, lambda leader: self.handoffs.abandon(leader)
         )
         self.handoffs = DecodeSide(
             self.scheduler,
-            silence=self.policy.silence_seconds,
-            pull_seconds=self.policy.pull_seconds,
+            silence=self.config.handoff_seconds,
+            pull_seconds=self.config.pull_seconds,
             name_of=self._name,
             pulled=self._pulled,
             failed=self._handoff_failed,
         )
-        self.overload = Overload(self.scheduler)
+        self.overload = OverloadControl(self.scheduler)
 
     @property
     def step_stats(self) -> StepStats:
@@ -101,7 +96,7 @@ class DecodeCore:
 
     @property
     def requests(self) -> int:
-        return len(self.entries)
+        return len(self.unfinished)
 
     @property
     def expecting(self) -> bool:
@@ -131,18 +126,18 @@ class DecodeCore:
         now: float,
         local_tokens: int | None = None,
     ) -> None:
-        """The shell must have refused a name in use (`entries`). `local_tokens`: the caller's limit for local
-        prefill, see DecodePolicy."""
-        said = LOCAL_PREFILL_TOKENS if local_tokens is None else local_tokens
-        own = self.policy.local_prefill_tokens
-        entry = Entry(key, gateway, attempt, request, candidates, said if own is None else own)
-        self.entries[key] = entry
+        """The shell must have refused a name in use (`unfinished`). `local_tokens`: the caller's limit for
+        local prefill, which the configuration may override."""
+        limit = LOCAL_PREFILL_TOKENS if local_tokens is None else local_tokens
+        own = self.config.local_prefill_tokens
+        state = DecodeRequest(key, gateway, attempt, request, candidates, limit if own is None else own)
+        self.unfinished[key] = state
         try:
             self.scheduler.submit(request)
         except Refused as refusal:
             code = "INVALID_ARGUMENT" if refusal.field else "RESOURCE_EXHAUSTED"
             retry = None if refusal.field else max(1.0, self.overload.wait)
-            self._fail(entry, code, refusal.reason, refusal.message, refusal.field, retry)
+            self._fail(state, code, refusal.reason, refusal.message, refusal.field, retry)
             return
         self.overload.arrived()
         self.counters.prompt_tokens += len(request.prompt)
@@ -151,32 +146,32 @@ class DecodeCore:
 
     def cancel(self, key: Key, now: float) -> None:
         """An unknown name has ended: its terminal event is under way to the caller."""
-        entry = self.entries.get(key)
-        if entry is not None:
+        state = self.unfinished.get(key)
+        if state is not None:
             self.counters.cancelled += 1
-            self._fail(entry, "CANCELLED", "CANCELLED", "cancelled by its caller")
+            self._fail(state, "CANCELLED", "CANCELLED", "cancelled by its caller")
 
     def pause(self, key: Key, paused: bool) -> None:
         """A paused request keeps its rows and pages and gets no more tokens."""
-        entry = self.entries.get(key)
-        if entry is not None:
-            entry.request.paused = paused
+        state = self.unfinished.get(key)
+        if state is not None:
+            state.request.paused = paused
 
     @property
     def paused(self) -> int:
         """Number of paused requests."""
-        return sum(entry.request.paused for entry in list(self.entries.values()))
+        return sum(state.request.paused for state in list(self.unfinished.values()))
 
     def caller_gone(self, caller: Hashable, now: float) -> None:
-        for entry in [e for e in self.entries.values() if e.key.caller == caller]:
+        for state in [r for r in self.unfinished.values() if r.key.caller == caller]:
             self.counters.cancelled += 1
-            del self.entries[entry.key]
-            self.scheduler.close(entry.request)
+            del self.unfinished[state.key]
+            self.scheduler.close(state.request)
 
     def hand_back(self, now: float) -> None:
         """The node stops: unfinished requests fail with UNAVAILABLE, to be resumed elsewhere."""
-        for entry in list(self.entries.values()):
-            self._fail(entry, "UNAVAILABLE", "DRAINING", "the node stops; the request may go on elsewhere")
+        for state in list(self.unfinished.values()):
+            self._fail(state, "UNAVAILABLE", "DRAINING", "the node stops; the request may go on elsewhere")
 
     def receive(self, address: str, messages: Iterable[PrefillOutput], now: float) -> None:
         """What a prefill node says; nothing but that its step thread is alive, perhaps."""
@@ -198,14 +193,14 @@ class DecodeCore:
 
     def tick(self, now: float) -> None:
         self._now = now
-        for entry in [e for e in self.entries.values() if e.request.deadline <= now]:
-            self._fail(entry, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
+        for state in [r for r in self.unfinished.values() if r.request.deadline <= now]:
+            self._fail(state, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "the request's time is over")
         self.handoffs.tick(now)
         for sequence, late in self.overload.late(now):
             self.counters.refused += 1
             text = f"too busy: the request would end {late:.1f} s after its deadline; ask again later"
-            entry = self._entry(sequence)
-            self._fail(entry, "RESOURCE_EXHAUSTED", "WOULD_MISS_DEADLINE", text, retry=late)
+            state = self._state(sequence)
+            self._fail(state, "RESOURCE_EXHAUSTED", "WOULD_MISS_DEADLINE", text, retry=late)
 
     def admit(self, now: float) -> None:
         self._now = now
@@ -238,9 +233,9 @@ class DecodeCore:
         first_tokens: list[float] = []
         for event in self.scheduler.take_events():
             request = event.sequence.request if isinstance(event, ChunkEvent | TokenEvent) else event.request
-            entry = self.entries.get(request.key) if isinstance(request.key, Key) else None
-            if entry is not None:
-                self._take_event(entry, event, first_tokens)
+            state = self.unfinished.get(request.key) if isinstance(request.key, Key) else None
+            if state is not None:
+                self._take_event(state, event, first_tokens)
         if first_tokens:
             # One value a step: many requests that waited through the same stall are one accident.
             self.overload.first_token.add(sum(first_tokens) / len(first_tokens))
@@ -250,118 +245,98 @@ class DecodeCore:
             self.flush_to(step, outputs, effects)
         self.observe()
 
-    def _take_event(self, entry: Entry, event: Event, first_tokens: list[float]) -> None:
+    def _take_event(self, state: DecodeRequest, event: Event, first_tokens: list[float]) -> None:
         """Adds to `first_tokens` the seconds that the first token of a request took."""
-        caller, number = entry.key.caller, entry.key.request
+        caller, number = state.key.caller, state.key.request
         if isinstance(event, TokenEvent):
-            if not entry.output_tokens and entry.admitted is not None:
-                first_tokens.append(self._now - self.step_stats.stalled - entry.admitted)
+            if not state.output_tokens and state.admitted is not None:
+                first_tokens.append(self._now - self.step_stats.stalled - state.admitted)
             if event.finish is not None:
                 self.overload.output.add(event.sequence.num_output)
-            entry.output_tokens += 1
-            if entry.output_tokens == PROVEN_TOKENS:
-                entry.request.failed_steps = 0
+            state.output_tokens += 1
+            if state.output_tokens == PROVEN_TOKENS:
+                state.request.failed_steps = 0
             self.counters.output_tokens += 1
             index = event.sequence.index
-            tokens = Tokens(number, entry.attempt, index, event.token, event.logprobs, event.finish)
+            tokens = Tokens(number, state.attempt, index, event.token, event.logprobs, event.finish)
             self._outputs.append((caller, tokens))
         elif isinstance(event, PromptEvent):
-            cached = entry.request.cached_tokens or 0
+            cached = state.request.cached_tokens or 0
             self.counters.cached_tokens += cached
-            asked = entry.request.params.prompt_logprobs is not None
-            logprobs = tuple(entry.request.prompt_logprobs) if asked else None
-            prompt = Prompt(number, entry.attempt, cached, logprobs)
+            asked = state.request.params.prompt_logprobs is not None
+            logprobs = tuple(state.request.prompt_logprobs) if asked else None
+            prompt = Prompt(number, state.attempt, cached, logprobs)
             self._outputs.append((caller, prompt))
         elif isinstance(event, FinishedEvent):
             self.counters.finished += 1
-            del self.entries[entry.key]
-            self._outputs.append((caller, Done(number, entry.attempt, self._stats(entry))))
+            del self.unfinished[state.key]
+            self._outputs.append(
+                (caller, Done(number, state.attempt, state.stats(self.peers.get(state.address))))
+            )
         elif isinstance(event, FailedEvent) and event.reason == "STEP_FAILED":
-            self._fail(entry, *self._step_failed(entry, event.reason, event.message))
+            self._fail(state, *self._step_failed(state, event.reason, event.message))
         elif isinstance(event, FailedEvent):
-            self._fail(entry, "INTERNAL", event.reason, event.message)
+            self._fail(state, "INTERNAL", event.reason, event.message)
 
     # --- where prompts are computed ---------------------------------------------------------------------
 
     def _route(self, leader: Sequence, uncached: int) -> Route:
         """Chooses the first candidate, in the caller's order, that is connected and has not failed this
         request; else this node."""
-        entry = self._entry(leader)
-        entry.address, entry.fallback, entry.admitted = "", False, self._now - self.step_stats.stalled
-        if entry.request.failed_steps >= MAX_FAILED_STEPS:
-            self._fail(entry, "INTERNAL", "REPEATED_STEP_FAILURE", _repeated(entry.last_failure))
+        state = self._state(leader)
+        state.address, state.fallback, state.admitted = "", False, self._now - self.step_stats.stalled
+        if state.request.failed_steps >= MAX_FAILED_STEPS:
+            self._fail(state, "INTERNAL", "REPEATED_STEP_FAILURE", _repeated(state.last_failure))
             return Route.DEFER
-        if not entry.candidates or uncached <= entry.local_tokens:
+        if not state.candidates or uncached <= state.local_tokens:
             return Route.LOCAL
         connecting = False
-        for address in entry.candidates[entry.tried :]:
+        for address in state.candidates[state.tried :]:
             peer = self.peers[address]
             if peer.up and address not in self.handoffs.overdue:
-                entry.address = self._routes[leader] = address
+                state.address = self._routes[leader] = address
                 return Route.REMOTE
             connecting = connecting or self._now - peer.since < CONNECT_SECONDS
         if connecting:
             return Route.DEFER
-        under_way = sum(s.missing for s in self.scheduler.prompts if self._entry(s).fallback)
-        if under_way and under_way + uncached > self.policy.fallback_tokens:
-            text = entry.last_failure or "none is connected"
+        under_way = sum(s.missing for s in self.scheduler.prompts if self._state(s).fallback)
+        if under_way and under_way + uncached > self.config.fallback_tokens:
+            text = state.last_failure or "none is connected"
             message = f"no prefill node could take the prompt ({text}), and this node prefills no more itself"
             # A step that failed is to be counted by the caller as well.
-            code = "UNAVAILABLE" if entry.step_failure else "RESOURCE_EXHAUSTED"
-            self._fail(entry, code, entry.step_failure or "NO_PREFILL_NODE", message)
+            code = "UNAVAILABLE" if state.step_failure else "RESOURCE_EXHAUSTED"
+            self._fail(state, code, state.step_failure or "NO_PREFILL_NODE", message)
             return Route.DEFER
-        entry.fallback = True
+        state.fallback = True
         return Route.LOCAL
 
     def _name(self, leader: Sequence, address: str) -> AttemptName:
-        """A request number is unique only on its caller's stream, and a caller may have several streams.
-        Tries are counted over all streams of an incarnation, so that no two hand-offs have the same name."""
-        entry = self._entry(leader)
-        attempt = (entry.gateway, entry.key.request, entry.attempt)
-        number = self._tries.pop(attempt, 0)
-        while self.handoffs.knows(AttemptName(*attempt, number)):
-            number += 1
-        self._tries[attempt] = number + 1
-        while len(self._tries) > REMEMBERED_TRIES:
-            self._tries.popitem(last=False)
-        return AttemptName(*attempt, number)
+        state = self._state(leader)
+        return self._names.next(state.gateway, state.key.request, state.attempt, in_use=self.handoffs.knows)
 
     def _pulled(self, leader: Sequence, pages: int) -> None:
-        self._entry(leader).pulled_pages += pages
+        self._state(leader).pulled_pages += pages
 
     def _handoff_failed(self, leader: Sequence, address: str, reason: str, message: str) -> None:
-        entry = self._entry(leader)
-        entry.retries += 1
-        entry.last_failure = f"{address}: {reason}: {message}"
-        tried = entry.candidates.index(address) + 1
+        state = self._state(leader)
+        state.retries += 1
+        state.last_failure = f"{address}: {reason}: {message}"
+        tried = state.candidates.index(address) + 1
         # Choices that are computed each by itself may have been in the same step there: it counts once.
-        if reason in STEP_FAILURES and tried > entry.tried:
-            entry.step_failure = reason
-            entry.request.failed_steps += 1
-        entry.tried = max(entry.tried, tried)
+        if reason in STEP_FAILURES and tried > state.tried:
+            state.step_failure = reason
+            state.request.failed_steps += 1
+        state.tried = max(state.tried, tried)
 
-    def _entry(self, leader: Sequence) -> Entry:
-        return self.entries[leader.request.key]  # type: ignore[index]
+    def _state(self, leader: Sequence) -> DecodeRequest:
+        return self.unfinished[leader.request.key]  # type: ignore[index]
 
     # --- ends -------------------------------------------------------------------------------------------
 
-    def _stats(self, entry: Entry) -> decode_pb2.RequestStats:
-        peer = self.peers.get(entry.address)
-        return decode_pb2.RequestStats(
-            prompt_tokens=len(entry.request.prompt),
-            cached_tokens=entry.request.cached_tokens or 0,
-            output_tokens=entry.output_tokens,
-            pulled_pages=entry.pulled_pages,
-            transport=peer.transport if peer is not None and entry.pulled_pages else "",
-            prefill_address=entry.address,
-            retractions=entry.request.retractions,
-            handoff_retries=entry.retries,
-        )
-
-    def _step_failed(self, entry: Entry, reason: str, message: str) -> tuple[str, str, str]:
+    def _step_failed(self, state: DecodeRequest, reason: str, message: str) -> tuple[str, str, str]:
         """Code, reason and message for a request of a failed step: it is retried elsewhere, once."""
-        entry.request.failed_steps += 1
-        if entry.request.failed_steps < MAX_FAILED_STEPS:
+        state.request.failed_steps += 1
+        if state.request.failed_steps < MAX_FAILED_STEPS:
             return "UNAVAILABLE", reason, message
         return "INTERNAL", "REPEATED_STEP_FAILURE", _repeated(message)
 
@@ -370,15 +345,15 @@ class DecodeCore:
         may be the cause. Changes nothing else, because the state cannot be relied on."""
         waiting = {sequence.request for sequence in self.scheduler.waiting}
         failed: list[tuple[Hashable, Output]] = []
-        for entry in self.entries.values():
-            if entry.request not in waiting:
-                words = self._step_failed(entry, "NODE_FAILED", message)
-                failed.append((entry.key.caller, Failed(entry.key.request, entry.attempt, *words)))
+        for state in self.unfinished.values():
+            if state.request not in waiting:
+                words = self._step_failed(state, "NODE_FAILED", message)
+                failed.append((state.key.caller, Failed(state.key.request, state.attempt, *words)))
         self.flush_to(0, failed, [])
 
     def _fail(
         self,
-        entry: Entry,
+        state: DecodeRequest,
         code: str,
         reason: str,
         message: str,
@@ -386,13 +361,13 @@ class DecodeCore:
         retry: float | None = None,
     ) -> None:
         """`retry`: seconds after which asking again makes sense."""
-        self.entries.pop(entry.key, None)
-        self.scheduler.close(entry.request)
+        self.unfinished.pop(state.key, None)
+        self.scheduler.close(state.request)
         if code != "CANCELLED":
             self.counters.failed += 1
         retry_ms = math.ceil(1000 * retry) if retry is not None else None
-        failed = Failed(entry.key.request, entry.attempt, code, reason, message, field, retry_ms)
-        self._outputs.append((entry.key.caller, failed))
+        failed = Failed(state.key.request, state.attempt, code, reason, message, field, retry_ms)
+        self._outputs.append((state.key.caller, failed))
 
 
 def _repeated(message: str) -> str:
@@ -415,10 +390,4 @@ def make_core(
         output_margin=config.output_margin,
         watermark=int(cache.counts().total * config.watermark),
     )
-    policy = DecodePolicy(
-        local_prefill_tokens=config.local_prefill_tokens,
-        fallback_tokens=config.fallback_tokens,
-        silence_seconds=config.handoff_seconds,
-        pull_seconds=config.pull_seconds,
-    )
-    return DecodeCore(cache, scheduling, policy, flush_to, observe)
+    return DecodeCore(cache, scheduling, config, flush_to, observe)

@@ -85,7 +85,7 @@ def forecast(
     return result
 
 
-class Overload:
+class OverloadControl:
     def __init__(self, scheduler: Scheduler) -> None:
         self.step_stats = StepStats(scheduler.config.token_budget)
         self.first_token = MovingAverage(REQUEST_WEIGHT)

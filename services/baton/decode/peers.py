@@ -59,7 +59,7 @@ class PrefillPeers:
         self._forget_seconds = config.request_seconds + FORGET_SECONDS
         seconds = config.handoff_seconds
         self._silence = max(seconds / 2, seconds - 2 * HEARTBEAT_SECONDS)
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, PrefillPeer] = {}
         self._pulls: dict[int, PullTask] = {}
         self.pull_meter = PullMeter()
 
@@ -72,7 +72,7 @@ class PrefillPeers:
     def connect(self, address: str) -> None:
         """Connects to a node that a request names, unless it is connected already."""
         if address not in self._peers:
-            self._peers[address] = _Peer(self._node, address, self._silence)
+            self._peers[address] = PrefillPeer(self._node, address, self._silence)
         self._peers[address].named = self._node.clock()
 
     def _forget(self) -> None:
@@ -141,7 +141,7 @@ class PrefillPeers:
             elif peer is not None:
                 peer.send(effect)
 
-    async def _pull(self, peer: _Peer | None, pull: PullTask, effect: StartPull) -> None:
+    async def _pull(self, peer: PrefillPeer | None, pull: PullTask, effect: StartPull) -> None:
         try:
             await pull.run(peer.receiver if peer is not None else None)
         finally:
@@ -154,7 +154,7 @@ class PrefillPeers:
         await asyncio.gather(*(peer.close() for peer in self._peers.values()))
 
 
-class _Peer:
+class PrefillPeer:
     """One prefill node. It is usable when its pool has been opened."""
 
     def __init__(self, node: DecodeShell, address: str, silence: float) -> None:
@@ -170,7 +170,7 @@ class _Peer:
         self._node = node
         self._silence = silence
         self._session = 0
-        self.link = node.make_link(address, self._hello, self._received, self._welcomed, self._lost)
+        self.link = node.make_link(address, self)
         self.link.start()
 
     @property
@@ -192,11 +192,11 @@ class _Peer:
         ahead = self.receiver is not None and self.receiver.sees_steps
         self.link.send(request_for(effect, ahead))
 
-    def _hello(self) -> prefill_pb2.PrefillRequest:
+    def hello(self) -> prefill_pb2.PrefillRequest:
         hello = prefill_pb2.PrefillHello(incarnation=self._node.incarnation, layout=self._node.layout)
         return prefill_pb2.PrefillRequest(hello=hello)
 
-    def _welcomed(self, response: prefill_pb2.PrefillResponse) -> None:
+    def welcomed(self, response: prefill_pb2.PrefillResponse) -> None:
         if len(response.events) != 1 or response.events[0].WhichOneof("kind") != "welcome":
             self.link.reset(failed_precondition("the first answer was not a welcome", "PROTOCOL"))
             return
@@ -228,7 +228,7 @@ class _Peer:
         peer = Peer(up=True, since=self._node.clock(), transport=receiver.kind, shares_gpu=shares_gpu)
         self._changed(peer, "")
 
-    def _received(self, response: prefill_pb2.PrefillResponse) -> None:
+    def received(self, response: prefill_pb2.PrefillResponse) -> None:
         address = self.address
         self._asked = None
         try:
@@ -241,7 +241,7 @@ class _Peer:
 
         self._node.steps.call(lambda core, now: core.receive(address, messages, now))
 
-    def _lost(self, error: BatonError) -> None:
+    def lost(self, error: BatonError) -> None:
         self._session += 1
         receiver, self.receiver = self.receiver, None
         if receiver is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,11 +13,11 @@ import grpc.aio
 from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore
 from baton.decode.messages import several
-from baton.decode.peers import PrefillPeers
+from baton.decode.peers import PrefillPeer, PrefillPeers
 from baton.decode.shell import DecodeShell
 from baton.decode.stream import DecodeStream
 from baton.rpc.authentication import ClusterAuthentication
-from baton.rpc.errors import BatonError, unavailable
+from baton.rpc.errors import unavailable
 from baton.rpc.link import Link
 from baton.rpc.node import run_node
 from baton.v1 import decode_pb2, decode_pb2_grpc, node_pb2, prefill_pb2, prefill_pb2_grpc
@@ -45,20 +45,15 @@ class DecodeNode(DecodeShell, WorkerNode[DecodeCore], decode_pb2_grpc.DecodeServ
         return [decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name, self.serve_cache(server)]
 
     def make_link(
-        self,
-        address: str,
-        hello: Callable[[], prefill_pb2.PrefillRequest],
-        on_message: Callable[[prefill_pb2.PrefillResponse], None],
-        on_up: Callable[[prefill_pb2.PrefillResponse], None],
-        on_down: Callable[[BatonError], None],
+        self, address: str, peer: PrefillPeer
     ) -> Link[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]:
         return Link(
             address,
             lambda channel: prefill_pb2_grpc.PrefillStub(channel).Run,
-            hello=hello,
-            on_message=on_message,
-            on_up=on_up,
-            on_down=on_down,
+            hello=peer.hello,
+            on_message=peer.received,
+            on_up=peer.welcomed,
+            on_down=peer.lost,
             join=several,
             dial=self.cluster.dial,
         )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict
 
 from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore, make_core
-from baton.decode.peers import PrefillLink, PrefillPeers
+from baton.decode.peers import PrefillLink, PrefillPeer, PrefillPeers
 from baton.decode.stream import DecodeStream, add_output
 from baton.decode.types import Key, Output
 from baton.handoff.messages import DecodeEffect
 from baton.kvcache import KvCache
 from baton.rpc.errors import BatonError, invalid, unavailable
 from baton.rpc.validate import check_token_ids
-from baton.v1 import decode_pb2, node_pb2, prefill_pb2
+from baton.v1 import decode_pb2, node_pb2
 from baton.worker.convert import check_start, delivered_from, request_from, sampling_from
 from baton.worker.shell import WorkerShell
 
@@ -30,15 +30,8 @@ class DecodeShell(WorkerShell[DecodeCore]):
     def make_core(self, cache: KvCache) -> DecodeCore:
         return make_core(self.config, self.limits(), cache, self._flush, self.observe)
 
-    def make_link(
-        self,
-        address: str,
-        hello: Callable[[], prefill_pb2.PrefillRequest],
-        on_message: Callable[[prefill_pb2.PrefillResponse], None],
-        on_up: Callable[[prefill_pb2.PrefillResponse], None],
-        on_down: Callable[[BatonError], None],
-    ) -> PrefillLink:
-        """A stream to a prefill node, not yet started; see rpc.link.Link."""
+    def make_link(self, address: str, peer: PrefillPeer) -> PrefillLink:
+        """A stream to a prefill node, not yet started."""
         raise NotImplementedError
 
     def make_stream(self, incarnation: int) -> DecodeStream:

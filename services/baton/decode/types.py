@@ -18,8 +18,19 @@ class Key:
     request: int
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Last known state of a prefill node."""
+
+    up: bool
+    since: float
+    transport: str = ""
+    shares_gpu: bool = False
+    """Whether it runs on this node's GPU."""
+
+
 @dataclass(slots=True, eq=False)
-class Entry:
+class DecodeRequest:
     """State of a request from its start to its terminal event."""
 
     key: Key
@@ -45,16 +56,18 @@ class Entry:
     admitted: float | None = None
     """When its admission was last decided on, less the seconds that steps had stalled by then."""
 
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Last known state of a prefill node."""
-
-    up: bool
-    since: float
-    transport: str = ""
-    shares_gpu: bool = False
-    """Whether it runs on this node's GPU."""
+    def stats(self, peer: Peer | None) -> decode_pb2.RequestStats:
+        """`peer`: the node at `address`."""
+        return decode_pb2.RequestStats(
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.request.cached_tokens or 0,
+            output_tokens=self.output_tokens,
+            pulled_pages=self.pulled_pages,
+            transport=peer.transport if peer is not None and self.pulled_pages else "",
+            prefill_address=self.address,
+            retractions=self.request.retractions,
+            handoff_retries=self.retries,
+        )
 
 
 @dataclass(slots=True)
@@ -69,18 +82,7 @@ class DecodeCounters:
     """Refused because their deadline could not be met."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePolicy:
-    local_prefill_tokens: int | None
-    """A prompt with at most this many uncached tokens is prefilled here. None: callers decide."""
-    fallback_tokens: int
-    """Limit of prompt tokens prefilled here at a time because no prefill node could be used."""
-    silence_seconds: float
-    pull_seconds: float
-    """A pull that takes longer is given up."""
-
-
-# --- what callers are told, which `stream` puts on the wire ---
+# --- outputs to callers, which `stream` makes messages of ---
 
 
 @dataclass(slots=True)

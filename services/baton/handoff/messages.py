@@ -4,6 +4,7 @@ shells, which send them."""
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.engine.plan import Logprobs
@@ -40,6 +41,31 @@ class RecentNames:
 
     def __contains__(self, name: AttemptName) -> bool:
         return name in self._names
+
+
+REMEMBERED_TRIES = 16384
+"""Attempts whose tries are counted on. More than a prefill node remembers of one stream."""
+
+
+class HandoffNames:
+    """Counts the tries of each attempt, so that no two hand-offs of a decode node have the same name."""
+
+    def __init__(self) -> None:
+        self._tries: OrderedDict[tuple[int, int, int], int] = OrderedDict()
+
+    def next(
+        self, gateway: int, request: int, attempt: int, in_use: Callable[[AttemptName], bool]
+    ) -> AttemptName:
+        """A request number is unique only on its caller's stream, and a caller may have several streams. So
+        tries are counted over all streams of an incarnation. `in_use`: whether a hand-off has the name."""
+        key = (gateway, request, attempt)
+        number = self._tries.pop(key, 0)
+        while in_use(AttemptName(*key, number)):
+            number += 1
+        self._tries[key] = number + 1
+        while len(self._tries) > REMEMBERED_TRIES:
+            self._tries.popitem(last=False)
+        return AttemptName(*key, number)
 
 
 # --- from the decode side to its shell -------------------------------------------------------------------

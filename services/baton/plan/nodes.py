@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.config import DecodeConfig, PrefillConfig
 from baton.decode.core import DecodeCore
-from baton.decode.peers import PrefillPeers
+from baton.decode.peers import PrefillPeer, PrefillPeers
 from baton.decode.shell import DecodeShell
 from baton.engine.batch import Step
 from baton.engine.step_loop import StepPipeline
@@ -155,30 +155,21 @@ class DirectLink:
 
     connected, last_error = True, None
 
-    def __init__(
-        self,
-        node: SimDecode,
-        server: SimPrefill,
-        hello: Callable[[], prefill_pb2.PrefillRequest],
-        on_message: Callable[[prefill_pb2.PrefillResponse], None],
-        on_up: Callable[[prefill_pb2.PrefillResponse], None],
-    ) -> None:
+    def __init__(self, node: SimDecode, server: SimPrefill, peer: PrefillPeer) -> None:
+        self._node = node
         self._hop = node.profile.host.hop
         self._server = server
-        self._hello = hello
-        self._on_up = on_up
+        self._peer = peer
         self._stream: VirtualPrefillStream
-
-        def write(message: prefill_pb2.PrefillResponse) -> None:
-            node.after(self._hop, lambda: on_message(message))
-
-        self._write = write
 
     def start(self) -> None:
         server = self._server
-        self._stream = server.open(self._hello().hello)  # type: ignore[assignment]
+        self._stream = server.open(self._peer.hello().hello)  # type: ignore[assignment]
         self._stream.attach(server.world, server.actor, self._write)
-        self._on_up(server.welcome()[0])
+        self._peer.welcomed(server.welcome()[0])
+
+    def _write(self, message: prefill_pb2.PrefillResponse) -> None:
+        self._node.after(self._hop, lambda: self._peer.received(message))
 
     def send(self, request: prefill_pb2.PrefillRequest) -> bool:
         self._server.after(self._hop, lambda: self._server.obey(request, self._stream))
@@ -242,15 +233,8 @@ class SimDecode(DecodeShell, SimNode[DecodeCore]):
     def make_stream(self, incarnation: int) -> VirtualDecodeStream:
         return VirtualDecodeStream(incarnation, self.config.message_seconds)
 
-    def make_link(
-        self,
-        address: str,
-        hello: Callable[[], prefill_pb2.PrefillRequest],
-        on_message: Callable[[prefill_pb2.PrefillResponse], None],
-        on_up: Callable[[prefill_pb2.PrefillResponse], None],
-        on_down: Callable[[BatonError], None],
-    ) -> DirectLink:
-        return DirectLink(self, self._prefill[address], hello, on_message, on_up)
+    def make_link(self, address: str, peer: PrefillPeer) -> DirectLink:
+        return DirectLink(self, self._prefill[address], peer)
 
     async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> VirtualReceiver:
         return VirtualReceiver(self, self._prefill[address])

@@ -108,9 +108,9 @@ class PrefillCore:
         outputs, self.side.outputs = self.side.outputs, []
         by_holder: dict[Hashable, list[PrefillOutput]] = {}
         for holder, output in outputs:
-            told = by_holder.setdefault(holder, [])
+            messages = by_holder.setdefault(holder, [])
             if not isinstance(output, Alive):
-                told.append(output)
+                messages.append(output)
         self.flush_to(by_holder)
 
 

@@ -91,9 +91,9 @@ class PrefillShell(WorkerShell[PrefillCore]):
         self.post(self._deliver, outputs)
 
     def _deliver(self, outputs: dict[Hashable, list[PrefillOutput]]) -> None:
-        for holder, told in outputs.items():
+        for holder, sent in outputs.items():
             assert isinstance(holder, PrefillStream)
-            if not holder.put(prefill_pb2.PrefillResponse(events=[_event(output) for output in told])):
+            if not holder.put(prefill_pb2.PrefillResponse(events=[_event(output) for output in sent])):
                 self.drop(holder)
 
     # --- what callers say: worker.caller_stream.Service -------------------------------------------------

@@ -236,8 +236,8 @@ class Audit:
                     yield ("overdue", prefill.who, name), f"leak: {text}"
         for decode in self._of(SimDecode):
             assert isinstance(decode, SimDecode)
-            for key, entry in decode.core.entries.items():
-                if entry.request.deadline < decode.clock() and self._healthy(decode, decode):
+            for key, state in decode.core.unfinished.items():
+                if state.request.deadline < decode.clock() and self._healthy(decode, decode):
                     text = f"{decode.who} runs request {key.request} beyond its deadline"
                     yield ("overdue", decode.who, key), f"leak: {text}"
 

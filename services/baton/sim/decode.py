@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore
-from baton.decode.peers import PrefillPeers
+from baton.decode.peers import PrefillPeer, PrefillPeers
 from baton.decode.shell import DecodeShell
 from baton.decode.types import Output
 from baton.handoff.decode_side import DecodeSide
@@ -19,7 +19,7 @@ from baton.sim.streams import SimStreams, VirtualDecodeStream
 from baton.sim.tasks import sleep
 from baton.sim.transport import Pull, SimReceiver
 from baton.sim.world import Violation
-from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.v1 import common_pb2, decode_pb2
 
 
 class CheckedStream(VirtualDecodeStream):
@@ -113,15 +113,8 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
     def make_stream(self, incarnation: int) -> CheckedStream:
         return CheckedStream(incarnation, self.config.message_seconds, self.who)
 
-    def make_link(
-        self,
-        address: str,
-        hello: Callable[[], prefill_pb2.PrefillRequest],
-        on_message: Callable[[prefill_pb2.PrefillResponse], None],
-        on_up: Callable[[prefill_pb2.PrefillResponse], None],
-        on_down: Callable[[BatonError], None],
-    ) -> SimLink:
-        return self.link(address, hello, on_message, on_up, on_down)
+    def make_link(self, address: str, peer: PrefillPeer) -> SimLink:
+        return self.link(address, peer.hello, peer.received, peer.welcomed, peer.lost)
 
     async def open_receiver(self, endpoints: Sequence[common_pb2.Endpoint], address: str) -> SimReceiver:
         await sleep(self.world, self.loop, self.world.rng(f"open {self.name}").uniform(0.0, 0.02))
