@@ -131,7 +131,11 @@ def _poison(
     chosen = rng.randrange(len(requests))
     spec = requests[chosen]
     params = replace(spec.params, seed=POISON)
-    poison = replace(spec, params=params, n=1, stop=(), timeout=15.0, cancel_after=None, resume=True)
+    # A short prompt is computed by decode nodes, which end one after the other.
+    prompt = spec.prompt[: rng.choice((2, len(spec.prompt)))]
+    poison = replace(
+        spec, prompt=prompt, params=params, n=1, stop=(), timeout=15.0, cancel_after=None, resume=True
+    )
     return (*requests[:chosen], poison, *requests[chosen + 1 :]), faults[: rng.choice((0, 0, 1, 3))]
 
 
