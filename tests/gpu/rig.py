@@ -162,5 +162,6 @@ def reference_logits(path: Path, tokens: list[int]) -> torch.Tensor:
         return out.flatten(1)
 
     with torch.inference_mode():
-        hidden = model.forward(ForwardBatch(torch.tensor(tokens), torch.arange(len(tokens)), attend))
+        batch = ForwardBatch(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+        hidden = model.forward(batch)
         return model.logits(hidden)
