@@ -17,6 +17,7 @@ from baton.attention.registry import BACKENDS, resolve
 from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
 from baton.kvcache.pool import KvLayout, KvPool
+from baton.layers.attention import AttentionOptions
 
 USUAL = (16, 8, 128)
 OTHERS = ((8, 2, 64), (32, 8, 128), (16, 2, 128), (40, 1, 64), (4, 4, 128), (6, 2, 64))
@@ -95,6 +96,32 @@ def test_equals_the_torch_backend(name, dtype, shape, page_size, singles, chunks
         for p in (row.start, row.start + row.count - 1):
             at = row.pages[p // page_size], layer, slice(None), p % page_size
             assert torch.equal(pools[0].pages[at].float(), pools[1].pages[at])
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_windows_sinks_and_scales(window, sinks, scale):
+    """FA3 against the torch backend in float32."""
+    heads, kv_heads, dim, page_size = 16, 4, 64, 128
+    torch.manual_seed(7)
+    rows, pages = random_rows(random.Random(7), page_size, 9, 4)
+    of_heads = torch.randn(heads, device=CUDA).to(BF16) if sinks else None
+    options = [AttentionOptions(scale=scale, window=window, sinks=of_heads)] * 2
+    pools = [KvPool(KvLayout(2, kv_heads, dim, page_size, kind), pages, CUDA) for kind in (BF16, FP32)]
+    pools[0].pages.normal_()
+    pools[1].pages.copy_(pools[0].pages)
+    total = sum(row.count for row in rows)
+    q, k, v = (torch.randn(total, h, dim, device=CUDA).to(BF16) for h in (heads, kv_heads, kv_heads))
+    tested = Fa3Attention(pools[0], heads, options)
+    reference = TorchAttention(pools[1], heads, options)
+    out, want = torch.full_like(q, math.nan), torch.full_like(q, math.nan, dtype=FP32)
+    with torch.inference_mode():
+        for mine, at in ((rows[:9], slice(0, 9)), (rows[9:], slice(9, total))):
+            for backend, target, kind in ((tested, out, BF16), (reference, want, FP32)):
+                backend.prepare(mine)
+                backend.forward(1, *(x[at].to(kind) for x in (q, k, v)), target[at])
+    assert ((out.float() - want).norm() / want.norm()).item() < 6e-3
 
 
 @pytest.mark.parametrize("name", ["triton", "fa3"])

@@ -43,6 +43,7 @@ class Fa3Attention(PagedAttention):
     """Multiplies entries behind a row's end in its last tile by 0; so the pool must not hold NaN."""
 
     name = "fa3"
+    features = frozenset({"scale", "window", "sinks"})
 
     @staticmethod
     def available(
@@ -71,6 +72,7 @@ class Fa3Attention(PagedAttention):
 
         super().__init__(pool, num_heads, options)
         self._attend: Any = flash_attn_with_kvcache
+        self._extra = [_arguments(each) for each in self._options]
 
     def plan(self, rows: PagedRows) -> None:
         """Computes once for all layers how rows of one token are split among multiprocessors."""
@@ -102,6 +104,7 @@ class Fa3Attention(PagedAttention):
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
         keys, values = self._layers[layer]
         single = rows.starts is None
+        windowed = self._options[layer].window is not None
         self._attend(
             q.unsqueeze(1) if single else q,
             keys,
@@ -111,9 +114,22 @@ class Fa3Attention(PagedAttention):
             cu_seqlens_q=rows.starts,
             max_seqlen_q=rows.longest,
             causal=True,
-            scheduler_metadata=rows.plan,
+            scheduler_metadata=None if windowed else rows.plan,
             out=out.unsqueeze(1) if single else out,
+            **self._extra[layer],
         )
+
+
+def _arguments(options: AttentionOptions) -> dict[str, Any]:
+    """Of the kernel, for a layer's options."""
+    found: dict[str, Any] = {}
+    if options.scale is not None:
+        found["softmax_scale"] = options.scale
+    if options.window is not None:
+        found["window_size"] = (options.window - 1, 0)
+    if options.sinks is not None:
+        found["sinks"] = options.sinks
+    return found
 
 
 _HEAD_DIM = 128
@@ -130,6 +146,7 @@ class FixedFa3Attention(Fa3Attention):
     """
 
     name = "fa3-fixed"
+    features = frozenset[str]()
 
     @staticmethod
     def available(
