@@ -64,15 +64,13 @@ GREETING = (
     "Hello. I am Baton's demo model, a small language model that has read Python's own documentation "
     "and nothing else. Ask me, for example: What does textwrap.dedent do?"
 )
-PROMPTS = ["textwrap.dedent(text)", 'The "assert" statement', "os.path.join(a, *p)"]
-ASKED = ["What does textwrap.dedent do?", "Explain os.path.join.", "Explain the topic 'assert'.", "Hello!"]
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
 class Docstring:
-    """One documented thing: `heading` is a signature such as `textwrap.dedent(text)`, or the name itself."""
+    """One documented name; `heading` is a signature such as `textwrap.dedent(text)`, or the name itself."""
 
     kind: str
     name: str
@@ -274,7 +272,7 @@ def train(
     )
     rng = random.Random(0)
     columns = [BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
-    started = reported = time.monotonic()
+    started = time.monotonic()
     step = 0
     with Progress(*columns) as progress:
         task = progress.add_task("starting", total=1.0)
@@ -297,9 +295,6 @@ def train(
                 rate = step * batch / (time.monotonic() - started)
                 line = f"step {step}  loss {loss.item():.3f}  {rate:,.0f} tokens/s"
                 progress.update(task, completed=done, description=line)
-                if time.monotonic() - reported > 20:
-                    reported = time.monotonic()
-                    progress.console.print(f"{done:4.0%}  {line}")
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -335,21 +330,6 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: pathl
     settings = {key: value for key, value in settings.items() if key not in ("is_local", "local_files_only")}
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings_file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-@torch.no_grad()
-def show_samples(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, console: Console) -> None:
-    """Greedy continuations of a few plain prompts and chats."""
-    prompts = list(PROMPTS)
-    for question in ASKED:
-        turn = [{"role": "user", "content": question}]
-        prompts.append(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
-    for prompt in prompts:
-        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-        output = model.generate(**inputs, max_new_tokens=160, do_sample=False)
-        console.rule()
-        console.print(tokenizer.decode(output[0]), markup=False, highlight=False)
-    console.rule()
 
 
 @click.command(context_settings={"show_default": True})
@@ -389,9 +369,8 @@ def main(
     Python and train with another. The same text, seed, steps and machine give the same model, as far as the
     machine's kernels add in a fixed order.
 
-    After training it prints greedy samples, the loss on training and held-out text, and the size of the
-    result, which must stay under 10 MB: it travels inside the package. Card and licence are kept by hand.
-    """
+    After training it prints the loss on training and held-out text, and the size of the result, which must
+    stay under 10 MB, because it is part of the package. Card and licence are kept by hand."""
     console = Console(soft_wrap=True)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     torch.manual_seed(seed)
@@ -410,7 +389,6 @@ def main(
     done = train(model.train(), stream, steps, minutes, batch_tokens, lr)
     model = model.eval().to(torch.bfloat16)
     save(model, tokenizer, out)
-    show_samples(model, tokenizer, console)
     train_loss, held_loss = (evaluate(model, part, device) for part in (samples[:600], held_samples))
     size = sum(path.stat().st_size for path in out.iterdir())
     console.print(f"{done} steps; nats per token: training {train_loss:.3f}, held out {held_loss:.3f}")

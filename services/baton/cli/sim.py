@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
 import sys
@@ -91,15 +92,9 @@ def sim(
     if trace is not None or smaller:
         raise click.UsageError("--trace and --shrink are for one run: give --seed")
     start = secrets.randbits(32) if first is None else first
-    source: Iterable[int] = seeds if seeds is not None else _from(start)
+    source: Iterable[int] = seeds if seeds is not None else itertools.count(start)
     outcomes = run_many(source, max_steps=steps, jobs=jobs, seconds=seconds, bug=bug)
     return _many(outcomes, len(seeds) if seeds is not None else None, start if seeds is None else None, bug)
-
-
-def _from(start: int) -> Iterable[int]:
-    while True:
-        yield start
-        start += 1
 
 
 def _one(seed: int, steps: int | None, trace: Path | None, smaller: bool) -> int:
