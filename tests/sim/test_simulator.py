@@ -87,6 +87,15 @@ def test_hangs_that_overlap_end_before_the_calm():
     assert worker.hangs_until <= replace(scenario, faults=tuple(faults)).calm - CALM_SECONDS
 
 
+def test_a_node_that_drains_takes_no_more_requests():
+    scenario = next(s for s in map(make_scenario, range(100)) if len(s.decode) == 2)
+    cluster = Cluster(replace(scenario, faults=()))
+    cluster.processes["d0"].drain()
+    cluster.run()
+    taken = {name: cluster.processes[name].core.counters.prompt_tokens for name in ("d0", "d1")}
+    assert taken["d0"] == 0 < taken["d1"]
+
+
 def _trace(seed, hash_seed):
     code = f"""
 import sys
