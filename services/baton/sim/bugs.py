@@ -262,7 +262,7 @@ def _(ended: Wrong, attempts: Attempts, error: BatonError, now: float, *, lost: 
     attempts.failed_steps = 0
 
 
-@_bug("other-choice", "a resumed choice continues another choice's output", 100, Attempts, "delivered")
+@_bug("other-choice", "a resumed choice continues another choice's output", 200, Attempts, "delivered")
 def _(delivered: Wrong, attempts: Attempts) -> Delivered:
     """Each choice continues from the output of the first."""
     carried: Delivered = delivered(attempts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any
 
 from baton.decode.stream import DecodeStream
 from baton.prefill.shell import PrefillStream
@@ -14,7 +14,6 @@ from baton.sim.world import Actor, World
 from baton.worker.caller_stream import CallerStream, Service
 
 Write = Callable[[Any], object]
-S = TypeVar("S", bound=CallerStream)
 
 
 class VirtualStream(CallerStream):
