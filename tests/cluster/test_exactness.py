@@ -17,6 +17,8 @@ from baton.decode.core import LOCAL_PREFILL_TOKENS
 OUTPUT = 64
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
 """Around page borders, and more rows than the narrow workers have."""
+SOME_LENGTHS = [16, 33, 64, 65, 160, 300]
+"""Of all models but one. Enough for retractions: the first four with their outputs need more pages than are."""
 NARROW = ("--token-budget", "16", "--max-rows", "8", "--page-size", "16", "--transports", "grpc", "--overlap")
 """Chunks of one page at most, pages over gRPC, each step launched before the last one's tokens are read."""
 TIGHT = ("--kv-tokens", "400", "--output-margin", "1", "--watermark", "0")
@@ -42,6 +44,7 @@ class Routes:
 def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(request.param)
+    lengths = LENGTHS if request.param == "qwen3" else SOME_LENGTHS
     deployment = Deployment(folder, save(model, folder / "model"))
     wide = (
         deployment.add_worker("prefill", "--kv-tokens", "8192"),
@@ -53,7 +56,7 @@ def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     )
     routes = Routes(
         deployment,
-        Reference(model).answers(LENGTHS, OUTPUT),
+        Reference(model).answers(lengths, OUTPUT),
         deployment.add_gateway([wide[1]], [wide[0]]),
         deployment.add_gateway([wide[1]]),
         deployment.add_gateway([narrow[1]], [narrow[0]]),
