@@ -18,7 +18,7 @@ OUTPUT = 64
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
 """Around page borders, and more rows than the narrow workers have."""
 SOME_LENGTHS = [16, 33, 64, 65, 160, 300]
-"""Of all models but one. Enough for retractions: the first four with their outputs need more pages than are."""
+"""Of all models but one. The first four with their outputs need more pages than there are: retractions."""
 NARROW = ("--token-budget", "16", "--max-rows", "8", "--page-size", "16", "--transports", "grpc", "--overlap")
 """Chunks of one page at most, pages over gRPC, each step launched before the last one's tokens are read."""
 TIGHT = ("--kv-tokens", "400", "--output-margin", "1", "--watermark", "0")
