@@ -36,8 +36,6 @@ class Holding:
     owned: set[int] = field(default_factory=set)
     pins: int = 0
     """Leases and pulls that have not ended yet."""
-    last_step: int = 0
-    """Number of the last launched step that uses its pages; the scheduler keeps it."""
     release_step: int | None = None
     """Set by the release: the step after which the pages are freed."""
     shared: int = field(init=False)
@@ -170,11 +168,11 @@ class KvCache:
             self._free(holding)
 
     def release(self, holding: Holding, after_step: int) -> None:
-        """Gives the holding up, exactly once. Its pages are freed when step `after_step` and
-        `holding.last_step` have retired and the last pin is gone, perhaps at once. Step 0 is before every
+        """Gives the holding up, exactly once. Its pages are freed when step `after_step`, the last launched
+        one that uses them, has retired and the last pin is gone, perhaps at once. Step 0 is before every
         step."""
         self._require_held(holding)
-        holding.release_step = max(after_step, holding.last_step)
+        holding.release_step = after_step
         self._pending += 1
         if holding.release_step <= self._retired:
             self._free(holding)
