@@ -213,9 +213,10 @@ def test_check_sees_damage(damage: str) -> None:
 
 
 def seconds(work: Callable[[], None]) -> float:
-    begin = time.perf_counter()
+    """Of processor time: others may use the machine."""
+    begin = time.process_time()
     work()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
