@@ -71,7 +71,7 @@ class Router:
     ) -> None:
         """`correction`: the checkpoint has `e_score_correction_bias`; `float32`: the layer is computed in
         float32."""
-        self.routing = routing
+        self.routing, self.experts = routing, experts
         self.dtype = torch.float32 if float32 else parameters.dtype
         self.linear = replace(parameters, dtype=self.dtype).linear({name: experts}, hidden, bias)
         self.correction: torch.Tensor | None = None

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.attention import Attention, AttentionOptions, KvShape
+from baton.layers.experts import Mixture
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.linear import CpuLayout, Linear, fastest_layout
 from baton.layers.mlp import GatedMlp
@@ -175,7 +176,7 @@ class Decoder:
 
 def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
     """The layers if all are those of Llama: attention to all positions, whole heads rotated alike, a gated
-    SiLU layer; else None."""
+    SiLU layer or a mixture of such; else None."""
     if not isinstance(decoder, Decoder):
         return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
@@ -184,8 +185,18 @@ def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
 
 
 def _plain(layer: DecoderLayer) -> bool:
-    attention, mlp = layer.attention, layer.feed_forward
+    attention = layer.attention
     if not isinstance(attention, Attention) or attention.options.features or attention.rope is None:
         return False
-    whole = attention.rope.dim == attention.head_dim
-    return whole and isinstance(mlp, GatedMlp) and mlp.activation == "silu"
+    return attention.rope.dim == attention.head_dim and _plain_feed_forward(layer.feed_forward)
+
+
+def _plain_feed_forward(module: FeedForward | None) -> bool:
+    if isinstance(module, GatedMlp):
+        return module.activation == "silu"
+    if not isinstance(module, Mixture):
+        return False
+    experts, shared = module.experts, module.shared
+    aligned = experts.inner % 8 == 0 and experts.gate_up.shape[2] % 8 == 0
+    simple = experts.activation == "silu" and experts.gate_up_bias is None
+    return aligned and simple and (shared is None or _plain_feed_forward(shared))

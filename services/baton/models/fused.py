@@ -3,7 +3,8 @@
 A layer: fused add and norm, projection, head norms with rotation and KV write, attention, projection, fused
 add and norm, projection, SiLU and product, projection. For a few rows of one token: projections that gate
 what they write, or leave it to the norm in parts. For one token: projections that norm what they read and
-gate or add what they write. Needs a GPU: import it where one is in use.
+gate or add what they write. Instead of a gated layer there may be a mixture of experts (`fused_mixture`).
+Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from sgl_kernel import silu_and_mul
 
 from baton.kvcache.pool import KvPool
 from baton.layers.attention import Attention
+from baton.layers.experts import Mixture
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_parts
 from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.matmul import matmul
@@ -25,6 +27,7 @@ from baton.layers.kernels.qkv import write_qkv
 from baton.layers.linear import Linear
 from baton.layers.mlp import GatedMlp
 from baton.models.decoder import Decoder, DecoderLayer, plain_layers
+from baton.models.fused_mixture import FusedMixture
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer, q [tokens, heads, head_dim], out of that shape); keys and values are in the pool."""
@@ -39,21 +42,19 @@ class _Weights:
     qk_norm: torch.Tensor | None
     output: Linear
     post_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    feed_forward: GatedMlp | FusedMixture
 
     @staticmethod
-    def of(layer: DecoderLayer) -> _Weights:
-        attention, mlp = layer.attention, layer.feed_forward
-        assert isinstance(attention, Attention) and isinstance(mlp, GatedMlp)
+    def of(layer: DecoderLayer, invariant: bool) -> _Weights:
+        attention, feed_forward = layer.attention, layer.feed_forward
+        assert isinstance(attention, Attention) and isinstance(feed_forward, GatedMlp | Mixture)
         return _Weights(
             layer.input_norm.weight,
             attention.qkv,
             attention.qk_norm,
             attention.output,
             layer.post_norm.weight,
-            mlp.gate_up,
-            mlp.down,
+            feed_forward if isinstance(feed_forward, GatedMlp) else FusedMixture(feed_forward, invariant),
         )
 
 
@@ -78,17 +79,16 @@ class FusedDecoder:
         assert layers is not None
         rope = layers[0].attention.rope
         assert rope is not None
-        self._layers = [_Weights.of(layer) for layer in layers]
-        first = layers[0].feed_forward
-        assert isinstance(first, GatedMlp)
-        self._inner = first.inner
+        self._layers = [_Weights.of(layer, invariant) for layer in layers]
+        dense = [w.feed_forward for w in self._layers if isinstance(w.feed_forward, GatedMlp)]
+        self._inner = max((mlp.inner for mlp in dense), default=0)
         table = rope.table(context_length, torch.float32, model.device)
         half = model.config.head_dim // 2
         # Cosines, then the sines of the second half, which are the positive ones.
         self._rope = torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
-        self._few = not invariant and all(
-            fits(linear) for w in self._layers for linear in (w.output, w.gate_up, w.down)
-        )
+        linears = [w.output for w in self._layers]
+        linears += [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
+        self._few = not invariant and all(fits(linear) for linear in linears)
 
     def forward(
         self,
@@ -125,8 +125,12 @@ class FusedDecoder:
                 attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
             x = self.project(w.output, attended)
             fused_add_rmsnorm(x, residual, w.post_norm, eps)
-            x = self.project(w.down, silu_and_mul(self.project(w.gate_up, x)))
-            fused_add_rmsnorm(x, residual, following, eps)
+            mlp = w.feed_forward
+            if isinstance(mlp, FusedMixture):
+                add_norm(residual, mlp.parts(x), following, x, eps)
+            else:
+                x = self.project(mlp.down, silu_and_mul(self.project(mlp.gate_up, x)))
+                fused_add_rmsnorm(x, residual, following, eps)
         return x
 
     def _write(self, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -163,10 +167,15 @@ class FusedDecoder:
             self._write(index, qkv, positions, slots)
             attend(index, qkv.view(residual.shape[0], -1, dim)[:, :heads], attended)
             add_norm(residual, project_parts(attended.flatten(1), w.output), w.post_norm, x, eps)
-            inner = gated(x, w.gate_up)
-            if inner is None:
-                inner = silu_and_mul(w.gate_up(x))
-            add_norm(residual, project_parts(inner, w.down), following, x, eps)
+            mlp = w.feed_forward
+            if isinstance(mlp, FusedMixture):
+                parts = mlp.parts(x)
+            else:
+                inner = gated(x, mlp.gate_up)
+                if inner is None:
+                    inner = silu_and_mul(mlp.gate_up(x))
+                parts = project_parts(inner, mlp.down)
+            add_norm(residual, parts, following, x, eps)
         return x if wanted is None else x.index_select(0, wanted)
 
     def project(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -197,8 +206,12 @@ class FusedDecoder:
             self._write(index, qkv, positions, slots)
             attend(index, qkv.view(1, -1, dim)[:, :heads], attended)
             gemv(attended.flatten(1), w.output, residual, add=True)
-            gemv(residual, w.gate_up, inner, norm=w.post_norm, eps=eps, gated=True)
-            gemv(inner, w.down, residual, add=True)
+            mlp = w.feed_forward
+            if isinstance(mlp, FusedMixture):
+                mlp.add_one(residual, w.post_norm, eps)
+            else:
+                gemv(residual, mlp.gate_up, inner, norm=w.post_norm, eps=eps, gated=True)
+                gemv(inner, mlp.down, residual, add=True)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
         return rmsnorm(residual, model.norm.weight, eps)

@@ -131,7 +131,7 @@ def gated(x: torch.Tensor, linear: Linear) -> torch.Tensor | None:
 def add_norm(
     residual: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float
 ) -> None:
-    """residual += sum of `parts`, float32 [parts, rows, columns]; out = RMS-normalized residual, times
+    """residual += sum of `parts` [parts, rows, columns]; out = RMS-normalized residual, times
     `weight` [columns]. residual, out: [rows, columns]. In float32, rounded once."""
     count, rows, columns = parts.shape
     block = triton.next_power_of_2(columns)

@@ -1,0 +1,196 @@
+"""Triton: the products of a mixture's experts, for any number of tokens.
+
+A tile has rows of one expert only (`routing.sort`), so that each weight is read for its own tokens alone.
+With few rows a tile the products are computed transposed: the tensor cores' tall operand is then the weights,
+which stream through shared memory once. Needs a Hopper GPU (its tensor memory access): import it where one is
+in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from baton.layers.experts import Experts
+from baton.layers.kernels.routing import Tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Of one program."""
+
+    columns: int
+    inner: int
+    """Step along the dimension that is added up."""
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _gate_up(
+    x,
+    weight,
+    order,
+    tile_experts,
+    num_tiles,
+    out,
+    pairs,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    across: tl.constexpr = (COLUMNS + BN - 1) // BN
+    tile = tl.program_id(0) // across
+    if tile < tl.load(num_tiles):
+        left = tl.program_id(0) % across * BN
+        top = tl.load(tile_experts + tile) * (2 * COLUMNS) + left
+        m = tile * BM + tl.arange(0, BM)
+        pair = tl.load(order + m)
+        k = tl.arange(0, BK)
+        at = x + (pair // TOP_K).to(tl.int64)[:, None] * K + k[None, :]
+        there = (pair < pairs)[:, None]
+        gate = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+        up = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+        for start in range(0, K, BK):
+            a = tl.load(at + start, mask=there & (start + k < K)[None, :], other=0.0)
+            g = weight.load([top, start])
+            u = weight.load([top + COLUMNS, start])
+            if SWAP:
+                gate = tl.dot(g, a.T, gate)
+                up = tl.dot(u, a.T, up)
+            else:
+                gate = tl.dot(a, g.T, gate)
+                up = tl.dot(a, u.T, up)
+        y = gate / (1 + tl.exp(-gate)) * up
+        n = left + tl.arange(0, BN)
+        y = y.to(out.dtype.element_ty)
+        if SWAP:
+            y = y.T
+        tl.store(out + m.to(tl.int64)[:, None] * COLUMNS + n[None, :], y, mask=(n < COLUMNS)[None, :])
+
+
+@triton.jit
+def _down(
+    x,
+    weight,
+    weights,
+    order,
+    tile_experts,
+    num_tiles,
+    out,
+    pairs,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    across: tl.constexpr = (COLUMNS + BN - 1) // BN
+    tile = tl.program_id(0) // across
+    if tile < tl.load(num_tiles):
+        left = tl.program_id(0) % across * BN
+        top = tl.load(tile_experts + tile) * COLUMNS + left
+        y = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+        for start in range(0, K, BK):
+            a = x.load([tile * BM, start])
+            w = weight.load([top, start])
+            if SWAP:  # noqa: SIM108
+                y = tl.dot(w, a.T, y)
+            else:
+                y = tl.dot(a, w.T, y)
+        pair = tl.load(order + tile * BM + tl.arange(0, BM))
+        there = pair < pairs
+        scale = tl.load(weights + pair, mask=there, other=0.0)
+        n = left + tl.arange(0, BN)
+        # Part by part, as `gemm.add_norm` adds them up.
+        row = (pair % TOP_K).to(tl.int64) * (pairs // TOP_K) + pair // TOP_K
+        if SWAP:
+            y = (y * scale[None, :]).to(out.dtype.element_ty).T
+        else:
+            y = (y * scale[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * COLUMNS + n[None, :], y, mask=there[:, None] & (n < COLUMNS)[None, :])
+
+
+def gate_up(
+    x: torch.Tensor, experts: Experts, tiles: Tiles, top_k: int, tile: Tile, *, pdl: bool = True
+) -> torch.Tensor:
+    """silu(gate) * up of each choice's token, x [tokens, hidden] -> [rows of all tiles, inner], sorted."""
+    count, _, hidden = experts.gate_up.shape
+    inner = experts.inner
+    out = torch.empty(len(tiles.order), inner, dtype=x.dtype, device=x.device)
+    weight = experts.gate_up.view(count * 2 * inner, hidden)
+    _gate_up[(len(tiles.experts) * triton.cdiv(inner, tile.columns),)](
+        x,
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]),
+        tiles.order,
+        tiles.experts,
+        tiles.count,
+        out,
+        x.shape[0] * top_k,
+        K=hidden,
+        COLUMNS=inner,
+        TOP_K=top_k,
+        **_options(tiles, tile, pdl),
+    )
+    return out
+
+
+def down(
+    x: torch.Tensor,
+    experts: Experts,
+    weights: torch.Tensor,
+    tiles: Tiles,
+    out: torch.Tensor,
+    tile: Tile,
+    *,
+    pdl: bool = True,
+) -> None:
+    """The experts' down projection of what `gate_up` returned, times `weights` [tokens, top_k], into `out`
+    [top_k, tokens, hidden]."""
+    count, hidden, inner = experts.down.shape
+    _down[(len(tiles.experts) * triton.cdiv(hidden, tile.columns),)](
+        TensorDescriptor.from_tensor(x, [tiles.rows, tile.inner]),
+        TensorDescriptor.from_tensor(experts.down.view(count * hidden, inner), [tile.columns, tile.inner]),
+        weights,
+        tiles.order,
+        tiles.experts,
+        tiles.count,
+        out,
+        weights.numel(),
+        K=inner,
+        COLUMNS=hidden,
+        TOP_K=weights.shape[1],
+        **_options(tiles, tile, pdl),
+    )
+
+
+def _options(tiles: Tiles, tile: Tile, pdl: bool) -> dict[str, int | bool]:
+    return {
+        "BM": tiles.rows,
+        "BN": tile.columns,
+        "BK": tile.inner,
+        "SWAP": tiles.rows < 64 and tile.columns >= 64,
+        "PDL": pdl,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "launch_pdl": pdl,
+    }

@@ -1,0 +1,258 @@
+"""Triton: which experts each token uses, and the tokens of each expert in tiles of rows.
+
+Nothing waits for the host, and no shape depends on the data: so that a CUDA graph can hold it. Needs a GPU:
+import it where one is in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from baton.layers.experts import Router
+
+_BLOCK = 4096
+"""Choices that a program of `_sort` looks at together."""
+COUNTED_PAIRS = 4096
+"""With more choices it is faster where `choose` counts them."""
+
+
+@triton.jit
+def ranked_experts(
+    logits,
+    bias,
+    correction,
+    part_stride,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+):
+    """Of one token, for each expert: how many are better, and its weight if it is among the best."""
+    e = tl.arange(0, BLOCK)
+    inside = e < EXPERTS
+    score = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        score += tl.load(logits + part * part_stride + e, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        score += tl.load(bias + e, mask=inside, other=0.0).to(tl.float32)
+    if SIGMOID:
+        score = 1 / (1 + tl.exp(-score))
+    else:
+        score = tl.exp(score - tl.max(tl.where(inside, score, -float("inf")), 0))
+    key = score
+    if CORRECTION:
+        key += tl.load(correction + e, mask=inside, other=0.0)
+    key = tl.where(inside, key, -float("inf"))
+    # Of equal ones the first is better.
+    before = (key[:, None] > key[None, :]) | ((key[:, None] == key[None, :]) & (e[:, None] < e[None, :]))
+    rank = tl.sum(before.to(tl.int32), 0)
+    score = tl.where(inside, score, 0.0)
+    if RENORMALIZE:
+        score = score / (tl.sum(tl.where(rank < TOP_K, score, 0.0), 0) + 1e-20)
+    elif not SIGMOID:
+        score = score / tl.sum(score, 0)
+    return rank, score
+
+
+@triton.jit
+def _choose(
+    logits,
+    bias,
+    correction,
+    weights,
+    experts,
+    counts,
+    rows,
+    scale,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    PLACES: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    rank, score = ranked_experts(
+        logits + row * EXPERTS,
+        bias,
+        correction,
+        rows * EXPERTS,
+        PARTS,
+        EXPERTS,
+        BLOCK,
+        TOP_K,
+        SIGMOID,
+        RENORMALIZE,
+        BIAS,
+        CORRECTION,
+    )
+    e = tl.arange(0, BLOCK)
+    # Scores that are no numbers have no ranks: each place gets an expert all the same.
+    place = tl.arange(0, PLACES)
+    chosen = rank[:, None] == place[None, :]
+    expert = tl.minimum(tl.sum(tl.where(chosen, e[:, None], 0), 0), EXPERTS - 1)
+    weight = tl.sum(tl.where(chosen, score[:, None], 0.0), 0) * scale
+    at = row * TOP_K + place
+    tl.store(experts + at, expert, mask=place < TOP_K)
+    tl.store(weights + at, weight, mask=place < TOP_K)
+    if COUNT:
+        tl.atomic_add(counts + expert, 1, mask=place < TOP_K, sem="relaxed")
+
+
+@triton.jit
+def _sort(
+    experts,
+    counts,
+    order,
+    tile_experts,
+    num_tiles,
+    pairs,
+    EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COUNTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    own = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    if COUNTED:
+        count = tl.load(counts + bins, mask=bins < EXPERTS, other=0)
+    else:
+        count = tl.zeros((BINS,), tl.int32)
+        for start in range(0, pairs, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            count += tl.histogram(tl.load(experts + at, mask=at < pairs, other=EXPERTS), BINS)
+        count = tl.where(bins < EXPERTS, count, 0)
+    tiles = (count + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(bins < own, tiles, 0), 0)
+    own_count = tl.sum(tl.where(bins == own, count, 0), 0)
+    own_tiles = tl.sum(tl.where(bins == own, tiles, 0), 0)
+    if own == EXPERTS - 1:
+        tl.store(num_tiles, first + own_tiles)
+    for start in range(0, own_tiles, 64):
+        at = start + tl.arange(0, 64)
+        tl.store(tile_experts + first + at, tl.zeros((64,), tl.int32) + own, mask=at < own_tiles)
+    place = order + first * ROWS
+    found = tl.full((), 0, tl.int32)
+    if own_count > 0:
+        for start in range(0, pairs, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            mine = (tl.load(experts + at, mask=at < pairs, other=EXPERTS) == own).to(tl.int32)
+            tl.store(place + found + tl.cumsum(mine, 0) - 1, at, mask=mine > 0)
+            found += tl.sum(mine, 0)
+    padding = own_count + tl.arange(0, ROWS)
+    tl.store(place + padding, tl.zeros((ROWS,), tl.int32) + pairs, mask=padding < own_tiles * ROWS)
+
+
+def choose(
+    router: Router, logits: torch.Tensor, *, counts: torch.Tensor | None = None, pdl: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores, in parts to be added, [parts, tokens, experts], without the router's bias, -> weights float32
+    and experts int32, [tokens, top_k] each. `counts` int32 [experts]: choices of each expert are added."""
+    routing = router.routing
+    parts, rows, _ = logits.shape
+    if routing.groups > 1:
+        whole = logits.float().sum(0)
+        weights, chosen = routing.choose(
+            whole if router.linear.bias is None else whole + router.linear.bias, router.correction
+        )
+        if counts is not None:
+            counts.index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=counts.dtype))
+        return weights, chosen.int()
+    weights = torch.empty(rows, routing.top_k, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(rows, routing.top_k, dtype=torch.int32, device=logits.device)
+    _choose[(rows,)](
+        logits,
+        logits if router.linear.bias is None else router.linear.bias,
+        logits if router.correction is None else router.correction,
+        weights,
+        chosen,
+        chosen if counts is None else counts,
+        rows,
+        routing.scale,
+        **constants(router, parts),
+        PLACES=triton.next_power_of_2(routing.top_k),
+        COUNT=counts is not None,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return weights, chosen
+
+
+@dataclass(slots=True)
+class Tiles:
+    """The choices of all tokens, numbered token by token, sorted by expert, in tiles of `rows`."""
+
+    rows: int
+    order: torch.Tensor
+    """int32 [most tiles * rows]: numbers of choices; at the end of an expert's last tile, their count."""
+    experts: torch.Tensor
+    """int32 [most tiles]: the expert of each tile."""
+    count: torch.Tensor
+    """int32 [1]: the tiles there are."""
+
+
+def sort(
+    chosen: torch.Tensor, experts: int, rows: int, *, counts: torch.Tensor | None = None, pdl: bool = True
+) -> Tiles:
+    """`chosen` int32 [tokens, top_k] of so many experts; `counts` int32 [experts]: choices of each, if
+    known."""
+    pairs = chosen.numel()
+    most = pairs // rows + min(experts, pairs)
+    order = torch.empty(most * rows, dtype=torch.int32, device=chosen.device)
+    tile_experts = torch.empty(most, dtype=torch.int32, device=chosen.device)
+    count = torch.empty(1, dtype=torch.int32, device=chosen.device)
+    _sort[(experts,)](
+        chosen,
+        chosen if counts is None else counts,
+        order,
+        tile_experts,
+        count,
+        pairs,
+        EXPERTS=experts,
+        BINS=triton.next_power_of_2(experts + 1),
+        ROWS=rows,
+        BLOCK=min(_BLOCK, max(128, triton.next_power_of_2(pairs))),
+        COUNTED=counts is not None,
+        PDL=pdl,
+        num_warps=4 if pairs <= 1024 else 8,
+        launch_pdl=pdl,
+    )
+    return Tiles(rows, order, tile_experts, count)
+
+
+def constants(router: Router, parts: int) -> dict[str, int | bool]:
+    """Of `ranked_experts`."""
+    routing, experts = router.routing, router.experts
+    return {
+        "PARTS": parts,
+        "EXPERTS": experts,
+        "BLOCK": triton.next_power_of_2(experts),
+        "TOP_K": routing.top_k,
+        "SIGMOID": routing.scoring == "sigmoid",
+        "RENORMALIZE": routing.renormalize,
+        "BIAS": router.linear.bias is not None,
+        "CORRECTION": router.correction is not None,
+    }

@@ -1,0 +1,115 @@
+"""A mixture of experts on a GPU's kernels, as `fused.FusedDecoder` uses it. Needs a GPU: import it where one
+is in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from sgl_kernel import silu_and_mul
+
+from baton.layers.experts import Mixture
+from baton.layers.kernels import few_experts, grouped
+from baton.layers.kernels.gemm import MOST_ROWS, fits, project_parts
+from baton.layers.kernels.gemv import gemv
+from baton.layers.kernels.grouped import Tile
+from baton.layers.kernels.matmul import matmul
+from baton.layers.kernels.norm import rmsnorm
+from baton.layers.kernels.routing import COUNTED_PAIRS, choose, sort
+
+FEW_TOKENS = 4
+"""So many rarely share an expert: each reads its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Rows of a tile, and the tiles of both products."""
+
+    rows: int
+    gate_up: Tile
+    down: Tile
+
+
+SIZES = {
+    10: Sizes(16, Tile(64, 64, 4, 5), Tile(64, 128, 4, 4)),
+    24: Sizes(32, Tile(64, 64, 4, 5), Tile(64, 128, 4, 4)),
+    96: Sizes(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4)),
+}
+"""Up to so many tokens an expert, on average."""
+LARGE = Sizes(128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3))
+INVARIANT = Sizes(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
+"""Always the same, so that the number of rows has no say in the order of adding up."""
+
+
+class FusedMixture:
+    def __init__(self, mixture: Mixture, invariant: bool = False) -> None:
+        self._router, self._experts, self._shared = mixture.router, mixture.experts, mixture.shared
+        self._top_k = mixture.router.routing.top_k
+        self._invariant = invariant
+        self._splits = not invariant and fits(mixture.router.linear)
+
+    def parts(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, hidden], at least one -> [parts, tokens, hidden], to be added up by `gemm.add_norm`."""
+        tokens, hidden = x.shape
+        experts, top_k = self._experts, self._top_k
+        few = not self._invariant and tokens <= FEW_TOKENS
+        routed = 1 if few else top_k
+        out = torch.empty(routed + (self._shared is not None), tokens, hidden, dtype=x.dtype, device=x.device)
+        counts = None
+        if tokens * top_k > COUNTED_PAIRS:
+            counts = torch.zeros(experts.count, dtype=torch.int32, device=x.device)
+        weights, chosen = choose(self._router, self._scores(x), counts=counts)
+        if few:
+            inner = few_experts.gate_up(x, self._router, experts, chosen)
+            few_experts.down(inner, experts, weights, chosen, out[0])
+        else:
+            sizes = INVARIANT if self._invariant else sizes_for(tokens * top_k, experts.count)
+            tiles = sort(chosen, experts.count, sizes.rows, counts=counts)
+            inner = grouped.gate_up(x, experts, tiles, top_k, sizes.gate_up)
+            grouped.down(inner, experts, weights, tiles, out[:top_k], sizes.down)
+        if self._shared is not None:
+            self._project_shared(x, out[-1])
+        return out
+
+    def add_one(self, residual: torch.Tensor, norm: torch.Tensor, eps: float) -> None:
+        """residual [1, hidden] += the layer's output for it, normalized with `norm` [hidden]."""
+        if self._router.routing.groups > 1:
+            residual.add_(self.parts(rmsnorm(residual, norm, eps)).sum(0))
+            return
+        logits = torch.empty(1, self._experts.count, dtype=torch.float32, device=residual.device)
+        gemv(residual, self._router.linear, logits, norm=norm, eps=eps)
+        shared, inner = self._shared, residual
+        if shared is not None:
+            inner = residual.new_empty(1, shared.inner)
+            gemv(residual, shared.gate_up, inner, norm=norm, eps=eps, gated=True)
+        own, weights, chosen = few_experts.gate_up_one(
+            residual, norm, eps, logits, self._router, self._experts
+        )
+        few_experts.down(own, self._experts, weights, chosen, residual, add=True)
+        if shared is not None:
+            gemv(inner, shared.down, residual, add=True)
+
+    def _scores(self, x: torch.Tensor) -> torch.Tensor:
+        """Without the bias, in parts to be added: [parts, tokens, experts]"""
+        linear = self._router.linear
+        weight = linear.weight
+        assert weight is not None
+        if self._splits and len(x) <= MOST_ROWS:
+            return project_parts(x, linear)
+        if self._invariant and weight.dtype == x.dtype and linear.bias is None:
+            return matmul(x, linear)[None]
+        return F.linear(x.to(weight.dtype), weight)[None]
+
+    def _project_shared(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert self._shared is not None
+        if self._invariant:
+            matmul(silu_and_mul(matmul(x, self._shared.gate_up)), self._shared.down, out)
+        else:
+            self._shared.down.into(silu_and_mul(self._shared.gate_up(x)), out)
+
+
+def sizes_for(pairs: int, experts: int) -> Sizes:
+    """For so many choices of one of so many experts. The best of those tried on an H200, 128 experts of
+    2048 x 768."""
+    return next((sizes for most, sizes in SIZES.items() if pairs <= most * experts), LARGE)
