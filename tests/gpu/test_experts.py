@@ -168,7 +168,7 @@ def test_a_runner_is_greedy_by_float32_logits(checkpoint, kind, overlap):
         logits = reference_logits(checkpoint, prompt + output)[len(prompt) - 1 : -1]
         gaps.append(logits.amax(1) - logits.gather(1, torch.tensor(output)[:, None]).squeeze(1))
     gap = torch.cat(gaps)
-    assert (gap > 0.3).float().mean() <= 0.03 and (gap > 0).float().mean() <= 0.15
+    assert (gap > 0.3).float().mean() <= 0.05 and (gap > 0).float().mean() <= 0.15
 
 
 def test_invariant_tokens_do_not_depend_on_the_batch(checkpoint):

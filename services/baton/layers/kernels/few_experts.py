@@ -255,7 +255,7 @@ def down(
     )
 
 
-ONE_GATE_UP: Block = (4, 512, 4, 3)
-FEW_GATE_UP: Block = (4, 512, 4, 3)
-ONE_DOWN: Block = (4, 256, 4, 4)
-FEW_DOWN: Block = (4, 256, 4, 4)
+ONE_GATE_UP: Block = (8, 512, 4, 1)
+FEW_GATE_UP: Block = (1, 1024, 8, 1)
+ONE_DOWN: Block = (2, 1024, 4, 1)
+FEW_DOWN: Block = (8, 256, 4, 1)
