@@ -24,6 +24,20 @@ from baton.models.registry import FAMILIES
 
 WINDOW = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 
+
+def with_images(**options):
+    """Gemma 3 that takes images, too; the options are those of its language model."""
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return transformers.Gemma3Config(text_config=options, vision_config=vision, mm_tokens_per_image=4)
+
+
 ARCHITECTURES = {
     "gpt2": (transformers.GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     "gpt-neox": (transformers.GPTNeoXConfig, {"rotary_pct": 0.25}),
@@ -36,6 +50,7 @@ ARCHITECTURES = {
         transformers.Gemma2Config,
         {"head_dim": 32, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, **WINDOW},
     ),
+    "gemma3-images": (with_images, {"head_dim": 32, "query_pre_attn_scalar": 20, **WINDOW}),
     "gpt-oss": (
         transformers.GptOssConfig,
         {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},

@@ -70,7 +70,7 @@ def read_config(path: Path, context_length: int | None = None, implementation: s
             implementation = "baton"
         else:
             hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            ends = _eos_token_ids(path, hf)
+            ends = _eos_token_ids(path, hf.get_text_config())
         config = replace(_convert(hf, context_length, implementation), eos_token_ids=ends)
         if config.implementation == "baton":
             build(config, Parameters(config.dtype, torch.device("meta")))  # finds what the family refuses
@@ -109,26 +109,27 @@ def _convert(hf: Any, context_length: int | None, implementation: str) -> ModelC
             raise ModelError(f"hidden_act {activation!r} is not supported; supported are {known}")
         if getattr(hf, "pretraining_tp", 1) not in (1, None):
             raise ModelError("pretraining_tp other than 1 is not supported")
-    heads = hf.num_attention_heads
-    kv_heads = getattr(hf, "num_key_value_heads", None) or heads
+    text = hf.get_text_config()  # of a model that takes more than text, its language model's
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % kv_heads:
         raise ModelError("num_attention_heads is not a multiple of num_key_value_heads")
     return ModelConfig(
         architecture=name,
-        vocab_size=hf.vocab_size,
-        hidden_size=hf.hidden_size,
-        num_layers=hf.num_hidden_layers,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
-        rms_norm_eps=getattr(hf, "rms_norm_eps", 0.0),
-        context_length=hf.max_position_embeddings,
-        tied=bool(hf.tie_word_embeddings),
-        dtype=_dtype(hf),
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        rms_norm_eps=getattr(text, "rms_norm_eps", 0.0),
+        context_length=text.max_position_embeddings,
+        tied=bool(text.tie_word_embeddings),
+        dtype=_dtype(text),
         eos_token_ids=(),
-        hf=hf,
+        hf=hf if implementation == "transformers" else text,
         implementation=implementation,
-        used_length=min(context_length or hf.max_position_embeddings, hf.max_position_embeddings),
+        used_length=min(context_length or text.max_position_embeddings, text.max_position_embeddings),
     )
 
 

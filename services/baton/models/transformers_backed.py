@@ -60,7 +60,7 @@ def problem(hf: Any, architecture: str) -> str | None:
         return f"transformers has no causal language model {architecture}"
     if not model.is_backend_compatible():
         return "its code in transformers does not use the attention interface"
-    ropes = getattr(hf, "rope_parameters", None) or {}
+    ropes = getattr(hf.get_text_config(), "rope_parameters", None) or {}
     if "longrope" in (
         ropes.get("rope_type"),
         *(r.get("rope_type") for r in ropes.values() if isinstance(r, dict)),
