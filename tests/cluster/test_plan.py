@@ -13,7 +13,7 @@ from deployment import Deployment
 from process import ENVIRONMENT
 
 from baton.bench.clients import make_target, run_clients
-from baton.bench.profile import LIMIT, SPLIT, measure_host
+from baton.bench.profile import LIMIT, measure_host
 from baton.bench.summary import summarize
 from baton.bench.workload import Range, Workload
 from baton.config import DecodeConfig, PrefillConfig
@@ -63,6 +63,9 @@ def test_the_engine_and_its_pulls_are_measured(tmp_path):
     assert "a step" in done.stdout and "Pulls (shm)" in done.stdout
 
 
+LOCAL = ("--local-prefill-tokens", str(LIMIT))
+
+
 @pytest.mark.alone
 @pytest.mark.times
 async def test_a_prediction_is_near_what_real_processes_do(tmp_path):
@@ -71,7 +74,7 @@ async def test_a_prediction_is_near_what_real_processes_do(tmp_path):
     steps = tmp_path / "steps.json"
     steps.write_text(json.dumps({"step": asdict(STEP)}))
     worker = ("--step-profile", str(steps), "--kv-tokens", "16384")
-    with Deployment.split(tmp_path, "demo", worker=worker, decode_flags=SPLIT) as deployment:
+    with Deployment.split(tmp_path, "demo", worker=worker, decode_flags=LOCAL) as deployment:
         (gateway,) = deployment.of("gateway")
         for seed in (11, 12, 13):
             real, predicted = await both(gateway.address, seed)

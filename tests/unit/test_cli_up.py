@@ -314,5 +314,6 @@ def test_a_wrong_model_is_one_line_before_anything_starts(command: str) -> None:
     done = baton(*command.split(), "--model", "./no-such-model", timeout=20)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines() == [
-        "baton: model './no-such-model': no such directory; give a directory or a Hugging Face id"
+        "baton: model './no-such-model': no such directory or file; give a directory, a GGUF file or a "
+        "Hugging Face id"
     ]
