@@ -17,8 +17,11 @@ from transformers import PreTrainedTokenizerFast
 from baton import gguf_file
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.gguf_file import SUPPORTED, GgufFile
+from baton.layers.parameters import Parameters
 from baton.models.config import read_config
-from baton.models.loader import fingerprint, load_model, weight_bytes
+from baton.models.gguf import _rope_scaling
+from baton.models.loader import fingerprint, load_model, read_weights, weight_bytes
+from baton.models.registry import build
 from baton.tokenizer.gguf import read_tokenizer
 from baton.tokenizer.hf import load as load_tokenizer
 from gguf_models import write_gguf
@@ -37,6 +40,27 @@ VARIANTS = {
 }
 
 
+def filled(path):
+    """The parameters as they are read, float32."""
+    parameters = Parameters(torch.float32, torch.device("cpu"))
+    build(read_config(path), parameters)
+    read_weights(path, parameters, lambda done, total: None)
+    return parameters
+
+
+def test_linear_scaling_need_not_be_named(small):
+    """It is what llama.cpp takes where the file has a factor and no type; older files have another key."""
+    file = GgufFile(small)
+    file.tensors.pop("rope_freqs.weight", None)
+    arch = file.metadata["general.architecture"]
+    for added in ({"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}):
+        file.metadata.update({f"{arch}.{key}": value for key, value in added.items()})
+        assert _rope_scaling(file, 16) == {"rope_type": "linear", "factor": 4.0}
+        for key in added:
+            del file.metadata[f"{arch}.{key}"]
+    assert _rope_scaling(file, 16) == {"rope_type": "default"}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(variant, tmp_path, monkeypatch):
     monkeypatch.setattr("baton.models.gguf.PIECE", 1000)  # several pieces a matrix
@@ -49,9 +73,9 @@ def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(varia
     seen = []
     model = load_model(path, torch.float32, progress=lambda done, total: seen.append((done, total)))
     assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] and len(seen) > len(model.parameters.table)
-    again = load_model(tmp_path / "rounded", torch.float32)
-    for name, parameter in again.parameters.table.items():
-        assert torch.equal(model.parameters.table[name].target, parameter.target), name
+    read = filled(path).table
+    for name, parameter in filled(tmp_path / "rounded").table.items():
+        assert torch.equal(read[name].target, parameter.target), name
     driver = Driver(path)
     for slot, prompt in enumerate(random_prompts(5, 17, 40)):
         track = driver.add(slot, prompt, 40)
@@ -263,7 +287,7 @@ def test_other_files_are_refused_in_one_line(tmp_path, small):
 def test_fingerprint_and_memory(small):
     first = fingerprint(small, torch.float32)
     assert first == fingerprint(small, torch.float32) != fingerprint(small, torch.bfloat16)
-    assert weight_bytes(small, torch.float32) == load_model(small, torch.float32).parameters.nbytes
+    assert weight_bytes(small, torch.float32) == filled(small).nbytes
     content = bytearray(small.read_bytes())
     content[-1] ^= 1  # of the last tensor
     small.write_bytes(content)

@@ -209,6 +209,42 @@ def test_sliding_window_is_used_only_below_the_context(tmp_path):
     assert windows() == {None}
 
 
+def test_a_window_that_llama_does_not_have_is_ignored(tmp_path):
+    save_checkpoint("llama3", tmp_path)
+    edit_config(tmp_path, sliding_window=32)
+    assert {options.window for options in load_model(tmp_path).attention_options} == {None}
+
+
+def test_longrope_has_another_fingerprint_for_each_of_its_factors(tmp_path):
+    save_checkpoint("phi3-longrope", tmp_path)
+    edit_config(tmp_path, original_max_position_embeddings=64)
+    variants = {length: read_config(tmp_path, length).variant for length in (32, 64, 65, None)}
+    assert variants[32] == variants[64] != variants[65] == variants[None]
+    assert fingerprint(tmp_path, torch.float32, "auto", variants[64]) != fingerprint(
+        tmp_path, torch.float32, "auto", variants[65]
+    )
+
+
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(checkpoint):
+    edit_weights(checkpoint, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load_model(checkpoint)
+    edit_weights(checkpoint, lambda t: t["lm_head.weight"].mul_(1.01))
+    with pytest.raises(ModelError, match="tie_word_embeddings"):
+        load_model(checkpoint)
+
+
+def test_another_activation_than_the_familys_is_refused(checkpoint):
+    edit_config(checkpoint, hidden_act="gelu_pytorch_tanh")
+    with pytest.raises(ModelError, match="gelu_pytorch_tanh"):
+        read_config(checkpoint)
+
+
+def test_packed_weights_are_not_held_a_second_time(checkpoint):
+    model = load_model(checkpoint)
+    assert all(parameter.target.is_meta for parameter in model.parameters.table.values())
+    assert all(linear.weight is None for linear in model.parameters.linears)
+
+
 def test_fingerprint(checkpoint):
     first = fingerprint(checkpoint, torch.float32)
     assert first == fingerprint(checkpoint, torch.float32) != fingerprint(checkpoint, torch.bfloat16)

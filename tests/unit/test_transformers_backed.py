@@ -17,9 +17,11 @@ from random_checkpoints import (
     random_prompts,
     save_checkpoint,
 )
+from safetensors.torch import load_file, save_file
 
 from baton.layers.mlp import ACTIVATIONS
 from baton.models.config import ModelError, read_config
+from baton.models.loader import load_model
 from baton.models.registry import FAMILIES
 
 WINDOW = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
@@ -126,6 +128,23 @@ def test_the_family_that_the_documentation_adds(tmp_path, monkeypatch):
     model = save_checkpoint("arcee", tmp_path, variants=ARCHITECTURES)
     assert read_config(tmp_path).implementation == "baton"
     check(model, Driver(tmp_path))
+
+
+def test_a_missing_tensor_is_refused(tmp_path):
+    """transformers would fill it with random values."""
+    save_checkpoint("gpt2", tmp_path, variants=ARCHITECTURES)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["transformer.h.1.mlp.c_fc.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks tensor transformer\.h\.1\.mlp\.c_fc\.weight"):
+        load_model(tmp_path)
+
+
+def test_a_window_that_only_a_mask_has_is_refused(tmp_path):
+    options = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1, "num_experts": 4}
+    save_checkpoint("moe", tmp_path, variants={"moe": (transformers.Qwen2MoeConfig, options)})
+    with pytest.raises(ModelError, match="sliding_attention"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(

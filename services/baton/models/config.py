@@ -46,8 +46,19 @@ class ModelConfig:
     used_length: int
     """Positions that will be used."""
 
+    @property
+    def variant(self) -> str:
+        """What changes keys although the checkpoint's files are the same: whose code computes them, and which
+        of longrope's factors."""
+        rope = getattr(self.hf.get_text_config(), "rope_parameters", None) or {}
+        original = rope.get("original_max_position_embeddings") or self.context_length
+        long = rope.get("rope_type") == "longrope" and self.used_length > original
+        return f"{self.implementation} long" if long else self.implementation
+
 
 IMPLEMENTATIONS = ("auto", "baton", "transformers")
+SILU_ONLY = frozenset(FAMILIES) - {"Gemma3ForCausalLM", "GptOssForCausalLM"}
+"""Families that do not ask config.json for the activation."""
 
 
 def read_config(path: Path, context_length: int | None = None, implementation: str = "auto") -> ModelConfig:
@@ -107,6 +118,8 @@ def _convert(hf: Any, context_length: int | None, implementation: str) -> ModelC
         if activation not in ACTIVATIONS:
             known = ", ".join(sorted(ACTIVATIONS))
             raise ModelError(f"hidden_act {activation!r} is not supported; supported are {known}")
+        if activation != "silu" and name in SILU_ONLY:
+            raise ModelError(f"hidden_act {activation!r} of {name} is not supported, only 'silu'")
         if getattr(hf, "pretraining_tp", 1) not in (1, None):
             raise ModelError("pretraining_tp other than 1 is not supported")
     text = hf.get_text_config()  # of a model that takes more than text, its language model's
@@ -156,7 +169,10 @@ def _choose(hf: Any, implementation: str) -> tuple[str, str]:
 def window(config: ModelConfig, index: int) -> int | None:
     """Positions that a token of this layer attends to, its own among them; None: all that will be used."""
     size = getattr(config.hf, "sliding_window", None)
-    types = getattr(config.hf, "layer_types", None)
+    if config.architecture in ("LlamaForCausalLM", "Glm4MoeForCausalLM"):
+        size = None  # a field that other families left behind
+    mistral = config.architecture in ("MistralForCausalLM", "MixtralForCausalLM")
+    types = None if mistral else getattr(config.hf, "layer_types", None)
     used = types[index] == "sliding_attention" if types else getattr(config.hf, "use_sliding_window", True)
     return int(size) if size and used and size < config.used_length else None
 

@@ -149,6 +149,8 @@ class Decoder:
                 rope.prepare(positions, self.dtype, self.device)
         if self.device.type == "cpu":
             self._pack()
+            for parameter in self.parameters.table.values():  # what has been packed is held no more
+                parameter.target = torch.empty(0, device="meta")
 
     def _pack(self) -> None:
         layouts: dict[tuple[torch.Size, torch.dtype], type[CpuLayout]] = {}

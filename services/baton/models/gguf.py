@@ -112,14 +112,15 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any]:
             "attention_factor": 1.0,
             "original_max_position_embeddings": file.value("*.context_length", int),
         }
-    kind = file.value("*.rope.scaling.type", str, "none")
-    if kind == "none":
+    kind = file.value("*.rope.scaling.type", str, "linear")
+    factor = file.value("*.rope.scaling.factor", float, file.value("*.rope.scale_linear", float, 1.0))
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
         return {"rope_type": "default"}
     if kind not in ("linear", "yarn"):
         raise CheckpointError(
             f"{file.path}: rope scaling {kind!r} is not supported; supported are linear, yarn"
         )
-    parameters: dict[str, Any] = {"rope_type": kind, "factor": file.value("*.rope.scaling.factor", float)}
+    parameters: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         original = file.value("*.rope.scaling.original_context_length", int)
         parameters["original_max_position_embeddings"] = original

@@ -176,8 +176,25 @@ def load_model(
         _fill(parameters, report)
     else:
         read_weights(path, parameters, report)
+        if config.tied:
+            _check_tied(path)
     model.prepare()
     return model
+
+
+def _check_tied(path: Path) -> None:
+    """Raises ModelError for an output projection that differs from the embedding, although config.json says
+    that they are one."""
+    found: dict[str, torch.Tensor] = {}
+    for file in tensor_files(path):
+        names = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in file.shapes()]
+        found |= {name: tensor for name, _, tensor in file.read(names, names)}
+    head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+    if head is not None and embedding is not None and not torch.equal(head, embedding):
+        raise ModelError(
+            f"{path} has an lm_head.weight that differs from its embedding, but config.json ties them; set "
+            "tie_word_embeddings to false there to use it"
+        )
 
 
 def declared(path: Path, dtype: torch.dtype | None = None, context_length: int | None = None) -> Decoder:
@@ -221,10 +238,8 @@ def _fill(parameters: Parameters, report: Progress) -> None:
         report(done, total)
 
 
-def fingerprint(
-    path: Path, dtype: torch.dtype, load_format: str = "auto", implementation: str = "baton"
-) -> str:
-    """Identifies a checkpoint quickly: a hash of the dtype, of what computes it (keys may differ), of
+def fingerprint(path: Path, dtype: torch.dtype, load_format: str = "auto", variant: str = "baton") -> str:
+    """Identifies a checkpoint quickly: a hash of the dtype, of `ModelConfig.variant`, of
     config.json, and of every safetensors file its header (names, shapes, dtypes, offsets) and 64 bytes from
     the start, middle and end of each tensor. Of a GGUF file: its header, which holds the configuration too,
     and such bytes.
@@ -232,7 +247,7 @@ def fingerprint(
     Two checkpoints that differ only in bytes between those samples get the same fingerprint; fine-tuning and
     re-quantization change every tensor, so that this does not happen by accident. 16 hexadecimal digits.
     """
-    digest = hashlib.sha256(f"{dtype} {load_format} {implementation}".encode())
+    digest = hashlib.sha256(f"{dtype} {load_format} {variant}".encode())
     try:
         digest.update(
             GgufFile(path).header.tobytes() if path.is_file() else (path / "config.json").read_bytes()

@@ -6,6 +6,7 @@ first in its low half: a sign and one of eight magnitudes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from baton.models.tensor_files import SafetensorsFile
 
 BLOCK = 32
+_ONE_AT_A_TIME = threading.Lock()
+"""A layer's experts are gigabytes."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -51,7 +54,10 @@ class Mxfp4Tensors:
         packed = {f"{name}_blocks": name for name in names}
         for stored, start, tensor in self._file.read([*names, *packed], whole):
             if stored in packed:
-                yield packed[stored], 0, dequantize(tensor, self._scales(packed[stored])).transpose(1, 2)
+                scales = self._scales(packed[stored])
+                with _ONE_AT_A_TIME:
+                    experts = [dequantize(*each) for each in zip(tensor, scales, strict=True)]
+                    yield packed[stored], 0, torch.stack(experts).transpose(1, 2)
             else:
                 yield stored, start, tensor
 

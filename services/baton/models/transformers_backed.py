@@ -21,6 +21,17 @@ from baton.models.config import ModelConfig, ModelError, first_line
 
 NAME = "baton"
 """Of the attention function."""
+_KNOWN = {
+    "scaling",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "dropout",
+    "position_ids",
+    "is_causal",
+    "use_cache",
+}
+"""Of its options; the last four change nothing here."""
 
 
 class _Function(Protocol):
@@ -94,7 +105,8 @@ def load(
                 config.hf, **options
             )
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            options["output_loading_info"] = True
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config.hf,
                 local_files_only=True,
@@ -102,6 +114,12 @@ def load(
                 use_safetensors=True,
                 **options,
             )
+            model, info = loaded
+            if missing := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise ModelError(f"{path} lacks tensor {missing[0]}{more}, or has it in another shape")
+    except ModelError:
+        raise
     except Exception as error:  # anything that transformers may raise for an arbitrary checkpoint
         raise ModelError(f"{path} cannot be loaded by transformers: {first_line(error)}") from error
     return TransformersModel(config, model.to(device).eval())
@@ -206,6 +224,9 @@ class TransformersModel:
                 raise ModelError(
                     f"{config.architecture}: its attention is not causal, or has a mask of its own"
                 )
+            unknown = {name for name, value in options.items() if value is not None} - _KNOWN
+            if unknown:
+                raise ModelError(f"{config.architecture}: its attention has {', '.join(sorted(unknown))}")
             window = options.get("sliding_window") or None
             if window is not None and window >= config.used_length:
                 window = None
@@ -227,6 +248,17 @@ class TransformersModel:
         if sorted(seen) != list(range(config.num_layers)):
             text = f"{len(seen)} of {config.num_layers} layers attend through transformers' interface"
             raise ModelError(f"{config.architecture}: {text}")
+        text = config.hf.get_text_config()
+        windowed = bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True)
+        types = getattr(text, "layer_types", None)
+        if types is None:
+            types = ["sliding_attention" if windowed else "full_attention"] * len(layers)
+        for kind, layer in zip(types, layers, strict=False):
+            short = (getattr(text, "sliding_window", None) or config.used_length) < config.used_length
+            if kind not in ("full_attention", "sliding_attention") or (
+                kind == "sliding_attention" and short and layer.options.window is None
+            ):
+                raise ModelError(f"{config.architecture}: {kind} that its attention function is not told of")
         if len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers}) > 1:
             raise ModelError(f"{config.architecture}: its layers have heads of different numbers or sizes")
         return layers

@@ -139,7 +139,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         context_length=context,
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
-        fingerprint=fingerprint(path, model.dtype, config.load_format, shape.implementation),
+        fingerprint=fingerprint(path, model.dtype, config.load_format, shape.variant),
         dtype=str(model.dtype).removeprefix("torch."),
         parameters=model.num_parameters,
     )
