@@ -246,8 +246,8 @@ class TransformersModel:
         self._run(tokens, torch.arange(2, device=self.device), note)
         layers = [seen[index] for index in sorted(seen)]
         if sorted(seen) != list(range(config.num_layers)):
-            text = f"{len(seen)} of {config.num_layers} layers attend through transformers' interface"
-            raise ModelError(f"{config.architecture}: {text}")
+            found = f"{len(seen)} of {config.num_layers} layers attend through transformers' interface"
+            raise ModelError(f"{config.architecture}: {found}")
         text = config.hf.get_text_config()
         windowed = bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True)
         types = getattr(text, "layer_types", None)
