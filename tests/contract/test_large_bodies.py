@@ -12,7 +12,7 @@ import pytest
 from gateway_rig import gateway
 from scripted_decode import ScriptedDecode, saying
 
-from baton.gateway.openai_protocol import MAX_FIELDS, MAX_VALUES
+from baton.gateway.openai_protocol import MAX_ESCAPES, MAX_FIELDS, MAX_VALUES
 
 LIMIT = 16 * 2**20
 LOOP_SECONDS = 0.1
@@ -58,6 +58,9 @@ def bodies() -> dict[str, tuple[str, str]]:
         "as many biases as are allowed": completion('"a"', f', "logit_bias": {{{members(MAX_FIELDS - 8)}}}'),
         "escaped quotes": completion('"' + '\\"' * (LIMIT // 2 - 64) + '"'),
         "escapes": completion('"' + "\\n" * (LIMIT // 2 - 64) + '"'),
+        "as many escapes as are allowed": completion(
+            '"' + '\\"' * MAX_ESCAPES + "a" * (LIMIT - 2 * MAX_ESCAPES - 64) + '"'
+        ),
         "commas in a string": completion('"' + "," * (LIMIT - 128) + '"'),
         "commas": completion("," * (LIMIT - 128)),
         "nested arrays": completion("[" * (LIMIT - 128)),

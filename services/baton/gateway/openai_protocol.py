@@ -24,6 +24,8 @@ MAX_KEYS = 2048
 """In one object; logit_bias may have 1,024."""
 MAX_FIELDS = 2**16
 """Objects, arrays and the keys of objects in a body. They take more time and memory than other values."""
+MAX_ESCAPES = 2**21
+"""Backslashes in a body. The parser holds the interpreter while it copies a string escape by escape."""
 DEFAULT_COMPLETION_TOKENS = 16
 """Of /v1/completions, as OpenAI documents it. Chat answers may use what the context still holds."""
 MAX_PROMPTS = 256
@@ -173,6 +175,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_amount(body: bytearray) -> None:
     """Counts what is outside of strings; may take seconds, but never holds the interpreter for long."""
+    if body.count(b"\\") > MAX_ESCAPES:
+        raise _too_complex(f"the body has more than {MAX_ESCAPES} backslashes")
     values = fields = start = 0
     while start < len(body):
         quote = body.find(b'"', start)
