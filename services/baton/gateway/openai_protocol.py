@@ -18,7 +18,7 @@ from baton.gateway.openai_errors import ApiError, from_validation, invalid_value
 from baton.rpc.validate import check_sampling
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
-MAX_VALUES = 2**19
+MAX_VALUES = 3 * 2**17
 """JSON values in a body, such as token ids. Parsing and checking so many takes less than 100 ms."""
 MAX_KEYS = 2048
 """In one object; logit_bias may have 1,024."""
