@@ -77,7 +77,7 @@ def _check_prompt(
     if kind == "text":
         if not start.text:
             raise invalid("text", "the prompt is empty: give at least one character")
-        size = len(start.text.encode())
+        size = _utf8_bytes(start.text, max_bytes)
     else:
         if not start.chat.messages:
             raise invalid("chat.messages", "the conversation is empty: give at least one message")
@@ -86,10 +86,17 @@ def _check_prompt(
             raise invalid(
                 "chat.messages", f"the conversation has {count} messages; {MAX_MESSAGES} are allowed"
             )
-        size = sum(len(message.role) + len(message.content.encode()) for message in start.chat.messages)
+        size = sum(
+            len(message.role) + _utf8_bytes(message.content, max_bytes) for message in start.chat.messages
+        )
     if size > max_bytes:
         field = "text" if kind == "text" else "chat.messages"
         raise invalid(field, f"the prompt has {size} bytes, more than the {max_bytes} allowed here")
+
+
+def _utf8_bytes(text: str, limit: int) -> int:
+    """Bytes of `text` in UTF-8; its characters, without a copy, where they already exceed `limit`."""
+    return len(text) if len(text) > limit else len(text.encode())
 
 
 def check_room(prompt_tokens: int, context_length: int, prompt_field: str) -> int:

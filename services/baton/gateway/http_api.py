@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.gateway import openai_errors
+from baton.gateway.admission import check_start
 from baton.gateway.authentication import ApiKey, GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.openai_answers import Answer, ChatAnswer, CompletionAnswer, Json, RequestBatch
@@ -47,7 +48,7 @@ SMALL_BODY_BYTES = 2**15
 
 _log = get_logger()
 _Body = TypeVar("_Body", bound=BaseModel)
-_Starts = TypeVar("_Starts")
+_Starts = list[inference_pb2.GenerateStart]
 
 
 def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI:
@@ -68,6 +69,15 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     # One thread: each computing thread delays the event loop by milliseconds.
     parser = ThreadPoolExecutor(1, "http-bodies")
 
+    def read_large(
+        body: bytearray, kind: type[_Body], convert: Callable[[_Body], _Starts]
+    ) -> tuple[_Body, _Starts]:
+        """Refuses a prompt that is too long in this thread: the event loop would copy it once more."""
+        request, starts = parse_body(body, kind, convert)
+        for start in starts:
+            check_start(start, gateway.config, gateway.model_or_last())
+        return request, starts
+
     async def read(
         request: Request, kind: type[_Body], convert: Callable[[_Body], _Starts]
     ) -> tuple[_Body, _Starts]:
@@ -75,7 +85,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
         body = await _read(request, gateway.config.max_message_bytes)
         if len(body) <= SMALL_BODY_BYTES:
             return parse_body(body, kind, convert)
-        return await asyncio.get_running_loop().run_in_executor(parser, parse_body, body, kind, convert)
+        return await asyncio.get_running_loop().run_in_executor(parser, read_large, body, kind, convert)
 
     @app.get("/v1/models")
     async def list_models() -> Json:
@@ -102,8 +112,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body, start = await read(request, ChatRequest, chat_start)
-        async with _job(gateway, [start], request) as job:
+        body, starts = await read(request, ChatRequest, lambda body: [chat_start(body)])
+        async with _job(gateway, starts, request) as job:
             await job.wait_for_output()  # `n` has been checked by then
             answer = ChatAnswer(job.name, body.model, job.n, _include_usage(body))
             return await _answer(job, answer, bool(body.stream))

@@ -198,8 +198,10 @@ def _string_end(body: bytearray, quote: int) -> int:
         opened, closing = closing + 1, body.find(b'"', closing + 1)
         if closing < 0:
             return len(body)
-        backslashes = closing - opened - len(body[opened:closing].rstrip(b"\\"))
-        if backslashes % 2 == 0:
+        last = closing - 1
+        while last >= opened and body[last] == ord("\\"):
+            last -= 1
+        if (closing - last) % 2 == 1:  # an even number of backslashes before the quote
             return closing + 1
 
 
