@@ -6,13 +6,14 @@ import asyncio
 import json
 import socket
 
+import grpc
 import pytest
 from gateway_rig import Stream, gateway, ids_of, until
 from scripted_decode import LENGTH, Running, ScriptedDecode, silent
 
 from baton.gateway.backpressure import SlowReader
-from baton.rpc.errors import from_status
-from baton.v1 import common_pb2
+from baton.rpc.errors import from_rpc_error, from_status
+from baton.v1 import common_pb2, inference_pb2
 
 LIMIT = 400
 CHUNK = 20
@@ -87,6 +88,18 @@ async def test_a_client_that_never_reads_is_let_go(node):
         # One that reads in the end gets what was kept, then why there is no more.
         error = from_status((await deaf.until_end())[-1].failed)
         assert error.reason == "SLOW_READER" and error.code.name == "RESOURCE_EXHAUSTED"
+
+
+async def test_a_call_of_one_request_that_is_never_read_is_let_go(node):
+    async with gateway(node, max_unread_tokens=LIMIT, slow_reader_seconds=0.3) as rig:
+        start = inference_pb2.GenerateStart(text="x", sampling=LARGE)
+        deaf = rig.stub.Stream(inference_pb2.StreamRequest(start=start))
+        await until(lambda: node.cancels, 20)
+        await rig.idle()
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            async for _ in deaf:
+                pass
+        assert from_rpc_error(failed.value).reason == "SLOW_READER"
 
 
 async def test_a_stream_that_takes_nothing_at_all_is_ended(node):

@@ -1,10 +1,11 @@
-"""baton.v1.Inference: one client's stream of requests."""
+"""baton.v1.Inference: a client's stream of requests, and calls of one request each."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -15,6 +16,7 @@ from baton.gateway.backpressure import Write, limited
 from baton.gateway.gateway import Gateway
 from baton.gateway.prompts import Session
 from baton.gateway.requests import Request
+from baton.gateway.single_request import SingleRequest
 from baton.rpc.authentication import as_mapping
 from baton.rpc.errors import BatonError, abort, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
@@ -45,6 +47,40 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             api_key.close_stream()
 
+    async def Complete(
+        self, request: inference_pb2.CompleteRequest, context: Any
+    ) -> inference_pb2.CompleteResponse:
+        async with self._single(request.start, context) as single:
+            return await single.answer()
+
+    async def Stream(self, request: inference_pb2.StreamRequest, context: Any) -> None:
+        seconds = self._gateway.config.slow_reader_seconds + WRITE_SECONDS
+        async with self._single(request.start, context) as single:
+            try:
+                async with (
+                    limited(context.write, seconds) as write,
+                    aclosing(single.responses()) as responses,
+                ):
+                    async for response in responses:
+                        await write(response)
+            except TimeoutError:
+                raise not_read() from None
+
+    @asynccontextmanager
+    async def _single(self, start: inference_pb2.GenerateStart, context: Any) -> AsyncIterator[SingleRequest]:
+        """A request that has the call for itself. Ends with the block."""
+        metadata = as_mapping(context.invocation_metadata())
+        api_key = self._authentication.api_key(metadata.get("authorization", ""))
+        api_key.open_stream()
+        try:
+            single = SingleRequest(self._gateway, start, api_key)
+            try:
+                yield single
+            finally:
+                single.leave()
+        finally:
+            api_key.close_stream()
+
     async def _generate(
         self, stream: _ClientStream, requests: AsyncIterator[inference_pb2.GenerateRequest], context: Any
     ) -> None:
@@ -56,7 +92,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             await reading
         except TimeoutError:
             # Its requests have failed or ended; their output is dropped.
-            await abort(context, exhausted("the client does not read", "SLOW_READER"))
+            await abort(context, not_read())
         finally:
             reading.cancel()
             stream.leave()
@@ -65,6 +101,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(models=[self._gateway.model()])
+
+
+def not_read() -> BatonError:
+    return exhausted("the client does not read", "SLOW_READER")
 
 
 class _ClientStream:

@@ -46,6 +46,8 @@ class Method:
 
 METHODS = (
     Method(("gateway",), "Inference/Generate", inference_pb2.GenerateRequest, True, ends_at_malformed=False),
+    Method(("gateway",), "Inference/Complete", inference_pb2.CompleteRequest),
+    Method(("gateway",), "Inference/Stream", inference_pb2.StreamRequest),
     Method(("gateway",), "Inference/ListModels", inference_pb2.ListModelsRequest),
     Method(("tokenizer",), "Tokenizer/Encode", tokenizer_pb2.EncodeRequest),
     Method(("tokenizer",), "Tokenizer/Decode", tokenizer_pb2.DecodeRequest),

@@ -46,6 +46,14 @@ SEEDS: dict[str, list[Message]] = {
         ),
         inference_pb2.GenerateRequest(cancel=inference_pb2.GenerateCancel(id="a")),
     ],
+    "Inference/Complete": [
+        inference_pb2.CompleteRequest(start={"text": "hello", "sampling": SAMPLING, "n": 2}),
+        inference_pb2.CompleteRequest(start={"tokens": _TOKENS, "sampling": RICH}),
+    ],
+    "Inference/Stream": [
+        inference_pb2.StreamRequest(start={"id": "a", "chat": TALK, "sampling": SAMPLING}),
+        inference_pb2.StreamRequest(start={"text": "the pages", "sampling": _WITH_STOP}),
+    ],
     "Inference/ListModels": [inference_pb2.ListModelsRequest()],
     "Tokenizer/Encode": [
         tokenizer_pb2.EncodeRequest(inputs=[{"text": "the pages"}, {"chat": TALK}]),
