@@ -184,6 +184,9 @@ class GatewayConfig(NodeConfig):
     split: str = "auto"
     """Which prompts are computed on prefill nodes: always, never, or auto: those for which this is expected
     to take less time, by what steps and pulls cost and by what the nodes have to do."""
+    generation_config: str = "auto"
+    """auto: temperature, top_k, top_p, min_p and repetition_penalty of the checkpoint's
+    generation_config.json hold where a request says nothing; none: Baton's own."""
     served_name: str = ""
     """Name clients ask for; empty: the decode nodes' own."""
     request_seconds: float = 600.0

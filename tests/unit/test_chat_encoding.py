@@ -9,6 +9,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from baton.tokenizer.chat import ChatEncoder
+from baton.tokenizer.conversation import Conversation
 
 CORPUS = ["hello system, be brief: user and assistant <|x|> end_of_turn [INST] eot id </s>", "go on"] * 3
 
@@ -34,6 +35,10 @@ THINKING = (
 TOOLS = (
     "{% for m in messages %}<|head|>"
     "{{ {'role': m.role, 'content': m.content} | tojson }}<|im_end|>{% endfor %}"
+)
+CALLS = (
+    "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endfor %}"
 )
 LOUD = "{% for m in messages %}<|im_start|>{{ m.content | upper }}<|im_end|>{% endfor %}"
 SHORT = "{% for m in messages %}<|im_start|>{{ m.content[:12] }}<|im_end|>{% endfor %}"
@@ -100,8 +105,8 @@ class Chat:
         self.template = environment.from_string(self.source)
         self.encoder = ChatEncoder(self.backend, self.backend.token_to_id("<unk>"))
 
-    def render(self, messages):
-        return self.template.render(messages=messages)
+    def render(self, conversation):
+        return self.template.render(messages=conversation.messages, tools=conversation.tools)
 
     def __call__(self, *contents, after=""):
         """The conversation's text, and the token ids of what follows `after`."""
@@ -122,7 +127,9 @@ def chat_of(family, template):
 
 def said(*contents):
     roles = ["user", "assistant"] * len(contents)
-    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return Conversation(
+        [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    )
 
 
 @pytest.mark.parametrize(("family", "template"), EVERY)
@@ -173,6 +180,23 @@ def test_no_content_changes_how_many_special_tokens_there_are(contents, which):
     chat = chat_of(*which)
     _, ids = chat(*contents)
     assert chat.special(ids) == chat.special(chat(*("x" for _ in contents))[1])
+
+
+def test_what_tools_and_calls_name_stays_text():
+    chat = chat_of("byte_level", "chatml")
+    template = chat.template.environment.from_string(CALLS)
+    schema = {"type": "object", "properties": {"<|im_end|>": {"enum": ["<|im_start|>"]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    call = {"function": {"name": "f", "arguments": {"<|im_end|>": ["</s>", 1, None]}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    def render(conversation):
+        return template.render(messages=conversation.messages, tools=conversation.tools)
+
+    conversation = Conversation(messages, tools)
+    rendered = chat.encoder.render(render, conversation, CALLS)
+    assert rendered.text == render(conversation)
+    assert chat.special(chat.encoder.encode([rendered], False)[0]) == ["<|im_start|>", "<|im_end|>"]
 
 
 def test_contents_that_the_template_joins_name_no_special_token():

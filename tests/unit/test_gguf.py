@@ -22,6 +22,7 @@ from baton.models.config import read_config
 from baton.models.gguf import _rope_scaling
 from baton.models.loader import fingerprint, load_model, read_weights, weight_bytes
 from baton.models.registry import build
+from baton.tokenizer.conversation import Conversation
 from baton.tokenizer.gguf import read_tokenizer
 from baton.tokenizer.hf import load as load_tokenizer
 from gguf_models import write_gguf
@@ -174,8 +175,8 @@ def test_the_tokenizer_and_chat_template_are_the_files(tokenizer, tmp_path):
     assert ours.encode(TEXTS, True) == theirs.encode(TEXTS, True)
     assert ours.chat and ours.context_length == theirs.context_length == 256
     assert ours.eos_token_ids == (0, 2) == read_config(path).eos_token_ids
-    messages = [{"role": "user", "content": "the <|im_end|> page"}]
-    pairs = [(each, each.render(messages, True)) for each in (ours, theirs)]
+    said = Conversation([{"role": "user", "content": "the <|im_end|> page"}])
+    pairs = [(each, each.render(said, True)) for each in (ours, theirs)]
     assert pairs[0][1].text == pairs[1][1].text
     assert pairs[0][0].encode_chats([pairs[0][1]], False) == pairs[1][0].encode_chats([pairs[1][1]], False)
     assert ours.vocabulary.tokens == theirs.vocabulary.tokens

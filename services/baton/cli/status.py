@@ -103,6 +103,14 @@ def _pages(report: NodeReport) -> str:
     return f"{text}, [red]{pages.quarantined} quarantined[/]" if pages.quarantined else text
 
 
+def _default_sampling(gateway: NodeReport) -> str:
+    """The sampling parameters that the checkpoint recommends, as text."""
+    if gateway.info is None:
+        return ""
+    values = gateway.info.model.default_sampling.ListFields()
+    return ", ".join(f"{field.name} {value:.6g}" for field, value in values)
+
+
 def status_table(reports: Sequence[NodeReport]) -> Table:
     """A row for each process."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -158,6 +166,9 @@ def status(server: str, as_json: bool) -> None:
     else:
         console = Console()
         console.print(status_table(reports), highlight=False)
+        defaults = _default_sampling(reports[0])
+        if defaults:
+            console.print(f"where requests say nothing: {defaults} (--generation-config)", highlight=False)
         for report in reports:
             for text in wrong(report):
                 console.print(f"[red]{report.role} {report.address}[/] {escape(text)}", highlight=False)

@@ -9,7 +9,7 @@ import grpc
 from baton.config import GatewayConfig
 from baton.rpc.errors import BatonError, invalid
 from baton.rpc.validate import check_choices, check_sampling, check_token_ids
-from baton.v1 import common_pb2, inference_pb2, node_pb2
+from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
 
 MAX_ID_CHARACTERS = 128
 MAX_NAME_CHARACTERS = 256
@@ -86,12 +86,23 @@ def _check_prompt(
             raise invalid(
                 "chat.messages", f"the conversation has {count} messages; {MAX_MESSAGES} are allowed"
             )
-        size = sum(
-            len(message.role) + _utf8_bytes(message.content, max_bytes) for message in start.chat.messages
-        )
+        size = _chat_bytes(start.chat, max_bytes)
     if size > max_bytes:
         field = "text" if kind == "text" else "chat.messages"
         raise invalid(field, f"the prompt has {size} bytes, more than the {max_bytes} allowed here")
+
+
+def _chat_bytes(chat: tokenizer_pb2.ChatPrompt, limit: int) -> int:
+    """Bytes of what is rendered."""
+    size = 0
+    for message in chat.messages:
+        size += len(message.role) + _utf8_bytes(message.content, limit)
+        size += len(message.name) + _utf8_bytes(message.reasoning, limit)
+        for call in message.tool_calls:
+            size += len(call.name) + _utf8_bytes(call.arguments, limit)
+    for tool in chat.tools:
+        size += _utf8_bytes(tool.description, limit) + _utf8_bytes(tool.parameters, limit)
+    return size + chat.template_arguments.ByteSize()
 
 
 def _utf8_bytes(text: str, limit: int) -> int:
@@ -112,9 +123,14 @@ def check_room(prompt_tokens: int, context_length: int, prompt_field: str) -> in
 
 
 def fit(
-    sampling: common_pb2.SamplingParams, prompt_tokens: int, context_length: int, prompt_field: str
+    sampling: common_pb2.SamplingParams,
+    prompt_tokens: int,
+    context_length: int,
+    prompt_field: str,
+    defaults: common_pb2.SamplingParams | None = None,
 ) -> common_pb2.SamplingParams:
-    """The parameters for the decode node: without stop strings, with a seed and max_tokens.
+    """The parameters for the decode node: without stop strings, with a seed and max_tokens. `defaults` hold
+    where `sampling` says nothing.
 
     Raises BatonError if the prompt, or the prompt and max_tokens together, exceed the context.
     """
@@ -132,7 +148,9 @@ def fit(
             "sampling.min_tokens", f"sampling.min_tokens is {sampling.min_tokens}; {room} fit at most"
         )
     fitted = common_pb2.SamplingParams()
-    fitted.CopyFrom(sampling)
+    if defaults is not None:
+        fitted.CopyFrom(defaults)
+    fitted.MergeFrom(sampling)
     fitted.ClearField("stop")
     if not fitted.HasField("max_tokens"):
         fitted.max_tokens = room

@@ -23,7 +23,7 @@ from baton.gateway.token_log import TokenLog
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.address import new_incarnation
 from baton.rpc.channel import Dial, open_channel
-from baton.rpc.errors import BatonError, exhausted, failed_precondition, unavailable
+from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unavailable
 from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2, node_pb2
 
@@ -46,8 +46,12 @@ class Gateway:
     """Used on one event loop only."""
 
     def __init__(self, config: GatewayConfig, dial: Dial = open_channel) -> None:
-        """dial: opens connections to the tokenizer and decode nodes."""
+        """dial: opens connections to the tokenizer and decode nodes. Raises BatonError for values not known
+        in `config`."""
         self.config = config
+        if config.generation_config not in ("auto", "none"):
+            text = f"--generation-config {config.generation_config!r} is not known; use auto or none"
+            raise invalid("generation_config", text)
         self.incarnation = new_incarnation()
         self.metrics = GatewayMetrics()
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
@@ -231,6 +235,11 @@ class Gateway:
         model.name = self.config.served_name or model.name
         if self.tokenizer.model is not None:
             model.chat = self.tokenizer.model.chat
+            model.tool_format = self.tokenizer.model.tool_format
+            model.reasoning_format = self.tokenizer.model.reasoning_format
+            model.ClearField("default_sampling")
+            if self.config.generation_config == "auto" and self.tokenizer.model.HasField("default_sampling"):
+                model.default_sampling.CopyFrom(self.tokenizer.model.default_sampling)
             model.vocabulary_hash = self.tokenizer.model.vocabulary_hash
         model.context_length = min(each.context_length for each in models)
         return model

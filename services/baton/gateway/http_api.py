@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from google.protobuf.json_format import MessageToDict
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from starlette.datastructures import Headers
@@ -64,7 +65,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     def models() -> list[Json]:
         model = gateway.model()
         described = {"id": model.name, "object": "model", "created": started, "owned_by": "baton"}
-        return [{**described, "max_model_len": model.context_length}]
+        defaults = MessageToDict(model.default_sampling, preserving_proto_field_name=True)
+        return [{**described, "max_model_len": model.context_length, "default_sampling": defaults}]
 
     # One thread: each computing thread delays the event loop by milliseconds.
     parser = ThreadPoolExecutor(1, "http-bodies")

@@ -144,7 +144,11 @@ class Request:
                 raise self._gateway.no_decode_node()
             self.api_key.check_prompt(len(self._prompt.token_ids), self._prompt.field)
             sampling = admission.fit(
-                start.sampling, len(self._prompt.token_ids), model.context_length, self._prompt.field
+                start.sampling,
+                len(self._prompt.token_ids),
+                model.context_length,
+                self._prompt.field,
+                model.default_sampling,
             )
             self._template.sampling.CopyFrom(sampling)
             # Read once: they are asked for at every token.

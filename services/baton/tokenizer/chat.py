@@ -1,11 +1,11 @@
 """Conversations to token ids: rendered by the model's chat template, then encoded.
 
-Special tokens that a message's content names, such as "<|im_end|>", stay plain text. Those that the template
+Special tokens that a message or a tool names, such as "<|im_end|>", stay plain text. Those that the template
 writes become tokens. Each step keeps the two apart:
 
-1. In every content one character of each special token is replaced by a mark, a private-use character that
-   occurs nowhere else. Lengths stay, so templates may trim, split and slice.
-2. The template renders the marked contents. A special token that is whole in the result is the template's.
+1. In every string that the caller gave, one character of each special token is replaced by a mark, a
+   private-use character that occurs nowhere else. Lengths stay, so templates may trim, split and slice.
+2. The template renders the marked strings. A special token that is whole in the result is the template's.
 3. Those are replaced by stand-ins, random strings that only this module's tokenizer knows, the marks are
    taken back, and that tokenizer, which knows no other special tokens, encodes the whole text at once.
 """
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from baton.tokenizer.conversation import Conversation
+
 MARKS = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """Unicode's private-use characters."""
-
-Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Rendered:
 
     text: str
     marked: str
-    """The same, with marks in the special tokens that contents named."""
+    """The same, with marks in the special tokens that the caller named."""
     marks: dict[str, str]
     """Character to mark."""
 
@@ -78,23 +78,25 @@ class ChatEncoder:
         self._names = {id: token for token, id in known.items() if id is not None and id != unknown}
         """Special tokens that the tokenizer's model could produce from plain text."""
 
-    def render(self, render: Callable[[Messages], str], messages: Messages, template: str) -> Rendered:
+    def render(
+        self, render: Callable[[Conversation], str], conversation: Conversation, template: str
+    ) -> Rendered:
         """render: applies the template, whose source is `template`. Passes on what it raises."""
-        contents = [message["content"] for message in messages]
-        characters = sorted({c for c in self._to_mark.values() if any(c in content for content in contents)})
+        given = set[str]().union(*_strings(conversation))
+        characters = sorted(given.intersection(self._to_mark.values()))
         if not characters:
-            text = render(messages)
+            text = render(conversation)
             return Rendered(text, text, {})
-        used = {*template}.union(*contents)
+        used = given | {*template}
         free = (chr(code) for code in chain(*MARKS) if chr(code) not in used)
         marks = dict(zip(characters, free, strict=False))
         if len(marks) < len(characters):
             raise ValueError("the messages use every private-use character of Unicode")
-        marked = render(_with_contents(messages, lambda content: self._mark(content, marks)))
-        # A template may join contents, or cut pieces out of them, so that only the result names a special
+        marked = render(_with_strings(conversation, lambda text: self._mark(text, marks)))
+        # A template may join strings, or cut pieces out of them, so that only the result names a special
         # token. Rendered with every such character marked, the text holds the template's own alone.
         everywhere = {ord(character): mark for character, mark in marks.items()}
-        strict = render(_with_contents(messages, lambda content: content.translate(everywhere)))
+        strict = render(_with_strings(conversation, lambda text: text.translate(everywhere)))
         if len(self._special.findall(strict)) < len(self._special.findall(marked)):
             marked = strict
         return Rendered(_without_marks(marked, marks), marked, marks)
@@ -134,5 +136,34 @@ def _without_marks(text: str, marks: Mapping[str, str]) -> str:
     return text.translate({ord(mark): character for character, mark in marks.items()})
 
 
-def _with_contents(messages: Messages, change: Callable[[str], str]) -> list[dict[str, str]]:
-    return [{**message, "content": change(message["content"])} for message in messages]
+def _strings(value: Any) -> Iterator[str]:
+    """All strings that a caller gave, keys of objects included."""
+    if isinstance(value, Conversation):
+        yield from _strings([value.messages, value.tools, value.arguments])
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield key
+            yield from _strings(each)
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from _strings(each)
+
+
+def _with_strings(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
+    """Changes all but roles and what messages call their parts."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, Mapping):
+            return {change(key): changed(each) for key, each in value.items()}
+        return [changed(each) for each in value] if isinstance(value, Sequence) else value
+
+    messages = [
+        {key: each if key == "role" else changed(each) for key, each in message.items()}
+        for message in conversation.messages
+    ]
+    arguments = {key: changed(each) for key, each in conversation.arguments.items()}
+    return Conversation(messages, changed(conversation.tools), arguments)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton.checkpoint import CheckpointError
 from baton.gguf_file import GgufFile
+from baton.rpc.errors import BatonError
+from baton.rpc.validate import check_sampling
+from baton.tokenizer import formats
 from baton.tokenizer.chat import ChatEncoder, Rendered
+from baton.tokenizer.conversation import Conversation
 from baton.tokenizer.gguf import read_tokenizer
 from baton.tokenizer.vocabulary import UnknownDecoder, Vocabulary, read_vocabulary
+from baton.v1 import common_pb2
 
 SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "*.tiktoken")
 """Files that hold a vocabulary; a checkpoint needs one of them."""
@@ -37,6 +42,8 @@ class HFTokenizer:
     """Positions that the checkpoint was made for; 0: config.json does not say."""
     chat: bool
     _tokenizer: Any
+    default_sampling: common_pb2.SamplingParams
+    """What the checkpoint's generation_config.json recommends."""
     _chat_encoder: ChatEncoder | None = None
     """None: special tokens that a message's content names become those tokens."""
 
@@ -51,7 +58,15 @@ class HFTokenizer:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> Rendered:
+    @property
+    def template(self) -> str:
+        """Source of the chat template that is used for tools; empty: there is none."""
+        source = self._tokenizer.chat_template
+        if isinstance(source, dict):  # several, by name
+            source = source.get("tool_use") or source.get("default")
+        return str(source or "")
+
+    def render(self, conversation: Conversation, add_generation_prompt: bool) -> Rendered:
         """A conversation, by the model's template in Jinja's sandbox.
 
         Raises NoChatTemplate, or TemplateFailed.
@@ -59,19 +74,31 @@ class HFTokenizer:
         if not self.chat:
             raise NoChatTemplate
 
-        def render(messages: Sequence[Mapping[str, str]]) -> str:
+        def render(conversation: Conversation) -> str:
             text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [dict(message) for message in conversation.messages],
+                tools=[dict(tool) for tool in conversation.tools] or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **conversation.arguments,
             )
             return text
 
-        try:
+        def attempt(conversation: Conversation) -> Rendered:
             if self._chat_encoder is None:
-                text = render(messages)
+                text = render(conversation)
                 return Rendered(text, text, {})
-            return self._chat_encoder.render(render, messages, str(self._tokenizer.chat_template))
+            return self._chat_encoder.render(render, conversation, self.template)
+
+        if not formats.knows_tools(self.template):
+            conversation = conversation.without_tools()
+        try:
+            try:
+                return attempt(conversation)
+            except TypeError:
+                if not any("tool_calls" in message for message in conversation.messages):
+                    raise
+                return attempt(conversation.with_text_arguments())
         except Exception as error:  # anything that the template may raise: it is the checkpoint's code
             raise TemplateFailed(" ".join(str(error).split()) or type(error).__name__) from error
 
@@ -99,12 +126,16 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
             raise CheckpointError(f"cannot read the tokenizer in {path}: {_one_line(error)}") from error
         tokens = size = len(file.metadata["tokenizer.ggml.tokens"])
         eos, context = file.end_token_ids(), file.value("*.context_length", int)
+        recommended = common_pb2.SamplingParams()
     else:
         config = _read_json(path / "config.json")
+        generation_path = path / "generation_config.json"
+        generation = _read_json(generation_path) if generation_path.is_file() else {}
+        recommended = _default_sampling(generation_path, generation)
         tokenizer = _read_tokenizer(path)
         tokens = len(tokenizer)
         size = int(config.get("vocab_size") or tokens)
-        eos, context = _eos(path, config, tokenizer), int(config.get("max_position_embeddings") or 0)
+        eos, context = _eos(config, generation, tokenizer), int(config.get("max_position_embeddings") or 0)
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
@@ -126,6 +157,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         context_length=context,
         chat=bool(tokenizer.chat_template),
         _tokenizer=tokenizer,
+        default_sampling=recommended,
         _chat_encoder=None if special_tokens_in_content else ChatEncoder(backend, tokenizer.unk_token_id),
     )
 
@@ -146,18 +178,38 @@ def _read_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def _eos(path: Path, config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
+def _eos(config: dict[str, Any], generation: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
     """End-of-sequence ids of config.json and generation_config.json together, as workers have them; else
     the tokenizer's."""
-    generation = path / "generation_config.json"
     found: dict[int, None] = {}
-    for source in (config, _read_json(generation) if generation.is_file() else {}):
+    for source in (config, generation):
         value = source.get("eos_token_id")
         if value is not None:
             found.update(dict.fromkeys(value if isinstance(value, list) else [value]))
     if not found and tokenizer.eos_token_id is not None:
         found[tokenizer.eos_token_id] = None
     return tuple(int(token) for token in found)
+
+
+def _default_sampling(path: Path, generation: dict[str, Any]) -> common_pb2.SamplingParams:
+    """Of generation_config.json; with `do_sample` false its values have no effect. Raises CheckpointError for
+    values that are out of range."""
+    params = common_pb2.SamplingParams()
+    if generation.get("do_sample") is False:
+        return params
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        value = generation.get(name)
+        if value is None:
+            continue
+        try:
+            setattr(params, name, value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: {name} is {value!r}: {_one_line(error)}") from None
+    try:
+        check_sampling(params, None, path.name)
+    except BatonError as error:
+        raise CheckpointError(f"{path}: {error.message}") from None
+    return params
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from baton.discovery.etcd import Registration, register
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import failed_precondition
 from baton.rpc.node import run_node
-from baton.tokenizer import hf
+from baton.tokenizer import formats, hf
 from baton.tokenizer.service import TokenizerService
 from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -78,6 +78,11 @@ class TokenizerNode:
             info.model.vocab_size = loaded.vocabulary.size
             info.model.eos_token_ids.extend(loaded.eos_token_ids)
             info.model.chat = loaded.chat
+            if loaded.chat:
+                info.model.tool_format = formats.tool_format(loaded.template)
+                info.model.reasoning_format = formats.reasoning_format(loaded.template)
+            if loaded.default_sampling.ByteSize():
+                info.model.default_sampling.CopyFrom(loaded.default_sampling)
             info.model.vocabulary_hash = loaded.vocabulary.hash
         return info
 

@@ -1,0 +1,236 @@
+"""A chat prompt as chat templates take it: messages, tools and variables, checked.
+
+Templates follow the conventions of `transformers` (https://huggingface.co/docs/transformers/chat_extras):
+tools are {"type": "function", "function": {...}}, the arguments of calls are objects. A template that knows
+no tools gets them in a system message, in the words of the Hermes format, and calls and results as text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf import json_format
+
+from baton.rpc.errors import invalid
+from baton.v1 import tokenizer_pb2
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TOOLS = 1024
+RESERVED = frozenset(
+    (
+        *("conversation", "conversations", "messages", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "raise_exception", "strftime_now", "self", "key"),
+    )
+)
+"""Names that template_arguments may not have: arguments of `apply_chat_template`, and what templates call."""
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+Value = Any
+"""Of JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template is rendered with."""
+
+    messages: Sequence[Mapping[str, Value]]
+    tools: Sequence[Mapping[str, Value]] = ()
+    arguments: Mapping[str, Value] = field(default_factory=dict)
+    """Variables of the template."""
+
+    def with_text_arguments(self) -> Conversation:
+        """The same, with the arguments of calls as JSON text, as some templates want them."""
+        return Conversation([_text_arguments(each) for each in self.messages], self.tools, self.arguments)
+
+    def without_tools(self) -> Conversation:
+        """The same for a template that knows no tools."""
+        messages = [_plain(message) for message in self.messages]
+        if self.tools:
+            text = _TOOLS_TEXT.format(tools="\n".join(_dumps(tool) for tool in self.tools))
+            if messages and messages[0]["role"] == "system":
+                messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}".lstrip()}
+            else:
+                messages.insert(0, {"role": "system", "content": text})
+        return Conversation(messages, (), self.arguments)
+
+
+def read(chat: tokenizer_pb2.ChatPrompt, name: str, *, developer: bool = False) -> Conversation:
+    """Raises BatonError (INVALID_ARGUMENT), naming the field below `name`.
+
+    developer: the template knows the role "developer"; otherwise it is "system".
+    """
+    if not chat.messages:
+        raise invalid(f"{name}.messages", f"{name}.messages must not be empty")
+    calls: dict[str, str] = {}  # ids of calls, and the functions that they call
+    messages = [
+        _message(message, f"{name}.messages[{index}]", calls, developer)
+        for index, message in enumerate(chat.messages)
+    ]
+    shown = chat.tool_choice.mode != tokenizer_pb2.ToolChoice.MODE_NONE
+    tools = _tools(chat, name)
+    arguments = json_format.MessageToDict(chat.template_arguments)
+    for key in arguments:
+        if key in RESERVED or key.startswith("_") or key.endswith("_token"):
+            where = f"{name}.template_arguments.{key[:40]}"
+            raise invalid(where, f"{where} is not the caller's to give")
+    return Conversation(messages, tools if shown else (), _integers(arguments))
+
+
+def short_id(id: str) -> str:
+    """The id of a call in 9 letters and digits, the form that Mistral's templates want."""
+    if re.fullmatch("[a-zA-Z0-9]{9}", id):
+        return id
+    return hashlib.sha256(id.encode()).hexdigest()[:9]
+
+
+def _message(
+    message: tokenizer_pb2.ChatMessage, name: str, calls: dict[str, str], developer: bool
+) -> dict[str, Value]:
+    role = message.role
+    if role not in ROLES:
+        raise invalid(f"{name}.role", f"{name}.role is {role[:40]!r}; use one of {', '.join(ROLES)}")
+    made: dict[str, Value] = {
+        "role": "system" if role == "developer" and not developer else role,
+        "content": message.content,
+    }
+    if message.name:
+        made["name"] = message.name
+    for key, allowed in ("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool"):
+        if getattr(message, key) and role != allowed:
+            raise invalid(f"{name}.{key}", f"{name}.{key}: only in a message of role {allowed!r}")
+    if message.reasoning:
+        made["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        made["tool_calls"] = [
+            _call(call, f"{name}.tool_calls[{index}]", calls) for index, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id:
+        made["tool_call_id"] = message.tool_call_id
+        if not message.name and message.tool_call_id in calls:
+            made["name"] = calls[message.tool_call_id]
+    return made
+
+
+def _call(call: tokenizer_pb2.ToolCall, name: str, calls: dict[str, str]) -> dict[str, Value]:
+    _check_name(call.name, f"{name}.name")
+    arguments = _json_object(call.arguments or "{}", f"{name}.arguments")
+    if call.id:
+        calls[call.id] = call.name
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+def _tools(chat: tokenizer_pb2.ChatPrompt, name: str) -> list[dict[str, Value]]:
+    if len(chat.tools) > MAX_TOOLS:
+        raise invalid(f"{name}.tools", f"{name}.tools: {len(chat.tools)} tools; {MAX_TOOLS} are allowed")
+    seen: dict[str, int] = {}
+    found = []
+    for index, tool in enumerate(chat.tools):
+        where = f"{name}.tools[{index}]"
+        _check_name(tool.name, f"{where}.name")
+        if tool.name in seen:
+            text = f"{where}.name is {tool.name!r}, the name of tools[{seen[tool.name]}] as well"
+            raise invalid(f"{where}.name", text)
+        seen[tool.name] = index
+        parameters = {"type": "object", "properties": {}}
+        if tool.parameters:
+            parameters = _json_object(tool.parameters, f"{where}.parameters")
+        function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+        found.append({"type": "function", "function": function})
+    choice = chat.tool_choice
+    if choice.name and choice.mode != tokenizer_pb2.ToolChoice.MODE_REQUIRED:
+        raise invalid(f"{name}.tool_choice.name", f"{name}.tool_choice.name: only with MODE_REQUIRED")
+    if choice.mode == tokenizer_pb2.ToolChoice.MODE_REQUIRED and not found:
+        text = f"{name}.tool_choice: a call is required, but there are no tools"
+        raise invalid(f"{name}.tool_choice", text)
+    if choice.name and choice.name not in seen:
+        text = f"{name}.tool_choice.name is {choice.name[:64]!r}, which is none of the tools"
+        raise invalid(f"{name}.tool_choice.name", text)
+    return found
+
+
+def _check_name(given: str, field: str) -> None:
+    if not _NAME.fullmatch(given):
+        form = "1 to 64 letters, digits, underscores, hyphens and dots"
+        raise invalid(field, f"{field} is {given[:64]!r}; a name has {form}")
+
+
+def _json_object(text: str, field: str) -> dict[str, Value]:
+    try:
+        found = json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise invalid(field, f"{field} is nested too deeply") from None
+    except ValueError as error:
+        raise invalid(field, f"{field} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise invalid(field, f"{field} must be a JSON object")
+    try:
+        _dumps(found).encode()
+    except (UnicodeEncodeError, RecursionError):
+        raise invalid(field, f"{field} has a lone surrogate, or is nested too deeply") from None
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _integers(value: Value) -> Value:
+    """Struct knows floating-point numbers only; templates may print them."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_integers(each) for each in value]
+    return {key: _integers(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _text_arguments(message: Mapping[str, Value]) -> Mapping[str, Value]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+_TOOLS_TEXT = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a JSON object with function name and arguments within <tool_call></tool_call> \
+XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+"""As Qwen's templates say it, after Nous Research's Hermes 2 Pro."""
+
+
+def _plain(message: Mapping[str, Value]) -> dict[str, Value]:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    parts = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        said = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        parts.append(f"<tool_call>\n{_dumps(said)}\n</tool_call>")
+    kept = {key: value for key, value in message.items() if key in ("role", "name")}
+    return {**kept, "content": "\n".join(parts)}
+
+
+def _dumps(value: Value) -> str:
+    return json.dumps(value, ensure_ascii=False)
