@@ -33,6 +33,7 @@ from baton.handoff.messages import (
 )
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.page_map import PageUse
 
 SIZE = 4
 PULL = 5.0
@@ -293,6 +294,22 @@ def test_prompt_is_handed_off(visible, ahead, length, n):
     assert stats.prefill_address == "p0" and stats.pulled_pages == -(-length // SIZE)
     assert stats.transport == "shm" and stats.handoff_retries == 0
     assert sum(len(r.tokens) for p in world.runner.steps for r in p.rows if r.tokens) == 0
+
+
+def test_pages_on_lease_and_under_a_copy_are_told_apart():
+    world = World(random.Random(1))
+    request, node = announced(world)
+    world.core.flush(0)
+    ((effect, _),) = world.pulls
+    uses = world.core.page_uses()
+    assert [page for page, use in enumerate(uses) if use == PageUse.PULLING] == sorted(
+        target for _, target in effect.pairs
+    )
+    assert set(node.side.leased_pages()) == {source for source, _ in effect.pairs}
+    world.run()
+    world.check(request)
+    assert not list(node.side.leased_pages())
+    assert PageUse.PULLING not in world.core.page_uses()
 
 
 def test_a_hand_off_does_not_wait_for_the_step_under_way():

@@ -37,6 +37,7 @@ from baton.engine.step_stats import StepStats
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import AttemptName, DecodeEffect, HandoffNames, PrefillOutput, ReleaseLease
 from baton.kvcache import KvCache
+from baton.kvcache.page_map import PageUse, mark
 
 MAX_FAILED_STEPS = 2
 """A request that was in this many steps that failed, or that ended their node, counts as the cause."""
@@ -97,6 +98,12 @@ class DecodeCore:
     @property
     def requests(self) -> int:
         return len(self.unfinished)
+
+    def page_uses(self) -> bytearray:
+        """A PageUse for each page of the pool."""
+        uses = self.cache.states()
+        mark(uses, self.handoffs.pulled_pages(), PageUse.PULLING)
+        return uses
 
     @property
     def expecting(self) -> bool:

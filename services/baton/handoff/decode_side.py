@@ -12,7 +12,7 @@ fails its try. Pages count as good only if, after the copy, the owner's generati
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -115,6 +115,10 @@ class DecodeSide:
     @property
     def pulls(self) -> int:
         return len(self._pulls)
+
+    def pulled_pages(self) -> Iterator[int]:
+        """Local pages that running pulls may write."""
+        return self._pulls.targets()
 
     @property
     def expecting(self) -> bool:

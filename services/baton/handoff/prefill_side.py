@@ -15,7 +15,7 @@ everything of the holder's is dropped, and nobody is told.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from baton.engine.batch import Step
@@ -215,6 +215,13 @@ class PrefillSide:
         """Its age in seconds; 0 without one. May be asked from another thread than the core's."""
         since = [a.leased_since for a in list(self._attempts.values()) if a.leased_since is not None]
         return max(0.0, now - min(since)) if since else 0.0
+
+    def leased_pages(self) -> Iterator[int]:
+        """Pages that have been announced and may still be pulled; some of them twice."""
+        for attempt in self._attempts.values():
+            holding = attempt.request.sequences[0].holding
+            if holding is not None:
+                yield from holding.pages[: attempt.announced]
 
     def holds(self, holder: Hashable) -> bool:
         """Whether the holder has an attempt here."""

@@ -6,6 +6,7 @@ Destination pages of an overdue copy are quarantined until that report.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -48,6 +49,11 @@ class Pulls(Generic[H]):
         """Addresses of nodes with an overdue copy from their pools. May be called in another thread than
         the core's."""
         return sorted({pull.address for pull in list(self.running.values()) if pull.overdue})
+
+    def targets(self) -> Iterator[int]:
+        """Local pages that running copies may write."""
+        for pull in self.running.values():
+            yield from pull.targets
 
     def begin(self, pull: Pull[H]) -> int:
         """Returns the number that the transport will report."""

@@ -219,6 +219,10 @@ class KvCache:
     def counts(self) -> PageCounts:
         return self._allocator.counts()
 
+    def states(self) -> bytearray:
+        """See PageAllocator.states."""
+        return self._allocator.states()
+
     def check(self, idle: bool = False) -> None:
         """Compares allocator, tree and holdings, O(pages). Raises AccountingError.
 

@@ -201,6 +201,10 @@ class PageAllocator:
     def free(self) -> int:
         return len(self._free)
 
+    def states(self) -> bytearray:
+        """A copy of all states, a PageState a page."""
+        return bytearray(self._states)
+
     def counts(self) -> PageCounts:
         free, owned, cached, quarantined = self._counts
         return PageCounts(len(self._states), free, owned, cached, quarantined)

@@ -14,6 +14,7 @@ from baton.engine.step_stats import StepStats
 from baton.handoff.messages import Alive, PrefillOutput
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache
+from baton.kvcache.page_map import PageUse, mark
 
 FULL_STEP = 1024
 """Tokens from which on a GPU's time per token no longer falls (measured on an H200, 8B)."""
@@ -52,6 +53,12 @@ class PrefillCore:
     @property
     def requests(self) -> int:
         return self.side.requests
+
+    def page_uses(self) -> bytearray:
+        """A PageUse for each page of the pool."""
+        uses = self.cache.states()
+        mark(uses, self.side.leased_pages(), PageUse.LEASED)
+        return uses
 
     @property
     def expecting(self) -> bool:

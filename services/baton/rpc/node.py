@@ -6,7 +6,8 @@ import asyncio
 import gc
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import grpc.aio
@@ -26,6 +27,7 @@ from baton.rpc.health import HealthMonitor, HealthServicer, serves
 from baton.rpc.http_server import HttpServer, metrics_app
 from baton.rpc.interceptors import MalformedMessages, ReadinessInterceptor
 from baton.rpc.metrics import LoadCollector
+from baton.rpc.node_watch import HasPool, NodeWatches
 from baton.rpc.tasks import signals, unless
 from baton.v1 import node_pb2, node_pb2_grpc
 
@@ -186,6 +188,7 @@ class _Shell:
         self._health = HealthServicer()
         self._draining = False
         self._started = False
+        self.watches = NodeWatches(self.info, self.load, node.page_map if isinstance(node, HasPool) else None)
         self.broken = ""
         """Why the process cannot continue; empty: it can."""
         self._ended = asyncio.Event()
@@ -279,6 +282,7 @@ class _Shell:
     async def close(self, stop_now: asyncio.Event) -> None:
         """Stops the node, if its start was attempted, and the servers."""
         self._health_monitor.stop()
+        self.watches.close()
         try:
             if self._started:
                 async with asyncio.timeout(STOP_SECONDS):
@@ -316,6 +320,13 @@ class _Shell:
 class _NodeServicer(node_pb2_grpc.NodeServicer):
     def __init__(self, shell: _Shell) -> None:
         self._shell = shell
+
+    async def Watch(
+        self, request: node_pb2.WatchNodeRequest, context: Any
+    ) -> AsyncIterator[node_pb2.NodeState]:
+        async with aclosing(self._shell.watches.serve(request)) as states:
+            async for state in states:
+                yield state
 
     async def GetInfo(self, request: node_pb2.GetInfoRequest, context: Any) -> node_pb2.NodeInfo:
         return self._shell.info()

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_stats import StepStats
 from baton.kvcache.kv_events import TreeLog
+from baton.kvcache.page_map import PageMap, PageUse
 from baton.v1 import cache_pb2, node_pb2
 
 
@@ -44,6 +45,18 @@ def add_step_cost(load: node_pb2.Load, stats: StepStats) -> None:
     load.prompt_tokens_per_second = int(stats.prompt_rate.value)
     if stats.calibration is not None:
         load.step_cost.CopyFrom(node_pb2.StepCost(**asdict(stats.calibration.cost)))
+
+
+def page_map_message(found: PageMap) -> node_pb2.PageMap:
+    names = [use.name.lower() for use in PageUse]
+    return node_pb2.PageMap(
+        total=found.total,
+        pages_per_cell=found.pages_per_cell,
+        runs=[
+            node_pb2.PageRun(cells=run.cells, **dict(zip(names, run.pages, strict=True)))
+            for run in found.runs
+        ],
+    )
 
 
 def cache_update(

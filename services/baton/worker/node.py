@@ -14,6 +14,7 @@ import grpc.aio
 from baton.config import WorkerConfig
 from baton.discovery.etcd import Registration, register
 from baton.engine.step_loop import StepLoop
+from baton.kvcache.page_map import page_map
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import Cluster
 from baton.rpc.logs import get_logger
@@ -25,7 +26,7 @@ from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb
 from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.engine import Engine, build_engine, measure_steps
-from baton.worker.load import add_step_cost, snapshot
+from baton.worker.load import add_step_cost, page_map_message, snapshot
 from baton.worker.shell import C, WorkerShell
 
 _log = get_logger()
@@ -36,6 +37,8 @@ TELL_SECONDS = 0.5
 """How long a failing process waits at most until its callers have got their messages."""
 WRITE_SECONDS = 0.05
 """Time for gRPC to write a message that it has taken."""
+MAP_SECONDS = 1.0
+"""How long a page map waits for the step thread."""
 WATCH_SECONDS = 0.25
 """How often the step thread is checked."""
 
@@ -218,6 +221,24 @@ class WorkerNode(WorkerShell[C]):
         if load.pages.quarantined:
             text = f"{load.pages.quarantined} pages wait for the end of a copy that is overdue"
             yield node_pb2.Problem(reason="PAGES_QUARANTINED", message=text)
+
+    async def page_map(self, max_cells: int) -> node_pb2.PageMap | None:
+        """See rpc.node_watch. None: the step thread does not answer, or there is no pool yet."""
+        if self.core_or_none is None:
+            return None
+        read: asyncio.Future[bytearray] = self.loop.create_future()
+
+        def answer(uses: bytearray) -> None:
+            if not read.done():  # it was waited for
+                read.set_result(uses)
+
+        self.steps.call(lambda core, now: self.post(answer, core.page_uses()))
+        try:
+            async with asyncio.timeout(MAP_SECONDS):
+                uses = await read
+        except TimeoutError:
+            return None
+        return page_map_message(page_map(uses, max_cells))
 
     def check_idle(self, seconds: float = 5.0) -> None:
         """Checks the page pool's accounting; raises AccountingError unless nothing is held.

@@ -27,6 +27,9 @@ class WorkerCore(Core, Protocol):
     @property
     def step_stats(self) -> StepStats: ...
 
+    def page_uses(self) -> bytearray:
+        """A kvcache.page_map.PageUse for each page of the pool."""
+
     def node_failed(self, message: str) -> None:
         """Sends callers the failures of requests that may have ended the process."""
 

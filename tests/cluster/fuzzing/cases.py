@@ -59,6 +59,7 @@ METHODS = (
     Method(("prefill", "decode"), "Cache/Watch", cache_pb2.WatchRequest, endless=True),
     Method(EVERYWHERE, "Node/GetInfo", node_pb2.GetInfoRequest),
     Method(EVERYWHERE, "Node/GetLoad", node_pb2.GetLoadRequest),
+    Method(EVERYWHERE, "Node/Watch", node_pb2.WatchNodeRequest, endless=True),
 )
 REFLECTION = Method(
     EVERYWHERE,

@@ -93,6 +93,11 @@ SEEDS: dict[str, list[Message]] = {
     ],
     "Node/GetInfo": [node_pb2.GetInfoRequest()],
     "Node/GetLoad": [node_pb2.GetLoadRequest()],
+    "Node/Watch": [
+        node_pb2.WatchNodeRequest(interval_ms=100, max_cells=7),
+        node_pb2.WatchNodeRequest(interval_ms=2**64 - 1),
+        node_pb2.WatchNodeRequest(max_cells=2**32 - 1),
+    ],
     "Node/Drain": [node_pb2.DrainRequest(timeout_ms=1)],
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": [
         reflection_pb2.ServerReflectionRequest(list_services=""),
