@@ -206,6 +206,10 @@ class GatewayConfig(NodeConfig):
     """Output tokens of a request that its client has not read; with more, the request pauses."""
     slow_reader_seconds: float = 30.0
     """A request that has paused for this time fails."""
+    ttft_target_seconds: float = 1.0
+    """A request's first token is to come within this time: for goodput and alerts."""
+    itl_target_seconds: float = 0.1
+    """99 % of a request's further tokens are to come within this time of the one before."""
     probe_every: float = 0.0
     """Seconds between requests of the gateway's own that try each hand-off in turn; 0: none."""
     max_prompt_bytes: int = 8 * 2**20

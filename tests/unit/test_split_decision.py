@@ -170,19 +170,20 @@ def test_auto_hands_off_what_is_long_and_keeps_what_is_short():
     assert 16 < long.limit < 1000 and not long.local
     assert rig.split.decide(BUSY, PREFILL, 10).local
     assert rig.split.decide(replace(BUSY, cached=3995), PREFILL, 4000).local, "what is cached is not computed"
-    assert rig.value("baton_gateway_prompts_total", way="split") == 1
-    assert rig.value("baton_gateway_prompts_total", way="local") == 2
+    assert rig.value("baton_gateway_prompts_total", way="split", why="cost") == 1
+    assert rig.value("baton_gateway_prompts_total", way="local", why="cost") == 2
 
 
 @pytest.mark.parametrize("unknown", ["d", "p"])
 def test_nothing_is_known_so_the_decode_node_decides(unknown):
     here = replace(BUSY, cost=None) if unknown == "d" else BUSY
     there = replace(PREFILL, cost=None) if unknown == "p" else PREFILL
-    decision = Rig().split.decide(here, there, 4000)
-    assert decision == Decision(None, local=False, predictions={})
     rig = Rig()
+    decision = rig.split.decide(here, there, 4000)
+    assert decision == Decision(None, local=False, predictions={})
+    assert rig.value("baton_gateway_prompts_total", way="split", why="unknown") == 1
     assert rig.split.decide(BUSY, None, 4000) == Decision(None, local=True, predictions={}), "no choice"
-    assert rig.value("baton_gateway_prompts_total", way="local") == 0
+    assert rig.value("baton_gateway_prompts_total", way="local", why="unknown") == 0
 
 
 @pytest.mark.parametrize("here", [BUSY, replace(BUSY, cost=None)], ids=["known", "unknown"])

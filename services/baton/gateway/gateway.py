@@ -53,7 +53,7 @@ class Gateway:
             text = f"--generation-config {config.generation_config!r} is not known; use auto or none"
             raise invalid("generation_config", text)
         self.incarnation = new_incarnation()
-        self.metrics = GatewayMetrics()
+        self.metrics = GatewayMetrics(config.ttft_target_seconds, config.itl_target_seconds)
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
         self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
         self.router = Router(config.routing)

@@ -194,7 +194,10 @@ class Split:
                 limit = local_limit(tokens, decode, prefill, bias)
         # Without predictions the decode node hands off all but very short prompts.
         local = limit is not None and tokens - decode.cached <= limit
-        self._metrics.decisions.labels("local" if local else "split").inc()
+        why = "client" if hand_off is not None else "mode" if mode != "auto" else "cost"
+        self._metrics.decisions.labels(
+            "local" if local else "split", why if limit is not None else "unknown"
+        ).inc()
         return Decision(limit, local, predictions)
 
     def ended(self, decision: Decision, stats: decode_pb2.RequestStats, first: float, end: float) -> None:

@@ -8,17 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 
+import grpc
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from baton.rpc.errors import BatonError
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import CoalescedCall
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4)
+WHYS = ("cost", "mode", "client", "unknown")
+"""Predicted times, --split, the client's own choice; or step costs that are not known yet."""
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 5)
 
 
@@ -43,11 +47,50 @@ class Histogram(Collector):
         buckets = list(zip(names, accumulate(self._counts), strict=True))
         yield HistogramMetricFamily(self._name, self._about, buckets=buckets, sum_value=self._sum)
 
+    def counts(self) -> list[int]:
+        """Values in each bucket, not cumulated; the last is that of values above all bounds."""
+        return list(self._counts)
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        return self._bounds
+
+
+class Tally(Collector):
+    """Like prometheus_client's Counter, for what is counted with every token. For one thread."""
+
+    def __init__(self, name: str, about: str, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._about = about
+        self.value = 0
+        registry.register(self)
+
+    def add(self, count: int) -> None:
+        self.value += count
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(self._name, self._about, value=self.value)
+
+
+TARGETS = ("ttft", "itl", "both")
+MAX_REASONS = 64
+LATE_SHARE = 0.01
+"""A request meets its ITL target if no larger part of its tokens is late: latency.Targets."""
+NOT_OURS = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.CANCELLED,
+)
+"""Requests that fail like this count for no target."""
+
 
 class GatewayMetrics:
     """Belongs to one gateway; nothing is registered globally."""
 
-    def __init__(self) -> None:
+    def __init__(self, ttft_target: float = 1.0, itl_target: float = 0.1) -> None:
+        """Targets in seconds."""
+        self.ttft_target, self.itl_target = ttft_target, itl_target
         self.registry = registry = CollectorRegistry(auto_describe=False)
         self.requests = self._counter(
             "baton_gateway_requests",
@@ -77,12 +120,34 @@ class GatewayMetrics:
             "kind",
             ("expected", "found", "wrong"),
         )
-        self.decisions = self._counter(
+        self.decisions = Counter(
             "baton_gateway_prompts",
-            "Prompts by where they were to be computed: on a prefill node (split) or on the decode node.",
-            "way",
-            ("split", "local"),
+            "Prompts by where they were to be computed, on a prefill node (split) or not, and why.",
+            ["way", "why"],
+            registry=registry,
         )
+        for way, why in product(("split", "local"), WHYS):
+            self.decisions.labels(way, why)
+        self.output_tokens = Tally(
+            "baton_gateway_output_tokens", "Output tokens, counted as decode nodes send them.", registry
+        )
+        self.targets = Counter(
+            "baton_gateway_target_requests",
+            "Requests that finished or failed by no fault of the client, and whether they met a target.",
+            ["target", "met"],
+            registry=registry,
+        )
+        for target, met in product(TARGETS, ("yes", "no")):
+            self.targets.labels(target, met)
+        target_seconds = Gauge(
+            "baton_gateway_target_seconds", "The latency targets.", ["target"], registry=registry
+        )
+        target_seconds.labels("ttft").set(ttft_target)
+        target_seconds.labels("itl").set(itl_target)
+        self.failures = Counter(
+            "baton_gateway_failures", "Requests that failed, by reason.", ["reason"], registry=registry
+        )
+        self._reasons: set[str] = set()
         self.expected = prometheus_client.Histogram(
             "baton_gateway_actual_over_expected",
             "Time from sending a request until its first token, or its end, over what was expected.",
@@ -100,6 +165,14 @@ class GatewayMetrics:
             counter.labels(value)
         return counter
 
+    def failed(self, reason: str) -> None:
+        """Counts a failed request. Decode nodes may name any reason: those beyond MAX_REASONS count as
+        OTHER."""
+        if reason not in self._reasons and len(self._reasons) >= MAX_REASONS:
+            reason = "OTHER"
+        self._reasons.add(reason)
+        self.failures.labels(reason).inc()
+
     def routed(self, expected: int, found: int) -> None:
         """Counts the cached tokens of a finished request, expected and found."""
         self.cached.labels("expected").inc(expected)
@@ -116,6 +189,8 @@ class RequestTimer:
         self._started = time.monotonic()
         self._first_token: float | None = None
         self._last_token = 0.0
+        self._gaps = self._late = 0
+        """Tokens of the first choice after its first message, and those of them that missed the target."""
 
     @property
     def elapsed(self) -> float:
@@ -138,12 +213,28 @@ class RequestTimer:
     def tokens(self, choice: int, count: int) -> None:
         """Records `count` new tokens of a choice. Time without a decode node counts too."""
         now = time.monotonic()
+        metrics = self._metrics
+        metrics.output_tokens.add(count)
         if self._first_token is None:
             self._first_token = now
-            self._metrics.ttft.observe(now - self._started)
+            metrics.ttft.observe(now - self._started)
         elif count and choice == 0:
-            self._metrics.itl.observe((now - self._last_token) / count)
+            gap = (now - self._last_token) / count
+            metrics.itl.observe(gap)
+            self._gaps += count
+            if gap > metrics.itl_target:
+                self._late += count
         self._last_token = now
+
+    def ended(self, outcome: str, error: BatonError | None) -> None:
+        """The request has ended: counts whether it met its targets."""
+        if error is not None and error.code in NOT_OURS:
+            return
+        finished, first = outcome == "finished", self._first_token
+        in_time = first - self._started <= self._metrics.ttft_target if first is not None else finished
+        steady = self._late <= LATE_SHARE * self._gaps
+        for target, met in zip(TARGETS, (in_time, steady, finished and in_time and steady), strict=True):
+            self._metrics.targets.labels(target, "yes" if met else "no").inc()
 
 
 _log = get_logger()

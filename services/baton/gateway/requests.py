@@ -360,6 +360,9 @@ class Request:
             self._routing.ended()
         if self._session is not None:
             self._session.end()
+        self._timing.ended(outcome, error)
+        if error is not None and outcome == "failed":
+            self._gateway.metrics.failed(error.reason)
         self._gateway.forget(self, outcome)
         ended = EndedRequest(
             self.name,
