@@ -145,6 +145,25 @@ def test_equals_the_reference_for_any_mix_of_parameters(case):
                 assert [t for t, _ in entry.top] == best.indices.tolist()[: len(entry.top)]
 
 
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)]
+)
+def test_ordinary_requests_equal_the_reference(params):
+    """Without penalties, biases and log-probabilities, which take a way of their own."""
+    sampler = Sampler(2, VOCAB, torch.device("cpu"))
+    for slot in range(2):
+        sampler.init(SlotInit(slot, params, 7 + slot, (1, 2), ()))
+    best = 0
+    for position in range(40):
+        logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(position))
+        tokens = sampler.sample(logits, np.arange(2), np.full(2, position)).tokens.tolist()
+        for slot, token in enumerate(tokens):
+            x = reference_logits(logits[slot].numpy(), params, [1, 2], [])
+            assert is_chosen(token, x, params, 7 + slot, position)
+            best += token == x.argmax()
+    assert best == 80 if params.greedy else best < 60
+
+
 def test_a_slot_forgets_what_it_held():
     sampler = Sampler(1, 10, torch.device("cpu"))
     logits = torch.tensor([[5.0, 4.9, 0, 0, 0, 0, 0, 0, 0, 0]])
