@@ -1,0 +1,172 @@
+"""What decode and prefill nodes make of their callers' messages, before the core sees any of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from baton.config import DecodeConfig, PrefillConfig
+from baton.decode.shell import DecodeShell
+from baton.decode.stream import DecodeStream
+from baton.prefill.shell import PrefillShell, PrefillStream
+from baton.rpc.errors import BatonError, exhausted, from_status
+from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
+
+INFO = node_pb2.ModelInfo(vocab_size=100, context_length=64)
+
+
+class Surroundings:
+    """No engine and no peers: what would reach the core is written down."""
+
+    incarnation, draining, model_info, core_or_none = 7, False, INFO, None
+
+    def __init__(self, config):
+        self.config, self.calls, self.connected, self.full = config, [], [], False
+        self.steps = SimpleNamespace(call=self.calls.append, step_age=0.0)
+        self.peers = SimpleNamespace(check_room=self.check_room, connect=self.connected.append)
+
+    def check_room(self, addresses):
+        if self.full:
+            raise exhausted("too many", "TOO_MANY_PEERS")
+
+    def clock(self):
+        return 100.0
+
+
+class Decode(Surroundings, DecodeShell):
+    pass
+
+
+class Prefill(Surroundings, PrefillShell):
+    pass
+
+
+def events(stream):
+    """What has been put into a stream's outbox since the last call."""
+    reading = anext(stream.outbox)
+    with pytest.raises(StopIteration) as message:  # nothing is awaited where something is there
+        reading.send(None)
+    return list(message.value.value.events)
+
+
+def reason(event):
+    assert event.WhichOneof("kind") == "failed"
+    return from_status(event.failed).reason
+
+
+def decode_start(**fields):
+    start = decode_pb2.DecodeStart(request=1, attempt=2, **{"token_ids": [1, 2, 3], **fields})
+    return decode_pb2.GenerateCommand(start=start)
+
+
+def choices(*tokens):
+    return [decode_pb2.DecodeStart().choices.add(token_ids=each) for each in tokens]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"token_ids": []}, "EMPTY_PROMPT"),
+        ({"token_ids": [1] * 65}, "PROMPT_TOO_LONG"),
+        ({"token_ids": [100]}, "INVALID_FIELD"),
+        ({"choices": choices([100])}, "INVALID_FIELD"),
+        ({"choices": choices([1], [2])}, "INVALID_FIELD"),
+        ({"sampling": common_pb2.SamplingParams(temperature=-1)}, "INVALID_FIELD"),
+    ],
+)
+def test_a_wrong_start_of_decode_gets_one_terminal_event_and_no_pages(fields, expected):
+    node, caller = Decode(DecodeConfig()), DecodeStream(3)
+    node.obey(decode_start(**fields), caller)
+    (event,) = events(caller)
+    assert (event.request, event.attempt, reason(event)) == (1, 2, expected)
+    assert caller.attempt_of(1) is None and caller.has_ended(1) and not node.calls and not node.connected
+
+
+def test_a_decode_node_that_drains_or_has_no_room_for_peers_refuses():
+    node, caller = Decode(DecodeConfig()), DecodeStream(3)
+    node.draining = True
+    node.obey(decode_start(), caller)
+    assert reason(events(caller)[0]) == "DRAINING"
+    node.draining, node.full = False, True
+    node.obey(decode_start(), caller)
+    assert reason(events(caller)[0]) == "TOO_MANY_PEERS" and not node.calls
+
+
+def test_a_good_start_of_decode_reaches_the_core_once():
+    node, caller = Decode(DecodeConfig(prefill=("own:1",))), DecodeStream(3)
+    node.obey(decode_start(prefill=["a:1", "b:1", "a:1"], timeout_ms=500, local_prefill_tokens=0), caller)
+    assert node.connected == ["a:1", "b:1"] and caller.attempt_of(1) == 2
+    (call,), started = node.calls, []
+    call(SimpleNamespace(start=lambda *arguments: started.append(arguments)), 5.0)
+    key, gateway, attempt, request, candidates, now, local = started[0]
+    assert (key.caller, key.request, gateway, attempt, now, local) == (caller, 1, 3, 2, 5.0, 0)
+    assert candidates == ("a:1", "b:1") and request.deadline == 100.5
+    assert request.params.max_tokens == 61  # what the context has left
+    with pytest.raises(BatonError, match="is running on this stream"):
+        node.obey(decode_start(), caller)
+    node.obey(decode_pb2.GenerateCommand(start=decode_pb2.DecodeStart(request=2, token_ids=[1])), caller)
+    assert node.connected[2:] == ["own:1"]  # its own, where the caller names none
+
+
+def test_cancel_and_pause_reach_the_core_for_what_runs_only():
+    node, caller = Decode(DecodeConfig()), DecodeStream(3)
+    caller.begin(1, 2)
+    for command in (
+        {"cancel": decode_pb2.DecodeCancel(request=1, attempt=2)},
+        {"pause": decode_pb2.DecodePause(request=1, attempt=2, paused=True)},
+    ):
+        node.obey(decode_pb2.GenerateCommand(**command), caller)
+    seen = []
+    core = SimpleNamespace(
+        cancel=lambda key, now: seen.append((key.caller, key.request)),
+        pause=lambda key, paused: seen.append((key.caller, key.request, paused)),
+    )
+    for call in node.calls:
+        call(core, 1.0)
+    assert seen == [(caller, 1), (caller, 1, True)]
+    for command in (
+        {"cancel": decode_pb2.DecodeCancel(request=1, attempt=3)},
+        {"pause": decode_pb2.DecodePause(request=9, attempt=1)},
+    ):
+        node.obey(decode_pb2.GenerateCommand(**command), caller)
+        assert reason(events(caller)[0]) == "UNKNOWN_ATTEMPT"
+    assert len(node.calls) == 2
+    with pytest.raises(BatonError, match="after `hello` sets"):
+        node.obey(decode_pb2.GenerateCommand(), caller)
+
+
+def prefill_start(**fields):
+    name = common_pb2.Attempt(gateway=3, request=1, attempt=1, decode_try=1)
+    start = prefill_pb2.PrefillStart(attempt=name, **{"token_ids": [1, 2, 3], **fields})
+    return prefill_pb2.PrefillRequest(start=start)
+
+
+@pytest.mark.parametrize(
+    ("fields", "draining", "expected"),
+    [
+        ({"token_ids": [100]}, False, "INVALID_FIELD"),
+        ({"delivered": 3}, False, "INVALID_FIELD"),
+        ({"n": 2, "delivered": 1}, False, "INVALID_FIELD"),
+        ({}, True, "DRAINING"),
+    ],
+)
+def test_a_wrong_start_of_prefill_gets_one_terminal_event(fields, draining, expected):
+    node, caller = Prefill(PrefillConfig()), PrefillStream(3)
+    node.draining = draining
+    node.obey(prefill_start(**fields), caller)
+    (event,) = events(caller)
+    assert event.attempt.request == 1 and reason(event) == expected and not node.calls
+
+
+def test_a_good_start_of_prefill_reaches_the_core_once():
+    node, caller = Prefill(PrefillConfig()), PrefillStream(3)
+    node.obey(prefill_start(delivered=1, keep_pages=False, announce_ahead=True), caller)
+    with pytest.raises(BatonError, match="started twice"):
+        node.obey(prefill_start(), caller)
+    (call,), started = node.calls, []
+    start = SimpleNamespace(side=SimpleNamespace(start=lambda *arguments: started.append(arguments)))
+    call(start, 5.0)
+    holder, name, request, keep, now, ahead = started[0]
+    assert (holder, name.request, keep, now, ahead) == (caller, 1, False, 5.0, True)
+    assert (request.prompt, request.delivered) == ((1, 2), ((3,),))
