@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from baton.rpc.errors import BatonError
-from baton.rpc.validate import check_choices, check_sampling, check_token_ids
+from baton.rpc.validate import check_choices, check_sampling, check_token_ids, require_grammars
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import SamplingParams
 from baton.worker.convert import layout_difference
@@ -62,7 +62,8 @@ def test_at_the_edge(name, value):
 
 
 def test_every_scalar_field_is_covered():
-    scalars = {f.name for f in SamplingParams.DESCRIPTOR.fields if not f.is_repeated}
+    fields = SamplingParams.DESCRIPTOR.fields
+    scalars = {f.name for f in fields if not f.is_repeated and f.message_type is None}
     assert scalars == {*GOOD, "ignore_eos"}
 
 
@@ -119,3 +120,57 @@ def test_a_layout_that_differs_is_told_by_field():
     assert text is not None and "page_size is 128 there and 16 here" in text
     assert "groups[0].dtype is bfloat16 there and float32 here" in text
     assert "groups[1].layers is 4 there and absent here" in text and "fingerprint" not in text
+
+
+GRAMMAR = "sampling.grammar"
+
+
+def grammar(**kind):
+    return SamplingParams(grammar=common_pb2.Grammar(**kind))
+
+
+def choice(*strings):
+    return grammar(choice=common_pb2.StringChoice(strings=strings))
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (grammar(), GRAMMAR),
+        (grammar(json_schema=""), f"{GRAMMAR}.json_schema"),
+        (grammar(regex=""), f"{GRAMMAR}.regex"),
+        (grammar(regex="é" * (2**18 + 1)), f"{GRAMMAR}.regex"),
+        (choice(), f"{GRAMMAR}.choice"),
+        (choice("a", ""), f"{GRAMMAR}.choice"),
+        (choice(*map(str, range(4097))), f"{GRAMMAR}.choice"),
+        (choice("a" * 2**18, "b" * 2**18, "c"), f"{GRAMMAR}.choice"),
+        (grammar(lark="\n".join(f"a{i}: b" for i in range(8193))), f"{GRAMMAR}.lark"),
+        (grammar(lark="\n".join(f" _A{i}[lazy]: B" for i in range(513))), f"{GRAMMAR}.lark"),
+    ],
+)
+def test_a_grammar_that_is_empty_or_too_large(params, field):
+    assert refused(params) == field
+
+
+def test_grammars_at_the_edge():
+    for params in (
+        grammar(json_object=common_pb2.JsonObject()),
+        grammar(regex="é" * 2**18),
+        choice(*map(str, range(4096))),
+        grammar(lark="\n".join(f"a{i}: b" for i in range(8192)) + "\n|c\nA: " + ":" * 512),
+    ):
+        check_sampling(params, 100)
+
+
+def test_a_grammar_ends_with_the_end_of_sequence():
+    params = grammar(regex="a")
+    params.ignore_eos = True
+    assert refused(params) == "sampling.ignore_eos"
+
+
+def test_no_grammar_where_output_cannot_be_constrained():
+    require_grammars(SamplingParams(), False)
+    require_grammars(grammar(regex="a"), True)
+    with pytest.raises(BatonError, match="cannot be constrained") as caught:
+        require_grammars(grammar(regex="a"), False)
+    assert caught.value.field == GRAMMAR

@@ -8,7 +8,7 @@ import grpc
 
 from baton.config import GatewayConfig
 from baton.rpc.errors import BatonError, invalid
-from baton.rpc.validate import check_choices, check_sampling, check_token_ids
+from baton.rpc.validate import check_choices, check_sampling, check_token_ids, require_grammars
 from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
 
 MAX_ID_CHARACTERS = 128
@@ -42,6 +42,8 @@ def check_start(
         )
     _check_prompt(start, _max_prompt_bytes(config, model), model)
     check_sampling(start.sampling, model.vocab_size if model is not None else None)
+    if model is not None:
+        require_grammars(start.sampling, model.grammars)
     if start.HasField("n"):
         check_choices(start.n)
     longest = int(config.request_seconds * 1000)

@@ -242,6 +242,7 @@ class Gateway:
                 model.default_sampling.CopyFrom(self.tokenizer.model.default_sampling)
             model.vocabulary_hash = self.tokenizer.model.vocabulary_hash
         model.context_length = min(each.context_length for each in models)
+        model.grammars = all(each.grammars for each in models)
         return model
 
     def _make_decode(self, address: str) -> DecodePeer:

@@ -152,9 +152,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         try:
             if self.draining:
                 raise unavailable("this node is draining; use another prefill node", "DRAINING")
-            check_start(
-                start.token_ids, start.delivered, start.sampling, n, info.vocab_size, info.context_length
-            )
+            check_start(start.token_ids, start.delivered, start.sampling, n, info)
         except BatonError as error:
             event = prefill_pb2.PrefillEvent(attempt=start.attempt, failed=to_status(error))
             caller.put(prefill_pb2.PrefillResponse(events=[event]))

@@ -22,6 +22,12 @@ MAX_COMMANDS = 2**17
 MAX_OUTPUT_TOKENS = 2**24
 """Larger than any model's context: a larger value is a mistake."""
 MAX_TOP_K = 2**31 - 1
+MAX_GRAMMAR_BYTES = 2**19
+"""Of a grammar's text. That of the deepest chain of rules needs less stack than grammar.compiler gives it."""
+MAX_LARK_RULES = 8192
+MAX_LARK_TERMINALS = 512
+"""Nested terminals take time that grows with the third power of their number: 512 take half a second."""
+MAX_GRAMMAR_CHOICES = 4096
 
 
 def check_several(count: int) -> None:
@@ -68,6 +74,17 @@ def check_sampling(
     if len(params.stop_token_ids) > MAX_STOP_TOKENS:
         raise invalid(f"{field}.stop_token_ids", f"{field}.stop_token_ids: at most {MAX_STOP_TOKENS} entries")
     check_token_ids(params.stop_token_ids, vocab_size, f"{field}.stop_token_ids")
+    if params.HasField("grammar"):
+        _check_grammar(params.grammar, f"{field}.grammar")
+        if params.ignore_eos:
+            text = f"{field}.ignore_eos cannot be true beside {field}.grammar: its end is an end of sequence"
+            raise invalid(f"{field}.ignore_eos", text)
+
+
+def require_grammars(params: common_pb2.SamplingParams, supported: bool, field: str = "sampling") -> None:
+    """Raises BatonError for a grammar where output cannot be constrained."""
+    if params.HasField("grammar") and not supported:
+        raise invalid(f"{field}.grammar", f"{field}.grammar: output cannot be constrained here")
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int | None, field: str) -> None:
@@ -89,6 +106,35 @@ def check_choices(n: int, field: str = "n") -> None:
 
 
 _ABOVE_ZERO = 2.0**-149  # the smallest positive float32
+
+
+def _check_grammar(grammar: common_pb2.Grammar, field: str) -> None:
+    """Amounts only: what is wrong within a grammar, its compiler finds."""
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        kinds = "json_schema, json_object, regex, lark or choice"
+        raise invalid(field, f"{field} is empty: give one of {kinds}")
+    texts = [] if kind == "json_object" else [getattr(grammar, kind)]
+    if kind == "choice":
+        texts = list(grammar.choice.strings)
+        if not 1 <= len(texts) <= MAX_GRAMMAR_CHOICES or not all(texts):
+            most = f"1 to {MAX_GRAMMAR_CHOICES} strings, none of them empty"
+            raise invalid(f"{field}.choice", f"{field}.choice has {len(texts)} strings; give {most}")
+    size = sum(len(text.encode()) for text in texts)
+    if size > MAX_GRAMMAR_BYTES or (kind != "json_object" and not size):
+        text = f"{field}.{kind} has {size} bytes; give 1 to {MAX_GRAMMAR_BYTES}"
+        raise invalid(f"{field}.{kind}", text)
+    if kind == "lark":
+        # A definition has its name and its colon on a line of its own; terminals are in capitals.
+        heads = [line.partition(":") for line in grammar.lark.split("\n")]
+        initials = [name.lstrip(" \t?!_")[:1] for name, colon, _ in heads if colon]
+        terminals = sum(initial.isupper() for initial in initials)
+        rules = sum(initial.islower() for initial in initials)
+        if rules > MAX_LARK_RULES or terminals > MAX_LARK_TERMINALS:
+            most = f"at most {MAX_LARK_RULES} and {MAX_LARK_TERMINALS} are allowed"
+            raise invalid(
+                f"{field}.lark", f"{field}.lark has {rules} rules and {terminals} terminals; {most}"
+            )
 
 
 def _check_logit_bias(params: common_pb2.SamplingParams, vocab_size: int | None, field: str) -> None:

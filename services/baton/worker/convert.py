@@ -13,8 +13,8 @@ from baton.engine.request import FinishReason, Request
 from baton.engine.sampling import SamplingParams
 from baton.handoff.messages import AttemptName
 from baton.rpc.errors import BatonError, invalid, to_status
-from baton.rpc.validate import check_choices, check_sampling, check_token_ids
-from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from baton.rpc.validate import check_choices, check_sampling, check_token_ids, require_grammars
+from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 
 FINISH_REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -78,10 +78,10 @@ def check_start(
     delivered: int,
     sampling: common_pb2.SamplingParams,
     n: int,
-    vocab_size: int,
-    context_length: int,
+    info: node_pb2.ModelInfo,
 ) -> None:
     """What PrefillStart and DecodeStart have in common. Raises BatonError naming the field."""
+    vocab_size, context_length = info.vocab_size, info.context_length
     if not token_ids:
         raise invalid("token_ids", "token_ids is empty: a prompt has at least one token", "EMPTY_PROMPT")
     if len(token_ids) > context_length:
@@ -94,6 +94,7 @@ def check_start(
     if delivered and n > 1:
         raise invalid("n", "n must be 1 with delivered: only DecodeStart.choices resumes several choices")
     check_sampling(sampling, vocab_size, "sampling", allow_stop=False)
+    require_grammars(sampling, info.grammars)
     if sampling.HasField("max_tokens") and delivered >= sampling.max_tokens:
         raise invalid("delivered", "delivered must be less than sampling.max_tokens: nothing is left to do")
 
