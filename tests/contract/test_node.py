@@ -10,8 +10,9 @@ import urllib.request
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from baton.config import GatewayConfig, NodeConfig
 from baton.rpc import health
@@ -195,14 +196,21 @@ async def test_a_node_that_cannot_say_how_it_is_serves_no_more(running):
         await turned(SERVING)
 
 
-async def test_reflection_names_every_service_and_describes_it(running):
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_names_every_service_and_describes_it(running, version):
+    v1 = "grpc.reflection.v1.ServerReflection"
     async with open_channel(await running.started()) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        call = stub.ServerReflectionInfo(
+        ask = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            reflection_pb2.ServerReflectionRequest.SerializeToString,
+            reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        call = ask(
             iter(
                 [
                     reflection_pb2.ServerReflectionRequest(list_services=""),
                     reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.Tokenizer"),
+                    reflection_pb2.ServerReflectionRequest(file_containing_symbol=v1),
                 ]
             ),
             timeout=5,
@@ -213,8 +221,12 @@ async def test_reflection_names_every_service_and_describes_it(running):
             "baton.v1.Node",
             "grpc.health.v1.Health",
             "grpc.reflection.v1alpha.ServerReflection",
+            v1,
         }
         assert answers[1].file_descriptor_response.file_descriptor_proto
+        (described,) = answers[2].file_descriptor_response.file_descriptor_proto
+        described = descriptor_pb2.FileDescriptorProto.FromString(described)
+        assert described.package == "grpc.reflection.v1" and described.service[0].name == "ServerReflection"
 
 
 async def test_info_and_metrics(running):

@@ -44,6 +44,7 @@ class SingleRequest:
     async def answer(self) -> inference_pb2.CompleteResponse:
         answer = inference_pb2.CompleteResponse()
         texts: list[list[str]] = []
+        reasoning: list[list[str]] = []
         async for response in self.responses():
             kind = response.WhichOneof("kind")
             if kind == "delta":
@@ -51,19 +52,23 @@ class SingleRequest:
                 while len(texts) <= delta.choice:
                     answer.choices.add()
                     texts.append([])
+                    reasoning.append([])
                 _append(answer.choices[delta.choice], delta)
                 texts[delta.choice].append(delta.text)
+                reasoning[delta.choice].append(delta.reasoning)
                 answer.prompt_logprobs.extend(delta.prompt_logprobs)
             else:
                 getattr(answer, kind).CopyFrom(getattr(response, kind))
-        for choice, pieces in zip(answer.choices, texts, strict=True):
-            choice.text = "".join(pieces)
+        for choice, text, thought in zip(answer.choices, texts, reasoning, strict=True):
+            choice.text = "".join(text)
+            choice.reasoning = "".join(thought)
         return answer
 
 
 def _append(choice: inference_pb2.CompleteChoice, delta: inference_pb2.Delta) -> None:
     choice.token_ids.extend(delta.token_ids)
     choice.logprobs.extend(delta.logprobs)
+    choice.tool_calls.extend(delta.tool_calls)
     if delta.finish_reason:
         choice.finish_reason = delta.finish_reason
         choice.stop_matched = delta.stop_matched

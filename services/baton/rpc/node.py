@@ -12,12 +12,11 @@ from typing import Any, Protocol
 
 import grpc.aio
 import uvloop
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 import baton
 from baton.config import NodeConfig
-from baton.rpc import logs
+from baton.rpc import logs, reflection
 from baton.rpc.address import is_loopback, join_address
 from baton.rpc.authentication import AuthenticationInterceptor, Cluster, ClusterAuthentication
 from baton.rpc.bind import bind_grpc, bind_http, host_and_port
@@ -210,8 +209,7 @@ class _Shell:
         node_pb2_grpc.add_NodeServicer_to_server(_NodeServicer(self), self._server)
         services.append(node_pb2.DESCRIPTOR.services_by_name["Node"].full_name)
         self._health.add_to(self._server, services)
-        everything = [*services, HealthServicer.SERVICE, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(everything, self._server)
+        reflection.add_to(self._server, [*services, HealthServicer.SERVICE])
         bound = bind_grpc(
             self._server, self._config.host, self._config.port, self._authentication, self._config.insecure
         )

@@ -61,11 +61,14 @@ METHODS = (
     Method(EVERYWHERE, "Node/GetLoad", node_pb2.GetLoadRequest),
     Method(EVERYWHERE, "Node/Watch", node_pb2.WatchNodeRequest, endless=True),
 )
-REFLECTION = Method(
-    EVERYWHERE,
-    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-    reflection_pb2.ServerReflectionRequest,
-    True,
+REFLECTION = tuple(
+    Method(
+        EVERYWHERE,
+        f"grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        reflection_pb2.ServerReflectionRequest,
+        True,
+    )
+    for version in ("v1", "v1alpha")
 )
 HEALTH = (
     Method(EVERYWHERE, "grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest),
@@ -74,8 +77,8 @@ HEALTH = (
 """Open to everybody."""
 DRAIN = Method(EVERYWHERE, "Node/Drain", node_pb2.DrainRequest)
 """Sent by strangers alone: for a friend it does what its name says, and there is no way back."""
-FOR_FRIENDS = (*METHODS, REFLECTION, *HEALTH)
-FOR_STRANGERS = (*METHODS, REFLECTION, DRAIN)
+FOR_FRIENDS = (*METHODS, *REFLECTION, *HEALTH)
+FOR_STRANGERS = (*METHODS, *REFLECTION, DRAIN)
 TARGETS = {
     target: (method, role)
     for method in (*FOR_FRIENDS, DRAIN)

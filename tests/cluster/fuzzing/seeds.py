@@ -36,6 +36,11 @@ _WITH_STOP = common_pb2.SamplingParams(max_tokens=8, stop=["a", "the"], seed=3)
 _RUN = prefill_pb2.PrefillStart(attempt=NAME, token_ids=PROMPT, sampling=SAMPLING)
 _FIRST_ONLY = prefill_pb2.PrefillStart(attempt=NAME, token_ids=PROMPT, sampling=RICH, keep_pages=False)
 
+_REFLECTION: list[Message] = [
+    reflection_pb2.ServerReflectionRequest(list_services=""),
+    reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.Node"),
+]
+
 SEEDS: dict[str, list[Message]] = {
     "Inference/Generate": [
         _generate(text="hello"),
@@ -99,10 +104,8 @@ SEEDS: dict[str, list[Message]] = {
         node_pb2.WatchNodeRequest(max_cells=2**32 - 1),
     ],
     "Node/Drain": [node_pb2.DrainRequest(timeout_ms=1)],
-    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": [
-        reflection_pb2.ServerReflectionRequest(list_services=""),
-        reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.Node"),
-    ],
+    "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _REFLECTION,
+    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _REFLECTION,
     "grpc.health.v1.Health/Check": [health_pb2.HealthCheckRequest(service="baton.v1.Node")],
     "grpc.health.v1.Health/Watch": [health_pb2.HealthCheckRequest()],
 }

@@ -1,0 +1,112 @@
+"""The contract in other languages: `buf lint`, a client of Node, stubs for Go.
+
+Each needs its own tools and is skipped without them: npm with node; Debian's golang-go,
+golang-google-grpc-dev, protoc-gen-go and protoc-gen-go-grpc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gateway_rig import gateway
+from scripted_decode import ScriptedDecode, saying
+
+ROOT = Path(__file__).parents[2]
+NPM_PACKAGES = ("@bufbuild/buf@1.75.0", "@grpc/grpc-js@1.14.7", "@grpc/proto-loader@0.8.1")
+INSTALL_SECONDS = 120
+GO_SECONDS = 600
+GO_SOURCES = Path("/usr/share/gocode")
+"""Where Debian puts Go libraries."""
+NODE_CLIENT = r"""
+const grpc = require("@grpc/grpc-js"), loader = require("@grpc/proto-loader");
+const [root, address] = process.argv.slice(2);
+const files = ["baton/v1/inference.proto", "google/rpc/status.proto", "google/rpc/error_details.proto"];
+const loaded = loader.loadSync(files, { includeDirs: [root], oneofs: true });
+const { baton } = grpc.loadPackageDefinition(loaded);
+const client = new baton.v1.Inference(address, grpc.credentials.createInsecure());
+const deadline = () => ({ deadline: Date.now() + 20000 });
+const start = { text: "hello", sampling: { maxTokens: 2 } };
+
+client.Complete({ start }, deadline(), (error, answer) => {
+  if (error) throw error;
+  const events = [];
+  const call = client.Stream({ start }, deadline());
+  call.on("data", (event) => events.push(event.kind));
+  call.on("end", () => {
+    client.Complete({ start: { text: "x", sampling: { temperature: -1 } } }, deadline(), (failed) => {
+      const bytes = failed.metadata.get("grpc-status-details-bin")[0];
+      const status = loaded["google.rpc.Status"].deserialize(bytes);
+      const details = Object.fromEntries(status.details.map((each) => {
+        const name = each.type_url.split("/").pop();
+        return [name, loaded[name].deserialize(each.value)];
+      }));
+      const field = details["google.rpc.BadRequest"].fieldViolations[0].field;
+      const said = { tokens: answer.choices[0].tokenIds, events, code: failed.code, field };
+      console.log(JSON.stringify({ ...said, domain: details["google.rpc.ErrorInfo"].domain }));
+      client.close();
+    });
+  });
+});
+"""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the packages of npm."""
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        pytest.skip("npm is not installed")
+    folder = tmp_path_factory.mktemp("npm")
+    command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", *NPM_PACKAGES]
+    installed = subprocess.run(command, cwd=folder, timeout=INSTALL_SECONDS, capture_output=True, text=True)
+    if installed.returncode != 0:
+        pytest.skip(f"npm cannot install: {installed.stderr.strip()[-200:]}")
+    return folder
+
+
+@pytest.mark.slow
+def test_buf_lint(packages: Path):
+    buf = packages / "node_modules" / ".bin" / "buf"
+    done = subprocess.run([buf, "lint"], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+async def test_a_client_of_node(packages: Path):
+    (packages / "client.js").write_text(NODE_CLIENT)
+    async with ScriptedDecode(saying([40, 41])) as decode, gateway(decode) as rig:
+        node = await asyncio.create_subprocess_exec(
+            "node", "client.js", str(ROOT / "proto"), rig.node.address, cwd=packages, stdout=-1, stderr=-1
+        )
+        out, err = await asyncio.wait_for(node.communicate(), 60)
+    assert node.returncode == 0, err.decode()
+    said = json.loads(out)
+    assert said.pop("tokens") == [40, 41]
+    events = said.pop("events")
+    assert events[0] == "accepted" and events[-1] == "finished" and "delta" in events
+    assert said == {"code": 3, "field": "sampling.temperature", "domain": "baton.v1"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(GO_SECONDS)
+def test_stubs_for_go_compile(tmp_path: Path):
+    missing = [name for name in ("go", "protoc-gen-go", "protoc-gen-go-grpc") if shutil.which(name) is None]
+    if not (GO_SOURCES / "src" / "google.golang.org" / "grpc").is_dir():
+        missing.append("golang-google-grpc-dev")
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    out = tmp_path / "src"
+    out.mkdir()
+    sources = sorted(str(path) for path in (ROOT / "proto" / "baton" / "v1").glob("*.proto"))
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT / 'proto'}"]
+    subprocess.run([*protoc, f"--go_out={out}", f"--go-grpc_out={out}", *sources], timeout=60, check=True)
+    go = {"GO111MODULE": "off", "GOFLAGS": "", "GOPATH": f"{tmp_path}:{GO_SOURCES}"}
+    run = {"env": os.environ | go, "timeout": GO_SECONDS, "capture_output": True, "text": True}
+    done = subprocess.run(["go", "build", "baton/v1"], **run)
+    assert done.returncode == 0, done.stderr
