@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +38,7 @@ def resolve(model: str, files: tuple[str, ...] = ALL_FILES) -> Path:
     if model and path.is_file():
         with path.open("rb") as stream:
             if stream.read(4) == b"GGUF":
-                return path.resolve()
+                return path.absolute()  # a link's name matters: parts of a split model find each other by it
         raise CheckpointError(
             f"model {model!r} is a file but not GGUF; give a GGUF file, or the directory of a config.json"
         )
@@ -56,7 +57,14 @@ def model_name(model: str) -> str:
         return model
     if path.is_dir():
         return path.resolve().name
-    return path.stem if path.is_file() else model
+    return (split_name(path.name) or path.stem) if path.is_file() else model
+
+
+def split_name(name: str) -> str | None:
+    """The name of a model that is split over several GGUF files, by the name of one of them as
+    llama-gguf-split gives it; None for other names."""
+    found = re.fullmatch(r"(.+)-\d{5}-of-\d{5}\.gguf", name)
+    return found[1] if found else None
 
 
 def _packaged(model: str) -> Path:

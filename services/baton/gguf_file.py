@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 
-from baton.checkpoint import CheckpointError
+from baton.checkpoint import CheckpointError, split_name
 
 SUPPORTED = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
 )
 """Types of tensors that are read."""
 
@@ -24,38 +25,45 @@ CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 """Values in tokenizer.ggml.token_type."""
 
 _END_NAMES = frozenset(
-    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>")
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"),
+        *("<|return|>", "<|call|>"),
+    )
 )
 """Special tokens that end a generation by their name, as in llama.cpp (src/llama-vocab.cpp): files often
 state only one of a model's end tokens."""
 
 
 class GgufFile:
-    """One file, mapped into memory. Raises CheckpointError with one line for a file that cannot be used."""
+    """One file, or the files of a split model by the first of them, mapped into memory.
+
+    Raises CheckpointError with one line for a file that cannot be used.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            reader = _Reader(path)
-        except Exception as error:  # the package raises whatever an arbitrary file leads it to
-            raise CheckpointError(f"{path} cannot be read: {_reason(path, error)}") from error
-        if reader.byte_order != "I":
-            raise CheckpointError(f"{path} is big-endian; only little-endian GGUF files are read")
-        self.metadata: dict[str, Any] = reader.values
-        self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
-        self.header = reader.data[: reader.data_offset]
-        """Everything before the tensors, uint8."""
-        if self.metadata.get("split.count", 0) > 1:
+        first = _open(path)
+        readers = [(path, first), *_further_parts(path, first)]
+        self.metadata: dict[str, Any] = first.values
+        self.tensors: dict[str, ReaderTensor] = {}
+        self.header = b"".join(reader.data[: reader.data_offset].tobytes() for _, reader in readers)
+        """Everything before the tensors."""
+        for part, reader in readers:
+            for tensor in reader.tensors:
+                if tensor.name in self.tensors:
+                    raise CheckpointError(f"{part} holds tensor {tensor.name}, as an earlier part does")
+                if tensor.tensor_type.name not in SUPPORTED:
+                    raise CheckpointError(
+                        f"{part}: tensor {tensor.name} has type {tensor.tensor_type.name}: not supported; "
+                        f"supported are {', '.join(SUPPORTED)}"
+                    )
+                self.tensors[tensor.name] = tensor
+        stated = self.metadata.get("split.tensors.count", len(self.tensors))
+        if stated != len(self.tensors):
             raise CheckpointError(
-                f"{path} is one of {self.metadata['split.count']} parts of a model; "
-                "merge them first: llama-gguf-split --merge FIRST_PART OUT.gguf"
+                f"{path} says that the model has {stated} tensors, its parts hold {len(self.tensors)}; "
+                "get all parts again, from one place"
             )
-        for tensor in reader.tensors:
-            if tensor.tensor_type.name not in SUPPORTED:
-                raise CheckpointError(
-                    f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}: not supported; "
-                    f"supported are {', '.join(SUPPORTED)}"
-                )
 
     def value(self, key: str, kind: type, default: Any = None) -> Any:
         """Metadata `key`; "*." at its beginning stands for the architecture. Raises CheckpointError if it is
@@ -74,8 +82,8 @@ class GgufFile:
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
     def unpack(self, name: str, rows: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Some rows of a tensor (elements, if it has one dimension), an index or a slice of the first axis:
-        float32."""
+        """Some rows of a tensor (elements, if it has one dimension), by an index or a slice of the first axis
+        or by those of the first two: float32."""
         tensor = self.tensors[name]
         unpacked: np.ndarray[Any, np.dtype[np.float32]] = dequantize(tensor.data[rows], tensor.tensor_type)
         return unpacked
@@ -94,7 +102,47 @@ class GgufFile:
             for index, (token, type) in enumerate(zip(tokens, types, strict=False))
             if type == CONTROL and token in _END_NAMES
         )
+        names = {tokens[index]: index for index in found if 0 <= index < len(tokens)}
+        if {"<|return|>", "<|call|>", "<|end|>"} <= names.keys():
+            found.remove(names["<|end|>"])  # gpt-oss: it ends a message, and another may follow
         return tuple(sorted(found))
+
+
+def _open(path: Path) -> _Reader:
+    try:
+        reader = _Reader(path)
+    except Exception as error:  # the package raises whatever an arbitrary file leads it to
+        raise CheckpointError(f"{path} cannot be read: {_reason(path, error)}") from error
+    if reader.byte_order != "I":
+        raise CheckpointError(f"{path} is big-endian; only little-endian GGUF files are read")
+    return reader
+
+
+def _further_parts(path: Path, first: _Reader) -> Iterator[tuple[Path, _Reader]]:
+    """All parts of a split model but the first, which is open; nothing for a model in one file."""
+    count, number = first.values.get("split.count", 0), first.values.get("split.no", 0)
+    if not isinstance(count, int) or not isinstance(number, int):
+        raise CheckpointError(f"{path}: split.count or split.no is no int")
+    if count <= 1:
+        return
+    name = split_name(path.name)
+    names = [f"{name}-{index + 1:05}-of-{count:05}.gguf" for index in range(min(count, 10_000))]
+    if name is None:
+        raise CheckpointError(
+            f"{path} is one of {count} parts of a model; keep their names: NAME-00001-of-{count:05}.gguf"
+        )
+    if number != 0:
+        raise CheckpointError(
+            f"{path} is part {number + 1} of {count} of a model; give the first: {names[0]}"
+        )
+    for index, each in enumerate(names[1:], 1):
+        part = path.with_name(each)
+        if not part.is_file():
+            raise CheckpointError(f"{path} is the first of {count} parts of a model, and {each} is missing")
+        reader = _open(part)
+        if (reader.values.get("split.no"), reader.values.get("split.count")) != (index, count):
+            raise CheckpointError(f"{part} is not part {index + 1} of {count} of a model, as its name says")
+        yield part, reader
 
 
 class _Reader(GGUFReader):

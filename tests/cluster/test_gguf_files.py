@@ -17,10 +17,12 @@ from gguf_models import write_gguf
 OUTPUT = 48
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama", "Q4_0"), ("qwen3", "Q8_0")])
-def test_greedy_output_and_text(name, kind, tmp_path, deployments):
+@pytest.mark.parametrize(
+    ("name", "kind", "parts"), [("llama", "Q4_0", 1), ("gpt-oss", "MXFP4", 1), ("deepseek", "Q8_0", 3)]
+)
+def test_greedy_output_and_text(name, kind, parts, tmp_path, deployments):
     model = make_model(name)
-    path = write_gguf(tmp_path / f"{name}-{kind}.gguf", model, kind, make_tokenizer())
+    path = write_gguf(tmp_path / f"{name}-{kind}.gguf", model, kind, make_tokenizer(), parts=parts)
     answers = Reference(model).answers([1, 16, 33, 65, 160], OUTPUT)
     with Deployment.split(tmp_path, path, worker=("--kv-tokens", "4096", "--page-size", "16")) as deployment:
         deployments.append(deployment)

@@ -5,48 +5,100 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
-from random_checkpoints import GREEDY, Driver, greedy_reference, random_prompts, save_checkpoint
+from random_checkpoints import (
+    GREEDY,
+    VARIANTS,
+    Driver,
+    greedy_reference,
+    largest_difference,
+    random_prompts,
+    save_checkpoint,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from baton import gguf_file
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.gguf_file import SUPPORTED, GgufFile
+from baton.layers.experts import Mixture
 from baton.layers.parameters import Parameters
-from baton.models.config import read_config
-from baton.models.gguf import _rope_scaling
+from baton.models.config import make_rope, read_config
+from baton.models.gguf_rope import rope_scaling
 from baton.models.loader import fingerprint, load_model, read_weights, weight_bytes
+from baton.models.mxfp4 import dequantize as mxfp4_dequantize
 from baton.models.registry import build
 from baton.tokenizer.conversation import Conversation
 from baton.tokenizer.gguf import read_tokenizer
 from baton.tokenizer.hf import load as load_tokenizer
 from gguf_models import write_gguf
 
-WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-VARIANTS = {
-    "qwen3": "Q8_0",
-    "qwen3-bias": "BF16",
-    "qwen2": "Q5_0",
-    "qwen2-tied": "F16",
-    "llama3": "Q4_1",
-    "llama-bias-linear": "Q5_1",
-    "llama-yarn": "F32",
-    "mistral": "Q4_0",
-    "smollm": "Q4_1",
+WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+
+
+def yarn(scale: float) -> dict[str, Any]:
+    parameters = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+    parameters["original_max_position_embeddings"] = 64
+    return parameters | ({"mscale": scale, "mscale_all_dim": scale} if scale else {})
+
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], bool]] = {
+    **{
+        name: (name, kind, {}, False)
+        for name, kind in (
+            ("qwen3", "Q8_0"),
+            ("qwen3-bias", "BF16"),
+            ("qwen2", "Q5_0"),
+            ("qwen2-tied", "F16"),
+            ("llama3", "Q4_1"),
+            ("llama-bias-linear", "Q5_1"),
+            ("llama-yarn", "F32"),
+            ("mistral", "Q4_0"),
+            ("smollm", "Q4_1"),
+            ("phi3", "Q4_1"),
+            ("phi3-longrope", "Q8_0"),
+            ("gpt-oss", "MXFP4"),
+            ("deepseek-v3", "Q8_0"),
+        )
+    },
+    "qwen3-moe": ("qwen3-moe", "Q8_0", {"norm_topk_prob": True, "moe_intermediate_size": 32}, False),
+    "mixtral": ("mixtral", "Q4_0", {"sliding_window": None}, False),
+    "mixtral-old": ("mixtral", "Q8_0", {"sliding_window": None}, True),
+    "gemma3": ("gemma3", "Q8_0", {"query_pre_attn_scalar": 32}, False),
+    "gemma3-of-six": (
+        "gemma3",
+        "BF16",
+        {
+            "query_pre_attn_scalar": 32,
+            "num_hidden_layers": 7,
+            "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+        },
+        False,
+    ),
+    "glm4-moe": ("glm4-moe", "Q8_0", {}, False),
+    "glm4-moe-one-group": ("glm4-moe-one-group", "F16", {}, True),
+    "deepseek-v2": ("deepseek-v2", "F16", {"rope_parameters": yarn(0.8)}, False),
+    "deepseek-v2-old": (
+        "deepseek-v2",
+        "Q8_0",
+        {"rope_parameters": yarn(0.0), "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+        True,
+    ),
 }
+"""Name -> variant of random_checkpoints, type of tensors, options that differ, whether the file is old."""
 
 
 def filled(path):
     """The parameters as they are read, float32."""
     parameters = Parameters(torch.float32, torch.device("cpu"))
-    build(read_config(path), parameters)
+    decoder = build(read_config(path), parameters)
     read_weights(path, parameters, lambda done, total: None)
-    return parameters
+    return decoder, parameters
 
 
 def test_linear_scaling_need_not_be_named(small):
@@ -56,27 +108,52 @@ def test_linear_scaling_need_not_be_named(small):
     arch = file.metadata["general.architecture"]
     for added in ({"rope.scaling.factor": 4.0}, {"rope.scale_linear": 4.0}):
         file.metadata.update({f"{arch}.{key}": value for key, value in added.items()})
-        assert _rope_scaling(file, 16) == {"rope_type": "linear", "factor": 4.0}
+        assert rope_scaling(file) == {"rope_type": "linear", "factor": 4.0}
         for key in added:
             del file.metadata[f"{arch}.{key}"]
-    assert _rope_scaling(file, 16) == {"rope_type": "default"}
+    assert rope_scaling(file) == {"rope_type": "default"}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(variant, tmp_path, monkeypatch):
+def same_weights(found, expected):
+    (ours, read), (theirs, plain) = found, expected
+    for name, parameter in plain.table.items():
+        if name in read.table:
+            assert torch.equal(read.table[name].target, parameter.target), name
+        else:
+            assert name.rpartition(".")[2].startswith(("gate_up_proj", "down_proj")), name
+    for layer, reference in zip(ours.layers, theirs.layers, strict=True):
+        if isinstance(mixture := getattr(layer, "feed_forward", None), Mixture):
+            for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+                pair = [getattr(each.experts, name) for each in (mixture, reference.feed_forward)]
+                assert pair == [None, None] or torch.equal(*pair), name
+
+
+def same_rope(found, expected):
+    kinds = set(expected.hf.layer_types) if expected.architecture.startswith("Gemma3") else {None}
+    for kind in kinds:
+        ours, theirs = (make_rope(config, kind) for config in (found, expected))
+        assert torch.allclose(ours.frequencies, theirs.frequencies, rtol=1e-6), kind
+        assert ours.scale == pytest.approx(theirs.scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(name, tmp_path, monkeypatch):
     monkeypatch.setattr("baton.models.gguf.PIECE", 1000)  # several pieces a matrix
-    reference = save_checkpoint(variant, tmp_path / "plain")
-    path = write_gguf(tmp_path / "model.gguf", reference, VARIANTS[variant])
+    variant, kind, options, old = FAMILIES[name]
+    make, overrides = VARIANTS[variant]
+    variants = {variant: (make, {**overrides, **options})}
+    reference = save_checkpoint(variant, tmp_path / "plain", variants=variants)
+    path = write_gguf(tmp_path / "model.gguf", reference, kind, old=old)
     reference.save_pretrained(tmp_path / "rounded")
     written, expected = read_config(path), read_config(tmp_path / "rounded")
-    for name in ("vocab_size", "num_heads", "num_kv_heads", "head_dim", "context_length", "tied"):
-        assert getattr(written, name) == getattr(expected, name), name
+    for field in ("vocab_size", "num_heads", "head_dim", "context_length", "tied"):
+        assert getattr(written, field) == getattr(expected, field), field
+    assert written.architecture == expected.architecture.replace("Mistral", "Llama")
+    same_rope(written, expected)
     seen = []
     model = load_model(path, torch.float32, progress=lambda done, total: seen.append((done, total)))
     assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] and len(seen) > len(model.parameters.table)
-    read = filled(path).table
-    for name, parameter in filled(tmp_path / "rounded").table.items():
-        assert torch.equal(read[name].target, parameter.target), name
+    same_weights(filled(path), filled(tmp_path / "rounded"))
     driver = Driver(path)
     for slot, prompt in enumerate(random_prompts(5, 17, 40)):
         track = driver.add(slot, prompt, 40)
@@ -85,22 +162,36 @@ def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(varia
             driver.step([driver.decode(track)])
         driver.finish()
         assert track.tokens[len(prompt) :] == greedy_reference(reference, prompt, 32)
+        assert largest_difference(reference, track) < 1e-4
 
 
-def k_blocks(kind, rows, columns):
-    """Random blocks of a K-quant with scales of ordinary size."""
+def random_blocks(kind, rows, columns):
+    """Random blocks of a type that has no writer in Python, with scales of ordinary size."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     rng = np.random.default_rng(5)
     data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
-    at = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
+    at = {
+        **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+        **{"IQ4_NL": (0,), "IQ4_XS": (0,)},
+    }[kind]
     for offset in at:
         scales = rng.uniform(0.01, 0.1, data.shape[:2]).astype(np.float16)
         data[:, :, offset : offset + 2] = scales[..., None].view(np.uint8)
     return data.reshape(rows, -1)
 
 
+def mxfp4(data):
+    """The values of MXFP4 rows [rows, bytes] by the code for safetensors checkpoints, which hold two
+    neighbours in a byte; GGUF blocks hold a value of the first half and one of the second."""
+    blocks = torch.from_numpy(data).view(len(data), -1, 17)
+    scales, low, high = blocks[..., 0], blocks[..., 1:] & 15, blocks[..., 1:] >> 4
+    values = torch.cat((low, high), -1)
+    return mxfp4_dequantize(values[..., ::2] | values[..., 1::2] << 4, scales).float().numpy()
+
+
 def test_all_types_are_unpacked(tmp_path):
-    """K-quants as transformers' own code unpacks them; the others within the error of their rounding."""
+    """Types that are not written here as transformers' own code unpacks them; the others within the error of
+    their rounding."""
     writer = GGUFWriter(tmp_path / "types.gguf", "llama")
     values = np.random.default_rng(3).normal(size=(6, 512)).astype(np.float32)
     from gguf.quants import quantize
@@ -108,14 +199,14 @@ def test_all_types_are_unpacked(tmp_path):
     packed = {}
     for kind in SUPPORTED:
         type = GGMLQuantizationType[kind]
-        packed[kind] = quantize(values, type) if kind in WRITABLE else k_blocks(kind, 6, 512)
+        packed[kind] = quantize(values, type) if kind in WRITABLE else random_blocks(kind, 6, 512)
         writer.add_tensor(kind, packed[kind], raw_dtype=type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     file = GgufFile(tmp_path / "types.gguf")
-    step = {"F32": 1e-7, "F16": 2e-3, "BF16": 2e-2, "Q8_0": 0.02, "Q5_0": 0.15, "Q5_1": 0.15}
+    step = {"F32": 1e-7, "F16": 2e-3, "BF16": 2e-2, "Q8_0": 0.02, "Q5_0": 0.15, "Q5_1": 0.15, "MXFP4": 1.0}
     for kind in SUPPORTED:
         found = file.unpack(kind, slice(None))
         assert found.shape == (6, 512) and found.dtype == np.float32
@@ -129,6 +220,7 @@ def test_all_types_are_unpacked(tmp_path):
             data = torch.from_numpy(packed[kind]).reshape(-1)
             theirs = module.dequantize(data, int(GGMLQuantizationType[kind])).reshape(6, 512).numpy()
             assert np.allclose(found, theirs, rtol=1e-5, atol=1e-5), kind
+    assert np.array_equal(file.unpack("MXFP4", slice(None)), mxfp4(packed["MXFP4"]))
 
 
 @pytest.fixture(scope="module")
@@ -255,21 +347,23 @@ def test_a_truncated_file_is_refused_in_one_line(small, keep):
 
 
 def test_other_files_are_refused_in_one_line(tmp_path, small):
-    reference = save_checkpoint("llama3", tmp_path / "other")
+    qwen3 = save_checkpoint("qwen3", tmp_path / "other")
 
     def refused(path, words, by=read_config):
         with pytest.raises(CheckpointError, match=words) as caught:
             by(path)
         assert "\n" not in str(caught.value)
 
-    write_gguf(tmp_path / "split.gguf", reference, "F32", split__count=3)
-    refused(tmp_path / "split.gguf", r"one of 3 parts of a model; merge them first: llama-gguf-split --merge")
-    write_gguf(tmp_path / "experts.gguf", reference, "F32", llama__expert_count=8)
-    refused(tmp_path / "experts.gguf", "llama.expert_count is not supported")
+    write_gguf(tmp_path / "experts.gguf", qwen3, "F32", qwen3__expert_count=8)
+    refused(tmp_path / "experts.gguf", "qwen3.expert_count is not supported")
     content = small.read_bytes()
     unknown = tmp_path / "unknown.gguf"
     for old, new, words in (
-        (b"llama", b"mamba", "architecture 'mamba' is not supported; supported are llama, qwen2, qwen3"),
+        (
+            b"llama",
+            b"mamba",
+            "architecture 'mamba' is not supported; supported are deepseek2, gemma3, .*qwen3moe",
+        ),
         (b"llama.block_count", b"llama.block_kount", "lacks llama.block_count"),
         (b"blk.1.ffn_up.weight", b"blk.1.ffn_up.wrongs", "unexpected tensor blk.1.ffn_up.wrongs"),
     ):
@@ -277,7 +371,7 @@ def test_other_files_are_refused_in_one_line(tmp_path, small):
         refused(unknown, words, load_model if "tensor" in words else read_config)
     # A tensor's type follows its name, its number of dimensions and their sizes.
     at = content.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16
-    for type, words in ((20, "ffn_up.weight has type IQ4_NL: not supported"), (99, "of an unknown type.*99")):
+    for type, words in ((26, "ffn_up.weight has type I32: not supported"), (99, "of an unknown type.*99")):
         unknown.write_bytes(content[:at] + type.to_bytes(4, "little") + content[at + 4 :])
         refused(unknown, words)
     odd = content.replace(b"gpt-2", b"gpt-9")
@@ -285,10 +379,65 @@ def test_other_files_are_refused_in_one_line(tmp_path, small):
     refused(unknown, "pre-tokenizer 'gpt-9' is not supported; supported are .*qwen2", load_tokenizer)
 
 
+@pytest.fixture
+def split(tmp_path, tokenizer):
+    """The first of four files, and the model in one."""
+    (tmp_path / "split").mkdir()
+    reference = save_checkpoint("qwen3", tmp_path / "plain")
+    whole = write_gguf(tmp_path / "whole.gguf", reference, "Q8_0", tokenizer)
+    return write_gguf(tmp_path / "split" / "model.gguf", reference, "Q8_0", tokenizer, parts=4), whole
+
+
+def test_a_model_in_several_files(split):
+    first, whole = split
+    assert len(list(first.parent.iterdir())) == 4
+    assert resolve(str(first)) == first and model_name(str(first)) == "model"
+    parts, one = filled(first)[1].table, filled(whole)[1].table
+    assert parts.keys() == one.keys()
+    assert all(torch.equal(parts[name].target, one[name].target) for name in one)
+    assert load_tokenizer(first).encode(TEXTS, True) == load_tokenizer(whole).encode(TEXTS, True)
+    before = fingerprint(first, torch.float32)
+    last = sorted(first.parent.iterdir())[-1]
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.write_bytes(content)
+    assert fingerprint(first, torch.float32) != before
+
+
+def test_files_that_are_not_one_model_are_refused_in_one_line(split):
+    first, _ = split
+    _, second, third, last = sorted(first.parent.iterdir())
+    contents = {path: path.read_bytes() for path in (second, third, last)}
+
+    def refused(words, path=first):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            read_config(path)
+        assert "\n" not in str(caught.value)
+        for each, content in contents.items():
+            each.write_bytes(content)
+
+    refused(r"is part 2 of 4 of a model; give the first: model-00001-of-00004\.gguf", second)
+    alone = first.rename(first.with_name("first.gguf"))
+    refused(r"is one of 4 parts of a model; keep their names: NAME-00001-of-00004\.gguf", alone)
+    alone.rename(first)
+    third.unlink()
+    refused("first of 4 parts of a model, and model-00003-of-00004.gguf is missing")
+    third.write_bytes(contents[second])
+    refused("model-00003-of-00004.gguf is not part 3 of 4 of a model, as its name says")
+    last.write_bytes(contents[last][:-1000])
+    refused("model-00004-of-00004.gguf cannot be read: it is truncated or damaged")
+    second.write_bytes(contents[second].replace(b"blk.0.ffn", b"blk.1.ffn"))
+    refused("holds tensor blk.1.ffn_.*, as an earlier part does")
+    content = bytearray(first.read_bytes())
+    content[content.index(b"split.tensors.count") + len("split.tensors.count") + 4] += 1  # after its type
+    first.write_bytes(content)
+    refused("says that the model has .* tensors, its parts hold")
+
+
 def test_fingerprint_and_memory(small):
     first = fingerprint(small, torch.float32)
     assert first == fingerprint(small, torch.float32) != fingerprint(small, torch.bfloat16)
-    assert weight_bytes(small, torch.float32) == filled(small).nbytes
+    assert weight_bytes(small, torch.float32) == filled(small)[1].nbytes
     content = bytearray(small.read_bytes())
     content[-1] ^= 1  # of the last tensor
     small.write_bytes(content)

@@ -1,7 +1,7 @@
 """Models in GGUF files: their configuration, and their tensors under the names of Hugging Face checkpoints.
 
-llama.cpp's `convert_hf_to_gguf.py` says what such a file holds. transformers' own GGUF reader is not used: it
-ignores `rope.scaling.*`, `rope_freqs` and `attention.key_length`, and unpacks the whole file at once.
+transformers' own GGUF reader is not used: it ignores `rope.scaling.*`, `rope_freqs` and
+`attention.key_length`, and unpacks the whole file at once.
 """
 
 from __future__ import annotations
@@ -10,130 +10,124 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from baton.checkpoint import CheckpointError
 from baton.gguf_file import PIECE, GgufFile
+from baton.models.gguf_families import LAYER, OTHERS, common, family_of, layers
 
-ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-}
-"""general.architecture: model type and class in transformers. Mistral's models are "llama" too."""
+_CONFIGURATION = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+"""Tensors that are read as part of the configuration."""
 
-_NOT_SUPPORTED = (
-    *("attention.scale", "attention.sliding_window", "expert_count"),
-    *("embedding_scale", "logit_scale", "residual_scale"),
-)
-"""Metadata that would change what these architectures compute."""
-
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IGNORED = frozenset({"rope_freqs.weight"})
-"""Read as part of the configuration."""
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def read_hf_config(file: GgufFile) -> Any:
     """The transformers configuration of the model in a file. Raises CheckpointError."""
     from transformers import AutoConfig
 
-    architecture = file.value("general.architecture", str)
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{file.path}: GGUF architecture {architecture!r} is not supported; "
-            f"supported are {', '.join(sorted(ARCHITECTURES))}"
-        )
-    for key in _NOT_SUPPORTED:
-        if file.metadata.get(f"{architecture}.{key}"):
-            raise CheckpointError(f"{file.path}: {architecture}.{key} is not supported")
+    family = family_of(file)
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path} lacks tensor token_embd.weight")
+    options = {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        **common(file),
+        **family.options(file),
+    }
+    return AutoConfig.for_model(options.pop("model_type"), **options)
+
+
+class _Source(Protocol):
+    """Where a tensor of a Hugging Face checkpoint comes from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, rows: slice) -> Floats: ...
+
+
+class _Rows:
+    """A tensor of the file, or one expert's part of it."""
+
+    def __init__(
+        self, file: GgufFile, name: str, expert: int | None = None, heads: int | None = None, add: float = 0.0
+    ) -> None:
+        """`heads`: the rows of each are interleaved; `add`: to each value."""
+        self._file, self._name, self._expert, self._add = file, name, expert, add
+        self.shape = file.shape(name)[0 if expert is None else 1 :]
+        self._order = None if heads is None else _halves(self.shape[0], heads)
+
+    def read(self, rows: slice) -> Floats:
+        index: Any = rows if self._order is None else self._order[rows]
+        piece = self._file.unpack(self._name, index if self._expert is None else (self._expert, index))
+        return piece + np.float32(self._add) if self._add else piece
+
+
+class _LatentUp:
+    """DeepSeek's projection from latents: the keys' part, which the file has transposed, and the values' of
+    each head in turn."""
+
+    def __init__(self, file: GgufFile, keys: str, values: str) -> None:
+        self._file, self._names = file, (keys, values)
+        (heads, rank, plain), (_, value, _) = file.shape(keys), file.shape(values)
+        self.shape = (heads * (plain + value), rank)
+
+    def read(self, rows: slice) -> Floats:
+        keys, values = (self._file.unpack(name, slice(None)) for name in self._names)
+        merged: Floats = np.concatenate((keys.swapaxes(1, 2), values), 1).reshape(self.shape)
+        return merged[rows]
+
+
+def _halves(count: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Where the rows of a Hugging Face checkpoint's tensor are in one whose heads' rows are interleaved.
+
+    Rotation pairs each dimension with the one half a head away in Hugging Face checkpoints, and with the
+    next one in "llama" files: convert_hf_to_gguf.py interleaves the two halves of each head's rows.
+    """
+    return np.arange(count).reshape(heads, count // heads // 2, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _sources(file: GgufFile) -> dict[str, _Source]:
+    """By the names of Hugging Face checkpoints; an unknown tensor keeps its name."""
+    family, count = family_of(file), layers(file)
     heads = file.value("*.attention.head_count", int)
-    hidden = file.value("*.embedding_length", int)
-    head_dim = file.value("*.attention.key_length", int, hidden // max(1, heads))
-    if file.value("*.attention.value_length", int, head_dim) != head_dim:
-        raise CheckpointError(f"{file.path}: values of another size than keys are not supported")
-    model_type, name = ARCHITECTURES[architecture]
-    embedding = file.tensors["token_embd.weight"].tensor_type.name
-    rotated = file.value("*.rope.dimension_count", int, head_dim)
-    return AutoConfig.for_model(
-        model_type,
-        architectures=[name],
-        vocab_size=file.shape("token_embd.weight")[0],
-        hidden_size=hidden,
-        intermediate_size=file.value("*.feed_forward_length", int),
-        num_hidden_layers=file.value("*.block_count", int),
-        num_attention_heads=heads,
-        num_key_value_heads=file.value("*.attention.head_count_kv", int, heads),
-        head_dim=head_dim,
-        max_position_embeddings=file.value("*.context_length", int),
-        rms_norm_eps=file.value("*.attention.layer_norm_rms_epsilon", float),
-        rope_parameters={
-            "rope_theta": float(file.value("*.rope.freq_base", float, 10000.0)),
-            **({} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}),
-            **_rope_scaling(file, head_dim),
-        },
-        tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        dtype={"F32": "float32", "F16": "float16"}.get(embedding, "bfloat16"),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-
-
-def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """transformers' rope parameters, theta excepted."""
-    if "rope_freqs.weight" in file.tensors:
-        # Files of Llama 3.1 and later hold what each frequency is divided by, and not the parameters that
-        # these divisors come from. "longrope" takes divisors.
-        divisors = file.unpack("rope_freqs.weight", slice(None)).tolist()
-        return {
-            "rope_type": "longrope",
-            "short_factor": divisors,
-            "long_factor": divisors,
-            "attention_factor": 1.0,
-            "original_max_position_embeddings": file.value("*.context_length", int),
-        }
-    kind = file.value("*.rope.scaling.type", str, "linear")
-    factor = file.value("*.rope.scaling.factor", float, file.value("*.rope.scale_linear", float, 1.0))
-    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
-        return {"rope_type": "default"}
-    if kind not in ("linear", "yarn"):
-        raise CheckpointError(
-            f"{file.path}: rope scaling {kind!r} is not supported; supported are linear, yarn"
-        )
-    parameters: dict[str, Any] = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        original = file.value("*.rope.scaling.original_context_length", int)
-        parameters["original_max_position_embeddings"] = original
-    return parameters
-
-
-def hf_name(name: str) -> str:
-    """What a tensor is called in a Hugging Face checkpoint; an unknown one keeps its name."""
-    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
-        layer, part, kind = found.groups()
-        return f"model.layers.{layer}.{_LAYER[part]}.{kind}" if part in _LAYER else name
-    part, _, kind = name.rpartition(".")
-    return f"{_OTHERS[part]}.{kind}" if part in _OTHERS else name
+    of_heads = {"attn_q": heads, "attn_k": file.value("*.attention.head_count_kv", int, heads)}
+    names = {**LAYER, **family.names}
+    projections = dict(zip(("gate", "up", "down"), family.experts[1:], strict=True))
+    found: dict[str, _Source] = {}
+    for name in file.tensors:
+        if name in _CONFIGURATION:
+            continue
+        one = -1.0 if family.norms_plus_one and name.endswith("norm.weight") else 0.0
+        if not (match := re.fullmatch(r"blk\.(\d+)\.(.+)\.(weight|bias)", name)):
+            part, _, kind = name.rpartition(".")
+            found[f"{OTHERS[part]}.{kind}" if part in OTHERS else name] = _Rows(file, name, add=one)
+            continue
+        layer, part, kind = match.groups()
+        if int(layer) >= count:
+            continue  # it predicts further tokens
+        prefix = f"model.layers.{layer}."
+        experts = f"{prefix}{family.experts[0]}."
+        if part in ("attn_k_b", "attn_v_b") and family.model_type == "deepseek_v2":
+            keys, values = (f"blk.{layer}.{each}.weight" for each in ("attn_k_b", "attn_v_b"))
+            if f"blk.{layer}.attn_kv_b.weight" not in file.tensors:
+                if not {keys, values} <= file.tensors.keys():
+                    raise CheckpointError(f"{file.path} has {name} but not both of {keys} and {values}")
+                found[f"{prefix}self_attn.kv_b_proj.weight"] = _LatentUp(file, keys, values)
+        elif match := re.fullmatch(r"ffn_(gate|up|down)_exps", part):
+            for expert in range(file.shape(name)[0]):
+                found[f"{experts}{expert}.{projections[match[1]]}.{kind}"] = _Rows(file, name, expert)
+        elif match := re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", part):  # files before April 2024
+            found[f"{experts}{match[2]}.{projections[match[1]]}.{kind}"] = _Rows(file, name)
+        else:
+            known = names.get(f"{part}.{kind}") or (f"{names[part]}.{kind}" if part in names else None)
+            interleaved = of_heads.get(part) if family.interleaved else None
+            found[prefix + known if known else name] = _Rows(file, name, heads=interleaved, add=one)
+    return found
 
 
 class GgufTensors:
@@ -142,33 +136,19 @@ class GgufTensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = GgufFile(path)
-        self._names = {hf_name(name): name for name in self._file.tensors if name not in _IGNORED}
+        self._sources = _sources(self._file)
 
     def shapes(self) -> dict[str, list[int]]:
-        return {name: list(self._file.shape(own)) for name, own in self._names.items()}
+        return {name: list(source.shape) for name, source in self._sources.items()}
 
     def read(self, names: Collection[str], whole: Collection[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
         for name in names:
-            own = self._names[name]
-            count, *inner = self._file.shape(own)
-            order = self._row_order(own, count)
+            source = self._sources[name]
+            count, *inner = source.shape
             step = count if name in whole else max(1, PIECE // math.prod(inner))
             for start in range(0, count, step):
-                rows = slice(start, start + step)
-                piece = self._file.unpack(own, rows if order is None else order[rows])
+                piece = source.read(slice(start, start + step))
                 yield name, start, torch.from_numpy(np.require(piece, requirements="W"))
-
-    def _row_order(self, name: str, count: int) -> Any:
-        """Where the rows of a Hugging Face checkpoint's tensor are, or None: in their own order.
-
-        Rotation pairs each dimension with the one half a head away in Hugging Face checkpoints, and with the
-        next one in "llama" files: convert_hf_to_gguf.py interleaves the two halves of each head's rows.
-        """
-        kind = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(name.split(".")[-2])
-        if kind is None or self._file.value("general.architecture", str) != "llama":
-            return None
-        heads = self._file.value(f"*.attention.{kind}", int, self._file.value("*.attention.head_count", int))
-        return np.arange(count).reshape(heads, count // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
     def sample(self, update: Callable[[bytes], None]) -> None:
         for name in sorted(self._file.tensors):

@@ -4,7 +4,7 @@ dequantized from MXFP4 where the checkpoint has that."""
 from __future__ import annotations
 
 from baton.layers.attention import Attention, AttentionOptions
-from baton.layers.experts import ClampedSwiglu, Experts, Mixture, Router, Routing
+from baton.layers.experts import PROJECTIONS, ClampedSwiglu, Experts, Mixture, Router, Routing
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models import llama
@@ -34,7 +34,8 @@ def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rop
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Mixture:
-    """The softmax is over the chosen experts' logits alone."""
+    """The softmax is over the chosen experts' logits alone. GGUF files have a projection's experts apart from
+    each other (`experts_in_one_tensor` false)."""
     hf, own = config.hf, parameters.under("mlp")
     activation = ClampedSwiglu(getattr(hf, "swiglu_alpha", 1.702), getattr(hf, "swiglu_limit", 7.0))
     routing = Routing(hf.num_experts_per_tok)
@@ -44,7 +45,7 @@ def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Mix
         hf.num_local_experts,
         config.hidden_size,
         hf.intermediate_size,
-        projections=None,
+        projections=None if getattr(hf, "experts_in_one_tensor", True) else PROJECTIONS,
         bias=True,
         activation=activation,
     )

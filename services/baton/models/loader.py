@@ -249,9 +249,7 @@ def fingerprint(path: Path, dtype: torch.dtype, load_format: str = "auto", varia
     """
     digest = hashlib.sha256(f"{dtype} {load_format} {variant}".encode())
     try:
-        digest.update(
-            GgufFile(path).header.tobytes() if path.is_file() else (path / "config.json").read_bytes()
-        )
+        digest.update(GgufFile(path).header if path.is_file() else (path / "config.json").read_bytes())
         for file in tensor_files(path) if load_format != "dummy" else []:
             file.sample(digest.update)
     except OSError as error:

@@ -1,0 +1,344 @@
+"""What the GGUF files of each architecture hold: configuration, and names of tensors.
+
+llama.cpp's converters (convert_hf_to_gguf.py, conversion/) say what is written, its src/models/ how it is
+read. An entry of FAMILIES is all that Baton knows of an architecture's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.checkpoint import CheckpointError
+from baton.gguf_file import GgufFile
+from baton.models.gguf_rope import rope_parameters
+
+SOFTMAX, SIGMOID = 1, 2
+"""Values of expert_gating_func."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFamily:
+    model_type: str
+    """In transformers; so is `architecture`, the class."""
+    architecture: str
+    options: Callable[[GgufFile], dict[str, Any]]
+    """What the configuration has beyond `common`, or has otherwise."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of a layer beyond those of LAYER: name -> name in Hugging Face checkpoints."""
+    experts: tuple[str, str, str, str] = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
+    """Where experts are in Hugging Face checkpoints, and what their projections are called."""
+    interleaved: bool = False
+    """Rotation pairs neighbours in the file, and values half a head apart in Hugging Face checkpoints."""
+    norms_plus_one: bool = False
+    """Norms are written as the model multiplies by them, and Hugging Face checkpoints have one less."""
+    known: frozenset[str] = frozenset()
+    """Keys of _REFUSED that this family reads."""
+
+
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+_REFUSED = (
+    *("attention.scale", "attention.sliding_window", "attention.temperature_scale"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "router_logit_softcapping"),
+    *("embedding_scale", "logit_scale", "residual_scale", "expert_count", "leading_dense_block_count"),
+)
+"""Metadata that changes what is computed. A family that does not read a key refuses files that have it."""
+
+
+def family_of(file: GgufFile) -> GgufFamily:
+    """Raises CheckpointError for an architecture, or an option of it, that is not supported."""
+    architecture = file.value("general.architecture", str)
+    if architecture not in FAMILIES:
+        raise CheckpointError(
+            f"{file.path}: GGUF architecture {architecture!r} is not supported; "
+            f"supported are {', '.join(sorted(FAMILIES))}"
+        )
+    family = FAMILIES[architecture]
+    if architecture == "llama" and file.value("*.expert_count", int, 0):
+        family = _MIXTRAL
+    for key in _REFUSED:
+        if key not in family.known and file.metadata.get(f"{architecture}.{key}"):
+            raise CheckpointError(f"{file.path}: {architecture}.{key} is not supported")
+    return family
+
+
+def layers(file: GgufFile) -> int:
+    """Without those at the end that predict further tokens, for speculation."""
+    return int(file.value("*.block_count", int) - file.value("*.nextn_predict_layers", int, 0))
+
+
+def common(file: GgufFile) -> dict[str, Any]:
+    """What the configurations of all architectures have."""
+    embedding = file.tensors["token_embd.weight"].tensor_type.name
+    heads = file.value("*.attention.head_count", int)
+    return {
+        "vocab_size": file.shape("token_embd.weight")[0],
+        "hidden_size": file.value("*.embedding_length", int),
+        "num_hidden_layers": layers(file),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.value("*.attention.head_count_kv", int, heads),
+        "max_position_embeddings": file.value("*.context_length", int),
+        "rms_norm_eps": file.value("*.attention.layer_norm_rms_epsilon", float),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "dtype": {"F32": "float32", "F16": "float16"}.get(embedding, "bfloat16"),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    }
+
+
+def _plain(file: GgufFile, **rope: Any) -> dict[str, Any]:
+    """Attention with keys and values, and a feed-forward layer without experts."""
+    heads, hidden = file.value("*.attention.head_count", int), file.value("*.embedding_length", int)
+    head_dim = file.value("*.attention.key_length", int, hidden // max(1, heads))
+    if file.value("*.attention.value_length", int, head_dim) != head_dim:
+        raise CheckpointError(f"{file.path}: values of another size than keys are not supported")
+    return {
+        "head_dim": head_dim,
+        "intermediate_size": file.value("*.feed_forward_length", int, 0),
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "rope_parameters": rope_parameters(file, head_dim, **rope),
+    }
+
+
+def _gating(file: GgufFile, *allowed: int) -> int:
+    """How scores of experts are made; the first one if the file does not say it."""
+    found = int(file.value("*.expert_gating_func", int, 0) or allowed[0])
+    if found not in allowed:
+        raise CheckpointError(f"{file.path}: expert_gating_func {found} is not supported")
+    return found
+
+
+def _mixtral(file: GgufFile) -> dict[str, Any]:
+    _gating(file, SOFTMAX)
+    return {
+        **_plain(file),
+        "num_local_experts": file.value("*.expert_count", int),
+        "num_experts_per_tok": file.value("*.expert_used_count", int),
+        "sliding_window": None,
+    }
+
+
+def _qwen3_moe(file: GgufFile) -> dict[str, Any]:
+    _gating(file, SOFTMAX)
+    return {
+        **_plain(file),
+        "num_experts": file.value("*.expert_count", int),
+        "num_experts_per_tok": file.value("*.expert_used_count", int),
+        "moe_intermediate_size": file.value("*.expert_feed_forward_length", int),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _phi3(file: GgufFile) -> dict[str, Any]:
+    options = _plain(file)
+    original = options["rope_parameters"].get("original_max_position_embeddings")
+    return {
+        **options,
+        "original_max_position_embeddings": original or file.value("*.context_length", int),
+        "sliding_window": file.value("*.attention.sliding_window", int, 0) or None,
+    }
+
+
+def _layer_types(file: GgufFile, period: int) -> list[str]:
+    """All layers but the last of each period have a window. A file may state the period, or each layer."""
+    pattern = file.metadata.get(
+        f"{file.value('general.architecture', str)}.attention.sliding_window_pattern", period
+    )
+    count = layers(file)
+    windows = (
+        [bool(each) for each in pattern]
+        if isinstance(pattern, list)
+        else [(index + 1) % pattern != 0 for index in range(count)]
+    )
+    if len(windows) < count:
+        raise CheckpointError(f"{file.path}: sliding_window_pattern has fewer entries than there are layers")
+    return ["sliding_attention" if each else "full_attention" for each in windows[:count]]
+
+
+_GEMMA_27B = 62
+"""Layers of the one Gemma 3 that scales scores by the model's width a head, which is not in its file."""
+
+
+def _gemma3(file: GgufFile) -> dict[str, Any]:
+    options, base = _plain(file), common(file)
+    window = file.value("*.attention.sliding_window", int, 0)
+    wide = base["num_hidden_layers"] == _GEMMA_27B
+    local = {"rope_type": "default", "rope_theta": file.value("*.rope.freq_base_swa", float, 10000.0)}
+    return {
+        **options,
+        "rope_parameters": {"full_attention": options["rope_parameters"], "sliding_attention": local},
+        "layer_types": _layer_types(file, 6 if window else 1),
+        "sliding_window": window or None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": (
+            base["hidden_size"] // base["num_attention_heads"] if wide else options["head_dim"]
+        ),
+        "attn_logit_softcapping": file.value("*.attn_logit_softcapping", float, 0.0) or None,
+        "final_logit_softcapping": file.value("*.final_logit_softcapping", float, 0.0) or None,
+    }
+
+
+def _gpt_oss(file: GgufFile) -> dict[str, Any]:
+    return {
+        # The range of YaRN is not rounded to whole dimensions; the file does not say so.
+        **_plain(file, truncate=False),
+        "intermediate_size": file.value("*.expert_feed_forward_length", int),
+        "num_local_experts": file.value("*.expert_count", int),
+        "num_experts_per_tok": file.value("*.expert_used_count", int),
+        "layer_types": _layer_types(file, 2),
+        "sliding_window": file.value("*.attention.sliding_window", int),
+        "experts_in_one_tensor": False,
+    }
+
+
+def _shared_experts(file: GgufFile) -> dict[str, Any]:
+    """Experts beside a shared one, in groups: GLM-4.5 and DeepSeek."""
+    count = file.value("*.expert_count", int)
+    groups, used = _GROUPS.get(count, (1, 1))
+    return {
+        "n_routed_experts": count,
+        "num_experts_per_tok": file.value("*.expert_used_count", int),
+        "n_shared_experts": file.value("*.expert_shared_count", int),
+        "moe_intermediate_size": file.value("*.expert_feed_forward_length", int),
+        "first_k_dense_replace": file.value("*.leading_dense_block_count", int, 0),
+        "routed_scaling_factor": file.value("*.expert_weights_scale", float, 1.0) or 1.0,
+        "norm_topk_prob": file.value("*.expert_weights_norm", bool, False),
+        "n_group": file.value("*.expert_group_count", int, groups) or 1,
+        "topk_group": file.value("*.expert_group_used_count", int, used) or 1,
+    }
+
+
+_GROUPS = {256: (8, 4), 160: (8, 3)}
+"""By the number of experts, of DeepSeek-V3 and V2: groups, and how many of them a token uses. Older files do
+not have them."""
+
+
+def _glm4_moe(file: GgufFile) -> dict[str, Any]:
+    _gating(file, SIGMOID)
+    return {
+        **_plain(file),
+        **_shared_experts(file),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+def _deepseek2(file: GgufFile) -> dict[str, Any]:
+    """Newer files are written for the absorbed form of attention: key_length is that of latents."""
+    rotated = file.value("*.rope.dimension_count", int)
+    key = file.value("*.attention.key_length_mla", int, file.value("*.attention.key_length", int))
+    value = file.value("*.attention.value_length_mla", int, file.value("*.attention.value_length", int))
+    options = _shared_experts(file)
+    if _gating(file, SOFTMAX, SIGMOID) == SOFTMAX:
+        if options["norm_topk_prob"]:
+            raise CheckpointError(f"{file.path}: expert_weights_norm with softmax is not supported")
+        options["topk_method"] = "group_limited_greedy" if options["n_group"] > 1 else "greedy"
+    else:
+        options |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    return {
+        **options,
+        "intermediate_size": file.value("*.feed_forward_length", int, 0),
+        "num_key_value_heads": file.value("*.attention.head_count", int),
+        "q_lora_rank": file.value("*.attention.q_lora_rank", int, 0) or None,
+        "kv_lora_rank": file.value("*.attention.kv_lora_rank", int),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key - rotated,
+        "v_head_dim": value,
+        "rope_parameters": rope_parameters(file, rotated),
+    }
+
+
+_EXPERTS = frozenset({"expert_count"})
+_SHARED = {
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_MIXTRAL = GgufFamily(
+    "mixtral",
+    "MixtralForCausalLM",
+    _mixtral,
+    {"ffn_gate_inp": "block_sparse_moe.gate"},
+    experts=("block_sparse_moe.experts", "w1", "w3", "w2"),
+    interleaved=True,
+    known=_EXPERTS,
+)
+FAMILIES = {
+    "llama": GgufFamily("llama", "LlamaForCausalLM", _plain, interleaved=True),
+    "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM", _plain),
+    "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM", _plain),
+    "qwen3moe": GgufFamily(
+        "qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, {"ffn_gate_inp": "mlp.gate"}, known=_EXPERTS
+    ),
+    "phi3": GgufFamily(
+        "phi3",
+        "Phi3ForCausalLM",
+        _phi3,
+        {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        known=frozenset({"attention.sliding_window"}),
+    ),
+    "gemma3": GgufFamily(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _gemma3,
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
+        norms_plus_one=True,
+        known=frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
+    ),
+    "gpt-oss": GgufFamily(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _gpt_oss,
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        known=_EXPERTS | {"attention.sliding_window"},
+    ),
+    "glm4moe": GgufFamily(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _glm4_moe,
+        {"post_attention_norm": "post_attention_layernorm", **_SHARED},
+        known=_EXPERTS | {"leading_dense_block_count"},
+    ),
+    "deepseek2": GgufFamily(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        _deepseek2,
+        {
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            **_SHARED,
+        },
+        known=_EXPERTS | {"leading_dense_block_count"},
+    ),
+}
+"""general.architecture -> family. Mistral's models are "llama" too, and Mixtral's."""
