@@ -55,7 +55,7 @@ else:
         PLUGIN_NAME = "custom"
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-            generate(Path(self.root))
+            generate()
 
 
 if __name__ == "__main__":
