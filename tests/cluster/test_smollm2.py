@@ -20,7 +20,7 @@ from baton.checkpoint import CheckpointError, resolve
 from baton.client import Client
 from baton.gguf_file import GgufFile
 from baton.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from gguf_models import NAMES
+from gguf_models import apart, own_name
 
 PAGE = 16
 OUTPUT = 64
@@ -93,13 +93,11 @@ def model(deployment: Deployment) -> LlamaForCausalLM:
     ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            module, _, suffix = name.rpartition(".")
-            own = next(re.sub(pattern, to, module) for pattern, to in NAMES if re.fullmatch(pattern, module))
-            weight = torch.from_numpy(file.unpack(f"{own}.{suffix}", slice(None)).copy())
-            if found := re.search(r"attn_([qk])$", own):
-                pairs = weight.view(heads[found[1]], -1, 2, weight.shape[1])
-                weight = pairs.transpose(1, 2).reshape(weight.shape)
-            parameter.copy_(weight)
+            own = own_name(name, "llama")
+            weight = file.unpack(own, slice(None))
+            if found := re.search(r"attn_([qk])\.", own):
+                weight = apart(weight, heads[found[1]])
+            parameter.copy_(torch.from_numpy(weight.copy()))
     return model
 
 
