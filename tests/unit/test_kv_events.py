@@ -143,6 +143,7 @@ def test_who_is_not_far_behind_gets_the_changes_and_who_is_a_snapshot():
         now = set() if changes.snapshot else held
         assert (now - set(changes.removed)) | set(changes.stored) == seen[-1][1]
     assert log.since(log.sequence) == Changes(log.sequence, log.sequence, ())
+    assert log.since(None).after == 0
     # Of another life of the log, or made up.
     assert log.since(log.sequence + 1).snapshot
 

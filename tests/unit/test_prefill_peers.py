@@ -132,3 +132,14 @@ async def test_a_node_with_another_page_layout_is_not_used(layout, usable):
             link.error
         )
     await peers.close()
+
+
+async def test_what_is_lost_is_said_of_configured_nodes_for_ever_and_of_named_ones_for_a_while():
+    shell = Shell()
+    peers = PrefillPeers(shell, DecodeConfig(prefill=("own:1",)))
+    for address in ("own:1", "named:1"):
+        peers.connect(address)
+    assert [text.split()[0] for text in peers.lost()] == ["own:1", "named:1"]
+    shell.now += FORGET_SECONDS + 1.0
+    assert [text.split()[0] for text in peers.lost()] == ["own:1"]
+    await peers.close()

@@ -465,3 +465,12 @@ def test_prompts_that_keep_the_device_busy_do_not_wait_for_younger_ones():
     # The 12 end short of a full step; the long one takes half of what is left, the young one ends beside it.
     assert taken[1][0] == 12 and 20 in taken[1]
     assert sum(map(sum, taken)) == 10 + 8 + 12 + 150 + 20
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, (None, 0)), (0, (19, 0)), (3, (19, 3))])
+def test_a_chunk_asks_for_the_log_probabilities_of_its_tokens(asked, expected):
+    engine = Engine()
+    engine.scheduler.submit(request("a", range(100, 120), prompt_logprobs=asked))
+    (row,) = engine.scheduler.plan().plan.rows
+    wanted = row.prompt_logprobs
+    assert (wanted if wanted is None else len(wanted), row.prompt_top) == expected

@@ -7,11 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from baton.config import DecodeConfig, PrefillConfig
+from baton.decode.messages import request_for
 from baton.decode.shell import DecodeShell
 from baton.decode.stream import DecodeStream
+from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
+from baton.handoff.messages import AttemptName, StartPrefill
+from baton.handoff.prefill_side import PrefillCounters
 from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
+from baton.worker.shell import WorkerShell
 
 INFO = node_pb2.ModelInfo(vocab_size=100, context_length=64)
 
@@ -34,11 +40,18 @@ class Surroundings:
         return 100.0
 
 
-class Decode(Surroundings, DecodeShell):
+class Executes(WorkerShell):
+    """What a process or the simulator reports of itself."""
+
+    def load(self):
+        return node_pb2.Load(rows=5)
+
+
+class Decode(Surroundings, DecodeShell, Executes):
     pass
 
 
-class Prefill(Surroundings, PrefillShell):
+class Prefill(Surroundings, PrefillShell, Executes):
     pass
 
 
@@ -170,3 +183,32 @@ def test_a_good_start_of_prefill_reaches_the_core_once():
     holder, name, request, keep, now, ahead = started[0]
     assert (holder, name.request, keep, now, ahead) == (caller, 1, False, 5.0, True)
     assert (request.prompt, request.delivered) == ((1, 2), ((3,),))
+
+
+@pytest.mark.parametrize(("remaining", "expected"), [(float("inf"), 0), (2.5, 2500), (-1.0, 1)])
+def test_a_prefill_node_is_told_how_much_time_is_left(remaining, expected):
+    params = SamplingParams()
+    request = Request("key", (1, 2, 3), params)
+    name = AttemptName(1, 2, 3, 4)
+    effect = StartPrefill("a:1", name, request, params, (1, 2, 3), 0, 1, remaining)
+    start = request_for(effect, False).start
+    assert (start.HasField("timeout_ms"), start.timeout_ms) == (expected > 0, expected)
+
+
+def test_a_prefill_node_reports_its_leases_and_counters():
+    node = Prefill(PrefillConfig())
+    assert node.load() == node_pb2.Load(rows=5)
+    counters = PrefillCounters(1, 2, 3, 4, 5, 6, 7, 8)
+    side = SimpleNamespace(leases=10, requests=11, oldest_lease=lambda now: now - 98.5, counters=counters)
+    node.core_or_none = SimpleNamespace(side=side)
+    names = ("finished", "failed", "cancelled", "prompt_tokens", "cached_tokens", "output_tokens")
+    reported = {name: getattr(counters, name) for name in names}
+    assert node.load() == node_pb2.Load(
+        rows=5,
+        leases=10,
+        requests=11,
+        oldest_lease_ms=1500,
+        leases_expired=counters.expired,
+        leases_revoked=counters.revoked,
+        **reported,
+    )
