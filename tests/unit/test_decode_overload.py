@@ -30,6 +30,7 @@ def test_first_tokens_that_waited_through_a_stall_are_no_measure():
     node.run(2)
     assert 0.0 < node.core.overload.first_token.value < 1.0
     node.run(120)
+    node.core.step_stats.stalled += 30.0  # before it came
     node.start(20)
     node.run(2)
     assert 0.0 < node.core.overload.first_token.value < 1.0
