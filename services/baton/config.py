@@ -168,6 +168,9 @@ class GatewayConfig(NodeConfig):
     of them. --port stays this process's own beside it. `baton up --gateways N` sets it."""
     shared_http: str = ""
     """Likewise for HTTP."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the HTTP API from browsers, such as https://chat.example.org; * is all;
+    none: no other origin's."""
     siblings: tuple[str, ...] = ()
     """host:port of those gateways' own ports, for `baton status`."""
     tokenizer: tuple[str, ...] = ("127.0.0.1:50051",)

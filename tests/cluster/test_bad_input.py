@@ -34,7 +34,6 @@ def sampling(**fields) -> dict:
 
 WRONG = {
     "no prompt": ({}, "prompt"),
-    "empty text": ({"text": ""}, "text"),
     "empty chat": (chat(), "chat.messages"),
     "no token ids": (tokens(), "tokens.token_ids"),
     "text longer than the context": ({"text": "hello " * 3000}, "text"),
@@ -188,9 +187,9 @@ def test_half_closed_streams(demo: Deployment):
         assert after.terminal(seconds=20.0).finished.usage.output_tokens == 20
         assert after.next() is None
         refused = Inference(channel)
-        refused.start(text="")
+        refused.start()
         refused.half_close()
-        check(refused.terminal().failed, INVALID, "text")
+        check(refused.terminal().failed, INVALID, "prompt")
         assert refused.next() is None
 
 

@@ -19,12 +19,11 @@ TOO_LONG = "hello " * 3000
 NAN, INFINITY = float("nan"), float("inf")
 
 WRONG_COMPLETIONS = [
-    ("prompt", "", "prompt"),
     ("prompt", [], "prompt"),
     ("prompt", None, "prompt"),
     ("prompt", {}, "prompt"),
     ("prompt", [[]], "prompt"),
-    ("prompt", ["a", ""], "prompt[1]"),
+    ("prompt", ["a", 5], "prompt[1]"),
     ("prompt", TOO_LONG, "prompt"),
     ("prompt", ["hello", TOO_LONG], "prompt[1]"),
     ("prompt", "hello " * 1_300_000, "prompt"),
@@ -41,7 +40,6 @@ WRONG_COMPLETIONS = [
     ("top_p", 0, "top_p"),
     ("top_p", 2, "top_p"),
     ("top_p", NAN, "top_p"),
-    ("max_tokens", 0, "max_tokens"),
     ("max_tokens", -1, "max_tokens"),
     ("max_tokens", 10**12, "max_tokens"),
     ("max_tokens", 2**63, "max_tokens"),
@@ -69,11 +67,21 @@ WRONG_COMPLETIONS = [
     ("priority", 101, "priority"),
     ("stream", "yes", "stream"),
     ("stream_options", {}, "stream_options"),
-    ("best_of", 3, "best_of"),
+    ("best_of", 0, "best_of"),
+    ("suffix", "x", "suffix"),
     ("no_such_field", 1, "no_such_field"),
     ("model", "", "model"),
     ("model", 5, "model"),
 ]
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def called(**function):
+    """A history with such a call."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}", **function}}
+    return [{"role": "assistant", "tool_calls": [call]}]
+
+
 WRONG_CHATS = [
     ("messages", [], "messages"),
     ("messages", "hi", "messages"),
@@ -85,8 +93,33 @@ WRONG_CHATS = [
     ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
     ("messages", [{"role": "user", "content": TOO_LONG}], "messages"),
     ("max_completion_tokens", 5, "max_tokens"),
+    (
+        "messages",
+        [{"role": "tool", "content": "x", "tool_calls": []}, {"role": "user"}],
+        "messages[1].content",
+    ),
+    ("messages", called(arguments="{"), "messages[0].tool_calls[0].function.arguments"),
+    ("messages", called(arguments="[]"), "messages[0].tool_calls[0].function.arguments"),
+    ("messages", called(arguments='{"a":' * 10_000), "messages[0].tool_calls[0].function.arguments"),
+    ("messages", called(name="no such name"), "messages[0].tool_calls[0].function.name"),
+    ("tools", [TOOL, TOOL], "tools[1].function.name"),
+    ("tools", [{"type": "function", "function": {"name": ""}}], "tools[0].function.name"),
+    ("tools", [{"type": "function", "function": {"name": "é"}}], "tools[0].function.name"),
+    (
+        "tools",
+        [{"type": "function", "function": {"name": "f", "parameters": []}}],
+        "tools[0].function.parameters",
+    ),
+    ("tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)], "tools"),
+    ("tools", [{"type": "web_search"}], "tools[0].type"),
+    ("tool_choice", "required", "tool_choice"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
+    ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages"),
+    ("chat_template_kwargs", [], "chat_template_kwargs"),
+    ("reasoning_effort", "great", "reasoning_effort"),
+    ("functions", [{"name": "f"}], "functions"),
     ("top_logprobs", 5, "top_logprobs"),
-    ("tools", [{}], "tools"),
+    ("tools", [{}], "tools[0].type"),
     ("response_format", {"type": "json_object"}, "response_format.type"),
 ]
 BROKEN = {

@@ -15,7 +15,8 @@ from pydantic.json_schema import models_json_schema
 from schemathesis import Case
 from schemathesis.specs.openapi import checks
 
-from baton.gateway.openai_protocol import ChatRequest, CompletionRequest
+from baton.gateway.openai_chat import ChatRequest
+from baton.gateway.openai_protocol import CompletionRequest
 
 EXAMPLES = 25
 """Of each endpoint."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,9 @@ from baton.config import GatewayConfig, TokenizerConfig
 from baton.gateway.server import GatewayNode
 from baton.rpc.channel import open_channel
 from baton.rpc.node import run_node
+from baton.tokenizer.detokenize import decode as detokenize
 from baton.tokenizer.server import serve as serve_tokenizer
+from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import inference_pb2, inference_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from ports import free_port
 
@@ -57,6 +59,16 @@ class Rig:
             inputs=[tokenizer_pb2.EncodeInput(text=text, add_special_tokens=False)]
         )
         return list((await self.tokens.Encode(request)).results[0].token_ids)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        found = self.node.gateway.tokenizer.vocabulary
+        assert found is not None
+        return found
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """With special tokens."""
+        return detokenize(self.vocabulary, token_ids, skip_special_tokens=False)
 
     async def idle(self) -> None:
         """Nothing is held any more; fails after 2 s."""

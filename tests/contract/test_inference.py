@@ -223,7 +223,6 @@ async def test_unattributable_messages_are_rejected_and_end_nothing():
 NAN = float("nan")
 BAD = [
     ({}, "prompt"),
-    ({"text": ""}, "text"),
     ({"tokens": {}}, "tokens.token_ids"),
     ({"tokens": {"token_ids": [1, 8192]}}, "tokens.token_ids[1]"),
     ({"tokens": {"token_ids": [1] * 256}}, "tokens.token_ids"),

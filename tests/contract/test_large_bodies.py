@@ -12,7 +12,7 @@ import pytest
 from gateway_rig import gateway
 from scripted_decode import ScriptedDecode, saying
 
-from baton.gateway.openai_protocol import MAX_ESCAPES, MAX_FIELDS, MAX_VALUES
+from baton.gateway.json_body import MAX_ESCAPES, MAX_FIELDS, MAX_VALUES
 
 LIMIT = 16 * 2**20
 LOOP_SECONDS = 0.1
@@ -28,6 +28,20 @@ def completion(prompt: str, more: str = "") -> tuple[str, str]:
 
 def chat(messages: str) -> tuple[str, str]:
     return "/v1/chat/completions", f'{{"model": "scripted", "messages": {messages}}}'
+
+
+def tools(more: str) -> tuple[str, str]:
+    messages = '[{"role": "user", "content": "a"}]'
+    return "/v1/chat/completions", f'{{"model": "scripted", "messages": {messages}, {more}}}'
+
+
+def function(name: str, parameters: str = "{}", description: str = "") -> str:
+    inner = f'"name": "{name}", "description": "{description}", "parameters": {parameters}'
+    return f'{{"type": "function", "function": {{{inner}}}}}'
+
+
+def call(arguments: str) -> str:
+    return f'{{"type": "function", "function": {{"name": "f", "arguments": "{arguments}"}}}}'
 
 
 def array(element: str, count: int) -> str:
@@ -50,6 +64,21 @@ def bodies() -> dict[str, tuple[str, str]]:
         "one wrong at the end": completion(array('"a"', MAX_VALUES - 8)[:-1] + ",1]"),
         "empty messages": chat(array("{}", MILLION)),
         "as many messages as are allowed": chat(array('{"role":"u","content":""}', MAX_FIELDS // 3 - 3)),
+        "1,000 tools": tools(f'"tools": [{",".join(function(f"f{i}") for i in range(1000))}]'),
+        "tools without a name": tools(f'"tools": {array("{}", MAX_FIELDS - 16)}'),
+        "a tool with many properties": tools(
+            f'"tools": [{function("f", f"""{{"properties": [{array("{}", MAX_FIELDS - 64)}]}}""")}]'
+        ),
+        "a tool of many words": tools(f'"tools": [{function("f", description="a" * (LIMIT - 1024))}]'),
+        "a deep schema": tools(
+            f'"tools": [{function("f", "{" + chr(34) + "a" + chr(34) + ":1}")}]'.replace(
+                ":1", ':{"a"' * 900 + ":1" + "}" * 900
+            )
+        ),
+        "arguments of the template": tools(f'"chat_template_kwargs": {{"a": {array("1", MAX_VALUES - 64)}}}'),
+        "arguments of a call": chat(
+            f'[{{"role": "assistant", "tool_calls": [{call("1" * (LIMIT - 1024))}]}}]'
+        ),
         "stop numbers": completion('"a"', f', "stop": {array("1", MILLION)}'),
         "stop strings": completion('"a"', f', "stop": {array(chr(34) * 2, MAX_VALUES - 8)}'),
         "stop ids": completion('"a"', f', "stop_token_ids": {array("-1", MILLION)}'),

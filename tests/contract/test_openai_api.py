@@ -19,12 +19,18 @@ MODEL = "scripted"
 
 
 @asynccontextmanager
-async def api(script=silent, say=None, wait=30.0, **how):
+async def api(script=silent, say=None, wait=30.0, cors_origins=(), context=256, **how):
     """A scripted node that says `say`, the gateway (which waits so long for a lost node), the official client
     and a plain one."""
     async with (
-        ScriptedDecode(script) as node,
-        gateway(node, max_message_bytes=2**20, request_seconds=30.0, resume_wait_seconds=wait) as rig,
+        ScriptedDecode(script, context=context) as node,
+        gateway(
+            node,
+            max_message_bytes=2**20,
+            request_seconds=30.0,
+            resume_wait_seconds=wait,
+            cors_origins=cors_origins,
+        ) as rig,
         openai.AsyncOpenAI(base_url=f"{rig.http}/v1", api_key="none", max_retries=0, timeout=20) as client,
         httpx.AsyncClient(base_url=rig.http, timeout=20) as http,
     ):
@@ -173,27 +179,25 @@ BAD = [
     ("completions", {**COMPLETION, "temperature": True}, "temperature"),
     ("completions", {**COMPLETION, "top_p": 0}, "top_p"),
     ("completions", {**COMPLETION, "top_p": 2}, "top_p"),
-    ("completions", {**COMPLETION, "max_tokens": 0}, "max_tokens"),
     ("completions", {**COMPLETION, "max_tokens": -1}, "max_tokens"),
     ("completions", {**COMPLETION, "max_tokens": 10**9}, "max_tokens"),
     ("completions", {**COMPLETION, "max_tokens": 10**30}, "max_tokens"),
     ("completions", {**COMPLETION, "max_tokens": 1.5}, "max_tokens"),
     ("completions", {**COMPLETION, "n": 0}, "n"),
     ("completions", {**COMPLETION, "n": 17}, "n"),
-    ("completions", {**COMPLETION, "best_of": 3}, "best_of"),
+    ("completions", {**COMPLETION, "best_of": 2, "n": 3}, "best_of"),
+    ("completions", {**COMPLETION, "best_of": 3, "stream": True}, "best_of"),
     ("completions", {**COMPLETION, "suffix": "x"}, "suffix"),
     ("completions", {**COMPLETION, "stop": 5}, "stop"),
     ("completions", {**COMPLETION, "stop": [""]}, "stop[0]"),
     ("completions", {**COMPLETION, "logprobs": 21}, "logprobs"),
-    ("completions", {**COMPLETION, "echo": True, "logprobs": 1}, "echo"),
     ("completions", {**COMPLETION, "logit_bias": {"x": 1}}, "logit_bias"),
     ("completions", {**COMPLETION, "logit_bias": {"9000": 1}}, "logit_bias[9000]"),
     ("completions", {**COMPLETION, "stream_options": {"include_usage": True}}, "stream_options"),
-    ("completions", {**COMPLETION, "prompt": ""}, "prompt"),
     ("completions", {**COMPLETION, "prompt": []}, "prompt"),
     ("completions", {**COMPLETION, "prompt": [-1]}, "prompt"),
     ("completions", {**COMPLETION, "prompt": [9000]}, "prompt[0]"),
-    ("completions", {**COMPLETION, "prompt": ["fine", ""]}, "prompt[1]"),
+    ("completions", {**COMPLETION, "prompt": ["fine", 5]}, "prompt[1]"),
     ("completions", {**COMPLETION, "prompt": "word " * 300}, "prompt"),
     ("completions", {**COMPLETION, "prompt": None}, "prompt"),
     ("completions", {"prompt": "x"}, "model"),
@@ -203,11 +207,18 @@ BAD = [
     ("chat/completions", {**CHAT, "messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     ("chat/completions", {**CHAT, "messages": [{"role": "user"}]}, "messages[0].content"),
     ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools"),
+    ("chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools[0].function"),
+    ("chat/completions", {**CHAT, "functions": [{"name": "f"}]}, "functions"),
+    ("chat/completions", {**CHAT, "function_call": "auto"}, "function_call"),
+    ("chat/completions", {**CHAT, "web_search_options": {"a": 1}}, "web_search_options"),
+    ("chat/completions", {**CHAT, "modalities": ["text", "audio"]}, "modalities[1]"),
+    ("chat/completions", {**CHAT, "tool_choice": "sometimes"}, "tool_choice"),
+    ("chat/completions", {**CHAT, "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
+    ("chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format.type"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs"),
-    ("chat/completions", {**CHAT, "store": True}, "store"),
-    ("chat/completions", {**CHAT, "max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
+    ("chat/completions", {**CHAT, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
 ]
 
 
@@ -224,9 +235,12 @@ async def test_bad_input_names_the_parameter_and_the_connection_goes_on():
         assert "exceeds the context of 256" in long.json()["error"]["message"]
         bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "top_p": 2})
         assert bad.json()["error"]["message"].startswith("top_p must be")
-        bad = await rig.plain.post("/v1/chat/completions", json={**CHAT, "tools": [{"type": "function"}]})
-        assert bad.json()["error"]["message"] == "tools is not supported: leave it out, or send an empty list"
+        bad = await rig.plain.post("/v1/chat/completions", json={**CHAT, "functions": [{"name": "f"}]})
+        words = "functions is not supported: functions are called tools now, give tools"
+        assert bad.json()["error"]["message"] == words
         assert bad.json()["error"]["code"] == "unsupported_parameter"
+        bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "stop": 5})
+        assert bad.json()["error"]["message"] == "stop must be a string"
         assert rig.decode.starts == []
         assert (await rig.plain.post("/v1/completions", json=COMPLETION)).status_code == 200
         await rig.idle()

@@ -77,8 +77,6 @@ def _check_prompt(
             check_token_ids(start.tokens.token_ids, model.vocab_size, "tokens.token_ids")
         return
     if kind == "text":
-        if not start.text:
-            raise invalid("text", "the prompt is empty: give at least one character")
         size = _utf8_bytes(start.text, max_bytes)
     else:
         if not start.chat.messages:

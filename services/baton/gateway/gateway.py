@@ -237,6 +237,9 @@ class Gateway:
             model.chat = self.tokenizer.model.chat
             model.tool_format = self.tokenizer.model.tool_format
             model.reasoning_format = self.tokenizer.model.reasoning_format
+            model.template_variables.extend(self.tokenizer.model.template_variables)
+            if self.tokenizer.model.HasField("begin_token_id"):
+                model.begin_token_id = self.tokenizer.model.begin_token_id
             model.ClearField("default_sampling")
             if self.config.generation_config == "auto" and self.tokenizer.model.HasField("default_sampling"):
                 model.default_sampling.CopyFrom(self.tokenizer.model.default_sampling)

@@ -11,10 +11,11 @@ from typing import Any
 
 from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
-from baton.gateway.openai_errors import ApiError, from_baton
+from baton.gateway.openai_errors import of_prompt
+from baton.gateway.openai_protocol import CommonRequest
 from baton.gateway.requests import Request
 from baton.rpc.errors import from_status
-from baton.v1 import common_pb2, inference_pb2
+from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 Event = inference_pb2.Delta | inference_pb2.Finished
 
@@ -31,6 +32,16 @@ class RequestBatch:
         self._left = set(range(len(starts)))
         self._unaccepted = set(self._left)
         self._taken: deque[tuple[int, Event]] = deque()
+        self.prompt_tokens = 0
+        """Of all prompts that have been accepted."""
+
+    @property
+    def prompts(self) -> int:
+        return len(self._requests)
+
+    def first_token(self, prompt: int) -> int:
+        """The id of an accepted prompt's first token."""
+        return self._requests[prompt].log.prompt_ids[0]
 
     @property
     def name(self) -> str:
@@ -82,26 +93,22 @@ class RequestBatch:
             self._taken.append((number * self.n + event.delta.choice, event.delta))
         elif kind == "accepted":
             self._unaccepted.discard(number)
+            self.prompt_tokens += event.accepted.prompt_tokens
         elif kind == "finished":
             self._left.discard(number)
             self._taken.append((number, event.finished))
         elif kind == "failed":
             self.cancel("another prompt of the same HTTP request has failed")
-            raise self._error(number, event)
-
-    def _error(self, number: int, event: inference_pb2.GenerateResponse) -> ApiError:
-        error = from_baton(from_status(event.failed))
-        param = error.param
-        if len(self._requests) > 1 and param is not None and (param + "[").startswith("prompt["):
-            error.param = f"prompt[{number}]{param.removeprefix('prompt')}"
-            if param != "prompt":
-                error.message = error.message.replace(param, error.param)
-        return error
+            raise of_prompt(from_status(event.failed), number, len(self._requests))
 
 
 Json = dict[str, Any]
 
-_FINISH = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+_FINISH = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 
 class Answer(ABC):
@@ -111,13 +118,21 @@ class Answer(ABC):
     kind: str
     chunk_kind: str
 
-    def __init__(self, name: str, model: str, choices: int, include_usage: bool) -> None:
-        self._head: Json = {"id": f"{self.prefix}-{name}", "created": int(time.time()), "model": model}
-        self._include_usage = include_usage
+    def __init__(self, job: RequestBatch, request: CommonRequest) -> None:
+        choices = job.prompts * job.n
+        self._head: Json = {
+            "id": f"{self.prefix}-{job.name}",
+            "created": int(time.time()),
+            "model": request.model,
+            "system_fingerprint": None,
+        }
+        self._include_usage = request.usage_in_stream
+        self._usage_in_chunks = request.usage_in_chunks
         self._texts: list[list[str]] = [[] for _ in range(choices)]
         self._logprobs: list[list[common_pb2.PositionLogprobs]] = [[] for _ in range(choices)]
         self._finish: list[str | None] = [None] * choices
-        self._prompt_tokens = self._output_tokens = self._cached_tokens = self._resumed = 0
+        self._prompt_tokens = job.prompt_tokens
+        self._output_tokens = self._cached_tokens = self._reasoning_tokens = self._resumed = 0
 
     def add(self, index: int, delta: inference_pb2.Delta) -> None:
         """Takes new output of choice `index`, for `whole`."""
@@ -125,21 +140,23 @@ class Answer(ABC):
         self._logprobs[index].extend(delta.logprobs)
         self._finish[index] = _FINISH.get(delta.finish_reason) or self._finish[index]
 
-    def chunk_of(self, index: int, delta: inference_pb2.Delta) -> Json:
-        """New output of choice `index`, as a chunk of a stream."""
+    def chunks_of(self, index: int, delta: inference_pb2.Delta) -> list[Json]:
+        """New output of choice `index`, as chunks of a stream."""
+        if self._usage_in_chunks:
+            self._output_tokens += len(delta.token_ids)
         logprobs = self._format_logprobs(index, delta.logprobs) if delta.logprobs else None
         finish = _FINISH.get(delta.finish_reason)
-        return self.chunk(
-            [{"index": index, **self._part(delta.text), "logprobs": logprobs, "finish_reason": finish}]
-        )
+        part = self._part(index, delta)
+        return [self.chunk([{"index": index, **part, "logprobs": logprobs, "finish_reason": finish}])]
 
     def add_end(self, finished: inference_pb2.Finished) -> None:
         """One of the answer's prompts has finished."""
         usage = finished.usage
         self._resumed += finished.resumed
-        self._prompt_tokens += usage.prompt_tokens
-        self._output_tokens += usage.output_tokens
+        if not self._usage_in_chunks:  # else they have been counted
+            self._output_tokens += usage.output_tokens
         self._cached_tokens += usage.cached_tokens
+        self._reasoning_tokens += usage.reasoning_tokens
 
     def opening(self) -> list[Json]:
         """Chunks that come before all output."""
@@ -151,19 +168,25 @@ class Answer(ABC):
 
     def chunk(self, choices: list[Json]) -> Json:
         head = {**self._head, "object": self.chunk_kind, "choices": choices}
+        if self._usage_in_chunks:
+            return {**head, "usage": self._usage()}
         return {**head, "usage": None} if self._include_usage else head
 
     def whole(self) -> Json:
-        choices = [
-            {
-                "index": index,
-                **self._complete("".join(texts)),
-                "logprobs": self._format_logprobs(index, logprobs) if logprobs else None,
-                "finish_reason": self._finish[index],
-            }
-            for index, (texts, logprobs) in enumerate(zip(self._texts, self._logprobs, strict=True))
-        ]
+        choices = [self._choice(index) for index in range(len(self._texts))]
         return {**self._head, "object": self.kind, "choices": choices, "usage": self._usage()}
+
+    def _choice(self, index: int) -> Json:
+        logprobs = self._logprobs_of(index)
+        return {
+            "index": index,
+            **self._complete(index, "".join(self._texts[index])),
+            "logprobs": self._format_logprobs(index, logprobs) if logprobs else None,
+            "finish_reason": self._finish[index],
+        }
+
+    def _logprobs_of(self, index: int) -> list[common_pb2.PositionLogprobs]:
+        return self._logprobs[index]
 
     def _usage(self) -> Json:
         return {
@@ -171,15 +194,15 @@ class Answer(ABC):
             "completion_tokens": self._output_tokens,
             "total_tokens": self._prompt_tokens + self._output_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
-            # Beyond OpenAI's.
-            "resumed": self._resumed,
+            "completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "baton": {"resumed": self._resumed},
         }
 
     @abstractmethod
-    def _part(self, text: str) -> Json: ...
+    def _part(self, index: int, delta: inference_pb2.Delta) -> Json: ...
 
     @abstractmethod
-    def _complete(self, text: str) -> Json: ...
+    def _complete(self, index: int, text: str) -> Json: ...
 
     @abstractmethod
     def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json: ...
@@ -190,6 +213,16 @@ class ChatAnswer(Answer):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
+    def __init__(self, job: RequestBatch, request: CommonRequest) -> None:
+        super().__init__(job, request)
+        self._reasoning: list[list[str]] = [[] for _ in self._texts]
+        self._calls: list[list[Json]] = [[] for _ in self._texts]
+
+    def add(self, index: int, delta: inference_pb2.Delta) -> None:
+        super().add(index, delta)
+        self._reasoning[index].append(delta.reasoning)
+        self._calls[index].extend(_call(call) for call in delta.tool_calls)
+
     def opening(self) -> list[Json]:
         role = {"role": "assistant", "content": ""}
         return [
@@ -197,11 +230,28 @@ class ChatAnswer(Answer):
             for index in range(len(self._texts))
         ]
 
-    def _part(self, text: str) -> Json:
-        return {"delta": {"content": text} if text else {}}
+    def _part(self, index: int, delta: inference_pb2.Delta) -> Json:
+        part: Json = {}
+        if delta.reasoning:
+            part["reasoning_content"] = delta.reasoning
+        if delta.text:
+            part["content"] = delta.text
+        if delta.tool_calls:
+            first = len(self._calls[index])
+            calls = [_call(call) for call in delta.tool_calls]
+            self._calls[index] += calls
+            part["tool_calls"] = [{"index": first + i, **call} for i, call in enumerate(calls)]
+        return {"delta": part}
 
-    def _complete(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _complete(self, index: int, text: str) -> Json:
+        calls, reasoning = self._calls[index], "".join(self._reasoning[index])
+        message: Json = {"role": "assistant", "content": text if text or not calls else None}
+        message |= {"refusal": None, "annotations": []}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
 
     def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
         content = [
@@ -211,50 +261,11 @@ class ChatAnswer(Answer):
         return {"content": content, "refusal": None}
 
 
-class CompletionAnswer(Answer):
-    prefix = "cmpl"
-    kind = chunk_kind = "text_completion"
-
-    def __init__(
-        self, name: str, model: str, choices: int, include_usage: bool, echoes: Sequence[str] | None
-    ) -> None:
-        """echoes: for each choice the prompt's text, which the answer then begins with."""
-        super().__init__(name, model, choices, include_usage)
-        self._echoes = echoes
-        self._offsets = [0] * choices
-        for index, echo in enumerate(echoes or ()):
-            self._texts[index].append(echo)
-
-    def opening(self) -> list[Json]:
-        return [
-            self.chunk([{"index": index, "text": echo, "logprobs": None, "finish_reason": None}])
-            for index, echo in enumerate(self._echoes or ())
-        ]
-
-    def _part(self, text: str) -> Json:
-        return {"text": text}
-
-    def _complete(self, text: str) -> Json:
-        return {"text": text}
-
-    def _format_logprobs(self, index: int, logprobs: Sequence[common_pb2.PositionLogprobs]) -> Json:
-        tokens = [_text(position.chosen) for position in logprobs]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token)
-        tops = [{_text(top): top.logprob for top in position.top} for position in logprobs]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [position.chosen.logprob for position in logprobs],
-            "top_logprobs": tops if any(tops) else None,
-            "text_offset": offsets,
-        }
-
-
-def _text(entry: common_pb2.TokenLogprob) -> str:
-    return entry.token_bytes.decode("utf-8", "replace")
+def _call(call: tokenizer_pb2.ToolCall) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _entry(entry: common_pb2.TokenLogprob) -> Json:
-    return {"token": _text(entry), "logprob": entry.logprob, "bytes": list(entry.token_bytes)}
+    token = entry.token_bytes.decode("utf-8", "replace")
+    return {"token": token, "logprob": entry.logprob, "bytes": list(entry.token_bytes)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import grpc
@@ -46,10 +47,6 @@ def invalid_value(param: str, message: str) -> ApiError:
     return ApiError(400, message, param, "invalid_value")
 
 
-def unsupported(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param, "unsupported_parameter")
-
-
 def from_baton(error: BatonError) -> ApiError:
     """Converts a BatonError to an HTTP error."""
     param = _param(error.field) if error.field is not None else None
@@ -58,6 +55,17 @@ def from_baton(error: BatonError) -> ApiError:
         message = message.replace(error.field, param)
     api = ApiError(_STATUS.get(error.code, 500), message, param, error.reason.lower())
     api.retry_after_ms = error.retry_after_ms
+    return api
+
+
+def of_prompt(error: BatonError, number: int, count: int) -> ApiError:
+    """Likewise, for prompt `number` of `count` in one HTTP request."""
+    api = from_baton(error)
+    param = api.param
+    if count > 1 and param is not None and (param + "[").startswith("prompt["):
+        api.param = f"prompt[{number}]{param.removeprefix('prompt')}"
+        if param != "prompt":
+            api.message = api.message.replace(param, api.param)
     return api
 
 
@@ -76,9 +84,35 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"unknown parameter: {param}", param, "unknown_parameter")
     if first["type"] == "missing":
         return ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
-    if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
-        return unsupported(param, f"{param} is not supported: leave it out, or send an empty list")
-    return ApiError(400, f"{param or 'the body'}: {first['msg']}", param or None, "invalid_type")
+    if first["type"] == "refused":
+        param = _path([*path, first["ctx"]["field"]])
+        return ApiError(400, f"{param} {first['ctx']['why']}", param, "unsupported_parameter")
+    return ApiError(400, f"{param or 'the body'} {_words(first)}", param or None, "invalid_type")
+
+
+_WORDS = {
+    "string_type": "must be a string",
+    "int_type": "must be an integer",
+    "int_from_float": "must be an integer",
+    "int_parsing_size": "is too large",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "literal_error": "must be {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "finite_number": "must be a finite number",
+}
+"""What is wrong with a field, by pydantic's name for it."""
+
+
+def _words(error: Any) -> str:
+    """In words that follow the field's name."""
+    text = _WORDS.get(error["type"])
+    return text.format(**error.get("ctx", {})) if text is not None else f"is wrong: {error['msg']}"
 
 
 def body(error: ApiError) -> dict[str, Any]:
@@ -99,8 +133,12 @@ def response(error: ApiError) -> JSONResponse:
 def _param(field: str) -> str:
     for prefix, name in _PARAMS.items():
         if field == prefix or field.startswith(prefix + "["):
-            return name + field[len(prefix) :]
-    return field.removeprefix("sampling.").removeprefix("chat.")
+            field = name + field[len(prefix) :]
+            break
+    field = field.removeprefix("sampling.").removeprefix("chat.")
+    field = re.sub(r"(tools|tool_calls)\[(\d+)\]\.(?!type|id)(\w+)$", r"\1[\2].function.\3", field)
+    field = field.replace("tool_choice.name", "tool_choice.function.name")
+    return field.replace("template_arguments", "chat_template_kwargs")
 
 
 def _names_a_type(part: str | int) -> bool:

@@ -100,7 +100,11 @@ async def encode_prompt(
         return Prompt([*earlier, *start.tokens.token_ids], "tokens.token_ids")
     if kind == "text":
         text = tokenizer_pb2.EncodeInput(text=start.text, add_special_tokens=not earlier)
-        return Prompt([*earlier, *(await tokenizer.encode(text, timeout)).token_ids], "text")
+        found = list((await tokenizer.encode(text, timeout)).token_ids)
+        model = tokenizer.model
+        if not (start.text or found or earlier) and model is not None and model.HasField("begin_token_id"):
+            found = [model.begin_token_id]
+        return Prompt([*earlier, *found], "text")
     conversation = session.conversation(start.chat) if session is not None else start.chat
     given = tokenizer_pb2.EncodeInput(chat=conversation)
     if session is not None:

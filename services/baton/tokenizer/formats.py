@@ -5,6 +5,10 @@ A template shows earlier turns in the form that the model was trained to write, 
 
 from __future__ import annotations
 
+import re
+
+from jinja2 import Environment, TemplateSyntaxError, meta
+
 _TOOL_FORMATS = (
     ("<arg_key>", "glm"),
     ("<function=", "qwen3_coder"),
@@ -36,3 +40,13 @@ def tool_format(template: str) -> str:
 def reasoning_format(template: str) -> str:
     """The name of a parser; "" if the template has no marks of reasoning that are known."""
     return next((name for mark, name in _REASONING_FORMATS if mark in template), "")
+
+
+def variables(template: str) -> list[str]:
+    """Names that the template reads without setting them, sorted; where it has tags that Jinja itself does
+    not know, all names in it."""
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateSyntaxError:
+        return sorted(set(re.findall(r"\b[a-zA-Z_]\w*", template)))
+    return sorted(meta.find_undeclared_variables(parsed))

@@ -42,6 +42,8 @@ class HFTokenizer:
     """Positions that the checkpoint was made for; 0: config.json does not say."""
     chat: bool
     _tokenizer: Any
+    begin_token_id: int | None
+    """The token that begins a text, or the one that separates texts; None: there is neither."""
     default_sampling: common_pb2.SamplingParams
     """What the checkpoint's generation_config.json recommends."""
     _chat_encoder: ChatEncoder | None = None
@@ -157,6 +159,7 @@ def load(path: Path, *, special_tokens_in_content: bool = False) -> HFTokenizer:
         context_length=context,
         chat=bool(tokenizer.chat_template),
         _tokenizer=tokenizer,
+        begin_token_id=_begin(tokenizer, eos),
         default_sampling=recommended,
         _chat_encoder=None if special_tokens_in_content else ChatEncoder(backend, tokenizer.unk_token_id),
     )
@@ -189,6 +192,12 @@ def _eos(config: dict[str, Any], generation: dict[str, Any], tokenizer: Any) -> 
     if not found and tokenizer.eos_token_id is not None:
         found[tokenizer.eos_token_id] = None
     return tuple(int(token) for token in found)
+
+
+def _begin(tokenizer: Any, eos: tuple[int, ...]) -> int | None:
+    if tokenizer.bos_token_id is not None:
+        return int(tokenizer.bos_token_id)
+    return eos[-1] if eos else None
 
 
 def _default_sampling(path: Path, generation: dict[str, Any]) -> common_pb2.SamplingParams:

@@ -81,6 +81,9 @@ class TokenizerNode:
             if loaded.chat:
                 info.model.tool_format = formats.tool_format(loaded.template)
                 info.model.reasoning_format = formats.reasoning_format(loaded.template)
+                info.model.template_variables.extend(formats.variables(loaded.template))
+            if loaded.begin_token_id is not None:
+                info.model.begin_token_id = loaded.begin_token_id
             if loaded.default_sampling.ByteSize():
                 info.model.default_sampling.CopyFrom(loaded.default_sampling)
             info.model.vocabulary_hash = loaded.vocabulary.hash

@@ -1,0 +1,177 @@
+"""From an HTTP body to running requests, and from their output to an answer, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from baton.gateway import openai_errors
+from baton.gateway.admission import check_start
+from baton.gateway.gateway import Gateway
+from baton.gateway.json_body import Body, Made, Model, parse_body
+from baton.gateway.openai_answers import Answer, RequestBatch
+from baton.gateway.openai_errors import ApiError, of_prompt
+from baton.rpc.errors import BatonError
+from baton.v1 import inference_pb2
+
+BODY_SECONDS = 30.0
+"""Time for a body to arrive."""
+SMALL_BODY_BYTES = 2**15
+"""A body up to this size is parsed on the event loop: handing it to a thread would take longer."""
+IGNORED_HEADER = "x-baton-ignored"
+MAX_IGNORED = 64
+"""Most names in that header."""
+
+_Starts = list[inference_pb2.GenerateStart]
+
+
+class BodyReader:
+    """Reads the bodies of one gateway's HTTP requests. Large ones are parsed by a thread; by one, because
+    each computing thread delays the event loop by milliseconds."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._thread = ThreadPoolExecutor(1, "http-bodies")
+
+    async def read(
+        self, request: Request, kind: type[Model], convert: Callable[[Model], Made]
+    ) -> Body[Model, Made]:
+        """The checked body, and what `convert` makes of it. Raises ApiError or BatonError."""
+        body = await _read(request, self._gateway.config.max_message_bytes)
+        if len(body) <= SMALL_BODY_BYTES:
+            return parse_body(body, kind, convert)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, parse_body, body, kind, convert)
+
+    async def read_starts(
+        self, request: Request, kind: type[Model], convert: Callable[[Model], _Starts]
+    ) -> Body[Model, _Starts]:
+        """Likewise. A prompt that is too long is refused in the thread: the event loop would copy it once
+        more."""
+
+        def checked(model: Model) -> _Starts:
+            starts = convert(model)
+            for number, start in enumerate(starts):
+                try:
+                    check_start(start, self._gateway.config, self._gateway.model_or_last())
+                except BatonError as error:
+                    raise of_prompt(error, number, len(starts)) from None
+            return starts
+
+        return await self.read(request, kind, checked)
+
+
+async def _read(request: Request, limit: int) -> bytearray:
+    """The body. Raises ApiError: 415, 413, 408 or 499."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        given = content_type[:80] or "absent"
+        raise ApiError(415, f"the content type must be application/json, not {given}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"the content encoding {encoding[:80]} is not supported: send the body as it is")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limit:
+                    raise ApiError(413, f"the body is larger than the {limit} bytes allowed here")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
+    except ClientDisconnect:
+        raise ApiError(499, "the client has gone") from None
+    return body
+
+
+@asynccontextmanager
+async def running(gateway: Gateway, starts: _Starts, request: Request) -> AsyncIterator[RequestBatch]:
+    """Runs the requests; they are cancelled when the client leaves, or when the body fails."""
+    job = RequestBatch(gateway, starts, request.state.api_key)
+    job.begin()
+    watch = asyncio.create_task(_cancel_on_disconnect(request.receive, job))
+    try:
+        yield job
+    except BaseException:
+        job.cancel("the HTTP request failed")
+        raise
+    finally:
+        watch.cancel()
+
+
+async def _cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    job.cancel("the client has gone")
+
+
+async def respond(job: RequestBatch, answer: Answer, stream: bool, ignored: set[str]) -> Response:
+    """ignored: fields of the body that have no effect."""
+    response: Response
+    if stream:
+        response = EventStream(job, answer)
+    else:
+        async for index, event in job.events():
+            if isinstance(event, inference_pb2.Delta):
+                answer.add(index, event)
+            else:
+                answer.add_end(event)
+        response = JSONResponse(answer.whole())
+    if ignored:
+        response.headers[IGNORED_HEADER] = ", ".join(sorted(ignored)[:MAX_IGNORED])
+    return response
+
+
+class EventStream(Response):
+    """Server-sent events. While a client reads slowly, only the token logs grow."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, job: RequestBatch, answer: Answer) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._job = job
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(_cancel_on_disconnect(receive, self._job))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for event in self._events():
+                await send({"type": "http.response.body", "body": b"data: %b\n\n" % event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except OSError:
+            pass  # the client has gone; the requests are cancelled below
+        finally:
+            watch.cancel()
+            self._job.cancel("the client has gone")
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        try:
+            for chunk in self._answer.opening():
+                yield _encode(chunk)
+            async for index, event in self._job.events():
+                if isinstance(event, inference_pb2.Delta):
+                    for chunk in self._answer.chunks_of(index, event):
+                        yield _encode(chunk)
+                else:
+                    self._answer.add_end(event)
+            for chunk in self._answer.closing():
+                yield _encode(chunk)
+            yield b"[DONE]"
+        except ApiError as error:
+            yield _encode(openai_errors.body(error))
+
+
+def _encode(event: dict[str, Any]) -> bytes:
+    return json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()

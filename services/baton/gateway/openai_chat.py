@@ -1,0 +1,238 @@
+"""/v1/chat/completions: its requests, and their conversion to baton.v1.Inference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from baton.gateway.openai_errors import ApiError, invalid_value
+from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
+from baton.gateway.openai_protocol import COMMON_HINTS, CommonRequest, common_sampling, common_start
+from baton.rpc.validate import check_sampling
+from baton.v1 import inference_pb2, tokenizer_pb2
+
+MAX_TEMPLATE_VALUES = 1024
+"""In chat_template_kwargs; each takes fifty bytes and more on its way."""
+_CACHE_CONTROL = {"cache_control": "every prompt finds what is cached of it"}
+_TOOLS_INSTEAD = "is not supported: functions are called tools now, give tools"
+_ANNOTATIONS = {
+    "annotations": "is what an answer carried beside its text",
+    "provider_specific_fields": "is a client's own note",
+    "thinking_blocks": "is a client's own note",
+    **_CACHE_CONTROL,
+}
+
+
+class ResponseFormat(Strict):
+    PLACE = "response_format"
+
+    type: Literal["text"]
+
+
+class ContentPart(Strict):
+    PLACE = "messages.content"
+    HINTS = _ANNOTATIONS
+
+    type: Literal["text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str = ""
+
+
+class CalledTool(Strict):
+    PLACE = "messages.tool_calls"
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "index": "the list has an order",
+        "provider_specific_fields": _ANNOTATIONS["provider_specific_fields"],
+        **_CACHE_CONTROL,
+    }
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    PLACE = "messages"
+    HINTS = _ANNOTATIONS
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "audio": "is not supported: send text",
+        "function_call": _TOOLS_INSTEAD,
+    }
+
+    role: str
+    content: str | Elements[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: Elements[CalledTool] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of reasoning_content."""
+
+    @property
+    def text(self) -> str:
+        if self.content is None:
+            return self.refusal or ""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text or part.refusal or "" for part in self.content)
+
+
+class Function(Strict):
+    PLACE = "tools.function"
+    HINTS = _CACHE_CONTROL
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    PLACE = "tools"
+    HINTS = _CACHE_CONTROL
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(CommonRequest):
+    """POST /v1/chat/completions."""
+
+    HINTS: ClassVar[Mapping[str, str]] = {
+        **COMMON_HINTS,
+        "verbosity": "no model here is trained for it: say it in a message",
+        "prediction": "is to make an answer faster, not another one",
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "functions": _TOOLS_INSTEAD,
+        "function_call": "is not supported: give tool_choice",
+        "audio": "is not supported: answers are text",
+        "web_search_options": "is not supported: give a tool that searches",
+    }
+
+    messages: Elements[Message]
+    max_completion_tokens: Int64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int32 | None = None
+    response_format: ResponseFormat | None = None
+    tools: Elements[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    modalities: Elements[Literal["text"]] | None = None
+    # Beyond OpenAI's.
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+
+
+def chat_start(request: ChatRequest) -> inference_pb2.GenerateStart:
+    """Raises ApiError for what is not supported, BatonError for sampling parameters that are wrong."""
+    sampling = common_sampling(request)
+    limits = [each for each in (request.max_completion_tokens, request.max_tokens) if each is not None]
+    if len(set(limits)) > 1:
+        raise invalid_value("max_tokens", "max_tokens and max_completion_tokens are one: give one of them")
+    if limits:
+        sampling.max_tokens = limits[0]
+    if request.top_logprobs and not request.logprobs:
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true")
+    if request.logprobs:
+        sampling.logprobs = request.top_logprobs or 0
+    check_sampling(sampling, None)
+    start = common_start(request, sampling)
+    chat = start.chat
+    chat.SetInParent()
+    for index, message in enumerate(request.messages):
+        if message.content is None and message.role in ("system", "developer", "user", "tool"):
+            param = f"messages[{index}].content"
+            raise ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
+        chat.messages.append(_message(message))
+    for tool in request.tools or ():
+        chat.tools.append(_tool(tool.function))
+    _choose(request, chat)
+    _template_arguments(request, chat)
+    return start
+
+
+def _message(message: Message) -> tokenizer_pb2.ChatMessage:
+    made = tokenizer_pb2.ChatMessage(
+        role=message.role,
+        content=message.text,
+        name=message.name or "",
+        tool_call_id=message.tool_call_id or "",
+        reasoning=message.reasoning_content or message.reasoning or "",
+    )
+    for call in message.tool_calls or ():
+        made.tool_calls.add(id=call.id, name=call.function.name, arguments=call.function.arguments)
+    return made
+
+
+def _tool(function: Function) -> tokenizer_pb2.Tool:
+    made = tokenizer_pb2.Tool(name=function.name, description=function.description)
+    if function.parameters is not None:
+        made.parameters = json.dumps(function.parameters, ensure_ascii=False)
+    if function.strict is not None:
+        made.strict = function.strict
+    return made
+
+
+_MODES = {
+    "none": tokenizer_pb2.ToolChoice.MODE_NONE,
+    "auto": tokenizer_pb2.ToolChoice.MODE_AUTO,
+    "required": tokenizer_pb2.ToolChoice.MODE_REQUIRED,
+}
+
+
+def _choose(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool):
+        chat.tool_choice.mode = tokenizer_pb2.ToolChoice.MODE_REQUIRED
+        chat.tool_choice.name = choice.function.name
+    elif choice is not None:
+        chat.tool_choice.mode = _MODES[choice]
+    if request.parallel_tool_calls is not None:
+        chat.parallel_tool_calls = request.parallel_tool_calls
+
+
+def _template_arguments(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
+    """chat_template_kwargs win over the fields that stand for one of them."""
+    given: dict[str, Any] = {}
+    if request.reasoning_effort is not None:
+        given["reasoning_effort"] = request.reasoning_effort
+        if request.reasoning_effort == "none":
+            given["enable_thinking"] = False
+    if request.enable_thinking is not None:
+        given["enable_thinking"] = request.enable_thinking
+    given |= request.chat_template_kwargs or {}
+    if _count(given, MAX_TEMPLATE_VALUES) > MAX_TEMPLATE_VALUES:
+        text = f"chat_template_kwargs has more than {MAX_TEMPLATE_VALUES} values"
+        raise invalid_value("chat_template_kwargs", text)
+    if given:
+        chat.template_arguments.update(given)
+
+
+def _count(value: Any, limit: int) -> int:
+    """Values in `value`; at most a few more than `limit`."""
+    if not isinstance(value, dict | list):
+        return 1
+    count = 0
+    for each in value.values() if isinstance(value, dict) else value:
+        count += _count(each, limit)
+        if count > limit:
+            break
+    return count

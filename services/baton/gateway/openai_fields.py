@@ -1,0 +1,61 @@
+"""What all models of HTTP bodies have in common, and the types of their fields.
+
+Strict: an unknown field or a wrong JSON type is an error that names the field. Three rules besides:
+
+- An explicit null is absence.
+- What would change the answer and is not supported is refused, in words of ours (`REFUSED`).
+- What is only a hint or an annotation is accepted (`HINTS`), and named in the response header
+  x-baton-ignored, so that nothing is ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+Int32 = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+T = TypeVar("T")
+Elements = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose validation stops at the first wrong element."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+"""Negative seeds, which OpenAI allows, count modulo 2**64."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+    PLACE: ClassVar[str] = ""
+    """Where the object stands in a body, for x-baton-ignored."""
+    HINTS: ClassVar[Mapping[str, str]] = {}
+    """Fields that are accepted and have no effect here, and why they need none."""
+    REFUSED: ClassVar[Mapping[str, str]] = {}
+    """Known fields that are refused, unless they are empty or false: what the error says after their name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_apart(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if (
+            None not in value.values()
+            and cls.HINTS.keys().isdisjoint(value)
+            and cls.REFUSED.keys().isdisjoint(value)
+        ):
+            return value
+        kept = {}
+        for key, each in value.items():
+            if each is None:
+                continue
+            if key in cls.HINTS:
+                if isinstance(info.context, set):
+                    info.context.add(f"{cls.PLACE}.{key}" if cls.PLACE else key)
+            elif key not in cls.REFUSED:
+                kept[key] = each
+            elif each not in (False, "", [], {}):
+                raise PydanticCustomError("refused", "{why}", {"field": key, "why": cls.REFUSED[key]})
+        return kept
