@@ -21,6 +21,9 @@ class NodeConfig:
     """debug, info, warning or error."""
     log_json: bool = False
     """JSON lines instead of key=value lines."""
+    recorder_events: int = 32768
+    """Events of recent requests that the recorder keeps, about 300 bytes each; 0: none. `baton trace` shows
+    them."""
     drain_seconds: float = 30.0
     """How long SIGTERM waits for running requests."""
     cluster_secret_file: str = ""

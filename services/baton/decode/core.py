@@ -38,6 +38,7 @@ from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import AttemptName, DecodeEffect, HandoffNames, PrefillOutput, ReleaseLease
 from baton.kvcache import KvCache
 from baton.kvcache.page_map import PageUse, mark
+from baton.tracing.recorder import TOKENS_EVERY, Kind, Recorder
 
 MAX_FAILED_STEPS = 2
 """A request that was in this many steps that failed, or that ended their node, counts as the cause."""
@@ -65,6 +66,9 @@ class DecodeCore:
     config: DecodeConfig
     flush_to: Flush
     observe: Callable[[], None] = lambda: None
+    recorder: Recorder = field(default_factory=lambda: Recorder(0))
+    page_bytes: int = 0
+    """Of a page, for the recorder."""
     unfinished: dict[Key, DecodeRequest] = field(default_factory=dict)
     peers: dict[str, Peer] = field(default_factory=dict)
     counters: DecodeCounters = field(default_factory=DecodeCounters)
@@ -79,7 +83,11 @@ class DecodeCore:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
-            self.cache, self.scheduling, self._route, lambda leader: self.handoffs.abandon(leader)
+            self.cache,
+            self.scheduling,
+            self._route,
+            lambda leader: self.handoffs.abandon(leader),
+            record=self._record,
         )
         self.handoffs = DecodeSide(
             self.scheduler,
@@ -88,6 +96,7 @@ class DecodeCore:
             name_of=self._name,
             pulled=self._pulled,
             failed=self._handoff_failed,
+            record=self._record_pull,
         )
         self.overload = OverloadControl(self.scheduler)
 
@@ -174,6 +183,7 @@ class DecodeCore:
             self.counters.cancelled += 1
             del self.unfinished[state.key]
             self.scheduler.close(state.request)
+            self._record_end(state, "cancelled")
 
     def hand_back(self, now: float) -> None:
         """The node stops: unfinished requests fail with UNAVAILABLE, to be resumed elsewhere."""
@@ -261,6 +271,8 @@ class DecodeCore:
             if event.finish is not None:
                 self.overload.output.add(event.sequence.num_output)
             state.output_tokens += 1
+            if not state.output_tokens % TOKENS_EVERY:
+                self._record_state(state, Kind.TOKENS, state.output_tokens)
             if state.output_tokens == PROVEN_TOKENS:
                 state.request.failed_steps = 0
             self.counters.output_tokens += 1
@@ -277,6 +289,7 @@ class DecodeCore:
         elif isinstance(event, FinishedEvent):
             self.counters.finished += 1
             del self.unfinished[state.key]
+            self._record_end(state, "finished")
             self._outputs.append(
                 (caller, Done(number, state.attempt, state.stats(self.peers.get(state.address))))
             )
@@ -319,7 +332,11 @@ class DecodeCore:
 
     def _name(self, leader: Sequence, address: str) -> AttemptName:
         state = self._state(leader)
-        return self._names.next(state.gateway, state.key.request, state.attempt, in_use=self.handoffs.knows)
+        name = self._names.next(state.gateway, state.key.request, state.attempt, in_use=self.handoffs.knows)
+        self.recorder.add(
+            Kind.SENT, state.gateway, state.key.request, state.attempt, name.decode_try, text=address
+        )
+        return name
 
     def _pulled(self, leader: Sequence, pages: int) -> None:
         self._state(leader).pulled_pages += pages
@@ -328,6 +345,7 @@ class DecodeCore:
         state = self._state(leader)
         state.retries += 1
         state.last_failure = f"{address}: {reason}: {message}"
+        self._record_state(state, Kind.RETRIED, text=reason)
         tried = state.candidates.index(address) + 1
         # Choices that are computed each by itself may have been in the same step there: it counts once.
         if reason in STEP_FAILURES and tried > state.tried:
@@ -337,6 +355,31 @@ class DecodeCore:
 
     def _state(self, leader: Sequence) -> DecodeRequest:
         return self.unfinished[leader.request.key]  # type: ignore[index]
+
+    # --- the recorder -----------------------------------------------------------------------------------
+
+    def _record(self, request: Request, kind: Kind, number: int, step: int) -> None:
+        state = self.unfinished.get(request.key)  # type: ignore[call-overload]
+        if state is not None:
+            self.recorder.add(kind, state.gateway, state.key.request, state.attempt, number=number, step=step)
+
+    def _record_state(self, state: DecodeRequest, kind: Kind, number: int = 0, text: str = "") -> None:
+        self.recorder.add(kind, state.gateway, state.key.request, state.attempt, number=number, text=text)
+
+    def _record_end(self, state: DecodeRequest, text: str) -> None:
+        self._record_state(state, Kind.ENDED, state.output_tokens, text)
+
+    def _record_pull(
+        self, kind: Kind, name: AttemptName, address: str, pages: int, step: int, error: str | None
+    ) -> None:
+        text, size = address, 0
+        if kind is Kind.PULL_ENDED:
+            peer = self.peers.get(address)
+            text = f"failed: {error}" if error is not None else peer.transport if peer is not None else ""
+            size = pages * self.page_bytes if error is None else 0
+        self.recorder.add(
+            kind, name.gateway, name.request, name.attempt, name.decode_try, pages, size, step, text
+        )
 
     # --- ends -------------------------------------------------------------------------------------------
 
@@ -372,6 +415,7 @@ class DecodeCore:
         self.scheduler.close(state.request)
         if code != "CANCELLED":
             self.counters.failed += 1
+        self._record_end(state, reason if code != "CANCELLED" else "cancelled")
         retry_ms = math.ceil(1000 * retry) if retry is not None else None
         failed = Failed(state.key.request, state.attempt, code, reason, message, field, retry_ms)
         self._outputs.append((state.key.caller, failed))
@@ -387,6 +431,8 @@ def make_core(
     cache: KvCache,
     flush_to: Flush,
     observe: Callable[[], None] = lambda: None,
+    recorder: Recorder | None = None,
+    page_bytes: int = 0,
 ) -> DecodeCore:
     """The core of a node with this configuration. `limits`: what the node can do; the rest of them is set
     here."""
@@ -397,4 +443,5 @@ def make_core(
         output_margin=config.output_margin,
         watermark=int(cache.counts().total * config.watermark),
     )
-    return DecodeCore(cache, scheduling, config, flush_to, observe)
+    recorder = recorder or Recorder(0)
+    return DecodeCore(cache, scheduling, config, flush_to, observe, recorder, page_bytes)

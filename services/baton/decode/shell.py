@@ -14,6 +14,7 @@ from baton.handoff.messages import DecodeEffect
 from baton.kvcache import KvCache
 from baton.rpc.errors import BatonError, invalid, unavailable
 from baton.rpc.validate import check_token_ids
+from baton.tracing.recorder import Kind
 from baton.v1 import decode_pb2, node_pb2
 from baton.worker.convert import check_start, delivered_from, request_from, sampling_from
 from baton.worker.shell import WorkerShell
@@ -28,7 +29,9 @@ class DecodeShell(WorkerShell[DecodeCore]):
     """Sent to callers by steps."""
 
     def make_core(self, cache: KvCache) -> DecodeCore:
-        return make_core(self.config, self.limits(), cache, self._flush, self.observe)
+        return make_core(
+            self.config, self.limits(), cache, self._flush, self.observe, self.recorder, self.page_bytes
+        )
 
     def make_link(self, address: str, peer: PrefillPeer) -> PrefillLink:
         """A stream to a prefill node, not yet started."""
@@ -131,6 +134,8 @@ class DecodeShell(WorkerShell[DecodeCore]):
         n = start.n if start.HasField("n") else 1
         info = self.model_info
         caller.begin(start.request, start.attempt)
+        name = (caller.incarnation, start.request, start.attempt)
+        self.recorder.add(Kind.RECEIVED, *name)
         try:
             self.peers.check_room(start.prefill)
             if self.draining:
@@ -141,6 +146,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
             delivered = delivered_from(start, n, info.context_length)
         except BatonError as error:
             caller.refuse(start.request, start.attempt, error)
+            self.recorder.add(Kind.ENDED, *name, text=error.reason)
             return
         room = max(1, info.context_length - len(start.token_ids) + start.delivered)
         params = sampling_from(start.sampling, info.eos_token_ids, room)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.engine.plan import Logprobs
 from baton.engine.sampling import SamplingParams
 from baton.kvcache import Holding
+from baton.tracing.recorder import Kind
 
 
 class FinishReason(Enum):
@@ -179,6 +180,14 @@ class FailedEvent:
     request: Request
     reason: str
     message: str
+
+
+RecordEvent = Callable[[Request, Kind, int, int], None]
+"""record(request, kind, number, step): what the recorder is to keep; baton.tracing says what it means."""
+
+
+def nothing(request: Request, kind: Kind, number: int, step: int) -> None:
+    """A RecordEvent that keeps nothing."""
 
 
 Event = PromptEvent | TokenEvent | ChunkEvent | FinishedEvent | FailedEvent

@@ -18,13 +18,16 @@ from baton.engine.request import (
     FinishReason,
     Phase,
     PromptEvent,
+    RecordEvent,
     Refused,
     Request,
     Sequence,
     TokenEvent,
+    nothing,
 )
 from baton.engine.scheduler_state import SchedulerState
 from baton.kvcache import KvCache
+from baton.tracing.recorder import Kind
 
 
 class Route(Enum):
@@ -62,7 +65,7 @@ class Scheduler(SchedulerState):
     last. Among equals it is the policy's order at admission, and elsewhere the order of arrival.
 
     `route` decides where a prompt is computed; `abandon` is called before a sequence in HANDOFF loses its
-    pages.
+    pages; `record` gets what happens to requests.
     """
 
     def __init__(
@@ -72,10 +75,11 @@ class Scheduler(SchedulerState):
         route: Callable[[Sequence, int], Route] = lambda sequence, uncached: Route.LOCAL,
         abandon: Callable[[Sequence], None] = lambda sequence: None,
         may_admit: Callable[[Request], bool] = lambda request: True,
+        record: RecordEvent = nothing,
     ) -> None:
         if config.token_budget < config.max_rows:
             raise ValueError("token_budget must be at least max_rows")
-        super().__init__(cache, config.policy, config.max_rows, abandon)
+        super().__init__(cache, config.policy, config.max_rows, abandon, record)
         self.config = config
         self.step_number = 0
         self.computed_tokens = 0
@@ -200,6 +204,7 @@ class Scheduler(SchedulerState):
         for sequence, count in divide_budget(self.prompts, budget, size, config.full_step):
             if self.extend(sequence, self.pages(sequence.computed + count)):
                 step.add_chunk(sequence, count)
+                self.record(sequence.request, Kind.CHUNK_BEGUN, count, step.number)
         copies, self.copies = self.copies, []
         # A choice that no longer runs has lost its pages: it cannot run again before this plan.
         wanted = [copy for copy in copies if copy.sequence.phase is Phase.RUNNING]
@@ -238,6 +243,7 @@ class Scheduler(SchedulerState):
                 if sequence.finish is not None:
                     self.end_finished([sequence])
             else:
+                self.record(sequence.request, Kind.CHUNK_ENDED, 0, step.plan.number)
                 self._commit_chunk(record, row)
 
     def fail_step(self, step: Step, message: str) -> None:
@@ -270,6 +276,7 @@ class Scheduler(SchedulerState):
         request = leader.request
         if not request.reported:
             request.reported = True
+            self.record(request, Kind.FIRST_TOKEN, 0, 0)
             self.events.append(PromptEvent(request))
         for sequence, (token, logprobs) in zip([leader, *leader.followers], tokens, strict=True):
             self._take_token(sequence, token, logprobs)

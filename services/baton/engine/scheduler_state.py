@@ -20,8 +20,18 @@ import heapq
 from collections.abc import Callable, Hashable, Iterator
 
 from baton.engine.batch import Copy
-from baton.engine.request import Event, FailedEvent, FinishedEvent, Phase, Request, Sequence
+from baton.engine.request import (
+    Event,
+    FailedEvent,
+    FinishedEvent,
+    Phase,
+    RecordEvent,
+    Request,
+    Sequence,
+    nothing,
+)
 from baton.kvcache import Holding, KvCache, OutOfPages
+from baton.tracing.recorder import Kind
 
 POLICIES = ("fcfs", "lpm", "priority")
 """Orders of requests of equal priority; a higher one always goes first. "priority" is the same as "fcfs"."""
@@ -124,7 +134,12 @@ class SchedulerState:
     """`abandon` is called before a sequence in HANDOFF loses its pages."""
 
     def __init__(
-        self, cache: KvCache, policy: str, max_rows: int, abandon: Callable[[Sequence], None]
+        self,
+        cache: KvCache,
+        policy: str,
+        max_rows: int,
+        abandon: Callable[[Sequence], None],
+        record: RecordEvent = nothing,
     ) -> None:
         self.cache = cache
         self.slots = Slots(max_rows)
@@ -139,6 +154,7 @@ class SchedulerState:
         self.events: list[Event] = []
         self.retractions = 0
         self.abandon = abandon
+        self.record = record
         self._arrivals = 0
         self._uncached: list[Sequence] = []
         """Sequences whose prompt is final and not yet in the prefix tree."""
@@ -150,6 +166,7 @@ class SchedulerState:
         request.order = self._arrivals
         request.forked = request.n == 1 or bool(request.delivered)
         self.requests[request.key] = request
+        self.record(request, Kind.QUEUED, len(request.sequences[0].tokens), 0)
         for sequence in request.sequences if request.forked else request.sequences[:1]:
             if sequence.phase is Phase.WAITING:
                 self.waiting.add(sequence)
@@ -222,6 +239,7 @@ class SchedulerState:
             victim = max([*self.running, *self.prompts, *self.handoffs], key=lambda s: s.rank)
             self.retractions += 1
             victim.request.retractions += 1
+            self.record(victim.request, Kind.RETRACTED, victim.num_read, 0)
             self.requeue(victim)
             if victim is sequence:
                 return False
@@ -282,6 +300,7 @@ class SchedulerState:
             sequence.phase = Phase.HANDOFF if holding is None else Phase.PROMPT
             sequence.slot = self.slots.take()
         (self.handoffs if holding is None else self.prompts).append(leader)
+        self.record(leader.request, Kind.ADMITTED, leader.computed, 0)
 
     def requeue(self, leader: Sequence) -> None:
         """Takes an admitted sequence's pages and slot away and queues it to be admitted and computed
@@ -314,6 +333,7 @@ class SchedulerState:
         """The prompt is computed and the first tokens are known: forks the followers, which take a share of
         the reservation for up to `output_margin` tokens each, and lets all choices run."""
         (self.handoffs if leader.phase is Phase.HANDOFF else self.prompts).remove(leader)
+        self.record(leader.request, Kind.RUNNING, 0, 0)
         group = [leader, *leader.followers]
         prefix = leader.tokens[: leader.retired]
         if leader.followers:

@@ -1,8 +1,8 @@
 """Authentication of the gateway: clients by API key, processes and commands of the deployment by the cluster
 secret.
 
-With API keys, `baton.v1.Node` and /metrics need the cluster secret: no client's key drains a gateway. The
-file of API keys has one a line, and is read again when it changes:
+With API keys, `baton.v1.Node`, `baton.v1.Traces`, /metrics and /traces need the cluster secret: no client's
+key drains a gateway. The file of API keys has one a line, and is read again when it changes:
 
     # comment
     KEY [name=NAME] [requests=N] [streams=N] [prompt_tokens=N]
@@ -38,7 +38,7 @@ from baton.rpc.authentication import (
 from baton.rpc.channel import Options
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unauthenticated
 from baton.rpc.logs import get_logger
-from baton.v1 import node_pb2
+from baton.v1 import node_pb2, trace_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,10 @@ def _file_version(path: str) -> tuple[int, int, int]:
     return (about.st_mtime_ns, about.st_size, about.st_ino)
 
 
-NODE = node_pb2.DESCRIPTOR.services_by_name["Node"].full_name
+OPERATOR_SERVICES = (
+    node_pb2.DESCRIPTOR.services_by_name["Node"].full_name,
+    trace_pb2.DESCRIPTOR.services_by_name["Traces"].full_name,
+)
 NOT_FOR_CLIENTS = "this is not for clients: it takes the deployment's cluster secret"
 
 
@@ -241,7 +244,7 @@ class GatewayAuthentication(ClusterAuthentication):
 
     def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
         try:
-            if service == NODE:
+            if service in OPERATOR_SERVICES:
                 self.check_operator(metadata.get(HEADER, ""))
             else:
                 self.api_key(metadata.get("authorization", ""))

@@ -21,10 +21,12 @@ from baton.gateway.prompts import Session, prompt_for_log
 from baton.gateway.routing import RequestRouting, Router
 from baton.gateway.token_log import TokenLog
 from baton.gateway.tokenizer import Tokenizer
+from baton.gateway.traces import Traces
 from baton.rpc.address import new_incarnation
 from baton.rpc.channel import Dial, open_channel
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unavailable
 from baton.rpc.logs import get_logger
+from baton.tracing.recorder import Recorder
 from baton.v1 import inference_pb2, node_pb2
 
 _log = get_logger()
@@ -54,11 +56,13 @@ class Gateway:
             raise invalid("generation_config", text)
         self.incarnation = new_incarnation()
         self.metrics = GatewayMetrics(config.ttft_target_seconds, config.itl_target_seconds)
+        self.recorder = Recorder(config.recorder_events)
         self.policy = ResumePolicy(config.max_resumes, config.resume_wait_seconds)
         self.tokenizer = Tokenizer(config.resume_wait_seconds, dial)
         self.router = Router(config.routing)
         self.nodes = Nodes(config, self.tokenizer, self.router, self._make_decode, dial)
         self.request_log = RequestLog()
+        self.traces = Traces(self.incarnation, self.recorder, dial)
         self.split = Split(config.split, self.metrics)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self.hops, self.next_number, config.probe_every, self._probed)
@@ -150,6 +154,7 @@ class Gateway:
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
         await self.nodes.close()
+        await self.traces.close()
 
     # Requests.
 

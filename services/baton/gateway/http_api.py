@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from baton.gateway import openai_errors
+from baton.gateway import openai_errors, traces_http
 from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_authentication import HttpAuthentication, RequestIds
@@ -110,6 +110,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     async def metrics() -> Response:
         return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    app.routes.append(traces_http.traces_route(gateway.traces))
     return app
 
 

@@ -11,13 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.gateway import openai_errors
 from baton.gateway.authentication import ApiKey, GatewayAuthentication
 from baton.gateway.openai_errors import ApiError
+from baton.gateway.traces_http import TRACES_PATH
 from baton.rpc.authentication import bearer
 from baton.rpc.errors import BatonError
 from baton.rpc.http_server import authorization
 
 PUBLIC_PATHS = ("/health",)
 """With API keys, /health only says whether requests are served."""
-OPERATOR_PATHS = ("/metrics",)
+OPERATOR_PATHS = ("/metrics", TRACES_PATH)
 
 
 class HttpAuthentication:

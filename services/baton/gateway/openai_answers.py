@@ -28,7 +28,7 @@ class RequestBatch:
     ) -> None:
         self.n = starts[0].n or 1
         self._wake = asyncio.Event()
-        self._requests = [Request(gateway, start, self._wake.set, api_key) for start in starts]
+        self._requests = [Request(gateway, start, self._wake.set, api_key, "http") for start in starts]
         self._left = set(range(len(starts)))
         self._unaccepted = set(self._left)
         self._taken: deque[tuple[int, Event]] = deque()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.gateway.token_log import ChoiceLog
 from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.errors import BatonError, failed_precondition, invalid
-from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
+from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2, trace_pb2
 
 
 class Session:
@@ -91,27 +91,33 @@ class Prompt:
 
 
 async def encode_prompt(
-    start: inference_pb2.GenerateStart, session: Session | None, tokenizer: Tokenizer, timeout: float
+    start: inference_pb2.GenerateStart,
+    session: Session | None,
+    tokenizer: Tokenizer,
+    timeout: float,
+    name: trace_pb2.RequestName | None = None,
+    asking: Callable[[str], None] = lambda address: None,
 ) -> Prompt:
-    """The tokens of the whole prompt, including those of the session."""
+    """The tokens of the whole prompt, including those of the session. name: the request's. asking: called
+    with the address of each tokenizer before it is asked."""
     earlier = session.token_ids if session is not None else []
     kind = start.WhichOneof("prompt")
     if kind == "tokens":
         return Prompt([*earlier, *start.tokens.token_ids], "tokens.token_ids")
     if kind == "text":
-        text = tokenizer_pb2.EncodeInput(text=start.text, add_special_tokens=not earlier)
-        found = list((await tokenizer.encode(text, timeout)).token_ids)
+        text = tokenizer_pb2.EncodeInput(text=start.text, add_special_tokens=not earlier, request=name)
+        found = list((await tokenizer.encode(text, timeout, asking)).token_ids)
         model = tokenizer.model
         if not (start.text or found or earlier) and model is not None and model.HasField("begin_token_id"):
             found = [model.begin_token_id]
         return Prompt([*earlier, *found], "text")
     conversation = session.conversation(start.chat) if session is not None else start.chat
-    given = tokenizer_pb2.EncodeInput(chat=conversation)
+    given = tokenizer_pb2.EncodeInput(chat=conversation, request=name)
     if session is not None:
         # Encoding the whole text again may give other tokens than those whose KV exists.
         given.encoded_text = session.encoded_text
     try:
-        result = await tokenizer.encode(given, timeout)
+        result = await tokenizer.encode(given, timeout, asking)
     except BatonError as error:
         if error.reason != "NO_CHAT_TEMPLATE":
             raise

@@ -29,7 +29,8 @@ from baton.rpc.errors import (
 from baton.rpc.logs import get_logger
 from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.tokenizer.vocabulary import Vocabulary
-from baton.v1 import common_pb2, decode_pb2, inference_pb2
+from baton.tracing.recorder import TOKENS_EVERY, Kind
+from baton.v1 import common_pb2, decode_pb2, inference_pb2, trace_pb2
 
 _log = get_logger()
 
@@ -47,12 +48,15 @@ class Request:
         start: inference_pb2.GenerateStart,
         on_change: Callable[[], None],
         api_key: ApiKey,
+        api: str = "grpc",
     ) -> None:
+        """api: that the request came by, for the record."""
         self.api_key = api_key
         self.number = gateway.next_number()
         self.log = _new_log(start)
         self.name = f"{gateway.incarnation:016x}-{self.number}"
         self._gateway = gateway
+        self._recorder = gateway.recorder
         self._start: inference_pb2.GenerateStart | None = start
         """None once the prompt is encoded or refused: it may be large, and the client slow."""
         self._template = decode_pb2.DecodeStart(request=self.number)
@@ -77,6 +81,12 @@ class Request:
         config = gateway.config
         limit = start.timeout_ms / 1000 if start.HasField("timeout_ms") else config.request_seconds
         self._timing = RequestTimer(gateway.metrics, limit)
+        self._record(Kind.RECEIVED, text=api)
+        self._begun_attempt = -1
+        """The last attempt of which the first token has come."""
+        self._unrecorded = 0
+        """Output tokens since the last event TOKENS."""
+        self._written = False
         self._reader = SlowReader(
             config.max_unread_tokens, config.slow_reader_seconds, self._pause, self.fail
         )
@@ -115,7 +125,13 @@ class Request:
         events = self.log.take()
         if self._reader.paused:
             self._reader.look(self.log.unread)
+        if not self._written and self._begun_attempt >= 0 and events:
+            self._written = True
+            self._record(Kind.WRITTEN)
         return events
+
+    def _record(self, kind: Kind, *, attempt: int = 0, number: int = 0, text: str = "") -> None:
+        self._recorder.add(kind, self._gateway.incarnation, self.number, attempt, number=number, text=text)
 
     def cancel(self, reason: str) -> None:
         """Ends the request with CANCELLED, unless it has ended. Frees what it held at once."""
@@ -133,11 +149,17 @@ class Request:
     async def _prepare(self, start: inference_pb2.GenerateStart) -> None:
         try:
             self._prompt = await encode_prompt(
-                start, self._session, self._gateway.tokenizer, self._timing.remaining
+                start,
+                self._session,
+                self._gateway.tokenizer,
+                self._timing.remaining,
+                trace_pb2.RequestName(gateway=self._gateway.incarnation, request=self.number),
+                lambda address: self._record(Kind.TOKENIZING, text=address),
             )
             self._start = None
             if self.log.terminal is not None:
                 return
+            self._record(Kind.TOKENIZED, number=len(self._prompt.token_ids))
             vocabulary = self._vocabulary = await self._gateway.tokenizer.ready(self._timing.remaining)
             model = self._gateway.model_or_last()
             if model is None:
@@ -191,6 +213,7 @@ class Request:
             self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
             return
         self._attempts.begin(place)
+        self._record(Kind.SENT, attempt=self._attempts.number, text=place)
         routing.sent(place, prefill)
         if self._reader.paused:
             self._pause(True)
@@ -249,11 +272,18 @@ class Request:
         number, token_ids = delta.choice, delta.token_ids[:]
         logprobs = delta.logprobs[:] if self._with_logprobs else ()
         self._timing.tokens(number, len(token_ids))
+        if self._begun_attempt != delta.attempt:
+            self._begun_attempt = delta.attempt
+            self._record(Kind.FIRST_TOKEN, attempt=delta.attempt)
         wrong = self._wrong(number, token_ids, logprobs)
         if wrong:
             self.fail(internal(f"decode node {address} sent {wrong}", "BAD_PEER"))
             return
         self.log.choices[number].push(token_ids, logprobs, delta.finish_reason)
+        self._unrecorded += len(token_ids)
+        if self._unrecorded >= TOKENS_EVERY:
+            self._unrecorded = 0
+            self._record(Kind.TOKENS, attempt=delta.attempt, number=self.log.output_tokens)
         self._finish_if_complete()
         if self.log.terminal is None:
             self._reader.look(self.log.unread)
@@ -288,7 +318,7 @@ class Request:
         self._finish_if_complete()
 
     def on_failed(self, error: BatonError, lost: bool) -> None:
-        resumed, address = self._attempts.resumed, self._attempts.address
+        resumed, address, attempt = self._attempts.resumed, self._attempts.address, self._attempts.number
         try:
             self._attempts.ended(error, time.monotonic(), lost=lost)
         except BatonError as last:
@@ -299,6 +329,8 @@ class Request:
         if self._attempts.done:
             self._finish_if_complete()
         else:
+            kind = Kind.RESUMED if self._attempts.resumed > resumed else Kind.RETRIED
+            self._record(kind, attempt=attempt, text=error.reason)
             _log.info("trying another decode node", request=self.name, decode=address, error=error.message)
             self._place()
 
@@ -363,6 +395,8 @@ class Request:
         self._timing.ended(outcome, error)
         if error is not None and outcome == "failed":
             self._gateway.metrics.failed(error.reason)
+        reason = error.reason if error is not None and outcome == "failed" else outcome
+        self._record(Kind.ENDED, number=self.log.output_tokens, text=reason)
         self._gateway.forget(self, outcome)
         ended = EndedRequest(
             self.name,

@@ -14,13 +14,14 @@ from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_api import make_app
 from baton.gateway.inference import WRITE_SECONDS, InferenceServicer
+from baton.gateway.traces import TRACES, TracesServicer
 from baton.rpc.address import is_loopback, join_address
 from baton.rpc.bind import bind_http, host_and_port
 from baton.rpc.errors import failed_precondition
 from baton.rpc.http_server import HttpServer
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
-from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2
+from baton.v1 import inference_pb2, inference_pb2_grpc, node_pb2, trace_pb2_grpc
 
 START_SECONDS = 60.0
 """How long the start waits for a tokenizer and a decode node. Then the gateway serves, and refuses with
@@ -65,12 +66,14 @@ class GatewayNode:
         self.gateway = Gateway(config, self.authentication.cluster.dial)
         self.address = ""
         """host:port of the gRPC server, once bound."""
+        self.recorder = self.gateway.recorder
         self._http: HttpServer | None = None
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         servicer = InferenceServicer(self.gateway, self.authentication)
         inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
-        return [inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name]
+        trace_pb2_grpc.add_TracesServicer_to_server(TracesServicer(self.gateway.traces), server)
+        return [inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name, TRACES]
 
     async def start(self, address: str) -> None:
         """Serves HTTP (so that /health can say what is missing), and waits for the peers."""

@@ -185,9 +185,15 @@ class Tokenizer:
             await asyncio.sleep(RETRY_SECONDS)
         return self.vocabulary
 
-    async def encode(self, given: tokenizer_pb2.EncodeInput, timeout: float) -> tokenizer_pb2.EncodeResult:
-        """Raises BatonError. timeout: seconds."""
-        response = await self._encode(tokenizer_pb2.EncodeRequest(inputs=[given]), timeout)
+    async def encode(
+        self,
+        given: tokenizer_pb2.EncodeInput,
+        timeout: float,
+        asking: Callable[[str], None] = lambda address: None,
+    ) -> tokenizer_pb2.EncodeResult:
+        """Raises BatonError. timeout: seconds. asking: called with the address of each process before it is
+        asked."""
+        response = await self._encode(tokenizer_pb2.EncodeRequest(inputs=[given]), timeout, asking)
         if len(response.results) != 1:
             raise internal(f"a tokenizer answered {len(response.results)} of 1 inputs")
         (result,) = response.results
@@ -205,7 +211,7 @@ class Tokenizer:
         return decode(await self.ready(timeout), token_ids)
 
     async def _encode(
-        self, request: tokenizer_pb2.EncodeRequest, timeout: float
+        self, request: tokenizer_pb2.EncodeRequest, timeout: float, asking: Callable[[str], None]
     ) -> tokenizer_pb2.EncodeResponse:
         """Calls one tokenizer after the other until one answers. Raises BatonError: TOKENIZER_UNAVAILABLE
         if none does."""
@@ -220,6 +226,7 @@ class Tokenizer:
                 if not node.connected:
                     continue  # by now
                 try:
+                    asking(node.address)
                     left = max(0.001, deadline - time.monotonic())
                     response: tokenizer_pb2.EncodeResponse = await node.stub.Encode(request, timeout=left)
                     return response

@@ -36,6 +36,10 @@ from baton.handoff.messages import (
     StopPull,
 )
 from baton.handoff.pulls import Pull, Pulls
+from baton.tracing.recorder import Kind
+
+RecordPull = Callable[[Kind, AttemptName, str, int, int, str | None], None]
+"""record(PULL_BEGUN or PULL_ENDED, name, address, pages, step, error)."""
 
 HEARTBEAT_SECONDS = 1.0
 MAX_REASONS = 32
@@ -91,12 +95,14 @@ class DecodeSide:
         name_of: Callable[[Sequence, str], AttemptName],
         pulled: Callable[[Sequence, int], None],
         failed: Callable[[Sequence, str, str, str], None],
+        record: RecordPull = lambda kind, name, address, pages, step, error: None,
     ) -> None:
         self._scheduler = scheduler
         self._silence = silence
         self._name_of = name_of
         self._pulled = pulled
         self._failed = failed
+        self._record = record
         self.effects: list[DecodeEffect] = []
         self.counters = HandoffCounters()
         self._by_leader: dict[Sequence, Handoff] = {}
@@ -250,6 +256,7 @@ class DecodeSide:
             handoff.pull = self._pulls.begin(pull)
             pairs = tuple(zip(handoff.pages[here:stop], targets, strict=True))
             self.effects.append(StartPull(handoff.address, handoff.pull, pairs, handoff.step))
+            self._record(Kind.PULL_BEGUN, handoff.name, handoff.address, len(pairs), handoff.step, None)
         elif handoff.announced_all and handoff.first and not handoff.released:
             self._confirm(handoff)
 
@@ -272,6 +279,7 @@ class DecodeSide:
         if handoff.pull != number or self._by_name.get(handoff.name) is not handoff:
             return  # the request continued without it; its pages are free now
         handoff.pull = None
+        self._record(Kind.PULL_ENDED, handoff.name, pull.address, len(pull.targets), 0, error)
         if error is not None:
             self._lose(handoff, "PULL_FAILED", error)
         elif generations is not None and tuple(generations) != pull.generations:

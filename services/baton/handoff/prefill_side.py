@@ -41,6 +41,7 @@ from baton.handoff.messages import (
     PrefillOutput,
     RecentNames,
 )
+from baton.tracing.recorder import Kind, Recorder
 
 REVOKE_AFTER_SECONDS = 2.0
 """A prompt that has waited this long for pages may take the pages of a lease that has been complete as
@@ -80,8 +81,16 @@ class PrefillCounters:
 class PrefillSide:
     """Pure core of a prefill node. Outputs gather in `outputs`, as (holder, output)."""
 
-    def __init__(self, scheduler: Scheduler, *, lease_grace: float, max_leased_pages: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        lease_grace: float,
+        max_leased_pages: int,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.scheduler = scheduler
+        self._recorder = recorder or Recorder(0)
         self.outputs: list[tuple[Hashable, PrefillOutput | Alive]] = []
         self.counters = PrefillCounters()
         self._grace = lease_grace
@@ -102,7 +111,7 @@ class PrefillSide:
         self._heard.pop(holder, None)
         for attempt in [a for a in self._attempts.values() if a.holder == holder]:
             self.counters.cancelled += 1
-            self._end(attempt)
+            self._end(attempt, "cancelled")
 
     def heartbeat(self, holder: Hashable, now: float) -> None:
         if holder in self._heard:
@@ -136,6 +145,7 @@ class PrefillSide:
             self._ended.add(name)
             self.scheduler.close(request)
             self.outputs.append((holder, PrefillFailed(name, code, refusal.reason, refusal.message)))
+            self._note(name, Kind.ENDED, text=refusal.reason)
             return
         self._attempts[name] = attempt
         self.counters.prompt_tokens += len(request.prompt)
@@ -277,6 +287,7 @@ class PrefillSide:
             if attempt.leased_since is None:
                 attempt.leased_since = now
             self.outputs.append((attempt.holder, chunk))
+            self._note(attempt.name, Kind.ANNOUNCED, len(pages), step)
 
     def _first_token(self, attempt: Attempt, event: TokenEvent, now: float) -> None:
         request = attempt.request
@@ -295,9 +306,22 @@ class PrefillSide:
         if not attempt.keep_pages:
             self._finish(attempt)
 
+    # --- the recorder -----------------------------------------------------------------------------------
+
+    def record(self, request: Request, kind: Kind, number: int, step: int) -> None:
+        """Of the scheduler."""
+        if isinstance(request.key, AttemptName):
+            self._note(request.key, kind, number, step)
+
+    def _note(self, name: AttemptName, kind: Kind, number: int = 0, step: int = 0, text: str = "") -> None:
+        self._recorder.add(
+            kind, name.gateway, name.request, name.attempt, name.decode_try, number, step=step, text=text
+        )
+
     # --- ends -------------------------------------------------------------------------------------------
 
-    def _end(self, attempt: Attempt) -> None:
+    def _end(self, attempt: Attempt, text: str) -> None:
+        self._note(attempt.name, Kind.ENDED, text=text)
         del self._attempts[attempt.name]
         self._leased[attempt.holder] -= attempt.leased_pages
         if not self._leased[attempt.holder]:
@@ -307,11 +331,11 @@ class PrefillSide:
 
     def _finish(self, attempt: Attempt) -> None:
         self.counters.finished += 1
-        self._end(attempt)
+        self._end(attempt, "released")
         self.outputs.append((attempt.holder, LeaseFinished(attempt.name, stood=True)))
 
     def _fail(self, attempt: Attempt, code: str, reason: str, message: str) -> None:
-        self._end(attempt)
+        self._end(attempt, reason if code != "CANCELLED" else "cancelled")
         self.outputs.append((attempt.holder, PrefillFailed(attempt.name, code, reason, message)))
 
     def _revoke_under_pressure(self, now: float) -> None:

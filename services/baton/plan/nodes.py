@@ -25,6 +25,7 @@ from baton.sim.streams import VirtualDecodeStream, VirtualPrefillStream
 from baton.sim.tasks import Future, Task, sleep
 from baton.sim.world import Actor, World
 from baton.stepcost import CostCalibration
+from baton.tracing.recorder import Recorder
 from baton.transport.base import ignore_time
 from baton.v1 import cache_pb2, common_pb2, decode_pb2, node_pb2, prefill_pb2
 from baton.worker.load import add_step_cost, cache_update, snapshot
@@ -54,6 +55,7 @@ class SimNode(WorkerShell[C]):
     ) -> None:
         engine = profile.engine
         self.name = name
+        self.recorder = Recorder(0)
         self.world = world
         self.actor = Actor(name)
         self.profile = profile

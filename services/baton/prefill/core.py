@@ -15,6 +15,7 @@ from baton.handoff.messages import Alive, PrefillOutput
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache
 from baton.kvcache.page_map import PageUse, mark
+from baton.tracing.recorder import Recorder
 
 FULL_STEP = 1024
 """Tokens from which on a GPU's time per token no longer falls (measured on an H200, 8B)."""
@@ -36,6 +37,7 @@ class PrefillCore:
     flush_to: Flush
     retire: Callable[[int], None]
     observe: Callable[[], None] = lambda: None
+    recorder: Recorder = field(default_factory=lambda: Recorder(0))
     scheduler: Scheduler = field(init=False)
     side: PrefillSide = field(init=False)
     step_stats: StepStats = field(init=False)
@@ -44,9 +46,17 @@ class PrefillCore:
 
     def __post_init__(self) -> None:
         config = replace(self.config, prompt_only=True)
-        self.scheduler = Scheduler(self.cache, config, may_admit=lambda request: self.side.may_admit(request))
+        self.scheduler = Scheduler(
+            self.cache,
+            config,
+            may_admit=lambda request: self.side.may_admit(request),
+            record=lambda request, kind, number, step: self.side.record(request, kind, number, step),
+        )
         self.side = PrefillSide(
-            self.scheduler, lease_grace=self.lease_grace, max_leased_pages=self.max_leased_pages
+            self.scheduler,
+            lease_grace=self.lease_grace,
+            max_leased_pages=self.max_leased_pages,
+            recorder=self.recorder,
         )
         self.step_stats = StepStats(config.token_budget)
 
@@ -129,6 +139,7 @@ def make_core(
     flush_to: Flush,
     retire: Callable[[int], None],
     observe: Callable[[], None] = lambda: None,
+    recorder: Recorder | None = None,
 ) -> PrefillCore:
     """Makes the core of a node with this configuration. `limits`: limits of the engine; the other limits
     are set here. `device`: its type."""
@@ -139,4 +150,5 @@ def make_core(
         full_step=sys.maxsize if device == "cpu" else FULL_STEP,
     )
     leased = int(cache.counts().total * config.max_leased_fraction)
-    return PrefillCore(cache, scheduling, config.lease_grace_seconds, leased, flush_to, retire, observe)
+    grace, recorder = config.lease_grace_seconds, recorder or Recorder(0)
+    return PrefillCore(cache, scheduling, grace, leased, flush_to, retire, observe, recorder)

@@ -17,6 +17,7 @@ from baton.kvcache import KvCache
 from baton.prefill.core import PrefillCore, make_core
 from baton.rpc.errors import BatonError, failed_precondition, invalid, to_status, unavailable
 from baton.rpc.streams import Outbox, byte_size
+from baton.tracing.recorder import Kind
 from baton.v1 import node_pb2, prefill_pb2
 from baton.worker.caller_stream import CallerStream
 from baton.worker.convert import (
@@ -75,7 +76,9 @@ class PrefillShell(WorkerShell[PrefillCore]):
 
     def make_core(self, cache: KvCache) -> PrefillCore:
         limits = self.limits()
-        return make_core(self.config, limits, self.device, cache, self._flush, self.retire, self.observe)
+        return make_core(
+            self.config, limits, self.device, cache, self._flush, self.retire, self.observe, self.recorder
+        )
 
     def retire(self, step: int) -> None:
         """Called in the step thread: tells receivers that see this node's memory of a retired step."""
@@ -147,6 +150,8 @@ class PrefillShell(WorkerShell[PrefillCore]):
                 "start.attempt", f"attempt {name} was started twice on this stream", "DUPLICATE_ATTEMPT"
             )
         caller.names.add(name)
+        named = (name.gateway, name.request, name.attempt, name.decode_try)
+        self.recorder.add(Kind.RECEIVED, *named)
         n = start.n if start.HasField("n") else 1
         info = self.model_info
         try:
@@ -156,6 +161,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         except BatonError as error:
             event = prefill_pb2.PrefillEvent(attempt=start.attempt, failed=to_status(error))
             caller.put(prefill_pb2.PrefillResponse(events=[event]))
+            self.recorder.add(Kind.ENDED, *named, text=error.reason)
             return
         delivered = tuple(start.token_ids[len(start.token_ids) - start.delivered :])
         params = sampling_from(start.sampling, info.eos_token_ids, info.context_length)

@@ -28,7 +28,9 @@ from baton.rpc.interceptors import MalformedMessages, ReadinessInterceptor
 from baton.rpc.metrics import LoadCollector
 from baton.rpc.node_watch import HasPool, NodeWatches
 from baton.rpc.tasks import signals, unless
-from baton.v1 import node_pb2, node_pb2_grpc
+from baton.rpc.trace_messages import recent
+from baton.tracing.recorder import Recorder
+from baton.v1 import node_pb2, node_pb2_grpc, trace_pb2
 
 EXIT_BROKEN = 70
 STOP_SECONDS = 10.0
@@ -47,6 +49,9 @@ class Node(Protocol):
     """The interface of a process to run_node."""
 
     role: str
+
+    @property
+    def recorder(self) -> Recorder: ...
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         """Registers its services; returns their full names, for health and reflection."""
@@ -302,6 +307,12 @@ class _Shell:
         info.http_address = self._http_address or info.http_address
         return info
 
+    def recent(self, request: trace_pb2.RecentRequest) -> trace_pb2.RecentEvents:
+        """Raises BatonError."""
+        found = recent(self._node.recorder, request)
+        found.role, found.incarnation = self._node.role, self._node.info().incarnation
+        return found
+
     def load(self) -> node_pb2.Load:
         load = self._node.load()
         load.draining = load.draining or self._draining
@@ -331,6 +342,9 @@ class _NodeServicer(node_pb2_grpc.NodeServicer):
 
     async def GetLoad(self, request: node_pb2.GetLoadRequest, context: Any) -> node_pb2.Load:
         return self._shell.load()
+
+    async def Recent(self, request: trace_pb2.RecentRequest, context: Any) -> trace_pb2.RecentEvents:
+        return self._shell.recent(request)
 
     async def Drain(self, request: node_pb2.DrainRequest, context: Any) -> node_pb2.DrainResponse:
         milliseconds = request.timeout_ms if request.HasField("timeout_ms") else 30000

@@ -20,6 +20,7 @@ from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.streams import SimStreams
 from baton.sim.tasks import Task
 from baton.sim.world import Actor, Violation, World
+from baton.tracing.recorder import Recorder
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.shell import C, WorkerShell
 
@@ -116,6 +117,7 @@ class Worker(Process, WorkerShell[C]):
     ) -> None:
         super().__init__(network, name, life)
         self.config = config
+        self.recorder = Recorder(config.recorder_events, self.clock)
         self.machine = machine
         pages = config.kv_tokens // config.page_size
         self.pool = SimPool(pages, config.page_size)

@@ -17,6 +17,7 @@ from baton.rpc.errors import failed_precondition
 from baton.rpc.node import run_node
 from baton.tokenizer import formats, hf
 from baton.tokenizer.service import TokenizerService
+from baton.tracing.recorder import Recorder
 from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 SERVICE = tokenizer_pb2.DESCRIPTOR.services_by_name["Tokenizer"].full_name
@@ -33,7 +34,8 @@ class TokenizerNode:
         self._incarnation = new_incarnation()
         self._registration: Registration | None = None
         self._threads = ThreadPoolExecutor(max(1, config.threads), thread_name_prefix="vocabulary")
-        self._service = TokenizerService(self._threads)
+        self.recorder = Recorder(config.recorder_events)
+        self._service = TokenizerService(self._threads, self.recorder)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         tokenizer_pb2_grpc.add_TokenizerServicer_to_server(self._service, server)

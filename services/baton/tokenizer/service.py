@@ -28,6 +28,7 @@ from baton.tokenizer.conversation import read
 from baton.tokenizer.detokenize import Detokenizer, decode
 from baton.tokenizer.hf import HFTokenizer, NoChatTemplate, TemplateFailed
 from baton.tokenizer.vocabulary import Vocabulary
+from baton.tracing.recorder import Kind, Recorder
 from baton.v1 import node_pb2, tokenizer_pb2, tokenizer_pb2_grpc
 
 INLINE_TOKENS = 2048
@@ -46,7 +47,8 @@ T = TypeVar("T")
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
     """`tokenizer` is set once it is loaded; until then no call arrives (run_node sees to it)."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, threads: ThreadPoolExecutor, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder or Recorder(0)
         self.tokenizer: HFTokenizer | None = None
         self.draining = False
         self._counts = node_pb2.Load()
@@ -60,13 +62,33 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.EncodeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.EncodeResponse:
         tokenizer = self._loaded()
+        self._record(Kind.RECEIVED, request)
+
+        def work() -> list[tokenizer_pb2.EncodeResult]:
+            self._record(Kind.TOKENIZING, request)
+            results = encode_all(tokenizer, request.inputs)
+            self._record(Kind.TOKENIZED, request, results)
+            return results
+
         with self._counted():
-            results = await self._work(lambda: encode_all(tokenizer, request.inputs))
+            results = await self._work(work)
         failed = sum(result.HasField("error") for result in results)
         self._counts.failed += failed
         self._counts.finished += len(results) - failed
         self._counts.prompt_tokens += sum(len(result.token_ids) for result in results)
         return tokenizer_pb2.EncodeResponse(results=results)
+
+    def _record(
+        self,
+        kind: Kind,
+        request: tokenizer_pb2.EncodeRequest,
+        results: Sequence[tokenizer_pb2.EncodeResult] = (),
+    ) -> None:
+        """May be called in a thread."""
+        for index, each in enumerate(request.inputs):
+            if each.HasField("request"):
+                number = len(results[index].token_ids) if results else 0
+                self._recorder.add(kind, each.request.gateway, each.request.request, number=number)
 
     async def Decode(
         self, request: tokenizer_pb2.DecodeRequest, context: grpc.aio.ServicerContext

@@ -20,6 +20,7 @@ from baton.rpc.authentication import Cluster
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
 from baton.stepcost import CostCalibration
+from baton.tracing.recorder import Recorder
 from baton.transport.base import Receiver
 from baton.transport.grpc import PageSourceServicer
 from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
@@ -57,6 +58,7 @@ class WorkerNode(WorkerShell[C]):
         self.config = config
         self.cluster = Cluster.load(config)
         self.incarnation = new_incarnation()
+        self.recorder = Recorder(config.recorder_events, self.clock)
         self.draining = False
         self.tasks = Tasks()
         self.core_or_none: C | None = None

@@ -11,6 +11,7 @@ from baton.engine.step_loop import Core
 from baton.engine.step_stats import StepStats
 from baton.kvcache import KvCache
 from baton.rpc.errors import BatonError, unavailable
+from baton.tracing.recorder import Recorder
 from baton.transport import Receiver
 from baton.v1 import common_pb2, node_pb2
 
@@ -69,6 +70,7 @@ class WorkerShell(Generic[C]):
     core_or_none: C | None
     """None until the engine has been built."""
     streams: Streams
+    recorder: Recorder
 
     def clock(self) -> float:
         """Monotonic seconds."""

@@ -1,0 +1,240 @@
+"""Timelines of this gateway's requests: asks the processes that had to do with them for their events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from baton.rpc.channel import Dial
+from baton.rpc.errors import from_rpc_error, invalid
+from baton.rpc.trace_messages import event_to, events_from
+from baton.tracing.recorder import Event, Kind, Recorder
+from baton.tracing.timeline import Phase, Process, Recorded, Timeline, parse_id, timeline
+from baton.v1 import node_pb2_grpc, trace_pb2, trace_pb2_grpc
+
+TRACES = trace_pb2.DESCRIPTOR.services_by_name["Traces"].full_name
+MAX_TRACES = 256
+DEFAULT_TRACES = 20
+ASK_SECONDS = 2.0
+"""A process that does not answer within this time is left out."""
+MAX_PEERS = 64
+"""Connections that are kept open for the next question."""
+OFFSET_SECONDS = 10.0
+"""A measured offset is used for this long: meanwhile clocks drift by less than a millisecond."""
+PINGS = 3
+
+Name = tuple[int, int]
+"""Gateway incarnation and request number."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A connection to another process, and the offset of its clock to this one's."""
+
+    channel: grpc.aio.Channel
+    incarnation: int = 0
+    offset: float = 0.0
+    measured: float = float("-inf")
+
+
+class Traces:
+    """Used on the event loop. Nothing is asked of other processes until somebody wants to see a request."""
+
+    def __init__(self, incarnation: int, recorder: Recorder, dial: Dial) -> None:
+        self._incarnation = incarnation
+        self._recorder = recorder
+        self._dial = dial
+        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+
+    async def close(self) -> None:
+        peers, self._peers = self._peers, OrderedDict()
+        await asyncio.gather(*(peer.channel.close() for peer in peers.values()))
+
+    def recent(self, limit: int = DEFAULT_TRACES, slowest: bool = False) -> list[Name]:
+        """Running and recent requests whose begin is still recorded: the latest, or those that took longest,
+        first."""
+        started: dict[Name, float] = {}
+        took: dict[Name, float] = {}
+        for event in self._recorder.all():
+            name = event.gateway, event.request
+            if event.kind is Kind.RECEIVED:
+                started[name] = event.at
+            elif event.kind is Kind.ENDED and name in started:
+                took[name] = event.at - started[name]
+        now = self._recorder.clock()
+        if slowest:
+            names = sorted(started, key=lambda name: took.get(name, now - started[name]), reverse=True)
+        else:
+            names = list(reversed(started))
+        return names[:limit]
+
+    async def timelines(
+        self, names: Collection[Name], gateway_only: bool = False
+    ) -> tuple[list[Timeline], list[str]]:
+        """Of those that this gateway remembers, in the order of `names`; and the processes that did not
+        answer."""
+        own: dict[Name, list[Event]] = {name: [] for name in names}
+        for event in self._recorder.of(names):
+            own[event.gateway, event.request].append(event)
+        others: dict[Name, list[Recorded]] = {name: [] for name in names}
+        missing: list[str] = []
+        if not gateway_only:
+            first = _asked(own, (Kind.TOKENIZING, "tokenizer"), (Kind.SENT, "decode"))
+            for process, recorded in await self._ask_all(first, missing):
+                _sort(others, process, *recorded)
+            of_decode = {
+                name: [event for each in found for event in each.events] for name, found in others.items()
+            }
+            second = _asked(of_decode, (Kind.SENT, "prefill"))
+            for process, recorded in await self._ask_all(second, missing):
+                _sort(others, process, *recorded)
+        now = self._recorder.clock()
+        found = (timeline(own[name], others[name], now) for name in names)
+        return [each for each in found if each is not None], sorted(missing)
+
+    async def _ask_all(
+        self, asked: dict[Process, set[Name]], missing: list[str]
+    ) -> list[tuple[Process, tuple[list[Event], float]]]:
+        """Events and clock offset of each process that answers; adds the others to `missing`."""
+
+        async def ask(process: Process, names: set[Name]) -> tuple[list[Event], float] | None:
+            try:
+                async with asyncio.timeout(ASK_SECONDS):
+                    return await self._ask(process.address, names)
+            except grpc.aio.AioRpcError as error:
+                why = from_rpc_error(error).message
+            except TimeoutError:
+                why = f"no answer within {ASK_SECONDS:g} s"
+            missing.append(f"{process.role} {process.address}: {why}")
+            return None
+
+        answers = await asyncio.gather(*(ask(process, names) for process, names in asked.items()))
+        return [
+            (process, answer) for process, answer in zip(asked, answers, strict=True) if answer is not None
+        ]
+
+    async def _ask(self, address: str, names: set[Name]) -> tuple[list[Event], float]:
+        peer = await self._peer(address)
+        stub = node_pb2_grpc.NodeStub(peer.channel)
+        wanted = [trace_pb2.RequestName(gateway=gateway, request=number) for gateway, number in names]
+        answer = await stub.Recent(trace_pb2.RecentRequest(requests=wanted), timeout=ASK_SECONDS)
+        now = time.monotonic()
+        if peer.incarnation != answer.incarnation or now - peer.measured > OFFSET_SECONDS:
+            peer.offset = await self._offset(stub)
+            peer.incarnation, peer.measured = answer.incarnation, now
+        return events_from(answer.events), peer.offset
+
+    async def _offset(self, stub: Any) -> float:
+        """What is to be added to the process's clock. Of several questions the one that took the least time
+        counts: the error is at most half of it."""
+        least, offset = float("inf"), 0.0
+        for _ in range(PINGS):
+            before = self._recorder.clock()
+            answer = await stub.Recent(trace_pb2.RecentRequest(), timeout=ASK_SECONDS)
+            after = self._recorder.clock()
+            if after - before < least:
+                least, offset = after - before, (before + after) / 2 - answer.clock_us / 1e6
+        return offset
+
+    async def _peer(self, address: str) -> _Peer:
+        peer = self._peers.pop(address, None) or _Peer(self._dial(address))
+        self._peers[address] = peer
+        while len(self._peers) > MAX_PEERS:
+            _, oldest = self._peers.popitem(last=False)
+            await oldest.channel.close()
+        return peer
+
+
+def _asked(events: dict[Name, list[Event]], *kinds: tuple[Kind, str]) -> dict[Process, set[Name]]:
+    """Processes that events of these kinds name, by what they are, with the requests that they got."""
+    found: dict[Process, set[Name]] = {}
+    for name, of_name in events.items():
+        for event in of_name:
+            for kind, role in kinds:
+                if event.kind is kind and event.text:
+                    found.setdefault(Process(role, event.text), set()).add(name)
+    return found
+
+
+def _sort(
+    others: dict[Name, list[Recorded]], process: Process, events: Iterable[Event], offset: float
+) -> None:
+    by_name: dict[Name, list[Event]] = {}
+    for event in events:
+        by_name.setdefault((event.gateway, event.request), []).append(event)
+    for name, of_name in by_name.items():
+        if name in others:
+            others[name].append(Recorded(process, of_name, offset))
+
+
+class TracesServicer(trace_pb2_grpc.TracesServicer):
+    def __init__(self, traces: Traces) -> None:
+        self._traces = traces
+
+    async def GetTraces(
+        self, request: trace_pb2.GetTracesRequest, context: Any
+    ) -> trace_pb2.GetTracesResponse:
+        return await answer(self._traces, request)
+
+
+async def answer(traces: Traces, request: trace_pb2.GetTracesRequest) -> trace_pb2.GetTracesResponse:
+    """Raises BatonError."""
+    limit = request.limit if request.HasField("limit") else DEFAULT_TRACES
+    for field, count in (("ids", len(request.ids)), ("limit", limit)):
+        if count > MAX_TRACES:
+            raise invalid(field, f"{field}: at most {MAX_TRACES} traces at a time, not {count}")
+    if request.ids:
+        names = [name for id in dict.fromkeys(request.ids) if (name := parse_id(id)) is not None]
+    else:
+        names = traces.recent(limit, request.slowest)
+    found, missing = await traces.timelines(names, request.gateway_only)
+    return trace_pb2.GetTracesResponse(traces=[to_message(each) for each in found], missing=missing)
+
+
+def to_message(found: Timeline) -> trace_pb2.Trace:
+    age = time.monotonic() - found.received
+    trace = trace_pb2.Trace(
+        id=found.id,
+        received_unix_ms=int(1000 * (time.time() - age)),
+        total_us=_us(found.total),
+        outcome=found.outcome,
+        reason=found.reason,
+        prompt_tokens=found.prompt_tokens,
+        output_tokens=found.output_tokens,
+        phases=_phases(found.phases),
+        work=_phases(found.work),
+    )
+    if found.ttft is not None:
+        trace.ttft_us = _us(found.ttft)
+    for placed in found.events:
+        trace.events.add(
+            at_us=int(1e6 * placed.at),
+            role=placed.process.role,
+            address=placed.process.address,
+            event=event_to(placed.event),
+        )
+    return trace
+
+
+def _phases(phases: Sequence[Phase]) -> list[trace_pb2.TracePhase]:
+    return [
+        trace_pb2.TracePhase(
+            name=phase.name,
+            role=phase.process.role,
+            address=phase.process.address,
+            start_us=_us(phase.start),
+            end_us=None if phase.end is None else _us(phase.end),
+            detail=phase.detail,
+        )
+        for phase in phases
+    ]
+
+
+def _us(seconds: float) -> int:
+    return max(0, round(1e6 * seconds))

@@ -1,0 +1,364 @@
+"""A request's timeline, from the events of all processes. Pure.
+
+Each process has its own monotonic clock. Its offset to the gateway's has been measured, up to the error of a
+message's time; it is then corrected by what is certain: a message arrives after it was sent.
+
+The phases answer what the request waited for. They follow one another without gaps: each event that the
+request waited for ends one and begins the next. Chunks and pulls may overlap; they are listed beside them, as
+work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from baton.tracing.recorder import Event, Kind
+
+SHORTEST_SECONDS = 50e-6
+"""A shorter phase is counted to the one before it."""
+DEPTHS = {"gateway": 0, "tokenizer": 1, "decode": 1, "prefill": 2}
+_UPWARDS = (Kind.TOKENIZED, Kind.FIRST_TOKEN, Kind.TOKENS, Kind.ENDED)
+"""Events that a process records before the one that had asked it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    role: str
+    address: str = ""
+    """host:port; empty: the gateway."""
+
+
+GATEWAY = Process("gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One request's events in one process, oldest first. offset: measured, in seconds; added to the process's
+    clock it gives the gateway's."""
+
+    process: Process
+    events: Sequence[Event]
+    offset: float = 0.0
+
+
+@dataclass(slots=True)
+class Phase:
+    """Seconds since the request was received. end None: it lasts."""
+
+    name: str
+    process: Process
+    start: float
+    end: float | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An event at its place. at: seconds since the request was received."""
+
+    at: float
+    process: Process
+    event: Event
+
+
+@dataclass(slots=True)
+class Timeline:
+    gateway: int
+    request: int
+    received: float
+    """On the gateway's clock."""
+    total: float = 0.0
+    """Seconds until its end, or until now."""
+    ttft: float | None = None
+    outcome: str = ""
+    """finished, cancelled or failed; empty: it runs."""
+    reason: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    phases: list[Phase] = field(default_factory=list)
+    work: list[Phase] = field(default_factory=list)
+    events: list[Placed] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return f"{self.gateway:016x}-{self.request}"
+
+
+def parse_id(id: str) -> tuple[int, int] | None:
+    """Gateway and request of a name such as Timeline.id; None: it is none."""
+    gateway, _, request = id.partition("-")
+    try:
+        found = int(gateway, 16), int(request)
+    except ValueError:
+        return None
+    return found if 0 < found[0] < 2**64 and 0 < found[1] < 2**64 else None
+
+
+def timeline(own: Sequence[Event], others: Iterable[Recorded], now: float) -> Timeline | None:
+    """own: the gateway's events of the request, oldest first; None if its begin is no longer among them. now:
+    on the gateway's clock."""
+    if not own or own[0].kind is not Kind.RECEIVED:
+        return None
+    first = own[0]
+    found = Timeline(first.gateway, first.request, first.at)
+    for event in own:
+        _summarize(found, event)
+    if not found.outcome:
+        found.total = max(0.0, now - found.received)
+    found.events = _placed(own, others, found.received)
+    path = _Path(found)
+    for placed in found.events:
+        path.follow(placed)
+    found.phases = path.finished()
+    found.work = _work(found.events)
+    return found
+
+
+def _summarize(found: Timeline, event: Event) -> None:
+    kind = event.kind
+    if kind is Kind.TOKENIZED:
+        found.prompt_tokens = event.number
+    elif kind is Kind.FIRST_TOKEN and found.ttft is None:
+        found.ttft = event.at - found.received
+    elif kind is Kind.TOKENS:
+        found.output_tokens = event.number
+    elif kind is Kind.ENDED:
+        found.total = event.at - found.received
+        found.output_tokens = event.number
+        known = event.text in ("finished", "cancelled")
+        found.outcome, found.reason = (event.text, "") if known else ("failed", event.text)
+
+
+# --- clocks -------------------------------------------------------------------------------------------
+
+
+def _placed(own: Sequence[Event], others: Iterable[Recorded], received: float) -> list[Placed]:
+    """All events on the gateway's clock, in order."""
+    found = [Placed(event.at - received, GATEWAY, event) for event in own]
+    for each in sorted(others, key=lambda recorded: DEPTHS.get(recorded.process.role, 3)):
+        offset = _corrected(each, found, received)
+        found += [Placed(event.at + offset - received, each.process, event) for event in each.events]
+    return sorted(found, key=_order)
+
+
+def _order(placed: Placed) -> tuple[float, int]:
+    """Of events at one moment, those come first that the others follow from."""
+    depth = DEPTHS.get(placed.process.role, 3)
+    return placed.at, (10 - depth if placed.event.kind in _UPWARDS else depth)
+
+
+def _corrected(recorded: Recorded, known: Sequence[Placed], received: float) -> float:
+    """The measured offset, within the bounds that messages to and from processes on known clocks set."""
+    least, most = -inf, inf
+    for event in recorded.events:
+        if event.kind is Kind.RECEIVED:
+            asked = _asked(event, recorded.process, known)
+            if asked is not None:
+                least = max(least, asked + received - event.at)
+        elif event.kind in (Kind.FIRST_TOKEN, Kind.TOKENIZED):
+            answered = _answered(event, recorded.process, known)
+            if answered is not None:
+                most = min(most, answered + received - event.at)
+    if least > most:
+        return (least + most) / 2
+    return min(max(recorded.offset, least), most)
+
+
+def _asked(event: Event, process: Process, known: Sequence[Placed]) -> float | None:
+    """When the process was sent the request, the message that this event is about."""
+    kind = Kind.TOKENIZING if process.role == "tokenizer" else Kind.SENT
+    for placed in known:
+        sent = placed.event
+        if sent.kind is kind and sent.text == process.address and _same(sent, event):
+            return placed.at
+    return None
+
+
+def _answered(event: Event, process: Process, known: Sequence[Placed]) -> float | None:
+    """When the asking process had got what this event says."""
+    asking = "decode" if process.role == "prefill" else "gateway"
+    waiting = asking == "gateway"
+    for placed in known:
+        got = placed.event
+        if placed.process.role != asking or got.attempt != event.attempt:
+            continue
+        if asking == "decode" and got.kind in (Kind.SENT, Kind.RETRIED):
+            waiting = got.kind is Kind.SENT and got.decode_try == event.decode_try
+        elif got.kind is event.kind and waiting:
+            return placed.at
+    return None
+
+
+# --- phases -------------------------------------------------------------------------------------------
+
+
+class _Path:
+    """Follows the request through the events of those that it waited for."""
+
+    def __init__(self, found: Timeline) -> None:
+        self._found = found
+        self._phases: list[Phase] = []
+        self._attempt = -1
+        self._decode = self._prefill = Process("decode")
+        self._try = -1
+        self._chunks = 0
+        """Launched and not retired, where the prompt is computed."""
+        self._first = self._token = self._running = False
+        """The attempt's first token is at the gateway, at the decode node; the request has rows there."""
+        self._recorded = {(p.process, p.event.attempt) for p in found.events if p.process.role == "decode"}
+
+    def finished(self) -> list[Phase]:
+        if self._phases and self._found.outcome:
+            self._phases[-1].end = self._found.total
+        return self._phases
+
+    def follow(self, placed: Placed) -> None:
+        event, role = placed.event, placed.process.role
+        if role == "gateway":
+            self._at_gateway(placed.at, event)
+        elif role == "decode" and placed.process == self._decode and event.attempt == self._attempt:
+            self._at_decode(placed.at, event)
+        elif role == "prefill" and self._computes(placed):
+            self._at_prefill(placed.at, event)
+
+    def _computes(self, placed: Placed) -> bool:
+        """Whether the prefill node computes what the request waits for."""
+        name = placed.event.attempt, placed.event.decode_try
+        return not self._token and placed.process == self._prefill and name == (self._attempt, self._try)
+
+    def _begin(self, at: float, name: str, process: Process, detail: str = "") -> None:
+        """The phase before ends."""
+        found = self._found
+        at = max(at, self._phases[-1].start if self._phases else 0.0)
+        if found.outcome:
+            at = min(at, found.total)  # what a process records later, the request did not wait for
+        if self._phases:
+            last = self._phases[-1]
+            last.end = at
+            # Phases end where the first token comes: those before it add up to its time.
+            border = found.ttft is not None and last.start == found.ttft
+            if at - last.start < SHORTEST_SECONDS and not border and len(self._phases) > 1:
+                self._phases.pop()
+                self._phases[-1].end = at
+                last = self._phases[-1]
+            if (last.name, last.process, last.detail) == (name, process, detail) and at != found.ttft:
+                last.end = None
+                return
+        self._phases.append(Phase(name, process, at, detail=detail))
+
+    def _at_gateway(self, at: float, event: Event) -> None:
+        kind = event.kind
+        if kind is Kind.RECEIVED:
+            self._begin(at, "admit", GATEWAY)
+        elif kind is Kind.TOKENIZING:
+            self._begin(at, "tokenize", Process("tokenizer", event.text))
+        elif kind is Kind.TOKENIZED:
+            self._begin(at, "route", GATEWAY)
+        elif kind is Kind.SENT:
+            self._attempt, self._decode = event.attempt, Process("decode", event.text)
+            self._first = self._token = self._running = False
+            self._chunks, self._try = 0, -1
+            known = (self._decode, self._attempt) in self._recorded
+            self._begin(at, "send" if known else "unknown", self._decode)
+        elif kind is Kind.FIRST_TOKEN:
+            self._first = True
+            known = (self._decode, self._attempt) in self._recorded
+            self._begin(at, "decode" if self._running or not known else "pull", self._decode)
+        elif kind in (Kind.RETRIED, Kind.RESUMED):
+            self._attempt = -1
+            self._begin(at, "resume", GATEWAY, event.text)
+
+    def _at_decode(self, at: float, event: Event) -> None:
+        kind, here = event.kind, self._decode
+        if kind in (Kind.RECEIVED, Kind.QUEUED, Kind.ADMITTED):
+            self._begin(at, "queue", here)
+        elif kind in (Kind.RETRACTED, Kind.RETRIED):
+            self._running = self._token = False
+            self._chunks, self._try = 0, -1
+            self._begin(at, "queue", here, event.text or "retracted")
+        elif kind is Kind.SENT:
+            self._prefill, self._try, self._chunks = Process("prefill", event.text), event.decode_try, 0
+            self._begin(at, "hand-off", here)
+        elif kind in (Kind.CHUNK_BEGUN, Kind.CHUNK_ENDED):
+            self._chunk(at, kind, here)
+        elif kind is Kind.FIRST_TOKEN:
+            self._token = True
+            self._begin(at, "deliver", here)
+        elif kind is Kind.RUNNING:
+            self._running = self._token = True
+            if self._first:
+                self._begin(at, "decode", here)
+        elif kind is Kind.ENDED:
+            self._begin(at, "deliver", here)
+
+    def _at_prefill(self, at: float, event: Event) -> None:
+        kind, here = event.kind, self._prefill
+        if kind in (Kind.RECEIVED, Kind.QUEUED, Kind.ADMITTED, Kind.RETRACTED):
+            self._chunks = 0
+            self._begin(at, "queue", here)
+        elif kind in (Kind.CHUNK_BEGUN, Kind.CHUNK_ENDED):
+            self._chunk(at, kind, here)
+        elif kind is Kind.FIRST_TOKEN:
+            self._begin(at, "hand-off", self._decode)
+
+    def _chunk(self, at: float, kind: Kind, here: Process) -> None:
+        """With overlap the next chunk is launched before the one before it has retired. Between chunks the
+        prompt waits for others."""
+        self._chunks = max(0, self._chunks + (1 if kind is Kind.CHUNK_BEGUN else -1))
+        if not self._token or not self._running:
+            self._begin(at, "prefill" if self._chunks else "queue", here)
+
+
+_WORK = {
+    Kind.CHUNK_BEGUN: ("chunk", Kind.CHUNK_ENDED),
+    Kind.PULL_BEGUN: ("pull", Kind.PULL_ENDED),
+    Kind.TOKENIZING: ("tokenize", Kind.TOKENIZED),
+}
+
+
+def _work(events: Iterable[Placed]) -> list[Phase]:
+    """Pairs of begin and end in one process."""
+    found: list[Phase] = []
+    running: list[tuple[Event, Phase]] = []
+    for placed in events:
+        event, process = placed.event, placed.process
+        if process is GATEWAY:
+            continue
+        if event.kind in _WORK:
+            phase = Phase(_WORK[event.kind][0], process, placed.at, detail=_detail(event))
+            found.append(phase)
+            running.append((event, phase))
+            continue
+        for begun, phase in list(running):
+            if phase.process == process and _ends(event, begun, process):
+                running.remove((begun, phase))
+                phase.end = placed.at
+                phase.detail = _detail(event) or phase.detail
+    return found
+
+
+def _ends(event: Event, begun: Event, process: Process) -> bool:
+    """Whether work that `begun` began has ended with `event`."""
+    if event.kind is Kind.ENDED:  # the process says nothing more of it
+        return begun.attempt == event.attempt and (process.role != "prefill" or _same(begun, event))
+    if event.kind is not _WORK[begun.kind][1] or not _same(begun, event):
+        return False
+    return event.kind is not Kind.CHUNK_ENDED or event.step == begun.step
+
+
+def _same(one: Event, other: Event) -> bool:
+    return (one.attempt, one.decode_try) == (other.attempt, other.decode_try)
+
+
+def _detail(event: Event) -> str:
+    if event.kind is Kind.CHUNK_BEGUN:
+        return f"step {event.step}, {event.number} tokens"
+    if event.kind is Kind.TOKENIZED:
+        return f"{event.number} tokens"
+    if event.kind is Kind.PULL_BEGUN:
+        return f"{event.number} pages from {event.text}"
+    if event.kind is Kind.PULL_ENDED:
+        return f"{event.number} pages, {event.size / 2**20:.1f} MiB, {event.text}"
+    return ""

@@ -1,0 +1,172 @@
+"""Timelines made from events."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.rpc.trace_messages import event_to, events_from
+from baton.tracing.recorder import MAX_TEXT, Event, Kind, Recorder
+from baton.tracing.timeline import Process, Recorded, parse_id, timeline
+
+DECODE, PREFILL = Process("decode", "d:1"), Process("prefill", "p:1")
+GATEWAY_EVENTS = [
+    (10.0, Kind.RECEIVED, {}),
+    (10.1, Kind.TOKENIZING, {"text": "t:1"}),
+    (10.3, Kind.TOKENIZED, {"number": 40}),
+    (10.4, Kind.SENT, {"text": "d:1"}),
+    (12.0, Kind.FIRST_TOKEN, {}),
+    (14.0, Kind.ENDED, {"number": 9, "text": "finished"}),
+]
+DECODE_EVENTS = [
+    (10.5, Kind.RECEIVED, {}),
+    (10.6, Kind.ADMITTED, {}),
+    (10.6, Kind.SENT, {"text": "p:1"}),
+    (11.2, Kind.PULL_BEGUN, {"number": 3, "text": "p:1"}),
+    (11.9, Kind.FIRST_TOKEN, {}),
+    (12.5, Kind.PULL_ENDED, {"number": 3, "size": 2**20, "text": "shm"}),
+    (12.5, Kind.RUNNING, {}),
+    (13.9, Kind.ENDED, {"text": "finished"}),
+]
+PREFILL_EVENTS = [
+    (10.8, Kind.RECEIVED, {}),
+    (11.2, Kind.CHUNK_BEGUN, {"step": 7, "number": 30}),
+    (11.5, Kind.CHUNK_ENDED, {"step": 7}),
+    (11.6, Kind.CHUNK_BEGUN, {"step": 8, "number": 10}),
+    (11.7, Kind.CHUNK_ENDED, {"step": 8}),
+    (11.7, Kind.FIRST_TOKEN, {}),
+    (12.6, Kind.ENDED, {"text": "released"}),
+]
+
+
+def events(rows, shift=0.0, **same):
+    return [Event(at + shift, kind, 5, 1, **{**same, **more}) for at, kind, more in rows]
+
+
+def phases(found):
+    return [
+        (p.name, p.process.role, round(p.start, 6), None if p.end is None else round(p.end, 6))
+        for p in found.phases
+    ]
+
+
+WHOLE = [
+    ("admit", "gateway", 0.0, 0.1),
+    ("tokenize", "tokenizer", 0.1, 0.3),
+    ("route", "gateway", 0.3, 0.4),
+    ("send", "decode", 0.4, 0.5),
+    ("queue", "decode", 0.5, 0.6),
+    ("hand-off", "decode", 0.6, 0.8),
+    ("queue", "prefill", 0.8, 1.2),
+    ("prefill", "prefill", 1.2, 1.5),
+    ("queue", "prefill", 1.5, 1.6),
+    ("prefill", "prefill", 1.6, 1.7),
+    ("hand-off", "decode", 1.7, 1.9),
+    ("deliver", "decode", 1.9, 2.0),
+    ("pull", "decode", 2.0, 2.5),
+    ("decode", "decode", 2.5, 3.9),
+    ("deliver", "decode", 3.9, 4.0),
+]
+
+
+@pytest.mark.parametrize("shift", [0.0, 5.0, -5.0])
+@pytest.mark.parametrize("error", [0.0, 0.3, -0.3])
+def test_phases_follow_one_another_and_add_up(shift, error):
+    """Whatever the clocks are; an error of the measured offset only moves borders between processes."""
+    others = [
+        Recorded(PREFILL, events(PREFILL_EVENTS, shift), -shift + error),
+        Recorded(DECODE, events(DECODE_EVENTS, 2 * shift), -2 * shift + error),
+    ]
+    found = timeline(events(GATEWAY_EVENTS), others, now=99.0)
+    assert (found.ttft, found.total, found.outcome) == (2.0, 4.0, "finished")
+    assert (found.prompt_tokens, found.output_tokens) == (40, 9)
+    if not error:
+        assert phases(found) == WHOLE
+    ends = [phase.end for phase in found.phases]
+    assert [phase.start for phase in found.phases] == [0.0, *ends[:-1]] and ends[-1] == 4.0
+    assert 2.0 in ends
+    order = [(p.process.role, p.event.kind) for p in found.events]
+    assert order.index(("gateway", Kind.SENT)) < order.index(("decode", Kind.RECEIVED))
+    assert order.index(("prefill", Kind.FIRST_TOKEN)) < order.index(("decode", Kind.FIRST_TOKEN))
+    assert sorted((w.name, w.detail, round(w.end - w.start, 6)) for w in found.work) == [
+        ("chunk", "step 7, 30 tokens", 0.3),
+        ("chunk", "step 8, 10 tokens", 0.1),
+        ("pull", "3 pages, 1.0 MiB, shm", 1.3),
+    ]
+
+
+def test_while_it_runs_the_last_phase_lasts():
+    found = timeline(events(GATEWAY_EVENTS[:4]), [Recorded(DECODE, events(DECODE_EVENTS[:2]))], now=11.0)
+    assert (found.outcome, found.total, found.ttft) == ("", 1.0, None)
+    assert phases(found)[-1] == ("queue", "decode", 0.5, None)
+
+
+def test_what_a_dead_process_knew_is_missing_and_nothing_else():
+    found = timeline(events(GATEWAY_EVENTS), [], now=99.0)
+    assert phases(found)[3:] == [
+        ("unknown", "decode", 0.4, 2.0),
+        ("decode", "decode", 2.0, 4.0),
+    ]
+
+
+def test_a_resume_begins_another_attempt():
+    first = events(
+        [
+            *GATEWAY_EVENTS[:5],
+            (12.2, Kind.RESUMED, {"text": "DECODE_LOST"}),
+            (12.4, Kind.SENT, {"text": "d:2", "attempt": 1}),
+            (13.0, Kind.FIRST_TOKEN, {"attempt": 1}),
+            (14.0, Kind.ENDED, {"text": "CANCELLED_BY_NOBODY"}),
+        ]
+    )
+    second = [
+        (12.5, Kind.RECEIVED, {}),
+        (12.6, Kind.CHUNK_BEGUN, {"step": 1, "number": 9}),
+        (12.9, Kind.CHUNK_ENDED, {"step": 1}),
+        (12.9, Kind.FIRST_TOKEN, {}),
+        (12.9, Kind.RUNNING, {}),
+    ]
+    others = [
+        Recorded(DECODE, events(DECODE_EVENTS)),
+        Recorded(Process("decode", "d:2"), events(second, attempt=1)),
+    ]
+    found = timeline(first, others, now=99.0)
+    assert (found.outcome, found.reason) == ("failed", "CANCELLED_BY_NOBODY")
+    assert phases(found)[-7:] == [
+        ("pull", "decode", 2.0, 2.2),
+        ("resume", "gateway", 2.2, 2.4),
+        ("send", "decode", 2.4, 2.5),
+        ("queue", "decode", 2.5, 2.6),
+        ("prefill", "decode", 2.6, 2.9),
+        ("deliver", "decode", 2.9, 3.0),
+        ("decode", "decode", 3.0, 4.0),
+    ]
+
+
+def test_a_request_whose_begin_is_forgotten_has_none():
+    assert timeline(events(GATEWAY_EVENTS[1:]), [], now=99.0) is None
+
+
+def test_names():
+    found = timeline(events(GATEWAY_EVENTS), [], now=99.0)
+    assert parse_id(found.id) == (5, 1)
+    for wrong in ("", "x-1", "5", "0-1", "5-0", "-1", "5-1-1", f"{2**64:x}-1"):
+        assert parse_id(wrong) is None, wrong
+
+
+def test_a_recorder_keeps_the_last_events():
+    now = iter(range(100))
+    recorder = Recorder(3, lambda: next(now))
+    for number in range(5):
+        recorder.add(Kind.TOKENS, 5, number % 2 + 1, number=number)
+    assert [event.number for event in recorder.all()] == [2, 3, 4]
+    assert [event.number for event in recorder.of([(5, 1)])] == [2, 4]
+    recorder.add(Kind.ENDED, 5, 1, text="x" * 1000)
+    assert len(recorder.all()[-1].text) == MAX_TEXT
+    silent = Recorder(0)
+    silent.add(Kind.TOKENS, 5, 1)
+    assert not silent.all()
+
+
+def test_events_survive_a_message():
+    given = [Event(1.5, kind, 2**64 - 1, 3, 4, 5, 6, 7, 8, "text") for kind in Kind]
+    assert events_from(map(event_to, given)) == given
