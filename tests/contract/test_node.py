@@ -20,6 +20,7 @@ from baton.rpc.channel import open_channel
 from baton.rpc.errors import failed_precondition, from_rpc_error, invalid
 from baton.rpc.health import INTERVAL_SECONDS
 from baton.rpc.node import run_node
+from baton.tracing.recorder import Recorder
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -32,6 +33,7 @@ class EchoNode(tokenizer_pb2_grpc.TokenizerServicer):
     role = "tokenizer"
 
     def __init__(self):
+        self.recorder = Recorder(8)
         self.loaded = asyncio.Event()
         self.running = 0
         self.idle = asyncio.Event()

@@ -16,6 +16,7 @@ from baton.handoff.messages import AttemptName, StartPrefill
 from baton.handoff.prefill_side import PrefillCounters
 from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.errors import BatonError, exhausted, from_status
+from baton.tracing.recorder import Recorder
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 from baton.worker.shell import WorkerShell
 
@@ -28,6 +29,7 @@ class Surroundings:
     incarnation, draining, model_info, core_or_none = 7, False, INFO, None
 
     def __init__(self, config):
+        self.recorder = Recorder(0)
         self.config, self.calls, self.connected, self.full = config, [], [], False
         self.steps = SimpleNamespace(call=self.calls.append, step_age=0.0)
         self.peers = SimpleNamespace(check_room=self.check_room, connect=self.connected.append)

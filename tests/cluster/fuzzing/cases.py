@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from baton.v1 import cache_pb2, decode_pb2, inference_pb2, node_pb2, prefill_pb2, tokenizer_pb2
+from baton.v1 import cache_pb2, decode_pb2, inference_pb2, node_pb2, prefill_pb2, tokenizer_pb2, trace_pb2
 
 HELLO = b"<hello>"
 """Stands for the stream's valid first message, which depends on the deployment."""
@@ -60,6 +60,8 @@ METHODS = (
     Method(EVERYWHERE, "Node/GetInfo", node_pb2.GetInfoRequest),
     Method(EVERYWHERE, "Node/GetLoad", node_pb2.GetLoadRequest),
     Method(EVERYWHERE, "Node/Watch", node_pb2.WatchNodeRequest, endless=True),
+    Method(EVERYWHERE, "Node/Recent", trace_pb2.RecentRequest),
+    Method(("gateway",), "Traces/GetTraces", trace_pb2.GetTracesRequest),
 )
 REFLECTION = tuple(
     Method(

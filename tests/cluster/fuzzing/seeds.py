@@ -8,7 +8,16 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from baton.v1 import cache_pb2, common_pb2, decode_pb2, inference_pb2, node_pb2, prefill_pb2, tokenizer_pb2
+from baton.v1 import (
+    cache_pb2,
+    common_pb2,
+    decode_pb2,
+    inference_pb2,
+    node_pb2,
+    prefill_pb2,
+    tokenizer_pb2,
+    trace_pb2,
+)
 
 SAMPLING = common_pb2.SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 RICH = common_pb2.SamplingParams(
@@ -102,6 +111,15 @@ SEEDS: dict[str, list[Message]] = {
         node_pb2.WatchNodeRequest(interval_ms=100, max_cells=7),
         node_pb2.WatchNodeRequest(interval_ms=2**64 - 1),
         node_pb2.WatchNodeRequest(max_cells=2**32 - 1),
+    ],
+    "Node/Recent": [
+        trace_pb2.RecentRequest(requests=[trace_pb2.RequestName(gateway=1, request=2)]),
+        trace_pb2.RecentRequest(requests=[trace_pb2.RequestName()] * 4097),
+    ],
+    "Traces/GetTraces": [
+        trace_pb2.GetTracesRequest(ids=["0000000000000001-1", "-", ""]),
+        trace_pb2.GetTracesRequest(limit=2**32 - 1, slowest=True),
+        trace_pb2.GetTracesRequest(limit=256),
     ],
     "Node/Drain": [node_pb2.DrainRequest(timeout_ms=1)],
     "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _REFLECTION,

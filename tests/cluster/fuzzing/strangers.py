@@ -25,12 +25,12 @@ from fuzzing.talk import call as call_grpc
 BROKEN = 0.3
 """Of the messages: a good one would do most behind an open door."""
 VERBS = ("GET", "POST", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
-OPERATOR = "/metrics"
+OPERATOR, TRACES = "/metrics", "/traces"
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/model", OPERATOR, "/", "/docs",
-    "/openapi.json", "/nowhere", "/health/", "//health", "/Health", "/health;x", "/health%00", "/health%2f",
-    "/health/../metrics", "/health/../v1/models", "/v1/models?x=/health", "/v1/models#/health", "/metrics/",
-    "/%6detrics", "//v1/models", "/v1/../metrics", "http://x/v1/models", "http://x/metrics", "*",
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/model", OPERATOR, TRACES, "/",
+    "/docs", "/openapi.json", "/nowhere", "/health/", "//health", "/Health", "/health;x", "/health%00",
+    "/health%2f", "/health/../metrics", "/health/../v1/models", "/v1/models?x=/health", "/v1/models#/health",
+    "/metrics/", "/%6detrics", "//v1/models", "/v1/../metrics", "http://x/v1/models", "http://x/metrics", "*",
 )  # fmt: skip
 """All that HTTP has behind the door, and what may be taken for what is before it."""
 REFUSED = {"400", "401", "404", "405", "413", "431"}
@@ -102,7 +102,7 @@ class Stranger:
 
     async def _grpc(self, case: Case, leave: bool) -> None:
         method, role = TARGETS[case.target]
-        operator = role != "gateway" or method.path.startswith("Node/")
+        operator = role != "gateway" or method.path.startswith(("Node/", "Traces/"))
         headers = broken(case.way, self._keys.of(operator))
         messages = [self._ports.message(method, role, data) for data in case.messages]
         if not all(_speakable(name, value) for name, value in headers):
@@ -172,7 +172,7 @@ async def _ask_once(channel: grpc.aio.Channel, wire: str, message: bytes, header
 
 
 def _is_operators(path: str) -> bool:
-    return unquote(path.partition("?")[0]) == OPERATOR
+    return unquote(path.partition("?")[0]) in (OPERATOR, TRACES)
 
 
 def _speakable(name: str, value: str | bytes) -> bool:
