@@ -179,7 +179,6 @@ def test_damaged_or_absent_files(checkpoint, tmp_path_factory):
     [
         ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM is not supported"),
         ({"architectures": None}, "none named"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         (
             {"rope_parameters": {"rope_type": "spiral", "factor": 2.0, "rope_theta": 1e4}},

@@ -15,6 +15,7 @@ from baton.layers.mlp import ACTIVATIONS
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, rope_of
 from baton.models.gguf import read_hf_config
+from baton.models.quantization import read_format
 from baton.models.registry import FAMILIES, build
 
 
@@ -111,8 +112,13 @@ def _convert(hf: Any, context_length: int | None, implementation: str) -> ModelC
     name, implementation = _choose(hf, implementation)
     quantization = dict(getattr(hf, "quantization_config", None) or {})
     method = quantization.get("quant_method")
-    if quantization and not (method == "mxfp4" and name == "GptOssForCausalLM" and implementation == "baton"):
-        raise ModelError(f"checkpoints quantized by {method!r} are not supported (quantization_config)")
+    read_format(quantization)  # refuses what is not supported
+    if quantization and implementation != "baton":
+        raise ModelError(f"checkpoints quantized by {method!r} are served by Baton's own families only")
+    if method == "mxfp4" and name != "GptOssForCausalLM":
+        raise ModelError(
+            f"checkpoints of {name} quantized by 'mxfp4' are not supported (quantization_config)"
+        )
     if implementation == "baton":
         activation = getattr(hf, "hidden_act", None) or getattr(hf, "hidden_activation", None)
         if activation not in ACTIVATIONS:

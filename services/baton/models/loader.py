@@ -15,6 +15,7 @@ import torch
 from baton.gguf_file import GgufFile
 from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
+from baton.layers.weights.quantized import QuantizedTensor
 from baton.models import transformers_backed
 from baton.models.config import ModelConfig, ModelError, read_config
 from baton.models.decoder import Decoder, Model
@@ -25,6 +26,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 _THREADS = 8
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PIECE = 16 * 2**20
 """Bytes that are copied to a GPU at a time. Measured on an H200's host, from the page cache: 8 threads over
 pinned pieces 30 to 45 GB/s, one thread or pageable memory 10; safetensors' own loading to the device 11 to
@@ -94,6 +96,11 @@ def _copy(file: TensorFile, names: list[str], parameters: dict[str, Parameter], 
     }
     for name, start, source in file.read(names, whole):
         parameter = parameters[name]
+        if isinstance(source, QuantizedTensor):
+            source = source.dequantize()
+        elif source.dtype not in _FLOATS:
+            kind = str(source.dtype).removeprefix("torch.")
+            raise ModelError(f"tensor {name} is {kind}, and there are no scales for it")
         if parameter.convert is not None:
             source = parameter.convert(source)
         target = parameter.target if name in whole else parameter.target[start : start + len(source)]
@@ -188,7 +195,8 @@ def _check_tied(path: Path) -> None:
     found: dict[str, torch.Tensor] = {}
     for file in tensor_files(path):
         names = [name for name in ("lm_head.weight", "model.embed_tokens.weight") if name in file.shapes()]
-        found |= {name: tensor for name, _, tensor in file.read(names, names)}
+        for name, _, tensor in file.read(names, names):
+            found[name] = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
     head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
     if head is not None and embedding is not None and not torch.equal(head, embedding):
         raise ModelError(

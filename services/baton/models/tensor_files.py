@@ -10,9 +10,12 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from baton.layers.weights.quantized import Format, QuantizedTensor
 from baton.models.config import ModelError
 from baton.models.gguf import GgufTensors
 from baton.models.mxfp4 import Mxfp4Tensors
+from baton.models.quantization import read_format
+from baton.models.quantized_file import QuantizedFile
 
 
 class TensorFile(Protocol):
@@ -24,9 +27,12 @@ class TensorFile(Protocol):
         """Of all tensors, by the names of Hugging Face checkpoints."""
         ...
 
-    def read(self, names: Collection[str], whole: Collection[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    def read(
+        self, names: Collection[str], whole: Collection[str]
+    ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
         """These tensors in turn, each in one or several parts along its first axis: name, where the part
-        begins, part. One part at a time is in memory. Those named in `whole` come in one part."""
+        begins, part. One part at a time is in memory. Those named in `whole` come in one part, quantized ones
+        always do."""
         ...
 
     def sample(self, update: Callable[[bytes], None]) -> None:
@@ -41,9 +47,24 @@ def tensor_files(path: Path) -> list[TensorFile]:
     if path.is_file():
         return [GgufTensors(path)]
     files = [SafetensorsFile(file) for file in _names(path)]
+    format = stored_format(path)
+    if format is not None:
+        where = {name: file for file in files for name in file.shapes()}
+        return [QuantizedFile(file, where, format) for file in files]
     if any(name.endswith("_blocks") for file in files for name in file.shapes()):
         return [Mxfp4Tensors(file, files) for file in files]
     return [*files]
+
+
+def stored_format(path: Path) -> Format | None:
+    """Of a checkpoint's quantized matrices. Raises CheckpointError for one that is not supported."""
+    if path.is_file():
+        return None
+    file = path / "config.json"
+    try:
+        return read_format(json.loads(file.read_text()).get("quantization_config"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
 
 
 def _names(path: Path) -> list[Path]:

@@ -109,5 +109,5 @@ def _checked(scale: torch.Tensor, codes: torch.Tensor, group: int) -> torch.Tens
 
 
 def _name(kind: str, group: int, rows: int) -> str:
-    how = f"blocks of {rows} × {group}" if rows > 1 else f"groups of {group}" if group > 0 else "rows"
+    how = f"blocks of {rows} x {group}" if rows > 1 else f"groups of {group}" if group > 0 else "rows"
     return f"{kind} in {how} (compressed-tensors)"

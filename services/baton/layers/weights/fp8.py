@@ -39,16 +39,15 @@ class Fp8Blocks:
 
     def __init__(self, rows: int, columns: int) -> None:
         self._rows, self._columns = rows, columns
-        self.name = f"FP8 in blocks of {rows} × {columns} (fp8)"
+        self.name = f"FP8 in blocks of {rows} x {columns} (fp8)"
 
     def shape(self, stored: Sequence[int]) -> list[int]:
         return list(stored)
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
         codes = check_e4m3(tensors["weight"])
-        return QuantizedTensor(
-            codes, of_blocks(tensors["weight_scale_inv"], codes.shape, self._rows, self._columns), self._columns
-        )
+        scale = of_blocks(tensors["weight_scale_inv"], codes.shape, self._rows, self._columns)
+        return QuantizedTensor(codes, scale, self._columns)
 
 
 def of_blocks(scale: torch.Tensor, shape: Sequence[int], rows: int, columns: int) -> torch.Tensor:

@@ -1,0 +1,85 @@
+"""A safetensors file with quantized matrices, read as the matrices that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.layers.weights.fp8 import IGNORED
+from baton.layers.weights.quantized import Format, QuantizedTensor
+from baton.models.config import ModelError
+
+if TYPE_CHECKING:
+    from baton.models.tensor_files import SafetensorsFile
+
+_UNUSED = tuple(f".{end}" for end in IGNORED)
+
+
+class QuantizedFile:
+    """A TensorFile. A matrix whose tensors are in several files belongs to the one with its codes."""
+
+    def __init__(self, file: SafetensorsFile, where: Mapping[str, SafetensorsFile], format: Format) -> None:
+        """`where`: the file of each tensor of the checkpoint."""
+        self.path = file.path
+        self._file, self._where, self._format = file, where, format
+        self._beside = {*format.needed, *format.optional}
+
+    def _quantized(self, name: str) -> bool:
+        """Whether a tensor holds the codes of a quantized matrix."""
+        base, _, end = name.rpartition(".")
+        return end == self._format.weight and f"{base}.{self._format.marker}" in self._where
+
+    def shapes(self) -> dict[str, list[int]]:
+        found = {}
+        for name, shape in self._file.shapes().items():
+            base, _, end = name.rpartition(".")
+            if self._quantized(name):
+                found[f"{base}.weight"] = self._format.shape(shape)
+            elif not name.endswith(_UNUSED) and not (
+                end in self._beside and f"{base}.{self._format.weight}" in self._where
+            ):
+                found[name] = shape
+        return found
+
+    def read(
+        self, names: Collection[str], whole: Collection[str]
+    ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
+        stored = {}
+        for name in names:
+            base, _, end = name.rpartition(".")
+            codes = f"{base}.{self._format.weight}"
+            stored[codes if end == "weight" and self._quantized(codes) else name] = name
+        beside = self._read_beside([name for name in stored if self._quantized(name)])
+        for own, start, tensor in self._file.read(stored, whole):
+            name = stored[own]
+            if not self._quantized(own):
+                yield name, start, tensor
+                continue
+            try:
+                yield name, 0, self._format.decode({self._format.weight: tensor, **beside.pop(own)})
+            except (ValueError, RuntimeError) as error:
+                raise ModelError(f"tensor {own} is not as {self._format.name} asks: {error}") from error
+
+    def _read_beside(self, codes: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """What lies beside these codes, by the ends of the names."""
+        wanted: dict[str, dict[str, tuple[str, str]]] = {}
+        for own in codes:
+            base = own.removesuffix(self._format.weight)
+            for end in self._beside:
+                file = self._where.get(base + end)
+                if file is not None:
+                    wanted.setdefault(str(file.path), {})[base + end] = own, end
+                elif end in self._format.needed:
+                    raise ModelError(f"{self.path.parent} lacks tensor {base}{end}")
+        found: dict[str, dict[str, torch.Tensor]] = {own: {} for own in codes}
+        for names in wanted.values():
+            file = self._where[next(iter(names))]
+            for name, _, tensor in file.read(names, ()):
+                own, end = names[name]
+                found[own][end] = tensor
+        return found
+
+    def sample(self, update: Callable[[bytes], None]) -> None:
+        self._file.sample(update)

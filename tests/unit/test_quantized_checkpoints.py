@@ -1,0 +1,145 @@
+"""Quantized checkpoints, in their published formats, against transformers on what they stand for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from random_checkpoints import Driver, largest_difference, random_prompts, save_checkpoint
+from safetensors.torch import load_file, save_file
+
+from baton.checkpoint import CheckpointError
+from baton.models.config import read_config
+from baton.models.loader import load_model
+from quantizers import Scheme, awq, compressed, fp8, fp8_blocks, gptq, write
+
+GROUPS = {"strategy": "group", "group_size": 32}
+SCHEMES: dict[str, Scheme] = {
+    "fp8-tensor-static": fp8(static=True, rows=False),
+    "fp8-rows-dynamic": fp8(static=False, rows=True),
+    "fp8-blocks": fp8_blocks((32, 32)),
+    "fp8-uneven-blocks": fp8_blocks((40, 48)),
+    "gptq": gptq(),
+    "gptq-asymmetric": gptq(symmetric=False),
+    "gptq-v2": gptq(symmetric=False, version="gptq_v2"),
+    "gptq-desc-act": gptq(desc_act=True, symmetric=False),
+    "gptq-8-bits-rows": gptq(8, -1),
+    "awq": awq(),
+    "ct-fp8-tensor": compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+    "ct-fp8-channel": compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "ct-fp8-blocks": compressed(
+        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[16, 32]
+    ),
+    "ct-int8-channel": compressed("int-quantized", num_bits=8, strategy="channel"),
+    "ct-int8-asymmetric": compressed("int-quantized", num_bits=8, strategy="channel", symmetric=False),
+    "ct-4-bits": compressed("pack-quantized", num_bits=4, **GROUPS),
+    "ct-4-bits-asymmetric": compressed("pack-quantized", num_bits=4, symmetric=False, **GROUPS),
+    "ct-8-bits-packed": compressed("pack-quantized", num_bits=8, **GROUPS),
+}
+
+
+def check(path, model, tolerance=1e-4):
+    driver = Driver(path)
+    (prompt,) = random_prompts(40)
+    track = driver.add(0, prompt, 8)
+    driver.step([driver.chunk(track, 40, sample=True)], [driver.init(track)])
+    for _ in range(4):
+        driver.step([driver.decode(track)])
+    driver.finish()
+    assert largest_difference(model, track) < tolerance
+    return driver
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_logits_equal_transformers_on_the_dequantized_weights(name, tmp_path):
+    model = save_checkpoint("qwen3-bias", tmp_path)
+    write(tmp_path, model, SCHEMES[name])
+    check(tmp_path, model)
+
+
+@pytest.mark.parametrize("variant", ["deepseek-v3", "qwen3-moe", "phi3", "gemma3", "mixtral"])
+def test_experts_latents_and_merged_projections(variant, tmp_path):
+    model = save_checkpoint(variant, tmp_path)
+    write(tmp_path, model, fp8_blocks((32, 32)))
+    check(tmp_path, model)
+
+
+def quantized(path, scheme):
+    write(path, save_checkpoint("llama-yarn", path), scheme)
+    return path
+
+
+def test_codes_without_scales_are_refused(tmp_path):
+    path = quantized(tmp_path, SCHEMES["fp8-rows-dynamic"])
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight_scale"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight is float8_e4m3fn"):
+        load_model(path)
+
+
+def test_a_missing_part_is_named(tmp_path):
+    path = quantized(tmp_path, SCHEMES["awq"])
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.scales"]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lacks tensor model\.layers\.1\.mlp\.up_proj\.scales"):
+        load_model(path)
+
+
+def test_tensors_that_do_not_fit_together_are_named(tmp_path):
+    path = quantized(tmp_path, SCHEMES["gptq"])
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.scales"
+    tensors[name] = tensors[name][:1].contiguous()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"q_proj\.qweight is not as 4 bits in groups of 32 \(gptq\)"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "by 'bitsandbytes'"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "'gptq' with 3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:x": {}}}, "different schemes"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "cannot be used"),
+        ({"quant_method": "mxfp4"}, "'mxfp4'"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"a": {}},
+            },
+            "'nvfp4-pack-quantized'",
+        ),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "cannot be used"),
+    ],
+)
+def test_other_schemes_are_refused_by_name(config, words, tmp_path):
+    save_checkpoint("llama-yarn", tmp_path)
+    (tmp_path / "model.safetensors").unlink()  # before anything is loaded
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "quantization_config": config}))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_transformers_code_does_not_serve_them(tmp_path):
+    path = quantized(tmp_path, SCHEMES["awq"])
+    with pytest.raises(CheckpointError, match="'awq' are served by Baton's own families only"):
+        read_config(path, implementation="transformers")
+
+
+def test_a_tensor_of_whole_numbers_is_refused(tmp_path):
+    save_checkpoint("llama-yarn", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is int8"):
+        load_model(tmp_path)
