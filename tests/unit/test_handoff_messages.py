@@ -262,14 +262,13 @@ def test_only_its_holder_ends_an_attempt():
 
 
 def test_a_prompt_that_waits_for_pages_costs_the_idle_lease_of_the_lowest_priority():
-    side = computed(max_leased_pages=8)
+    side = computed()
     names = {priority: complete(side, 2 + priority, priority=priority) for priority in (5, 0)}
     waiting = AttemptName(7, 99, 0, 0)
     side.start("holder", waiting, Request(waiting, PROMPT, SamplingParams()), True, 2.0)
-    side.outputs.clear()
+    side.outputs.clear()  # and no step takes it up
     for now, lost in (2.0, []), (3.9, []), (4.0, [names[0]]):  # the youngest of the lowest priority
         side.heartbeat("holder", now)
-        side.plan(now)
         side.tick(now)
         failed = [output for _, output in side.outputs if isinstance(output, PrefillFailed)]
         assert [(output.name, output.reason) for output in failed] == [(n, "LEASE_REVOKED") for n in lost]
