@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf_tokenizer import TEXTS, make_tokenizer
 from random_checkpoints import (
     GREEDY,
     VARIANTS,
@@ -20,8 +18,6 @@ from random_checkpoints import (
     random_prompts,
     save_checkpoint,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from baton import gguf_file
 from baton.checkpoint import CheckpointError, model_name, resolve
@@ -29,12 +25,11 @@ from baton.gguf_file import SUPPORTED, GgufFile
 from baton.layers.experts import Mixture
 from baton.layers.parameters import Parameters
 from baton.models.config import make_rope, read_config
+from baton.models.gguf import read_hf_config
 from baton.models.gguf_rope import rope_scaling
 from baton.models.loader import fingerprint, load_model, read_weights, weight_bytes
 from baton.models.mxfp4 import dequantize as mxfp4_dequantize
 from baton.models.registry import build
-from baton.tokenizer.conversation import Conversation
-from baton.tokenizer.gguf import read_tokenizer
 from baton.tokenizer.hf import load as load_tokenizer
 from gguf_models import write_gguf
 
@@ -225,109 +220,7 @@ def test_all_types_are_unpacked(tmp_path):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A byte-level BPE over words of Qwen's kind, with special tokens and a chat template."""
-    backend = Tokenizer(models.BPE())
-    from tokenizers import Regex, normalizers
-
-    from baton.tokenizer.gguf import _QWEN2
-
-    backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN2), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["a page of a prompt, and the tokens of the answer 2024"] * 4, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
-    fast.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    return fast
-
-
-TEXTS = [
-    "the tokens of a page",
-    "  two spaces\n\n\tand 2024's lines ",
-    "é日本 😀 naïve",
-    "<|im_start|>user<|im_end|>",
-]
-
-
-def test_the_tokenizer_and_chat_template_are_the_files(tokenizer, tmp_path):
-    reference = save_checkpoint("qwen3", tmp_path / "plain")
-    path = write_gguf(tmp_path / "model.gguf", reference, "F32", tokenizer, "qwen2")
-    tokenizer.save_pretrained(tmp_path / "plain")
-    ours, theirs = load_tokenizer(path), load_tokenizer(tmp_path / "plain")
-    assert ours.encode(TEXTS, True) == theirs.encode(TEXTS, True)
-    assert ours.chat and ours.context_length == theirs.context_length == 256
-    assert ours.eos_token_ids == (0, 2) == read_config(path).eos_token_ids
-    said = Conversation([{"role": "user", "content": "the <|im_end|> page"}])
-    pairs = [(each, each.render(said, True)) for each in (ours, theirs)]
-    assert pairs[0][1].text == pairs[1][1].text
-    assert pairs[0][0].encode_chats([pairs[0][1]], False) == pairs[1][0].encode_chats([pairs[1][1]], False)
-    assert ours.vocabulary.tokens == theirs.vocabulary.tokens
-    assert ours.vocabulary.special == theirs.vocabulary.special
-
-
-def test_the_tokenizer_needs_no_torch(tokenizer, tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", save_checkpoint("qwen3", tmp_path / "plain"), "F32", tokenizer)
-    script = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from baton.tokenizer.hf import load\n"
-        "print(load(Path(sys.argv[1])).encode(['a page'], True)[0])"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
-    )
-    assert json.loads(run.stdout) == tokenizer("a page")["input_ids"]
-
-
-@pytest.mark.parametrize(
-    ("pre", "words"),
-    [
-        ("gpt-2", ["It", "'s", "Ġ2024", "ĠHelloWorld"]),
-        ("smollm", ["It", "'s", "Ġ", "2", "0", "2", "4", "ĠHelloWorld"]),
-        ("llama-bpe", ["It", "'s", "Ġ", "202", "4", "ĠHelloWorld"]),
-        ("qwen2", ["It", "'s", "Ġ", "2", "0", "2", "4", "ĠHelloWorld"]),
-        ("tekken", ["It", "'s", "Ġ", "2", "0", "2", "4", "ĠHello", "World"]),
-    ],
-)
-def test_words_are_those_of_the_pre_tokenizer(pre, words, tokenizer, tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", save_checkpoint("qwen3", tmp_path / "p"), "F32", tokenizer, pre)
-    backend = read_tokenizer(GgufFile(path)).backend_tokenizer
-    assert [word for word, _ in backend.pre_tokenizer.pre_tokenize_str("It's 2024 HelloWorld")] == words
-
-
-@pytest.mark.parametrize(("prefix", "begin"), [(True, True), (False, False)])
-def test_sentence_piece(prefix, begin, tmp_path):
-    """By hand: the neighbours whose union has the highest score are joined first."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    words = {"▁": -1.0, "a": -2.0, "b": -3.0, "c": -4.0, "ab": -20.0, "bc": -10.0, "▁a": -15.0, "▁abc": -30.0}
-    writer = GGUFWriter(tmp_path / "spm.gguf", "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([*pieces, *words])
-    writer.add_token_scores([0.0] * len(pieces) + list(words.values()))
-    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(words))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_add_space_prefix(prefix)
-    if not begin:
-        writer.add_add_bos_token(False)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    tokenizer = read_tokenizer(GgufFile(tmp_path / "spm.gguf"))
-    start = [*(["<s>"] if begin else []), *(["▁abc"] if prefix else ["a", "bc"])]
-    tokens = tokenizer.convert_ids_to_tokens(tokenizer("abc aé</s>")["input_ids"])
-    assert tokens == [*start, "▁a", "<0xC3>", "<0xA9>", "</s>"]
-    assert tokenizer.decode(tokenizer("abc a")["input_ids"], skip_special_tokens=True) == "abc a"
+    return make_tokenizer()
 
 
 @pytest.fixture
@@ -476,3 +369,73 @@ def test_names(small, monkeypatch):
     assert model_name("smollm2") == "smollm2"
     with pytest.raises(CheckpointError, match=r"no config\.json; name one of its \.gguf files"):
         resolve(str(small.parent))
+
+
+@pytest.mark.parametrize(
+    ("variant", "key", "value", "words"),
+    [
+        ("deepseek-v3", "expert_gating_func", 1, "expert_weights_norm with softmax is not supported"),
+        ("deepseek-v3", "expert_gating_func", 3, "expert_gating_func 3 is not supported"),
+        ("glm4-moe", "expert_gating_func", 1, "expert_gating_func 1 is not supported"),
+        ("qwen3-moe", "leading_dense_block_count", 1, "leading_dense_block_count is not supported"),
+        ("qwen3", "attn_logit_softcapping", 30.0, "attn_logit_softcapping is not supported"),
+        ("gemma3", "final_logit_softcapping", 30.0, "final_logit_softcapping .* is not supported"),
+        (
+            "gemma3",
+            "attention.sliding_window_pattern",
+            [True],
+            "pattern has fewer entries than there are layers",
+        ),
+        ("llama-yarn", "rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor other than 1 is not supported"),
+        ("llama-yarn", "rope.scaling.type", "longrope", "lacks tensor rope_factors_long.weight"),
+        (
+            "llama-yarn",
+            "rope.scaling.type",
+            "magic",
+            "scaling 'magic' is not supported; supported are",
+        ),
+        ("qwen3", "attention.value_length", 8, "values of another size than keys are not supported"),
+    ],
+)
+def test_options_that_are_not_computed_are_refused(variant, key, value, words, tmp_path, monkeypatch):
+    make, overrides = VARIANTS[variant]
+    options = {"query_pre_attn_scalar": 32} if variant == "gemma3" else {}
+    variants = {variant: (make, {**overrides, **options})}
+    path = write_gguf(
+        tmp_path / "m.gguf", save_checkpoint(variant, tmp_path / "plain", variants=variants), "F16"
+    )
+    read_config(path)
+    file = GgufFile(path)
+    file.metadata[f"{file.metadata['general.architecture']}.{key}"] = value
+    monkeypatch.setattr("baton.models.config.GgufFile", lambda path: file)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        read_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_longrope_beyond_the_length_of_the_training(tmp_path):
+    make, overrides = VARIANTS["phi3-longrope"]
+    variants = {"phi3-longrope": (make, {**overrides, "original_max_position_embeddings": 64})}
+    reference = save_checkpoint("phi3-longrope", tmp_path / "plain", variants=variants)
+    path = write_gguf(tmp_path / "model.gguf", reference, "F16")
+    for length in (64, 65):
+        same_rope(read_config(path, length), read_config(tmp_path / "plain", length))
+    assert read_config(path, 64).variant != read_config(path, 65).variant
+
+
+def test_what_files_do_not_say(tmp_path, monkeypatch):
+    """Groups of experts in files older than the key, and the scale of Gemma 3 27B."""
+    reference = save_checkpoint("deepseek-v3", tmp_path / "deepseek")
+    file = GgufFile(write_gguf(tmp_path / "old.gguf", reference, "F16", old=True))
+    for count, groups in ((256, (8, 4)), (160, (8, 3)), (64, (1, 1))):
+        file.metadata["deepseek2.expert_count"] = count
+        hf = read_hf_config(file)
+        assert (hf.n_group, hf.topk_group) == groups
+    make, overrides = VARIANTS["gemma3"]
+    reference = save_checkpoint("gemma3", tmp_path / "gemma", variants={"gemma3": (make, overrides)})
+    file = GgufFile(write_gguf(tmp_path / "gemma.gguf", reference, "F16"))
+    assert read_hf_config(file).query_pre_attn_scalar == 32  # values of a head
+    file.metadata["gemma3.block_count"] = 62
+    del file.metadata["gemma3.attention.sliding_window_pattern"]
+    hf = read_hf_config(file)
+    assert hf.query_pre_attn_scalar == 16 and hf.layer_types[:7].count("full_attention") == 1

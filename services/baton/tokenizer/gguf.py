@@ -27,23 +27,50 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_SPLITS = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), _QWEN2),
-    "tekken": _TEKKEN,
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_CASED = (
+    r"(?:(?![\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\uab68\x{10570}-\x{105bc}"
+    r"\x{16e40}-\x{1df1e}])[\p{Lu}\p{Ll}\p{Lt}])"
+)
+"""Letters that DeepSeek's first models take for such."""
+_CJK = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_MARKS = r"[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]"
+_DEEPSEEK = (r"[\r\n]", rf"\s?{_CASED}+", rf"\s?{_MARKS}+", r"\s+$", _CJK, r"\p{N}")
+_SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), (_LLAMA3,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), (_QWEN2,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
+    "deepseek-v3": _DEEPSEEK3,
+    "deepseek-llm": _DEEPSEEK,
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+    "tekken": (_TEKKEN,),
 }
-"""tokenizer.ggml.pre: what words are."""
+"""tokenizer.ggml.pre: what words are; each expression splits what the ones before have left whole."""
 _GPT2 = ("gpt-2", "phi-2", "olmo", "mpt", "jais")
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 """As GPT-2's, and every digit by itself."""
-_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-"""A word that is a token becomes it, whatever the merges say; a text begins with the token for its beginning
-unless the file says otherwise."""
+_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
+"""A text begins with the token for its beginning unless the file says otherwise."""
+_WHOLE_WORDS = (*_BEGIN, "gpt-4o", "llama4")
+"""A word that is a token becomes it, whatever the merges say."""
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+"""Special tokens of Phi-3 after which spaces count."""
 
 
 def read_tokenizer(file: GgufFile) -> Any:
@@ -68,11 +95,16 @@ def read_tokenizer(file: GgufFile) -> Any:
         if 0 <= (id := file.value(f"tokenizer.ggml.{key}_token_id", int, -1)) < len(tokens)
     }
     _add_ends(tokenizer, vocabulary, named, file, begin)
-    for id, token in enumerate(tokens):
-        if types[id] == CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif types[id] == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    phi3 = kind == "llama" and file.metadata.get("general.architecture") == "phi3"
+    special, plain = [], []
+    for token, type in zip(tokens, types, strict=True):
+        strip = phi3 and token not in _NOT_STRIPPED
+        if type == CONTROL:
+            special.append(AddedToken(token, normalized=False, special=True, rstrip=strip))
+        elif type == USER_DEFINED:
+            plain.append(AddedToken(token, normalized=False, rstrip=strip))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         chat_template=file.value("tokenizer.chat_template", str, "") or None,
@@ -87,9 +119,9 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, 
     merges = [tuple(merge.split(" ", 1)) for merge in file.value("tokenizer.ggml.merges", list)]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS))
     if pre in _SPLITS:
-        split = pre_tokenizers.Split(Regex(_SPLITS[pre]), "isolated")
+        splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in _SPLITS[pre]]
         bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_of])
     elif pre in _GPT2:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif pre in _DIGITS:
@@ -101,10 +133,10 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> tuple[Tokenizer, 
             f"{file.path}: pre-tokenizer {pre!r} is not supported; "
             f"supported are {', '.join(sorted((*_SPLITS, *_GPT2, *_DIGITS)))}"
         )
-    if _SPLITS.get(pre) == _QWEN2:
+    if _SPLITS.get(pre) == (_QWEN2,):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer, pre in _WHOLE_WORDS
+    return tokenizer, pre in _BEGIN
 
 
 def _sentence_piece(file: GgufFile, vocabulary: dict[str, int], types: list[int]) -> Tokenizer:
