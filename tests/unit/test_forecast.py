@@ -104,15 +104,6 @@ def test_the_meter_takes_each_step_for_the_time_after_the_one_before():
     assert not stats._planned
 
 
-def test_a_step_that_takes_far_longer_than_usual_is_a_stall():
-    stats, decode = StepStats(token_budget=100), PlanRow(0, None, 5, (0,), (0,))
-    for number, seconds in enumerate([0.5, 0.5, 0.4, 20.0, 0.5]):
-        stats.planned(step(number, decode), 30.0 * number)
-        stats.ended(step(number, decode), 30.0 * number + seconds)
-    assert 10.0 < stats.stalled < 20.0
-    assert stats.step.value < 3.0, "one stall is no measure of the next step"
-
-
 def test_an_average_begins_with_its_first_value():
     average = MovingAverage(0.5)
     average.add(4.0)

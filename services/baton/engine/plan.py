@@ -51,7 +51,7 @@ class PlanRow:
     start: int
     """Position of the first input token."""
     pages: tuple[int, ...]
-    """Page table of the first KV group, long enough for start + count tokens; may be longer."""
+    """Page table, long enough for start + count tokens; may be longer."""
     sample: tuple[int, ...] = ()
     """Slots that each sample a next token from the last position's logits, with the parameters and seed they
     were initialized with. One for a decode row or a prompt's last chunk, n for n choices, none otherwise.
@@ -62,8 +62,6 @@ class PlanRow:
     prompt ends). The log-probability of each under its position's logits is wanted."""
     prompt_top: int = 0
     """How many most likely tokens to report beside each of them."""
-    more_pages: tuple[tuple[int, ...], ...] = ()
-    """Page tables of the further KV groups. GONE (-1) stands for pages that this row does not see."""
 
     @property
     def count(self) -> int:

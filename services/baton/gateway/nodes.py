@@ -48,7 +48,7 @@ class Nodes:
         self.decode: dict[str, DecodePeer] = {}
         self._router = router
         self._make_decode = make_decode
-        self._dial = dial
+        self.dial = dial
         self._tasks = Tasks()
         self._following: dict[str, asyncio.Task[None]] = {}
         etcd = Etcd.load(config)
@@ -106,7 +106,7 @@ class Nodes:
             self._forget(address)
 
     def _follow(self, address: str) -> None:
-        watch = CacheWatch(address, self._router, self._dial)
+        watch = CacheWatch(address, self._router, self.dial)
         self._following[address] = self._tasks.spawn(keep_connected(watch.connect), f"cache of {address}")
 
     def _forget(self, address: str) -> None:

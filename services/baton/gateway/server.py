@@ -14,6 +14,7 @@ from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_api import make_app
 from baton.gateway.inference import WRITE_SECONDS, InferenceServicer
+from baton.gateway.page.app import PageApp
 from baton.gateway.traces import TRACES, TracesServicer
 from baton.rpc.address import is_loopback, join_address
 from baton.rpc.bind import bind_http, host_and_port
@@ -85,6 +86,7 @@ class GatewayNode:
         if self._config.http_port is not None:
             self._http = self._make_http(self._config.http_port)
             self._http.start()
+            self._page.feed.start()
         self.gateway.start()
         if not await self.gateway.wait_until_usable(START_SECONDS):
             _log.warning("serving without all peers", missing="; ".join(self.gateway.missing()))
@@ -106,8 +108,9 @@ class GatewayNode:
             flag = "--shared-http"
             where = host_and_port(config.shared_http, flag)
             sockets.append(bind_http(*where, flag, shared=True, unread_seconds=unread_seconds))
-        app = make_app(self.gateway, self.authentication)
-        return HttpServer(app, sockets, tls, max_header_bytes=config.max_header_bytes)
+        api = make_app(self.gateway, self.authentication)
+        self._page = PageApp(api, self.gateway, self.authentication, self.address)
+        return HttpServer(self._page, sockets, tls, max_header_bytes=config.max_header_bytes)
 
     async def drain(self, seconds: float) -> int:
         return await self.gateway.drain(seconds)
@@ -115,6 +118,7 @@ class GatewayNode:
     async def stop(self) -> None:
         await self.gateway.stop()
         if self._http is not None:
+            await self._page.feed.close()
             await self._http.stop()
 
     def reload(self) -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
+import psutil
+
 from baton.rpc.errors import exhausted, invalid, unavailable
 from baton.v1 import node_pb2
 
@@ -38,6 +40,7 @@ class NodeWatches:
         self._info = info
         self._load = load
         self._page_map = page_map
+        self._process = psutil.Process()
         self._watchers = 0
         self._stopping = asyncio.Event()
 
@@ -54,7 +57,8 @@ class NodeWatches:
             raise exhausted(f"{self._watchers} watch this process already", "TOO_MANY_WATCHERS", 1000)
         self._watchers += 1
         try:
-            state = node_pb2.NodeState(load=self._load(), info=self._info())
+            state = self._state()
+            state.info.CopyFrom(self._info())
             known: node_pb2.PageMap | None = None
             while not self._stopping.is_set():
                 pages = await self._pages(request.max_cells)
@@ -63,10 +67,13 @@ class NodeWatches:
                     known = pages
                 yield state
                 await self._pause(interval)
-                state = node_pb2.NodeState(load=self._load())
+                state = self._state()
             raise unavailable("the process is stopping", "STOPPING")
         finally:
             self._watchers -= 1
+
+    def _state(self) -> node_pb2.NodeState:
+        return node_pb2.NodeState(load=self._load(), resident_bytes=self._process.memory_info().rss)
 
     async def _pages(self, max_cells: int) -> node_pb2.PageMap | None:
         if not max_cells or self._page_map is None:

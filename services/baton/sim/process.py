@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,9 @@ class Worker(Process, WorkerShell[C]):
         self.page_bytes = self.pool.page_bytes
         self.device = "cpu"
         self.runner = SimRunner(self.pool, config.max_rows, self._submit, self._check_write)
+        self.cache.observe(self)
+        self._namespaces: dict[int, str] = {}
+        """Of each cached page."""
         self.flights: list[Flight] = []
         """Launched and not yet retired."""
         self.retired = 0
@@ -183,6 +186,13 @@ class Worker(Process, WorkerShell[C]):
         self.core.node_failed("an error has escaped the core")
         self.ending()
 
+    def stored(self, after: int | None, namespace: str, key: bytes, pages: Sequence[int]) -> None:
+        self._namespaces.update(dict.fromkeys(pages, namespace))
+
+    def removed(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            del self._namespaces[page]
+
     def _turned(self, step: Step | None) -> None:
         if step is not None:
             self.retired = step.plan.number
@@ -228,12 +238,11 @@ class Worker(Process, WorkerShell[C]):
         if self.scheduler.reservations.total > self.cache.available:
             raise Violation(f"promises: {self.who} has promised more pages than it has")
         self.flights = [flight for flight in self.flights if flight.plan.number > self.retired]
-        namespaces = {page: namespace for namespace, page in self.cache.cached_pages()}
         for request in self.scheduler.requests.values():
             for sequence in request.sequences:
-                tables = sequence.holding.tables if sequence.holding is not None else []
-                cached = (page for table in tables for page in table if page in namespaces)
-                if any(namespaces[page] != request.namespace for page in cached):
+                held = sequence.holding
+                cached = held.pages[: held.shared] if held is not None else ()
+                if any(self._namespaces[page] != request.namespace for page in cached):
                     raise Violation(f"namespaces: {self.who} uses pages of another one for {request.key}")
         slots = self.scheduler.slots
         size = self.pool.page_size

@@ -1,0 +1,125 @@
+"""Follows every process of the deployment by Node.Watch, while somebody looks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import grpc
+import grpc.aio
+
+from baton.gateway.gateway import Gateway
+from baton.rpc.errors import BatonError, from_rpc_error, unavailable
+from baton.rpc.health import serves
+from baton.rpc.tasks import Tasks
+from baton.v1 import node_pb2, node_pb2_grpc
+
+INTERVAL_MS = 500
+SILENT_SECONDS = 1.5
+"""A process that sends nothing for this time is taken for lost. It sends every INTERVAL_MS."""
+RETRY_SECONDS = 0.5
+MAX_CELLS = 4096
+
+ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
+
+
+class Process:
+    """What is known of one process. `health`: connecting, serving, not serving, draining or unreachable."""
+
+    def __init__(self, role: str, address: str) -> None:
+        self.role = role
+        self.address = address
+        self.health = "connecting"
+        self.error = ""
+        self.info: node_pb2.NodeInfo | None = None
+        self.load: node_pb2.Load | None = None
+        self.resident_bytes = 0
+        self.pages: node_pb2.PageMap | None = None
+        self.pages_version = 0
+        """Grows with each new map."""
+
+    def heard(self, state: node_pb2.NodeState) -> None:
+        if state.HasField("info"):
+            self.info = state.info
+        if state.HasField("pages"):
+            self.pages = state.pages
+            self.pages_version += 1
+        self.load, self.resident_bytes = state.load, state.resident_bytes
+        self.health, self.error = health_of(state.load), ""
+
+    def lost(self, error: BatonError) -> None:
+        self.health, self.error = "unreachable", error.message
+        self.load = None
+        if self.pages is not None:
+            self.pages = None
+            self.pages_version += 1
+
+
+def health_of(load: node_pb2.Load) -> str:
+    if load.draining:
+        return "draining"
+    return "serving" if serves(load) else "not serving"
+
+
+class Processes:
+    """All processes that the gateway knows, itself left out. Used on one event loop."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._known: dict[tuple[str, str], Process] = {}
+        self._following: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._tasks = Tasks()
+
+    def __iter__(self) -> Iterator[Process]:
+        """By role, then in the order in which they became known."""
+        return iter(sorted(self._known.values(), key=lambda process: ORDER[process.role]))
+
+    def refresh(self) -> None:
+        """Follows processes that have joined, and forgets those that have left."""
+        nodes = self._gateway.nodes
+        wanted = [
+            *(("gateway", address) for address in self._gateway.config.siblings),
+            *(("tokenizer", address) for address in nodes.tokenizer.nodes),
+            *(("prefill", address) for address in nodes.prefill),
+            *(("decode", address) for address in nodes.decode),
+        ]
+        for key in self._known.keys() - set(wanted):
+            del self._known[key]
+            self._following.pop(key).cancel()
+        for key in wanted:
+            if key not in self._known:
+                process = self._known[key] = Process(*key)
+                name = f"page: {process.role} {process.address}"
+                self._following[key] = self._tasks.spawn(self._follow(process), name)
+
+    async def close(self) -> None:
+        """Follows none of them any more. Idempotent."""
+        self._known.clear()
+        self._following.clear()
+        await self._tasks.close()
+
+    async def _follow(self, process: Process) -> None:
+        while True:
+            try:
+                await self._watch(process)
+            except grpc.aio.AioRpcError as error:
+                process.lost(from_rpc_error(error))
+            except TimeoutError:
+                process.lost(unavailable(f"nothing heard for {SILENT_SECONDS:g} s"))
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def _watch(self, process: Process) -> None:
+        """One stream to its end. Raises AioRpcError or TimeoutError."""
+        async with self._gateway.nodes.dial(process.address) as channel:
+            request = node_pb2.WatchNodeRequest(interval_ms=INTERVAL_MS, max_cells=MAX_CELLS)
+            call = node_pb2_grpc.NodeStub(channel).Watch(request)
+            try:
+                while True:
+                    async with asyncio.timeout(SILENT_SECONDS):
+                        state = await call.read()
+                    if state is grpc.aio.EOF:
+                        process.lost(unavailable("it closed the stream"))
+                        return
+                    process.heard(state)
+            finally:
+                call.cancel()

@@ -1,0 +1,106 @@
+// The page: takes frames from the gateway and hands them to the parts.
+
+import { $, say } from "./dom.js";
+import { showFigures, redrawFigures } from "./figures.js";
+import { showProcesses } from "./processes.js";
+import { showPools, redrawPools } from "./pools.js";
+import { showReasons } from "./reasons.js";
+import { showRequests } from "./requests.js";
+import { showTry } from "./try.js";
+
+const LATE_SECONDS = 3;
+let heard = performance.now();
+
+function show(frame) {
+  say($("model"), frame.model ?? "");
+  document.title = frame.model ? `Baton · ${frame.model}` : "Baton";
+  showHealth(frame.processes);
+  showFirst(frame);
+  showFigures(frame);
+  showRequests(frame);
+  showProcesses(frame.processes);
+  showPools(frame);
+  showReasons(frame);
+  showTry(frame);
+  document.body.dataset.frames = String(Number(document.body.dataset.frames ?? 0) + 1);
+}
+
+function showHealth(processes) {
+  const wrong = processes.filter((each) => each.health !== "serving");
+  const health = $("health");
+  const words = wrong.map((each) => `${each.role} ${each.address} ${word(each.health)}`);
+  say(health, wrong.length ? words.join(", ") : `all ${processes.length} processes serve`);
+  const bad = wrong.some((each) => each.health === "unreachable" || each.health === "not serving");
+  health.className = `health ${wrong.length ? (bad ? "is-bad" : "is-warn") : "is-good"}`;
+}
+
+const word = (health) => ({ unreachable: "cannot be reached", "not serving": "does not serve" })[health] ?? `is ${health}`;
+
+function showFirst(frame) {
+  const { finished, failed, cancelled, running } = frame.totals;
+  $("first").hidden = finished + failed + cancelled + running > 0;
+  if ($("first").hidden || !frame.model) return;
+  const key = frame.needs_key ? " -H 'Authorization: Bearer API_KEY'" : "";
+  const body = JSON.stringify({ model: frame.model, prompt: "def main():", max_tokens: 32, stream: true });
+  const quoted = body.replaceAll("'", "'\\''");
+  say($("first-command"), `curl -N ${location.origin}/v1/completions${key} \\\n  -H 'Content-Type: application/json' -d '${quoted}'`);
+}
+
+$("first-copy").addEventListener("click", async (event) => {
+  try {
+    await navigator.clipboard.writeText($("first-command").textContent);
+    event.target.textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren($("first-command"));
+  }
+});
+
+// Theme: as the system's, dark or light.
+const system = matchMedia("(prefers-color-scheme: dark)");
+const themes = ["auto", "dark", "light"];
+let theme = themes.includes(localStorage.getItem("theme")) ? localStorage.getItem("theme") : "auto";
+
+function applyTheme() {
+  document.documentElement.dataset.theme = theme === "auto" ? (system.matches ? "dark" : "light") : theme;
+  say($("theme"), `Theme: ${theme}`);
+  redrawFigures();
+  redrawPools();
+}
+
+$("theme").addEventListener("click", () => {
+  theme = themes[(themes.indexOf(theme) + 1) % themes.length];
+  localStorage.setItem("theme", theme);
+  applyTheme();
+});
+system.addEventListener("change", applyTheme);
+applyTheme();
+
+// The stream. The browser opens it again by itself, unless the gateway has refused it.
+function lost(text) {
+  $("lost").hidden = !text;
+  say($("lost"), text);
+}
+
+function connect() {
+  const source = new EventSource("/page/events");
+  source.onmessage = (event) => {
+    heard = performance.now();
+    lost("");
+    show(JSON.parse(event.data));
+  };
+  source.addEventListener("refused", (event) => {
+    source.close();
+    lost(`${event.data}. Reload the page to try again.`);
+  });
+  source.onerror = () => {
+    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
+  };
+}
+
+setInterval(() => {
+  const silent = (performance.now() - heard) / 1000;
+  if (silent > LATE_SECONDS && !document.hidden) {
+    lost(`The gateway has sent nothing for ${Math.round(silent)} s. What is shown is old; trying again.`);
+  }
+}, 1000);
+connect();
