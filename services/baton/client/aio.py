@@ -89,7 +89,7 @@ class AsyncClient:
             await call.write(start)
             await call.done_writing()
 
-        return AsyncStream(call.read, Collector("0", options.get("n") or 1), begin, call.cancel, call.let_end)
+        return AsyncStream(call.read, Collector("0", options), begin, call.cancel, call.let_end)
 
     def session(self) -> AsyncSession:
         """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""
@@ -204,7 +204,7 @@ class AsyncSession:
     def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> AsyncStream:
         """The next turn, piece by piece. A turn that is closed before its end leaves no trace."""
         id = f"turn-{next(self._turns)}"
-        collector = Collector(id, options.get("n") or 1)
+        collector = Collector(id, options)
         start = make_start(id, prompt, options, session="session")
 
         async def begin() -> None:

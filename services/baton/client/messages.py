@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields
 
+from baton.client.grammars import format_message, grammar_message
 from baton.client.types import (
     Arguments,
     Choice,
@@ -41,8 +42,10 @@ def make_start(
     if sum(each is not None for each in (prompt, messages, token_ids)) != 1:
         raise invalid("prompt", "give one of prompt, messages and token_ids")
     for name, value in options.items():
-        if name not in ("messages", "token_ids"):
+        if name not in ("messages", "token_ids") and value is not None:
             _set(start, name, value)
+    if options.get("grammar") is not None and options.get("response_format") is not None:
+        raise invalid("response_format", "give grammar or response_format, not both")
     try:
         if prompt is not None:
             start.text = prompt
@@ -58,13 +61,13 @@ def make_start(
 
 
 def _set(start: inference_pb2.GenerateStart, name: str, value: object) -> None:
-    if value is None:
-        return
     try:
         if name == "timeout":
             start.timeout_ms = max(1, int(float(value) * 1000))  # type: ignore[arg-type]
         elif name in _START:
             setattr(start, name, value)
+        elif name == "response_format":
+            start.sampling.grammar.CopyFrom(format_message(value))  # type: ignore[arg-type]
         elif name not in _SAMPLING:
             raise invalid(name, f"unknown option {name!r}")
         elif name == "stop":
@@ -73,6 +76,8 @@ def _set(start: inference_pb2.GenerateStart, name: str, value: object) -> None:
             start.sampling.stop_token_ids.extend(value)  # type: ignore[arg-type]
         elif name == "logit_bias":
             start.sampling.logit_bias.update(value)  # type: ignore[call-overload]
+        elif name == "grammar":
+            start.sampling.grammar.CopyFrom(grammar_message(value))  # type: ignore[arg-type]
         else:
             setattr(start.sampling, name, value)
     except (TypeError, ValueError, OverflowError) as error:
@@ -94,10 +99,13 @@ class Collector:
     id: the request's. message: which of the client's messages on its stream started it, counted from 0.
     """
 
-    def __init__(self, id: str, n: int, message: int = 0) -> None:
+    def __init__(self, id: str, options: Options, message: int = 0) -> None:
         self.id = id
         self.message = message
-        self.completion = Completion(choices=[Choice() for _ in range(n)])
+        self.completion = Completion(
+            choices=[Choice() for _ in range(options.get("n") or 1)],
+            response_format=options.get("response_format"),
+        )
         self.ended = False
 
     def add(self, event: inference_pb2.GenerateResponse) -> Delta | None:

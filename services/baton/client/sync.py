@@ -72,7 +72,7 @@ class Client:
         """The same, piece by piece. Closing the stream before its end cancels the request."""
         start = make_start("0", prompt, options)
         call = self._stub.Generate(iter([start]), timeout=call_timeout(options), metadata=self._metadata)
-        return Stream(call, Collector("0", options.get("n") or 1), call.cancel)
+        return Stream(call, Collector("0", options), call.cancel)
 
     def session(self) -> Session:
         """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""
@@ -165,7 +165,7 @@ class Session:
         """The next turn, piece by piece. A turn that is closed before its end leaves no trace."""
         id = f"turn-{next(self._turns)}"
         number = self._put(make_start(id, prompt, options, session="session"))
-        collector = Collector(id, options.get("n") or 1, number)
+        collector = Collector(id, options, number)
         return Stream(self._call, collector, lambda: self._put(make_cancel(id)))
 
     def _put(self, message: inference_pb2.GenerateRequest) -> int:

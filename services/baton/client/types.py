@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 
@@ -16,6 +17,32 @@ class Message(TypedDict):
 
     role: str
     content: str
+
+
+class Grammar(TypedDict, total=False):
+    """What an answer must be: one of these. See baton.v1.Grammar."""
+
+    json_schema: Mapping[str, Any] | str
+    """A JSON Schema, or its text."""
+    json_object: Literal[True]
+    """Any JSON object."""
+    regex: str
+    lark: str
+    choice: Sequence[str]
+    """One of these strings."""
+
+
+class Schema(Protocol):
+    """A class such as pydantic's models, as far as it is used here."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Any: ...
+
+
+ResponseFormat = type[Schema] | Mapping[str, Any]
 
 
 class Options(TypedDict, total=False):
@@ -39,6 +66,9 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int
     prompt_logprobs: int
+    grammar: Grammar
+    response_format: ResponseFormat
+    """The answer is JSON: a pydantic model's (`Completion.parsed` is its instance), or that of a schema."""
     timeout: float
     """Seconds; the request then fails with DEADLINE_EXCEEDED."""
     priority: int
@@ -139,10 +169,21 @@ class Completion:
     """None until the request has finished; the same holds for stats."""
     stats: Stats | None = None
 
+    response_format: ResponseFormat | None = None
+    """That of the request."""
+
     @property
     def text(self) -> str:
         """Of the first choice."""
         return self.choices[0].text
+
+    @property
+    def parsed(self) -> Any:
+        """The first choice as an instance of the request's pydantic model, else as Python's values of its
+        JSON. Raises ValueError if it is not whole, such as after finish reason "length"."""
+        if self.response_format is None or isinstance(self.response_format, Mapping):
+            return json.loads(self.text)
+        return self.response_format.model_validate_json(self.text)
 
     @property
     def token_ids(self) -> list[int]:

@@ -34,6 +34,7 @@ from baton.engine.request import (
 )
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.engine.step_stats import StepStats
+from baton.grammar.base import Grammar, GrammarError
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import AttemptName, DecodeEffect, HandoffNames, PrefillOutput, ReleaseLease
 from baton.kvcache import KvCache
@@ -159,6 +160,17 @@ class DecodeCore:
         self.counters.prompt_tokens += len(request.prompt)
         for address in candidates:
             self.peers.setdefault(address, Peer(up=False, since=now))
+
+    def compiled(self, key: Key, request: Request, outcome: Grammar | GrammarError) -> None:
+        """Its grammar, or why there is none. The request may have ended meanwhile."""
+        state = self.unfinished.get(key)
+        if state is None or state.request is not request:
+            return
+        if isinstance(outcome, GrammarError):
+            field = "sampling.grammar"
+            self._fail(state, "INVALID_ARGUMENT", "INVALID_GRAMMAR", f"{field}: {outcome}", field)
+        else:
+            request.grammar = outcome
 
     def cancel(self, key: Key, now: float) -> None:
         """An unknown name has ended: its terminal event is under way to the caller."""
@@ -313,6 +325,8 @@ class DecodeCore:
         connecting = False
         for address in state.candidates[state.tried :]:
             peer = self.peers[address]
+            if peer.up and state.request.grammar is not None and not peer.grammars:
+                continue
             if peer.up and address not in self.handoffs.overdue:
                 state.address = self._routes[leader] = address
                 return Route.REMOTE

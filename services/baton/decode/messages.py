@@ -18,7 +18,7 @@ from baton.handoff.messages import (
 from baton.rpc.errors import from_status
 from baton.rpc.validate import check_token_ids
 from baton.v1 import common_pb2, prefill_pb2
-from baton.worker.convert import logprobs_from, name_from, name_to, prompt_logprobs_from
+from baton.worker.convert import grammar_to, logprobs_from, name_from, name_to, prompt_logprobs_from
 
 
 def request_for(effect: object, ahead: bool) -> prefill_pb2.PrefillRequest:
@@ -69,7 +69,9 @@ def sampling_to(params: SamplingParams) -> common_pb2.SamplingParams:
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
         stop_token_ids=sorted(params.stop_token_ids),
-        ignore_eos=True,
+        # Refused beside a grammar; the model's own are among the stop tokens then as well.
+        ignore_eos=params.grammar is None,
+        grammar=grammar_to(params.grammar) if params.grammar is not None else None,
     )
     if params.logprobs is not None:
         message.logprobs = params.logprobs

@@ -225,7 +225,13 @@ class PrefillPeer:
             grace = welcome.lease_grace_ms / 1000
             self._node.steps.call(lambda core, now: core.handoffs.shorten_beat(grace))
         shares_gpu = share_gpu(self._node.endpoints(), welcome.endpoints)
-        peer = Peer(up=True, since=self._node.clock(), transport=receiver.kind, shares_gpu=shares_gpu)
+        peer = Peer(
+            up=True,
+            since=self._node.clock(),
+            transport=receiver.kind,
+            shares_gpu=shares_gpu,
+            grammars=welcome.grammars,
+        )
         self._changed(peer, "")
 
     def received(self, response: prefill_pb2.PrefillResponse) -> None:

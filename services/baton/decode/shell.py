@@ -158,6 +158,11 @@ class DecodeShell(WorkerShell[DecodeCore]):
         attempt, gateway = start.attempt, caller.incarnation
         local = start.local_prefill_tokens if start.HasField("local_prefill_tokens") else None
         self.steps.call(lambda core, now: core.start(key, gateway, attempt, request, candidates, now, local))
+        if params.grammar is not None:
+            self.compile_grammar(
+                params.grammar,
+                lambda outcome: self.steps.call(lambda core, now: core.compiled(key, request, outcome)),
+            )
 
     # --- its state --------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ class Peer:
     transport: str = ""
     shares_gpu: bool = False
     """Whether it runs on this node's GPU."""
+    grammars: bool = False
+    """Whether it can constrain output."""
 
 
 @dataclass(slots=True, eq=False)

@@ -106,6 +106,7 @@ class StepBuilder:
             prompt=request.prompt if request.params.penalized else (),
             output=tuple(sequence.tokens[len(request.prompt) :]),
             last_token=last_token,
+            grammar=request.grammar,
         )
         self._inits.append(init)
 

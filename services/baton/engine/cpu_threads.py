@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from baton.engine.grammar_masks import MaskStats
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan, StepResult
 from baton.engine.sampling import SamplingParams
 
@@ -40,6 +41,10 @@ class TunedRunner:
         self.small_steps = {tokens: self._measure(min(rows, self.max_slots)) for tokens, rows in SIZES}
         """Most tokens of a step, ascending -> threads."""
         torch.set_num_threads(self.threads)
+
+    @property
+    def mask_stats(self) -> MaskStats:
+        return getattr(self._runner, "mask_stats", MaskStats())
 
     def launch(self, plan: StepPlan) -> Any:
         tokens = plan.num_tokens

@@ -1,13 +1,15 @@
 """Executes step plans on an NVIDIA GPU: fused kernels, paged attention, CUDA graphs for decode steps.
 
-Nothing in `launch` waits for the device. Sampled token ids, page tables and all results stay on the device. A
-step of decode rows needs one copy to the device (two when page tables or last tokens change) and one copy
-back, whose event `read` waits for.
+Nothing in `launch` waits for the device. Sampled token ids, page tables and all results stay on the device.
+The mask of a row with a grammar depends on the token before it: where the step before has not been read,
+`launch` leaves the sampling to `read` of that step, while the device runs the forward pass. A step of decode
+rows needs one copy to the device (two when page tables or last tokens change) and one copy back, whose event
+`read` waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +20,7 @@ from baton.attention.paged import HostRows, PagedAttention, PagedRows
 from baton.engine.cuda_graphs import ChunkGraphs, ChunkInputs, DecodeGraphs, Inputs, Progress, batch_sizes
 from baton.engine.cuda_sampler import CudaSampler, logprobs_to_host, prompt_logprobs
 from baton.engine.device_batch import Changes, DeviceSlots, Ints, Ragged
+from baton.engine.grammar_masks import Masks, MaskStats
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Samples, TokenLogprobs, row_results
 from baton.kvcache.pool import KvPool
@@ -40,6 +43,12 @@ class CudaFlight:
     samples: Samples | None = None
     """Samples whose log-probabilities are needed too."""
     prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    masks: Masks | None = None
+    """Of its rows with a grammar, whose matchers learn their tokens when it is read."""
+    late: Callable[[], None] | None = None
+    """Enqueues its sampling, once the step before it has been read. None: it is enqueued."""
+    failed: Exception | None = None
+    """Why it could not be."""
 
 
 class CudaRunner:
@@ -83,6 +92,8 @@ class CudaRunner:
         self._singles: PagedAttention = decode_attention(pool, model.config.num_heads)
         self._choose = sample
         self._sampler = CudaSampler(max_slots, self.vocab_size, self._device)
+        self._late: CudaFlight | None = None
+        """The last launched step, if its sampling is not enqueued yet."""
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
         if graphs and self._singles.graphs:
@@ -98,6 +109,10 @@ class CudaRunner:
                     )
 
     # --- a step -----------------------------------------------------------------------------------------
+
+    @property
+    def mask_stats(self) -> MaskStats:
+        return self._sampler.grammars.stats
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> CudaFlight:
@@ -116,7 +131,10 @@ class CudaRunner:
             except BaseException:
                 self._slots.forget()
                 raise
-        flight.done.record()
+        if flight.late is None:
+            flight.done.record()
+        else:
+            self._late = flight
         return flight
 
     @torch.inference_mode()
@@ -132,10 +150,15 @@ class CudaRunner:
         torch.cuda.Event().record()  # type: ignore[no-untyped-call]
 
     def done(self, flight: CudaFlight) -> bool:
-        return bool(flight.done.query())  # type: ignore[no-untyped-call]
+        return flight.late is None and bool(flight.done.query())  # type: ignore[no-untyped-call]
 
+    @torch.inference_mode()
     def read(self, flight: CudaFlight) -> StepResult:
         """Waits for the step and returns its tokens."""
+        if flight.late is not None:
+            raise RuntimeError("the step before it failed")
+        if flight.failed is not None:
+            raise flight.failed
         flight.done.synchronize()
         tokens: list[int] = []
         finite: list[bool] = []
@@ -143,11 +166,28 @@ class CudaRunner:
             result = flight.result.numpy()
             tokens = result[:, 0].tolist()
             finite = np.isfinite(result[:, 1].view(np.float32)).tolist()
+        if flight.masks is not None:
+            flight.masks.sampled(tokens[row] for row in flight.masks.rows)
+        self._sample_late()
         logprobs: dict[int, Logprobs] = {}
         samples = flight.samples
         if samples is not None and samples.logprobs is not None:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
-        return StepResult(flight.number, row_results(flight.rows, tokens, finite, logprobs, flight.prompts))
+        errors = flight.masks.errors if flight.masks is not None else {}
+        rows = row_results(flight.rows, tokens, finite, logprobs, flight.prompts, errors)
+        return StepResult(flight.number, rows)
+
+    def _sample_late(self) -> None:
+        """Enqueues the sampling that waited for the tokens now read."""
+        flight, self._late = self._late, None
+        if flight is None or flight.late is None:
+            return
+        try:
+            flight.late()
+            flight.done.record()
+        except Exception as error:
+            flight.failed = error
+        flight.late = None
 
     def _init_slots(self, plan: StepPlan) -> Fresh:
         fresh: Fresh = {}
@@ -301,7 +341,26 @@ class CudaRunner:
     # --- what takes more than a temperature -------------------------------------------------------------
 
     def _sample(self, logits: torch.Tensor, slots: Ints, positions: Ints, flight: CudaFlight) -> None:
-        result, samples = self._sampler.sample(logits, slots, positions, self._slots.last_token)
+        """Enqueues the sampling, or leaves it to `flight.late`."""
+        grammars, own = self._sampler.grammars, slots.tolist()
+        rows = grammars.constrained(own)
+
+        def sample() -> None:
+            if rows:
+                flight.masks = grammars.wait(self._sampler.begin_masks(own, rows))
+            self._enqueue_sampling(logits, slots, positions, flight)
+
+        if grammars.ready(own, rows):
+            sample()
+        else:
+            flight.late = sample
+
+    def _enqueue_sampling(
+        self, logits: torch.Tensor, slots: Ints, positions: Ints, flight: CudaFlight
+    ) -> None:
+        result, samples = self._sampler.sample(logits, slots, positions, self._slots.last_token, flight.masks)
+        if flight.masks is not None:
+            flight.masks.launched()
         flight.result = to_host(result)
         if samples.logprobs is not None:
             samples.logprobs = logprobs_to_host(samples.logprobs)

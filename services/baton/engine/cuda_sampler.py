@@ -7,15 +7,17 @@ kept by one and dropped by the other, and noise may differ in its last bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.engine.grammar_masks import GrammarMasks, Masks
 from baton.engine.plan import PlanRow, SlotInit
-from baton.engine.sampler import Samples, Slots, TokenLogprobs, token_logprobs
+from baton.engine.sampler import Samples, Slots, TokenLogprobs, forbidden_ends, token_logprobs
 from baton.engine.sampler_ops import row_keys
 from baton.engine.sampler_state import SlotStates
 from baton.layers.transfer import Upload, to_device, to_host
@@ -29,7 +31,7 @@ class Edits:
     """Changes to rows' logits before sampling, besides penalties."""
 
     rows: Ints
-    """Rows that change, penalized ones included."""
+    """Rows that change, penalized and masked ones included."""
     places: npt.NDArray[np.int32]
     """For every row: its index in `rows`, or -1."""
     at: Ints
@@ -38,10 +40,13 @@ class Edits:
     """Added to them: a bias, or -inf for tokens that min_tokens forbids."""
 
 
-def edits(states: SlotStates, slots: Slots) -> Edits:
-    """Of the sampled slots, in their order."""
+def edits(states: SlotStates, slots: Slots, masked: Sequence[int] = ()) -> Edits:
+    """Of the sampled slots, in their order. In the rows `masked`, masks say what min_tokens forbids."""
     waiting = states.output_length[slots] < states.min_tokens[slots]
-    rows = (states.penalized[slots] | states.biased[slots] | waiting).nonzero()[0]
+    constrained = np.zeros(len(slots), np.bool_)
+    constrained[list(masked)] = True
+    waiting &= ~constrained
+    rows = (states.penalized[slots] | states.biased[slots] | waiting | constrained).nonzero()[0]
     places = np.full(len(slots), -1, np.int32)
     places[rows] = np.arange(len(rows))
     at: list[int] = []
@@ -62,9 +67,15 @@ class CudaSampler:
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._states = SlotStates(max_slots, vocab_size, device)
+        self.grammars = GrammarMasks(vocab_size)
 
     def init(self, init: SlotInit) -> None:
         self._states.init(init)
+        self.grammars.init(init)
+
+    def begin_masks(self, slots: Sequence[int], rows: list[int]) -> Future[Masks]:
+        """Begins to compute the masks of the slots at `rows`, for `sample` of the same slots."""
+        return self.grammars.begin(slots, rows, forbidden_ends(self._states, slots, rows))
 
     def simple(self, slots: Slots, positions: Ints) -> tuple[Floats, Ints] | None:
         """Temperatures (0: greedy) and generator states [slots] if these are all that the slots' sampling
@@ -76,18 +87,24 @@ class CudaSampler:
         return states.temperature[slots], row_keys(states.seed[slots], positions.astype(np.uint64))
 
     def sample(
-        self, logits: torch.Tensor, slots: Slots, positions: Ints, last_token: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        slots: Slots,
+        positions: Ints,
+        last_token: torch.Tensor,
+        masks: Masks | None = None,
     ) -> tuple[torch.Tensor, Samples]:
         """Chooses a token for each slot, into `last_token` (int32) at the slot; none occurs twice.
 
-        logits: [slots, vocab], unmodified; positions [slots]: that of the token being sampled. Yields int32
-        [slots, 2], the token and the bits of the largest logit, and the samples.
+        logits: [slots, vocab], unmodified; positions [slots]: that of the token being sampled; masks: of the
+        slots that have a grammar. Yields int32 [slots, 2], the token and the bits of the largest logit, and
+        the samples.
         """
         from baton.layers.kernels.penalties import penalize
         from baton.layers.kernels.sampling import Special, sample
 
         states = self._states
-        change = edits(states, slots)
+        change = edits(states, slots, masks.rows if masks is not None else ())
         own = slots[change.rows]
         penalized = states.penalized[slots]
         top_k, top_p = states.top_k[slots], states.top_p[slots]
@@ -133,6 +150,12 @@ class CudaSampler:
             changed = penalize(logits, rows, counted, counts, states.prompt, repetition, presence, frequency)
             if len(change.at):
                 changed.view(-1).index_add_(0, at, added)
+            if masks is not None:
+                masked = to_device(change.places[masks.rows].astype(np.int64), self._device)
+                forbidden = ~masks.allowed(states.vocab_size, self._device)
+                changed.index_copy_(
+                    0, masked, changed.index_select(0, masked).masked_fill_(forbidden, -torch.inf)
+                )
         result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
         special = Special(
             changed=changed,

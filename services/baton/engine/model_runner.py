@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from baton.attention.base import AttentionBackend, AttentionRow
+from baton.engine.grammar_masks import Masks, MaskStats
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Sampler, Samples, TokenLogprobs, row_results, token_logprobs
 from baton.kvcache.pool import KvPool
@@ -55,6 +57,10 @@ class ModelRunner:
         self._sampler = Sampler(max_slots, self.vocab_size, self._device)
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
 
+    @property
+    def mask_stats(self) -> MaskStats:
+        return self._sampler.grammars.stats
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight:
         """Enqueues the step; on a CPU, computes it."""
@@ -69,8 +75,10 @@ class ModelRunner:
         # Rows of one token first, so that each backend sees consecutive tokens.
         order = sorted(range(len(plan.rows)), key=lambda i: plan.rows[i].count > 1)
         rows = [plan.rows[i] for i in order]
+        # Masks are computed while the forward pass runs.
+        masks = self._sampler.begin_masks([slot for row in plan.rows for slot in row.sample])
         hidden, ends = self._forward(rows)
-        samples = self._sample(plan.rows, hidden, dict(zip(order, ends, strict=True)))
+        samples = self._sample(plan.rows, hidden, dict(zip(order, ends, strict=True)), masks)
         prompts = {
             i: self._prompt_logprobs(row, hidden[end - row.count : end])
             for i, row, end in zip(order, rows, ends, strict=True)
@@ -122,7 +130,13 @@ class ModelRunner:
         batch = ForwardBatch(ids, torch.tensor(positions, device=self._device), attend)
         return self._model.forward(batch), ends
 
-    def _sample(self, rows: Sequence[PlanRow], hidden: torch.Tensor, ends: dict[int, int]) -> Samples | None:
+    def _sample(
+        self,
+        rows: Sequence[PlanRow],
+        hidden: torch.Tensor,
+        ends: dict[int, int],
+        masks: Future[Masks] | None,
+    ) -> Samples | None:
         slots: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -133,7 +147,7 @@ class ModelRunner:
         if not slots:
             return None
         logits = self._model.logits(hidden[torch.tensor(last, device=self._device)])
-        samples = self._sampler.sample(logits, np.array(slots), np.array(positions))
+        samples = self._sampler.sample(logits, np.array(slots), np.array(positions), masks)
         self._last_token[torch.tensor(slots, device=self._device)] = samples.tokens
         return samples
 
@@ -160,4 +174,6 @@ class ModelRunner:
         logprobs: dict[int, Logprobs] = {}
         if samples is not None and samples.logprobs is not None:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
-        return StepResult(flight.number, row_results(flight.rows, tokens, finite, logprobs, flight.prompts))
+        errors = {} if samples is None else samples.errors
+        rows = row_results(flight.rows, tokens, finite, logprobs, flight.prompts, errors)
+        return StepResult(flight.number, rows)

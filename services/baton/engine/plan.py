@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from baton.engine.sampling import SamplingParams
+from baton.grammar.base import Grammar
 from baton.stepcost import StepLoad, chunk_pairs
 
 
@@ -35,6 +36,8 @@ class SlotInit:
     """Tokens sampled so far; likewise."""
     last_token: int | None = None
     """The slot's last token, if the next row reads it from the slot."""
+    grammar: Grammar | None = None
+    """params.grammar, compiled. The only part that is no plain data: to be serialized as params.grammar."""
 
 
 @dataclass(slots=True)
@@ -115,6 +118,8 @@ class RowResult:
     prompt_logprobs: tuple[Logprobs, ...] = ()
     error: str | None = None
     """Why the row has no tokens, e.g. logits that are not numbers."""
+    reason: str = "BAD_LOGITS"
+    """Its machine-readable form."""
     logprobs: tuple[Logprobs | None, ...] = ()
     """Of each token under the unmodified logits, where params.logprobs is not None; empty: of none."""
 

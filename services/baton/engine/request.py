@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from baton.engine.plan import Logprobs
 from baton.engine.sampling import SamplingParams
+from baton.grammar.base import Grammar
 from baton.kvcache import Holding
 from baton.tracing.recorder import Kind
 
@@ -121,6 +122,8 @@ class Request:
     """Prompt tokens found in the prefix tree; None until admission."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     retractions: int = 0
+    grammar: Grammar | None = None
+    """params.grammar, compiled; until then the request is not admitted."""
     paused: bool = False
     """Its running sequences get no rows."""
     failed_steps: int = 0
@@ -132,6 +135,10 @@ class Request:
             sequence = Sequence(self, index, [*self.prompt, *(output or ())])
             sequence.phase = Phase.WAITING if output is not None else Phase.ENDED
             self.sequences.append(sequence)
+
+    @property
+    def awaits_grammar(self) -> bool:
+        return self.grammar is None and self.params.grammar is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -1,20 +1,23 @@
 """Chooses next tokens for all sampled slots of a step at once.
 
-Order, as in Hugging Face transformers and vLLM: repetition, frequency and presence penalties, logit bias and
-min_tokens (stop tokens are forbidden) change the logits; greedy sequences take the maximum of these; the
-others divide by the temperature, then top-k, top-p and min-p restrict, then a token is drawn. Tokens that tie
-with the last one that top-k or top-p keep are kept too. Log-probabilities are of the unmodified logits.
+Order, as in Hugging Face transformers and vLLM: repetition, frequency and presence penalties, logit bias,
+min_tokens (stop tokens are forbidden) and grammars change the logits; greedy sequences take the maximum of
+these; the others divide by the temperature, then top-k, top-p and min-p restrict, then a token is drawn.
+Tokens that tie with the last one that top-k or top-p keep are kept too. Log-probabilities are of the
+unmodified logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.engine.grammar_masks import GrammarMasks, Masks
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit
 from baton.engine.sampler_ops import draw, penalize, row_keys, thresholds
 from baton.engine.sampler_state import SlotStates
@@ -67,6 +70,8 @@ class Samples:
     """Indices of the slots that want log-probabilities."""
     logprobs: TokenLogprobs | None = None
     wanted: tuple[int, ...] = ()
+    errors: dict[int, str] = field(default_factory=dict)
+    """Slots whose grammar could not be followed, and why; their tokens mean nothing."""
 
 
 class Sampler:
@@ -75,27 +80,54 @@ class Sampler:
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._states = SlotStates(max_slots, vocab_size, device)
+        self.grammars = GrammarMasks(vocab_size)
 
     def init(self, init: SlotInit) -> None:
         self._states.init(init)
+        self.grammars.init(init)
 
-    def sample(self, logits: torch.Tensor, slots: Slots, positions: npt.NDArray[np.int64]) -> Samples:
+    def begin_masks(self, slots: Sequence[int]) -> Future[Masks] | None:
+        """Begins to compute the masks for `sample` of the same slots; None: no slot has a grammar."""
+        rows = self.grammars.constrained(slots)
+        if not rows:
+            return None
+        return self.grammars.begin(slots, rows, forbidden_ends(self._states, slots, rows))
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: Slots,
+        positions: npt.NDArray[np.int64],
+        pending: Future[Masks] | None = None,
+    ) -> Samples:
         """Chooses a token for each slot.
 
-        logits: float32 [slots, vocab], unmodified; positions [slots]: that of the token being sampled.
+        logits: float32 [slots, vocab], unmodified; positions [slots]: that of the token being sampled;
+        pending: of `begin_masks`.
         """
         states = self._states
+        masks = self.grammars.wait(pending) if pending is not None else None
         peaks, tokens = logits.max(-1)
         waiting = states.output_length[slots] < states.min_tokens[slots]
         special = (~states.plain[slots] | waiting).nonzero()[0]
         result = Samples(tokens, peaks, [])
         if special.size:
-            self._special(logits, slots, positions, special, result)
+            self._special(logits, slots, positions, special, result, masks)
         states.advance(slots, result.tokens)
+        if masks is not None:
+            result.errors = masks.errors
+            masks.launched()
+            masks.sampled(result.tokens[self._to_device(np.array(masks.rows))].tolist())
         return result
 
     def _special(
-        self, logits: torch.Tensor, slots: Slots, positions: Slots, special: Slots, result: Samples
+        self,
+        logits: torch.Tensor,
+        slots: Slots,
+        positions: Slots,
+        special: Slots,
+        result: Samples,
+        masks: Masks | None,
     ) -> None:
         """Samples the entries `special` of `slots`, which are not plain greedy."""
         states = self._states
@@ -103,7 +135,12 @@ class Sampler:
         where = self._to_device(special)
         raw = logits if every else logits[where]
         own = slots[special]
-        changed = self._modify(raw, own)
+        masked = np.searchsorted(special, masks.rows) if masks is not None else np.zeros(0, np.int64)
+        changed = self._modify(raw, own, masked)
+        if masks is not None:
+            at = self._to_device(masked)
+            allowed = masks.allowed(states.vocab_size, self._device)
+            changed[at] = changed[at].masked_fill_(~allowed, -torch.inf)
         random = (states.temperature[own] > 0).nonzero()[0]
         tokens = result.tokens if every else result.tokens[where]
         if changed is not raw:
@@ -122,14 +159,15 @@ class Sampler:
             result.logprob_rows = special[wanted].tolist()
             result.logprobs = token_logprobs(raw[rows], tokens[rows], max(result.wanted))
 
-    def _modify(self, logits: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Applies penalties, bias and min_tokens: returns a changed copy of the logits, or the logits
-        themselves."""
+    def _modify(self, logits: torch.Tensor, slots: Slots, masked: Slots) -> torch.Tensor:
+        """Applies penalties, bias and min_tokens: returns a changed copy of the logits, or, if the rows
+        `masked` are none, perhaps the logits themselves. In those rows masks say what min_tokens forbids."""
         states = self._states
         waiting = states.output_length[slots] < states.min_tokens[slots]
+        waiting[masked] = False
         penalized = states.penalized[slots].nonzero()[0]
         biased = states.biased[slots].nonzero()[0]
-        if not (waiting.any() or penalized.size or biased.size):
+        if not (waiting.any() or penalized.size or biased.size or masked.size):
             return logits
         logits = logits.clone()
         if penalized.size:
@@ -178,6 +216,12 @@ class Sampler:
         return to_device(array, self._device)
 
 
+def forbidden_ends(states: SlotStates, slots: Sequence[int], rows: Sequence[int]) -> dict[int, list[int]]:
+    """By row of the slots: the tokens that min_tokens forbids there."""
+    waiting = [row for row in rows if states.output_length[slots[row]] < states.min_tokens[slots[row]]]
+    return {row: states.stop_tokens[slots[row]] for row in waiting}
+
+
 _BAD_LOGITS = "the model's logits are not finite: its weights or its KV are damaged"
 
 
@@ -187,10 +231,18 @@ def row_results(
     finite: Sequence[bool],
     logprobs: Mapping[int, Logprobs],
     prompts: Mapping[int, Sequence[TokenLogprobs]],
+    errors: Mapping[int, str],
 ) -> tuple[RowResult, ...]:
-    """`tokens`, `finite` (whether the logits were numbers) and the keys of `logprobs` count the rows' sampled
-    slots, in order; `prompts` holds prompt log-probabilities by the row's place."""
-    if not logprobs and not prompts and all(finite) and all(len(row.sample) == 1 for row in rows):
+    """`tokens`, `finite` (whether the logits were numbers) and the keys of `logprobs` and `errors` (of
+    grammars) count the rows' sampled slots, in order; `prompts` holds prompt log-probabilities by the row's
+    place."""
+    if (
+        not logprobs
+        and not prompts
+        and not errors
+        and all(finite)
+        and all(len(row.sample) == 1 for row in rows)
+    ):
         return tuple(RowResult((token,)) for token in tokens)
     results: list[RowResult] = []
     first = 0
@@ -201,6 +253,10 @@ def row_results(
         )
         own = tuple(map(logprobs.get, range(first, last))) if logprobs else ()
         error = None if all(finite[first:last]) else _BAD_LOGITS
-        results.append(RowResult(tuple(tokens[first:last]), prompt, error, own))
+        result = RowResult(tuple(tokens[first:last]), prompt, error, logprobs=own)
+        failed = [errors[slot] for slot in range(first, last) if slot in errors]
+        if failed and error is None:
+            result.error, result.reason = failed[0], "GRAMMAR_FAILED"
+        results.append(result)
         first = last
     return tuple(results)

@@ -119,6 +119,7 @@ def _thresholds(
     # Enough: the logits include all that top-k keeps, with ties, and one below the threshold.
     whole = (limit <= width) | (limit >= vocab)
     seen = whole & (largest[:, -1] < torch.where(limit < vocab, by_k.squeeze(1), result))
+    seen |= largest[:, -1] == -torch.inf  # what a grammar forbids: every other logit is among the largest
     covered = unrestricted | seen if width < vocab else torch.ones_like(unrestricted)
     return result.masked_fill(unrestricted, -torch.inf), covered
 

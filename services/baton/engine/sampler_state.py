@@ -65,6 +65,7 @@ class SlotStates:
         self.bias[slot] = (list(params.logit_bias.keys()), list(params.logit_bias.values()))
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         unmodified = not params.penalized and not params.logit_bias and params.logprobs is None
+        unmodified = unmodified and init.grammar is None
         self.plain[slot] = params.greedy and unmodified
         unrestricted = params.top_k == 0 and params.top_p >= 1.0 and params.min_p == 0.0
         self.simple[slot] = unmodified and (params.greedy or unrestricted)

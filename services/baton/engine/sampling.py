@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from baton.grammar.base import GrammarSpec
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -34,6 +36,8 @@ class SamplingParams:
     logprobs: int | None = None
     """None: no log-probabilities; k: of the chosen token and of the k most likely."""
     prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
+    """What the output must be. The compiled form goes beside it: Request.grammar."""
 
     @property
     def greedy(self) -> bool:

@@ -133,7 +133,8 @@ class Scheduler(SchedulerState):
             return
         self.cache_pending_prefixes()
         for sequence in self.waiting.in_order():
-            if not self._may_admit(sequence.request) or self._tries_other_suspect(sequence.request):
+            request = sequence.request
+            if request.awaits_grammar or not self._may_admit(request) or self._tries_other_suspect(request):
                 continue
             if sequence.phase is Phase.WAITING and not self._try_admit(sequence, elsewhere):
                 # No request overtakes one that lacks room: small requests must not starve a large one.
@@ -236,7 +237,7 @@ class Scheduler(SchedulerState):
                 continue
             sequence.retired = record.end
             if row.error is not None:
-                self.fail(sequence.request, "BAD_LOGITS", row.error)
+                self.fail(sequence.request, row.reason, row.error)
             elif sequence.phase is Phase.RUNNING:
                 sequence.unread -= 1
                 self._take_token(sequence, row.tokens[0], row.logprobs[0] if row.logprobs else None)

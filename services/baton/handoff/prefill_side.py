@@ -31,6 +31,7 @@ from baton.engine.request import (
     TokenEvent,
 )
 from baton.engine.scheduler import Scheduler
+from baton.grammar.base import Grammar, GrammarError
 from baton.handoff.messages import (
     Alive,
     AttemptName,
@@ -149,6 +150,17 @@ class PrefillSide:
             return
         self._attempts[name] = attempt
         self.counters.prompt_tokens += len(request.prompt)
+
+    def compiled(self, name: AttemptName, request: Request, outcome: Grammar | GrammarError) -> None:
+        """Its grammar, or why there is none. The attempt may have ended meanwhile."""
+        attempt = self._attempts.get(name)
+        if attempt is None or attempt.request is not request:
+            return
+        if isinstance(outcome, GrammarError):
+            self.counters.failed += 1
+            self._fail(attempt, "INVALID_ARGUMENT", "INVALID_GRAMMAR", str(outcome))
+        else:
+            request.grammar = outcome
 
     def cancel(self, holder: Hashable, name: AttemptName, now: float) -> None:
         attempt = self._owned(holder, name)
@@ -344,7 +356,8 @@ class PrefillSide:
 
         A request is revoked at most once: leases of second tries stay.
         """
-        blocked = len(self.scheduler.waiting) > 0 and not self.scheduler.prompts
+        waits = any(not sequence.request.awaits_grammar for sequence in self.scheduler.waiting)
+        blocked = waits and not self.scheduler.prompts
         if not blocked:
             self._blocked_since = None
             return

@@ -170,6 +170,11 @@ class PrefillShell(WorkerShell[PrefillCore]):
         keep = start.keep_pages if start.HasField("keep_pages") else True
         ahead = start.announce_ahead
         self.steps.call(lambda core, now: core.side.start(caller, name, request, keep, now, ahead))
+        if params.grammar is not None:
+            self.compile_grammar(
+                params.grammar,
+                lambda outcome: self.steps.call(lambda core, now: core.side.compiled(name, request, outcome)),
+            )
 
     def welcome(self) -> list[prefill_pb2.PrefillResponse]:
         welcome = prefill_pb2.PrefillWelcome(
@@ -177,6 +182,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
             layout=self.layout,
             endpoints=self.endpoints(),
             lease_grace_ms=int(self.config.lease_grace_seconds * 1000),
+            grammars=self.model_info.grammars,
         )
         return [prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=welcome)])]
 

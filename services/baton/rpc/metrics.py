@@ -27,6 +27,11 @@ COUNTERS = {
     "local_prefills": "Prompts prefilled on the decode node itself.",
     "messages": "Messages sent to gateways.",
     "refused": "Requests refused because they could not have ended in time.",
+    "grammars": "Grammars compiled.",
+    "grammar_us": "Microseconds that compiling grammars took.",
+    "masks": "Masks of constrained rows computed.",
+    "mask_us": "Microseconds that masks took.",
+    "mask_wait_us": "Microseconds that sampling waited for masks, beyond the forward pass.",
 }
 GAUGES = {
     "draining": "1 while draining.",

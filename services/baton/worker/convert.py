@@ -11,6 +11,7 @@ from google.rpc import status_pb2
 from baton.engine.plan import Logprobs
 from baton.engine.request import FinishReason, Request
 from baton.engine.sampling import SamplingParams
+from baton.grammar.base import GrammarSpec
 from baton.handoff.messages import AttemptName
 from baton.rpc.errors import BatonError, invalid, to_status
 from baton.rpc.validate import check_choices, check_sampling, check_token_ids, require_grammars
@@ -70,7 +71,29 @@ def sampling_from(
         stop_token_ids=stop,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=grammar_from(message.grammar) if message.HasField("grammar") else None,
     )
+
+
+def grammar_from(message: common_pb2.Grammar) -> GrammarSpec:
+    """Of a checked message."""
+    kind = message.WhichOneof("kind")
+    assert kind is not None, "not checked"
+    if kind == "json_object":
+        return GrammarSpec(kind)
+    if kind == "choice":
+        return GrammarSpec(kind, choices=tuple(message.choice.strings))
+    return GrammarSpec(kind, getattr(message, kind))
+
+
+def grammar_to(spec: GrammarSpec) -> common_pb2.Grammar:
+    if spec.kind == "json_object":
+        return common_pb2.Grammar(json_object=common_pb2.JsonObject())
+    if spec.kind == "choice":
+        return common_pb2.Grammar(choice=common_pb2.StringChoice(strings=spec.choices))
+    message = common_pb2.Grammar()
+    setattr(message, spec.kind, spec.text)
+    return message
 
 
 def check_start(

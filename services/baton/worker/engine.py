@@ -18,10 +18,12 @@ from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
 from baton.engine.cuda_runner import CudaRunner
+from baton.engine.grammar_masks import MaskStats
 from baton.engine.plan import Runner
 from baton.engine.scheduler_state import POLICIES
 from baton.engine.startup_steps import StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
+from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
 from baton.kvcache.prefix_tree import make_policy
@@ -34,6 +36,7 @@ from baton.rpc.logs import get_logger
 from baton.stepcost import StepCost, StepLoad, read_cost
 from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
 from baton.v1 import common_pb2, node_pb2
+from baton.worker.grammars import make_compiler
 from baton.worker.memory import check_weights, free_and_total, num_pages, run_largest_steps
 from baton.worker.pool import PublishedPool, make_pool
 from baton.worker.runners import make_runner
@@ -64,6 +67,9 @@ class Engine:
     overlap: bool
     warm: Callable[[], None] | None
     """For StepLoop."""
+    masks: MaskStats
+    grammars: GrammarCompiler | None
+    """None: tokens mean nothing here."""
 
     @property
     def pages(self) -> PageStore:
@@ -142,6 +148,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         fingerprint=fingerprint(path, model.dtype, config.load_format, shape.variant),
         dtype=str(model.dtype).removeprefix("torch."),
         parameters=model.num_parameters,
+        grammars=not config.step_profile,
     )
     _log.info(
         "engine ready",
@@ -167,6 +174,8 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         attention=f"prefill={prefill.name} decode={decode.name}",
         overlap=device.type != "cpu" if config.overlap is None else config.overlap,
         warm=runner.warm if isinstance(runner, CudaRunner) else None,
+        masks=getattr(runner, "mask_stats", MaskStats()),
+        grammars=None if config.step_profile else make_compiler(path, info),
     )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_stats import StepStats
 from baton.kvcache.kv_events import TreeLog
 from baton.kvcache.page_map import PageMap, PageUse
 from baton.v1 import cache_pb2, node_pb2
+
+if TYPE_CHECKING:
+    from baton.worker.engine import Engine
 
 
 def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
@@ -57,6 +61,15 @@ def page_map_message(found: PageMap) -> node_pb2.PageMap:
             for run in found.runs
         ],
     )
+
+
+def add_grammars(load: node_pb2.Load, engine: Engine) -> None:
+    masks = engine.masks
+    load.masks, load.mask_us = masks.masks, int(1e6 * masks.seconds)
+    load.mask_wait_us = int(1e6 * masks.waited)
+    if engine.grammars is not None:
+        stats = engine.grammars.stats
+        load.grammars, load.grammar_us = stats.compiled, int(1e6 * stats.seconds)
 
 
 def cache_update(

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import grpc.aio
@@ -14,6 +15,8 @@ import grpc.aio
 from baton.config import WorkerConfig
 from baton.discovery.etcd import Registration, register
 from baton.engine.step_loop import StepLoop
+from baton.grammar.base import Grammar, GrammarError, GrammarSpec
+from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.page_map import page_map
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import Cluster
@@ -27,7 +30,7 @@ from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb
 from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.engine import Engine, build_engine, measure_steps
-from baton.worker.load import add_step_cost, page_map_message, snapshot
+from baton.worker.load import add_grammars, add_step_cost, page_map_message, snapshot
 from baton.worker.shell import C, WorkerShell
 
 _log = get_logger()
@@ -40,6 +43,10 @@ WRITE_SECONDS = 0.05
 """Time for gRPC to write a message that it has taken."""
 MAP_SECONDS = 1.0
 """How long a page map waits for the step thread."""
+COMPILE_SECONDS = 10.0
+"""A request whose grammar is not compiled by then is refused."""
+LOAD_SECONDS = 60.0
+"""For the vocabulary, which is loaded when the first grammar comes."""
 WATCH_SECONDS = 0.25
 """How often the step thread is checked."""
 
@@ -180,6 +187,29 @@ class WorkerNode(WorkerShell[C]):
         _log.info("pool of a peer opened", address=address, transport=opened.reason)
         return opened.receiver
 
+    def compile_grammar(self, spec: GrammarSpec, done: Callable[[Grammar | GrammarError], None]) -> None:
+        assert self.engine.grammars is not None, "refused by check_start"
+        future = self.engine.grammars.submit(spec)
+        if future.done():
+            done(future.result())
+        else:
+            self.spawn(self._await_grammar(self.engine.grammars, future, done), "grammar")
+
+    async def _await_grammar(
+        self,
+        grammars: GrammarCompiler,
+        future: Future[Grammar | GrammarError],
+        done: Callable[[Grammar | GrammarError], None],
+    ) -> None:
+        await asyncio.wait([asyncio.wrap_future(grammars.loaded)], timeout=LOAD_SECONDS)
+        await asyncio.wait([asyncio.wrap_future(future)], timeout=COMPILE_SECONDS)
+        if future.done():
+            done(future.result())
+        elif future.running():
+            done(GrammarError(f"it takes longer than {COMPILE_SECONDS:g} s to compile: make it smaller"))
+        else:
+            done(GrammarError(f"others were being compiled for {COMPILE_SECONDS:g} s: ask again later"))
+
     # --- what others are told ---------------------------------------------------------------------------
 
     def info(self) -> node_pb2.NodeInfo:
@@ -209,6 +239,7 @@ class WorkerNode(WorkerShell[C]):
             load.step_age_ms = int(1000 * self.steps.step_age)
             add_step_cost(load, self.core_or_none.step_stats)
             load.problems.extend(self.problems(load))
+            add_grammars(load, self.engine)
         return load
 
     def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:

@@ -9,6 +9,7 @@ from baton.config import WorkerConfig
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_loop import Core
 from baton.engine.step_stats import StepStats
+from baton.grammar.base import Grammar, GrammarError, GrammarSpec
 from baton.kvcache import KvCache
 from baton.rpc.errors import BatonError, unavailable
 from baton.tracing.recorder import Recorder
@@ -93,6 +94,10 @@ class WorkerShell(Generic[C]):
         raise NotImplementedError
 
     def make_core(self, cache: KvCache) -> C:
+        raise NotImplementedError
+
+    def compile_grammar(self, spec: GrammarSpec, done: Callable[[Grammar | GrammarError], None]) -> None:
+        """Calls `done` on the event loop, once; at once if the outcome is known."""
         raise NotImplementedError
 
     def observe(self) -> None:

@@ -1,0 +1,159 @@
+"""Masks of the sampled slots whose output a grammar constrains.
+
+A slot's matcher starts from SlotInit alone: the grammar and the output so far. So whatever binds a sequence
+to a slot (a hand-off, a resume, a retraction, a fork) restores it. Matchers follow their tokens and compute
+masks in a thread of their own, while the forward pass runs; the library lets go of the interpreter meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from baton.engine.plan import SlotInit
+from baton.grammar.base import GrammarError, Matcher, Words
+from baton.layers.transfer import to_device
+
+
+@dataclass(slots=True)
+class MaskStats:
+    """Counters; read by other threads."""
+
+    masks: int = 0
+    seconds: float = 0.0
+    """That the masks took, all together."""
+    waited: float = 0.0
+    """Seconds that sampling waited for them, beyond the forward pass."""
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """One sequence's output in a slot, and its matcher."""
+
+    init: SlotInit
+    matcher: Matcher | None = None
+    """None: not made yet."""
+    tokens: list[int] = field(default_factory=list)
+    """Known, and not yet given to the matcher."""
+    unread: int = 0
+    """Sampled tokens that are not known yet: its mask cannot be computed."""
+
+
+@dataclass(slots=True)
+class Masks:
+    """Of one step. `rows`, indices into the sampled slots, ascending."""
+
+    rows: list[int]
+    outputs: list[Output]
+    words: Words
+    """int32 [rows, words]; all bits set where there is an error."""
+    errors: dict[int, str]
+    """Why a row has no mask."""
+
+    def allowed(self, vocab_size: int, device: torch.device) -> torch.Tensor:
+        """bool [rows, vocab_size]: the tokens that may be sampled."""
+        if device.type == "cpu":
+            bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+            return torch.from_numpy(bits.view(np.bool_))
+        return unpack(to_device(self.words, device), vocab_size)
+
+    def launched(self) -> None:
+        """A token of each output is being sampled."""
+        for output in self.outputs:
+            output.unread += 1
+
+    def sampled(self, tokens: Iterable[int]) -> None:
+        """These tokens [rows] were."""
+        for output, token in zip(self.outputs, tokens, strict=True):
+            output.unread -= 1
+            output.tokens.append(token)
+
+
+def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """bool [rows, vocab_size] of int32 [rows, words], on the words' device."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
+
+
+class GrammarMasks:
+    """The outputs of all slots. Used by one thread, beside its own."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.stats = MaskStats()
+        self._words = -(-vocab_size // 32)
+        self._outputs: dict[int, Output] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def init(self, init: SlotInit) -> None:
+        if init.grammar is None:
+            self._outputs.pop(init.slot, None)
+        else:
+            self._outputs[init.slot] = Output(init, tokens=list(init.output))
+
+    def constrained(self, slots: Iterable[int]) -> list[int]:
+        """Indices of the slots that have a grammar."""
+        if not self._outputs:
+            return []
+        return [row for row, slot in enumerate(slots) if slot in self._outputs]
+
+    def ready(self, slots: Sequence[int], rows: Iterable[int]) -> bool:
+        """Whether all tokens before the next are known."""
+        return not any(self._outputs[slots[row]].unread for row in rows)
+
+    def begin(
+        self, slots: Sequence[int], rows: list[int], forbidden: Mapping[int, Sequence[int]]
+    ) -> Future[Masks]:
+        """Begins to compute the masks of the slots at `rows`, which are ready. forbidden: by row, tokens that
+        are not allowed either, unless the output can go on with nothing else."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "grammar-masks")
+        outputs = [self._outputs[slots[row]] for row in rows]
+        return self._thread.submit(self._compute, rows, outputs, forbidden)
+
+    def wait(self, masks: Future[Masks]) -> Masks:
+        began = time.perf_counter()
+        result = masks.result()
+        self.stats.waited += time.perf_counter() - began
+        return result
+
+    def _compute(
+        self, rows: list[int], outputs: list[Output], forbidden: Mapping[int, Sequence[int]]
+    ) -> Masks:
+        began = time.perf_counter()
+        result = Masks(rows, outputs, np.empty((len(rows), self._words), np.int32), {})
+        for index, (row, output) in enumerate(zip(rows, outputs, strict=True)):
+            words = result.words[index]
+            try:
+                _fill(output, words)
+                _forbid(words, forbidden.get(row, ()))
+            except GrammarError as error:
+                result.errors[row] = f"the grammar cannot be followed any further: {error}"
+                words.fill(-1)
+        self.stats.masks += len(rows)
+        self.stats.seconds += time.perf_counter() - began
+        return result
+
+
+def _fill(output: Output, words: Words) -> None:
+    if output.matcher is None:
+        assert output.init.grammar is not None
+        output.matcher = output.init.grammar.matcher()
+    if output.tokens:
+        tokens, output.tokens = output.tokens, []
+        output.matcher.accept(tokens)
+    output.matcher.fill(words)
+
+
+def _forbid(words: Words, tokens: Sequence[int]) -> None:
+    if not tokens:
+        return
+    ids = np.array(tokens)
+    less = words.copy()
+    np.bitwise_and.at(less, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)).view(np.int32))
+    if less.any():
+        words[:] = less

@@ -1,0 +1,3 @@
+"""Constrained decoding: `base` is the interface, `llguidance` the library behind it, `compiler` compiles
+grammars in threads and caches them. Knows neither gRPC nor the engine; engine.grammar_masks applies what it
+yields."""

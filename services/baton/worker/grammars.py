@@ -1,0 +1,37 @@
+"""The grammars of a worker: its model's vocabulary, from the checkpoint's own files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.checkpoint import CheckpointError
+from baton.grammar.base import Backend, GrammarError
+from baton.grammar.compiler import GrammarCompiler
+from baton.v1 import node_pb2
+
+
+def make_compiler(path: Path, model: node_pb2.ModelInfo) -> GrammarCompiler:
+    """path: the checkpoint. The libraries and the vocabulary are loaded when the first grammar comes: a
+    second or two, and memory that many workers never need."""
+
+    def load() -> Backend:
+        from baton.grammar.llguidance import LlguidanceBackend
+        from baton.tokenizer.hf import load
+
+        if not model.eos_token_ids:
+            raise GrammarError("the model has no end-of-sequence token, which would end the output")
+        try:
+            tokenizer = load(path)
+        except CheckpointError as error:
+            raise GrammarError(f"the model's vocabulary is not known: {error}") from error
+        vocabulary = tokenizer.vocabulary
+
+        def encode(text: str) -> Sequence[int]:
+            return tokenizer.encode([text], add_special_tokens=False)[0]
+
+        return LlguidanceBackend(
+            vocabulary.tokens, vocabulary.special, list(model.eos_token_ids), model.vocab_size, encode
+        )
+
+    return GrammarCompiler(load)

@@ -1,0 +1,202 @@
+"""Masks in the sampler: a constrained row samples as if the forbidden logits were not there, the others as
+ever."""
+
+import numpy as np
+import pytest
+import torch
+
+from baton.engine.grammar_masks import GrammarMasks, unpack
+from baton.engine.plan import PlanRow, SlotInit
+from baton.engine.sampler import Sampler, row_results
+from baton.engine.sampling import SamplingParams
+from baton.grammar.base import GrammarError
+
+VOCAB, EOS = 301, 7
+CPU = torch.device("cpu")
+PARAMS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.3),
+    SamplingParams(temperature=1.0, top_k=20),
+    SamplingParams(temperature=0.8, top_p=0.7),
+    SamplingParams(temperature=1.5, top_k=200, top_p=0.95, min_p=0.01),
+    SamplingParams(temperature=1.0, repetition_penalty=1.4, presence_penalty=0.5, logprobs=3),
+    SamplingParams(temperature=0.0, logit_bias={5: 3.0, 9: -50.0}),
+]
+
+
+class EveryThird:
+    """After n tokens those are allowed whose id is n modulo 3, and the end after four."""
+
+    def __init__(self):
+        self.tokens = []
+
+    def matcher(self):
+        return EveryThird()
+
+    def accept(self, tokens):
+        for token in tokens:
+            assert token in self.allowed(), "sampled what was forbidden"
+            self.tokens.append(token)
+
+    def allowed(self):
+        count = len(self.tokens)
+        if count > 6:
+            return [EOS]
+        return [id for id in range(VOCAB) if id % 3 == count % 3 or (count >= 4 and id == EOS)]
+
+    def fill(self, words):
+        words[:] = mask_of(self.allowed())
+
+
+class Broken(EveryThird):
+    def matcher(self):
+        return self
+
+    def fill(self, words):
+        raise GrammarError("too complex")
+
+
+def mask_of(ids):
+    bits = np.zeros(-(-VOCAB // 32) * 32, np.bool_)
+    bits[ids] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def make(params, grammars, outputs=None):
+    sampler = Sampler(len(params), VOCAB, CPU)
+    for slot, (own, grammar) in enumerate(zip(params, grammars, strict=True)):
+        output = tuple(outputs[slot]) if outputs else ()
+        sampler.init(SlotInit(slot, own, 100 + slot, (1, 2, 3), output, grammar=grammar))
+    return sampler
+
+
+def step(sampler, logits, position):
+    slots = np.arange(len(logits))
+    pending = sampler.begin_masks(slots.tolist())
+    return sampler.sample(logits, slots, np.full(len(logits), position), pending)
+
+
+def random_logits(seed, rows):
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_as_if_the_forbidden_logits_were_not_there(params):
+    """And with the same noise: the outcome stays a function of logits, mask, parameters, seed and
+    position."""
+    constrained, free = make([params], [EveryThird()]), make([params], [None])
+    matcher, output = EveryThird(), []
+    for position in range(7):
+        logits = random_logits(position, 1)
+        forbidden = torch.ones(VOCAB, dtype=torch.bool)
+        forbidden[matcher.allowed()] = False
+        want = step(free, logits.masked_fill(forbidden, -torch.inf), position)
+        got = step(constrained, logits, position)
+        assert got.tokens.tolist() == want.tokens.tolist()
+        # Log-probabilities and the check for damaged logits see the unmodified ones.
+        assert got.peaks.tolist() == logits.amax(-1).tolist()
+        if params.logprobs is not None:
+            (read,) = got.logprobs.read(got.wanted)
+            assert read.logprob == pytest.approx(float(logits.log_softmax(-1)[0, read.token]), abs=1e-5)
+            assert [token for token, _ in read.top] == logits[0].topk(3).indices.tolist()
+        output += got.tokens.tolist()
+        matcher.accept(got.tokens.tolist())
+    assert len(set(output)) > 1
+
+
+def test_other_rows_do_not_notice():
+    params = [*PARAMS, *PARAMS]
+    alone, beside = (
+        make(PARAMS, [None] * len(PARAMS)),
+        make(params, [None] * len(PARAMS) + [EveryThird()] * 7),
+    )
+    for position in range(6):
+        logits = random_logits(position, len(PARAMS))
+        want = step(alone, logits, position).tokens.tolist()
+        assert step(beside, torch.cat([logits, logits]), position).tokens.tolist()[: len(PARAMS)] == want
+
+
+def test_a_slot_goes_on_from_its_output_alone():
+    """A resume, a retraction, a hand-off: another slot, another process, the same tokens."""
+    grammars = [EveryThird()] * len(PARAMS)
+    whole, outputs = make(PARAMS, grammars), [[] for _ in PARAMS]
+    again = None
+    for position in range(6):
+        if position == 3:
+            again = make(PARAMS, grammars, outputs)
+        logits = random_logits(position, len(PARAMS))
+        tokens = step(whole, logits, position).tokens.tolist()
+        if again is not None:
+            assert step(again, logits, position).tokens.tolist() == tokens
+        for output, token in zip(outputs, tokens, strict=True):
+            output.append(token)
+
+
+def test_a_slot_that_passes_on_forgets_its_grammar():
+    sampler = make([SamplingParams(temperature=0.0)], [EveryThird()])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 100] = 9.0  # not 0 modulo 3
+    assert step(sampler, logits, 0).tokens.tolist() != [100]
+    sampler.init(SlotInit(0, SamplingParams(temperature=0.0), 0, (), ()))
+    assert step(sampler, logits, 0).tokens.tolist() == [100]
+
+
+def test_min_tokens_hold_while_the_output_can_go_on():
+    params = SamplingParams(temperature=0.0, min_tokens=50, stop_token_ids=frozenset({EOS, 3}))
+    sampler = make([params], [EveryThird()])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, EOS], logits[0, 3] = 9.0, 8.0
+    tokens = [step(sampler, logits, position).tokens.item() for position in range(8)]
+    assert EOS not in tokens[:7]
+    assert 3 not in tokens[:7]
+    assert tokens[7] == EOS  # nothing else is left
+
+
+def test_without_min_tokens_a_stop_token_may_come_at_once():
+    params = SamplingParams(temperature=0.0, stop_token_ids=frozenset({EOS, 3}))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3] = 8.0
+    assert step(make([params], [EveryThird()]), logits, 0).tokens.tolist() == [3]
+
+
+def test_a_grammar_that_fails_fails_its_row_alone():
+    params = [SamplingParams(temperature=0.0)] * 3
+    sampler = make(params, [None, Broken(), EveryThird()])
+    result = step(sampler, random_logits(0, 3), 0)
+    assert list(result.errors) == [1]
+    rows = [PlanRow(slot, None, 4, (0,), (slot,)) for slot in range(3)]
+    first, second, third = row_results(rows, result.tokens.tolist(), [True] * 3, {}, {}, result.errors)
+    assert first.error is None
+    assert third.error is None
+    assert second.reason == "GRAMMAR_FAILED"
+    assert "too complex" in second.error
+
+
+def test_a_mask_waits_for_the_token_before_it():
+    """On a GPU, where a step is launched before the tokens of the step before are known."""
+    grammars = GrammarMasks(VOCAB)
+    grammars.init(SlotInit(4, PARAMS[0], 0, (), (0, 1), grammar=EveryThird()))
+    assert grammars.constrained([3, 4]) == [1]
+    assert grammars.ready([3, 4], [1])
+    masks = grammars.begin([3, 4], [1], {}).result()
+    assert (masks.words[0] == mask_of([id for id in range(VOCAB) if id % 3 == 2])).all()
+    masks.launched()
+    assert not grammars.ready([3, 4], [1])
+    # Meanwhile the slot passes to another sequence: what was sampled belongs to the first.
+    first = masks.outputs[0]
+    grammars.init(SlotInit(4, PARAMS[0], 0, (), (), grammar=EveryThird()))
+    assert grammars.ready([3, 4], [1])
+    masks.sampled([5])
+    assert first.tokens == [5]
+    fresh = grammars.begin([3, 4], [1], {}).result()
+    assert (fresh.words[0] == mask_of([id for id in range(VOCAB) if id % 3 == 0])).all()
+    assert grammars.stats.masks == 2
+
+
+def test_masks_for_a_device_equal_those_for_the_host():
+    grammars = GrammarMasks(VOCAB)
+    grammars.init(SlotInit(0, PARAMS[0], 0, (), (), grammar=EveryThird()))
+    masks = grammars.begin([0], [0], {}).result()
+    host = masks.allowed(VOCAB, CPU)
+    assert host.shape == (1, VOCAB)
+    assert torch.equal(unpack(torch.from_numpy(masks.words), VOCAB), host)
