@@ -11,6 +11,7 @@ from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import (
+    Alive,
     AttemptName,
     CancelPrefill,
     ChunkAnnounced,
@@ -259,3 +260,13 @@ def test_only_its_holder_ends_an_attempt():
     side.outputs.clear()
     side.release("holder", NAME, 2.0)  # crossed the end on the wire
     assert not side.outputs
+
+
+def test_heartbeats_of_who_is_connected_are_answered():
+    side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    side.connect("holder", 100.0)
+    for speaker in ("holder", "stranger"):
+        side.heartbeat(speaker, 101.0)
+    side.disconnect("holder", 102.0)
+    side.heartbeat("holder", 103.0)
+    assert side.outputs == [("holder", Alive())]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,4 +144,26 @@ async def test_what_is_lost_is_said_of_configured_nodes_for_ever_and_of_named_on
     assert [text.split()[0] for text in peers.lost()] == ["own:1", "named:1"]
     shell.now += FORGET_SECONDS + 1.0
     assert [text.split()[0] for text in peers.lost()] == ["own:1"]
+    await peers.close()
+
+
+@pytest.mark.parametrize(("grace_ms", "shortened"), [(1500, [1.5]), (0, [])])
+async def test_heartbeats_are_as_frequent_as_a_peers_leases_need(grace_ms, shortened):
+    shell, found = Shell(), []
+    shell.open_receiver = lambda endpoints, address: opened()
+
+    async def opened():
+        return Receiver()
+
+    peers = PrefillPeers(shell, DecodeConfig())
+    peers.connect("p0")
+    answer = prefill_pb2.PrefillWelcome(incarnation=3, layout=LAYOUT, lease_grace_ms=grace_ms)
+    response = prefill_pb2.PrefillResponse(events=[prefill_pb2.PrefillEvent(welcome=answer)])
+    shell.links["p0"].peer.welcomed(response)
+    await asyncio.sleep(0.01)
+    core = SimpleNamespace(handoffs=SimpleNamespace(shorten_beat=found.append))
+    for call in shell.calls:
+        with contextlib.suppress(AttributeError):  # what else the core is told
+            call(core, 0.0)
+    assert found == shortened and peers.usable == {"p0"}
     await peers.close()

@@ -353,6 +353,18 @@ def test_prompt_logprobs_come_once_each_when_the_prompt_is_queued_again():
     ]
 
 
+def test_prompt_logprobs_that_have_been_reported_are_not_computed_again():
+    engine = Engine()
+    r = request("a", range(100, 120), prompt_logprobs=0)
+    engine.scheduler.submit(r)
+    while not engine.tokens[("a", 0)]:
+        engine.turn()
+    engine.scheduler.requeue(r.sequences[0])
+    step = engine.scheduler.plan()
+    assert [row.prompt_logprobs for row in step.plan.rows] == [None]
+    assert len(step.plan.rows[0].tokens) < 20, "cached pages are used"
+
+
 @pytest.mark.parametrize(
     ("bad", "field"),
     [
