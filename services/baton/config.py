@@ -193,6 +193,12 @@ class GatewayConfig(NodeConfig):
     generation_config: str = "auto"
     """auto: temperature, top_k, top_p, min_p and repetition_penalty of the checkpoint's
     generation_config.json hold where a request says nothing; none: Baton's own."""
+    tool_parser: str = "auto"
+    """How the model writes tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, deepseek, glm,
+    gpt_oss; auto: as its chat template shows; none: calls stay text."""
+    reasoning_parser: str = "auto"
+    """How the model writes its reasoning: think, gpt_oss; auto: as its chat template shows; none: it stays
+    text."""
     served_name: str = ""
     """Name clients ask for; empty: the decode nodes' own."""
     request_seconds: float = 600.0

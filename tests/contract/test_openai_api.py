@@ -19,7 +19,7 @@ MODEL = "scripted"
 
 
 @asynccontextmanager
-async def api(script=silent, say=None, wait=30.0, cors_origins=(), context=256, **how):
+async def api(script=silent, say=None, wait=30.0, context=256, config=None, **how):
     """A scripted node that says `say`, the gateway (which waits so long for a lost node), the official client
     and a plain one."""
     async with (
@@ -29,7 +29,7 @@ async def api(script=silent, say=None, wait=30.0, cors_origins=(), context=256, 
             max_message_bytes=2**20,
             request_seconds=30.0,
             resume_wait_seconds=wait,
-            cors_origins=cors_origins,
+            **(config or {}),
         ) as rig,
         openai.AsyncOpenAI(base_url=f"{rig.http}/v1", api_key="none", max_retries=0, timeout=20) as client,
         httpx.AsyncClient(base_url=rig.http, timeout=20) as http,

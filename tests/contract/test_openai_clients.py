@@ -220,7 +220,7 @@ async def test_head_and_names_of_requests():
 @pytest.mark.parametrize("origins", [(), ("https://chat.example.org",), ("*",)])
 async def test_pages_of_other_origins_may_call_where_they_are_allowed(origins):
     origin = "https://chat.example.org"
-    async with api(say="fine", cors_origins=origins) as rig:
+    async with api(say="fine", config={"cors_origins": origins}) as rig:
         asked = {
             "origin": origin,
             "access-control-request-method": "POST",

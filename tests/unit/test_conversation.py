@@ -138,6 +138,12 @@ def test_reserved_variables_of_templates(name):
 
 
 def test_ids_for_mistral():
+    messages = [
+        ChatMessage(role="assistant", tool_calls=[CALL]),
+        ChatMessage(role="tool", content="20 C", tool_call_id="c1"),
+    ]
+    call, result = read(prompt(*messages), "chat").with_short_ids().messages
+    assert call["tool_calls"][0]["id"] == result["tool_call_id"] == short_id("c1")
     assert short_id("abcDEF123") == "abcDEF123"
     assert len(short_id("call_1")) == 9 and short_id("call_1").isalnum()
     assert short_id("call_1") != short_id("call_2")

@@ -16,6 +16,7 @@ from baton.gateway.decode_node import DecodePeer
 from baton.gateway.handoff_cost import Split
 from baton.gateway.metrics import GatewayMetrics, RequestLog
 from baton.gateway.nodes import Nodes
+from baton.gateway.parsers.registry import NONE, REASONING_PARSERS, TOOL_PARSERS
 from baton.gateway.probe import Prober
 from baton.gateway.prompts import Session, prompt_for_log
 from baton.gateway.routing import RequestRouting, Router
@@ -51,9 +52,7 @@ class Gateway:
         """dial: opens connections to the tokenizer and decode nodes. Raises BatonError for values not known
         in `config`."""
         self.config = config
-        if config.generation_config not in ("auto", "none"):
-            text = f"--generation-config {config.generation_config!r} is not known; use auto or none"
-            raise invalid("generation_config", text)
+        _check_names(config)
         self.incarnation = new_incarnation()
         self.metrics = GatewayMetrics(config.ttft_target_seconds, config.itl_target_seconds)
         self.recorder = Recorder(config.recorder_events)
@@ -240,8 +239,11 @@ class Gateway:
         model.name = self.config.served_name or model.name
         if self.tokenizer.model is not None:
             model.chat = self.tokenizer.model.chat
-            model.tool_format = self.tokenizer.model.tool_format
-            model.reasoning_format = self.tokenizer.model.reasoning_format
+            config, template = self.config, self.tokenizer.model
+            model.tool_format = template.tool_format if config.tool_parser == "auto" else config.tool_parser
+            model.reasoning_format = (
+                template.reasoning_format if config.reasoning_parser == "auto" else config.reasoning_parser
+            )
             model.template_variables.extend(self.tokenizer.model.template_variables)
             if self.tokenizer.model.HasField("begin_token_id"):
                 model.begin_token_id = self.tokenizer.model.begin_token_id
@@ -292,3 +294,16 @@ class Gateway:
         )
         load.MergeFrom(self._totals)
         return load
+
+
+def _check_names(config: GatewayConfig) -> None:
+    """Raises BatonError."""
+    for name, known in (
+        ("generation_config", ("auto", NONE)),
+        ("tool_parser", ("auto", NONE, *TOOL_PARSERS)),
+        ("reasoning_parser", ("auto", NONE, *REASONING_PARSERS)),
+    ):
+        given = getattr(config, name)
+        if given not in known:
+            flag = f"--{name.replace('_', '-')}"
+            raise invalid(name, f"{flag} {given!r} is not known; use one of {', '.join(known)}")

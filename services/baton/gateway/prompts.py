@@ -10,6 +10,8 @@ from baton.gateway.tokenizer import Tokenizer
 from baton.rpc.errors import BatonError, failed_precondition, invalid
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2, trace_pb2
 
+END_CHARACTERS = 64
+
 
 class Session:
     """The state between turns. It changes only when a turn finishes; a failed turn leaves no trace.
@@ -65,8 +67,8 @@ class Session:
         """A turn has finished. conversation and rendered: of a chat turn, what its prompt was made from.
 
         Text and tokens continue after the turn's last token. The token that ended a chat's answer is left
-        out, because the template writes the end of a turn itself. After a stop string the tokens go beyond
-        the text, so the next turn starts afresh.
+        out, because the template writes the end of a turn itself. After a stop string, or a call that
+        ended the answer, the tokens go beyond the text, so the next turn starts afresh.
         """
         self._chat = conversation is not None
         self.token_ids = [*prompt_ids, *answer.token_ids]
@@ -74,8 +76,8 @@ class Session:
             return
         reply = tokenizer_pb2.ChatMessage(role="assistant", content=answer.text)
         self._messages = [*conversation.messages, reply]
-        self.encoded_text = "" if answer.stop_matched else rendered + answer.text
-        if answer.finish_reason == common_pb2.FINISH_REASON_STOP and not answer.stop_matched:
+        self.encoded_text = "" if answer.ended_early else rendered + answer.text
+        if answer.finish_reason == common_pb2.FINISH_REASON_STOP and not answer.ended_early:
             self.token_ids.pop()
 
 
@@ -88,6 +90,8 @@ class Prompt:
     """For a chat in a session: all messages, earlier turns included."""
     rendered: str = ""
     """For a chat in a session: the template's text of the conversation."""
+    end: str = ""
+    """For a chat: the last END_CHARACTERS of that text."""
 
 
 async def encode_prompt(
@@ -124,8 +128,8 @@ async def encode_prompt(
         raise invalid("chat", "the model has no chat template: send text or tokens") from None
     token_ids = [*earlier, *result.token_ids] if result.continued else list(result.token_ids)
     if session is None:
-        return Prompt(token_ids, "chat")
-    return Prompt(token_ids, "chat", conversation, result.rendered)
+        return Prompt(token_ids, "chat", end=result.rendered[-END_CHARACTERS:])
+    return Prompt(token_ids, "chat", conversation, result.rendered, result.rendered[-END_CHARACTERS:])
 
 
 def prompt_for_log(start: inference_pb2.GenerateStart) -> str | list[int] | list[str]:

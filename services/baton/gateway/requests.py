@@ -15,6 +15,7 @@ from baton.gateway.backpressure import SlowReader
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.gateway import Gateway
 from baton.gateway.metrics import EndedRequest, RequestTimer
+from baton.gateway.parsed_output import OutputParsers
 from baton.gateway.prompts import Prompt, Session, encode_prompt
 from baton.gateway.routing import RequestRouting
 from baton.gateway.token_log import TokenLog, fill_token_bytes
@@ -181,8 +182,11 @@ class Request:
             self._routing = self._gateway.routing(
                 self.number, self.log.prompt_ids, self._template.namespace, self._session
             )
+            outputs = None
+            if start.HasField("chat") and not start.raw_output:
+                outputs = OutputParsers(start.chat, self._prompt.end, model)
             for choice in self.log.choices:
-                choice.begin(vocabulary, self.log.prompt_ids)
+                choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
             self._place()
         except BatonError as error:
             self.fail(error)
@@ -296,7 +300,7 @@ class Request:
         if number >= len(self.log.choices):
             return "an unknown choice"
         choice = self.log.choices[number]
-        if choice.finish_reason and not choice.stop_matched:
+        if choice.finish_reason and not choice.ended_early:
             return "tokens after a choice's last"
         if len(choice.token_ids) + len(token_ids) > self._max_tokens:
             return "more tokens than max_tokens"
@@ -338,7 +342,7 @@ class Request:
         """Finishes the request once all choices have finished and the decode node sends nothing more."""
         if not self.log.complete:
             return
-        if not self._attempts.done and not any(choice.stop_matched for choice in self.log.choices):
+        if not self._attempts.done and not any(choice.ended_early for choice in self.log.choices):
             return
         stats = self._stats or decode_pb2.RequestStats()
         if self.log.finish(self._finished(stats)):
@@ -358,6 +362,7 @@ class Request:
             prompt_tokens=stats.prompt_tokens,
             output_tokens=stats.output_tokens,
             cached_tokens=stats.cached_tokens,
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.log.choices),
         )
         return inference_pb2.Finished(
             usage=usage,

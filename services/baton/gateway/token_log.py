@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from google.rpc import status_pb2
 
+from baton.gateway.parsed_output import ParsedOutput
 from baton.tokenizer.detokenize import Detokenizer
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2
@@ -89,6 +90,8 @@ class ChoiceLog:
         self._pieces: list[str] = []
         self._taken_pieces = 0
         self._end_taken = False
+        # Only with a parser: what it has made of the text.
+        self._output: ParsedOutput | None = None
 
     @property
     def finished(self) -> bool:
@@ -101,16 +104,31 @@ class ChoiceLog:
 
     @property
     def text(self) -> str:
-        """All text so far, without what is held back."""
+        """All that the model wrote so far, without what is held back."""
         return "".join(self._pieces)
 
     @property
     def stop_matched(self) -> str:
         return self._matcher.matched
 
-    def begin(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
-        """Tokens that are pushed from now on are the vocabulary's."""
-        self._detokenizer = Detokenizer(vocabulary, prompt_ids[-CONTEXT_TOKENS:])
+    @property
+    def ended_early(self) -> bool:
+        """The gateway has ended the choice: the decode node goes on until it is cancelled."""
+        return bool(self.stop_matched) or (self._output is not None and self._output.complete)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._output.reasoning_tokens if self._output is not None else 0
+
+    def begin(
+        self, vocabulary: Vocabulary, prompt_ids: Sequence[int], output: ParsedOutput | None = None
+    ) -> None:
+        """Tokens that are pushed from now on are the vocabulary's. output: takes reasoning and tool calls
+        out of the text."""
+        keep = vocabulary.special_tokens(output.special) if output is not None else frozenset[int]()
+        self._detokenizer = Detokenizer(vocabulary, prompt_ids[-CONTEXT_TOKENS:], keep=keep)
+        self._output = output
+        self._one_by_one = self._one_by_one or output is not None
 
     def push(
         self,
@@ -175,6 +193,11 @@ class ChoiceLog:
             self.finish_reason = finish_reason
         if shown:
             self._pieces.append(shown)
+        if self._output is not None:
+            cut = self.finish_reason == common_pb2.FINISH_REASON_LENGTH
+            self._output.add(shown, len(token_ids), ended=bool(self.finish_reason), cut=cut)
+            if self._output.complete and not self.finish_reason:
+                self.finish_reason = common_pb2.FINISH_REASON_STOP
 
     def take(self, id: str, include_token_ids: bool) -> inference_pb2.GenerateResponse | None:
         """New output since the last call, merged into a delta of request `id`; None if there is none."""
@@ -184,13 +207,18 @@ class ChoiceLog:
         self._taken_tokens = end
         last = self.finished and end == len(self.token_ids) and not self._end_taken
         visible = start < end and (include_token_ids or self._logprobs)
-        if not (visible or self._taken_pieces < len(self._pieces) or last):
+        output = self._output
+        fresh = output.fresh if output is not None else self._taken_pieces < len(self._pieces)
+        if not (visible or fresh or last):
             return None
         response = inference_pb2.GenerateResponse(id=id)
         delta = response.delta  # filled in place: a message given to another one is copied
         if self.index:
             delta.choice = self.index
-        delta.text = "".join(self._pieces[self._taken_pieces :])
+        if output is not None:
+            output.fill(delta)
+        else:
+            delta.text = "".join(self._pieces[self._taken_pieces :])
         if include_token_ids:
             delta.token_ids.extend(self.token_ids[start:end])
         if self._logprobs:
@@ -198,6 +226,8 @@ class ChoiceLog:
         if last:
             self._end_taken = True
             delta.finish_reason = self.finish_reason
+            if output is not None and output.calls and self.finish_reason == common_pb2.FINISH_REASON_STOP:
+                delta.finish_reason = common_pb2.FINISH_REASON_TOOL_CALLS
             delta.stop_matched = self.stop_matched
         self._taken_pieces = len(self._pieces)
         return response

@@ -49,6 +49,10 @@ class Conversation:
         """The same, with the arguments of calls as JSON text, as some templates want them."""
         return Conversation([_text_arguments(each) for each in self.messages], self.tools, self.arguments)
 
+    def with_short_ids(self) -> Conversation:
+        """The same, with ids of calls as Mistral's templates want them."""
+        return Conversation([_short_ids(each) for each in self.messages], self.tools, self.arguments)
+
     def without_tools(self) -> Conversation:
         """The same for a template that knows no tools."""
         messages = [_plain(message) for message in self.messages]
@@ -192,6 +196,15 @@ def _integers(value: Value) -> Value:
     if isinstance(value, list):
         return [_integers(each) for each in value]
     return {key: _integers(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def _short_ids(message: Mapping[str, Value]) -> Mapping[str, Value]:
+    changed = dict(message)
+    if "tool_calls" in message:
+        changed["tool_calls"] = [{**call, "id": short_id(call["id"])} for call in message["tool_calls"]]
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = short_id(message["tool_call_id"])
+    return changed
 
 
 def _text_arguments(message: Mapping[str, Value]) -> Mapping[str, Value]:

@@ -33,21 +33,26 @@ class Detokenizer:
     __slots__ = ("_decoder", "_skip", "_started", "vocabulary")
 
     def __init__(
-        self, vocabulary: Vocabulary, context: Iterable[int] = (), skip_special_tokens: bool = True
+        self,
+        vocabulary: Vocabulary,
+        context: Iterable[int] = (),
+        skip_special_tokens: bool = True,
+        keep: frozenset[int] = frozenset(),
     ) -> None:
+        """keep: special tokens that are not skipped."""
         self.vocabulary = vocabulary
-        self._skip = skip_special_tokens
+        self._skip = vocabulary.special - keep if skip_special_tokens else frozenset[int]()
         self._started = False
         self._decoder = _utf8("baton.each_byte" if vocabulary.byte_fallback else "replace")
         self.feed(context)
 
     def feed(self, tokens: Iterable[int]) -> str:
         """The text that has become certain with these tokens. Ids outside the tables add nothing."""
-        table, special = self.vocabulary.tokens, self.vocabulary.special
+        table, skipped = self.vocabulary.tokens, self._skip
         data = bytearray()
         for token in tokens:
             piece = table[token] if 0 <= token < len(table) else None
-            if piece is None or (self._skip and token in special):
+            if piece is None or token in skipped:
                 continue
             if not self._started:
                 self._started = True

@@ -21,7 +21,7 @@ _TOOL_FORMATS = (
     ("<|python_tag|>", "llama3_json"),
 )
 """A mark, and the form that it belongs to; the first that occurs counts."""
-_REASONING_FORMATS = (("<|channel|>", "gpt_oss"), ("[THINK]", "mistral"), ("</think>", "think"))
+_REASONING_FORMATS = (("<|channel|>", "gpt_oss"), ("[THINK]", "think"), ("</think>", "think"))
 
 
 def knows_tools(template: str) -> bool:

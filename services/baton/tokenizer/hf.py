@@ -94,6 +94,8 @@ class HFTokenizer:
 
         if not formats.knows_tools(self.template):
             conversation = conversation.without_tools()
+        elif formats.tool_format(self.template) == "mistral":
+            conversation = conversation.with_short_ids()
         try:
             try:
                 return attempt(conversation)

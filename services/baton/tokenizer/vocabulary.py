@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -62,6 +62,11 @@ class Vocabulary:
     def bytes_of(self, token: int) -> bytes:
         """The token's own bytes; b"" for an id that the tokenizer leaves undefined."""
         return (self.tokens[token] or b"") if 0 <= token < len(self.tokens) else b""
+
+    def special_tokens(self, names: Collection[str]) -> frozenset[int]:
+        """The special tokens of these texts."""
+        wanted = {name.encode() for name in names}
+        return frozenset(token for token in self.special if self.bytes_of(token) in wanted)
 
     @cached_property
     def hash(self) -> str:

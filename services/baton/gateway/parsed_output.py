@@ -1,0 +1,96 @@
+"""The output of a chat, taken apart: reasoning, answer and tool calls, as far as the client has not taken
+them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from baton.gateway.parsers.reader import Call, Event, Reader, Reasoning, Text
+from baton.gateway.parsers.registry import make_parser
+from baton.rpc.errors import invalid
+from baton.v1 import inference_pb2, node_pb2, tokenizer_pb2
+
+
+class ParsedOutput:
+    """Of one choice. most_calls: after so many the choice is complete; 0: no limit."""
+
+    def __init__(self, parser: Reader, most_calls: int) -> None:
+        self.calls = 0
+        self.complete = False
+        self.reasoning_tokens = 0
+        self._undecided = 0
+        self._parser = parser
+        self._most_calls = most_calls
+        self._events: list[Event] = []
+        self._ended = False
+
+    @property
+    def special(self) -> Sequence[str]:
+        """Special tokens that the parser needs to see."""
+        return self._parser.SPECIAL
+
+    @property
+    def fresh(self) -> bool:
+        """There is something that has not been taken."""
+        return bool(self._events)
+
+    def add(self, text: str, tokens: int, *, ended: bool, cut: bool) -> None:
+        """Takes new text, of so many tokens. ended: it is the last; cut: because of a limit of tokens."""
+        if self._ended:
+            return
+        reasoned = self._parser.in_reasoning
+        events = self._parser.feed(text) if text else []
+        if reasoned or self._parser.in_reasoning:
+            self.reasoning_tokens += tokens + self._undecided
+            self._undecided = 0
+        elif not events and not self._events and not self.reasoning_tokens:
+            self._undecided += tokens  # they may become the mark that begins the reasoning
+        if ended:
+            self._ended = True
+            events += self._parser.finish(cut=cut)
+        for event in events:
+            if isinstance(event, Call):
+                if self.complete:
+                    continue
+                self.calls += 1
+                if self.calls == self._most_calls:
+                    self.complete = self._ended = True
+            if not self.complete or isinstance(event, Call):
+                self._events.append(event)
+
+    def fill(self, delta: inference_pb2.Delta) -> None:
+        """Puts what is fresh into a delta."""
+        events, self._events = self._events, []
+        delta.text = "".join(event.text for event in events if isinstance(event, Text))
+        delta.reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        for event in events:
+            if isinstance(event, Call):
+                delta.tool_calls.add(id=new_call_id(), name=event.name, arguments=event.arguments)
+
+
+def new_call_id() -> str:
+    """Nine letters and digits at the end, the form that Mistral's templates want of a whole id."""
+    return f"call_{secrets.token_hex(5)[:9]}"
+
+
+class OutputParsers:
+    """Makes the parsers of a chat request's choices."""
+
+    def __init__(self, chat: tokenizer_pb2.ChatPrompt, rendered: str, model: node_pb2.ModelInfo) -> None:
+        """rendered: the end of the prompt's text. Raises BatonError for tools where it is not known how the
+        model calls them."""
+        self._formats = (model.tool_format, model.reasoning_format)
+        offered = chat.tools if chat.tool_choice.mode != tokenizer_pb2.ToolChoice.MODE_NONE else ()
+        self._tools = {tool.name: tool.parameters for tool in offered}
+        if self._tools and not model.tool_format:
+            text = "chat.tools: how this model calls tools is not known; give the gateway --tool-parser"
+            raise invalid("chat.tools", text)
+        self._opened = rendered.rstrip().endswith(("<think>", "[THINK]"))
+        single = chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls
+        self._most_calls = 1 if single else 0
+
+    def make(self) -> ParsedOutput | None:
+        """For one choice; None: all of its output is the answer."""
+        parser = make_parser(*self._formats, self._tools, opened=self._opened)
+        return ParsedOutput(parser, self._most_calls) if parser is not None else None

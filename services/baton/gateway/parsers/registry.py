@@ -1,0 +1,36 @@
+"""Parsers by name, as the tokenizer tells them from the chat template (`baton.tokenizer.formats`)."""
+
+from __future__ import annotations
+
+from baton.gateway.parsers.deepseek import DeepSeek
+from baton.gateway.parsers.glm import Glm
+from baton.gateway.parsers.gpt_oss import GptOss
+from baton.gateway.parsers.hermes import Hermes, Qwen3Coder
+from baton.gateway.parsers.llama import Llama3Json, Pythonic
+from baton.gateway.parsers.mistral import Mistral
+from baton.gateway.parsers.reader import Reader
+from baton.gateway.parsers.think import Think
+from baton.gateway.parsers.tools import ToolParser, Tools
+
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": Hermes,
+    "qwen3_coder": Qwen3Coder,
+    "llama3_json": Llama3Json,
+    "pythonic": Pythonic,
+    "mistral": Mistral,
+    "deepseek": DeepSeek,
+    "glm": Glm,
+    "gpt_oss": GptOss,
+}
+REASONING_PARSERS = ("think", "gpt_oss")
+NONE = "none"
+"""Calls, or reasoning, stay text."""
+
+
+def make_parser(tool_format: str, reasoning_format: str, tools: Tools, *, opened: bool) -> Reader | None:
+    """A parser of one output; None: all of it is the answer. opened: the prompt ends with the mark that
+    begins the reasoning. Without tools no call is looked for."""
+    if "gpt_oss" in (reasoning_format, tool_format if tools else ""):
+        return GptOss(tools)  # its calls and its reasoning come in one form
+    parser = TOOL_PARSERS[tool_format](tools) if tools and tool_format in TOOL_PARSERS else None
+    return Think(parser, opened=opened) if reasoning_format == "think" else parser
