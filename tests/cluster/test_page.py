@@ -248,24 +248,72 @@ def test_try_it_streams_an_answer_with_the_arrival_of_each_token(page):
     console(page.browser)  # the browser logs that the answer was 400
 
 
-def test_nothing_serious_for_people_with_other_needs(page):
+def test_a_bar_opens_the_timeline_which_adds_up_to_the_time_to_the_first_token(page):
+    """By keyboard, too."""
+    tokens = [*range(7, 307)]
+    answer = page.deployment.client().generate(
+        token_ids=tokens, max_tokens=12, ignore_eos=True, hand_off=True
+    )
+    assert answer.stats is not None and answer.stats.prefill_address
+    bar = f"#requests button[data-id='{answer.request_id}']"
+    page.until(lambda: page.texts(bar) and "12 tokens" in page.text(bar), "its bar, ended")
+    page.run("document.querySelector(arguments[0]).focus()", bar)
+    page.browser.switch_to.active_element.send_keys(Keys.ENTER)
+    page.until(lambda: page.texts("#timeline .events"), "the timeline")
+    assert answer.request_id in page.text("#timeline-title")
+    facts = dict(each.split(" ", 1) for each in page.texts("#timeline [data-fact='outcome']"))
+    assert facts == {"outcome": "finished"}
+    cells = page.run(
+        "return [...document.querySelector('#timeline .events').tBodies[0].rows].map((row) =>"
+        " [...row.cells].map((cell) => cell.dataset.seconds ?? cell.textContent))"
+    )
+    phases = [(float(start), float(took), name, process) for start, took, name, process, _ in cells]
+    before = [took for start, took, _, _ in phases if start < answer.stats.ttft - 1e-5]
+    assert sum(before) == pytest.approx(answer.stats.ttft, abs=0.002)
+    assert sum(took for _, took, _, _ in phases) == pytest.approx(answer.stats.total, abs=0.002)
+    where = {(name, process.split()[0]) for _, _, name, process in phases}
+    assert {("prefill", "prefill"), ("decode", "decode")} <= where, where
+    lanes = page.texts("#timeline .lane")
+    assert {lane.split()[0] for lane in lanes} >= {"gateway", "prefill", "decode"}
+    check_accessibility(page)
+    page.find("#timeline").send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.visible("#timeline"), "it is closed")
+
+
+def test_requests_under_way_are_shown(page):
+    def rows(word: str) -> list[str]:
+        return [each for each in page.texts("#requests li") if word in each]
+
+    client = page.deployment.client()
+    with client.stream(token_ids=[9] * 20, max_tokens=900, ignore_eos=True) as stream:
+        next(iter(stream))
+        assert len(page.until(lambda: rows("running"), "it runs")) == 1
+        assert "1 request running" in page.text("#requests-note")
+    page.until(lambda: rows("cancelled"), "it was left")
+
+
+def check_accessibility(page: Page) -> None:
+    """With axe-core; not as a script of the page, which its policy forbids."""
     axe = (files("axe_core_python") / "axe.min.js").read_text()
+    page.run(axe + "; window.axe = axe;")
+    found = page.browser.execute_async_script(
+        "const done = arguments[0];"
+        "axe.run(document).then((found) => done(found.violations), (error) => done([{id: `${error}`}]))"
+    )
+    serious = [
+        (each["id"], [node["html"][:200] for node in each.get("nodes", [])])
+        for each in found
+        if each.get("impact") in ("serious", "critical", None)
+    ]
+    assert not serious, serious
+
+
+def test_nothing_serious_for_people_with_other_needs(page):
     for theme in ("dark", "light"):
         while page.text("#theme") != f"Theme: {theme}":
             page.find("#theme").click()
         page.frames(1)
-        # Not as a script of the page, which its policy forbids.
-        page.run(axe + "; window.axe = axe;")
-        found = page.browser.execute_async_script(
-            "const done = arguments[0];"
-            "axe.run(document).then((found) => done(found.violations), (error) => done([{id: `${error}`}]))"
-        )
-        serious = [
-            (each["id"], [node["html"][:200] for node in each.get("nodes", [])])
-            for each in found
-            if each.get("impact") in ("serious", "critical", None)
-        ]
-        assert not serious, (theme, serious)
+        check_accessibility(page)
 
 
 def test_it_fits_a_phone(live):
@@ -278,11 +326,9 @@ def test_it_fits_a_phone(live):
 
 
 def test_by_keyboard(page):
-    body = page.find("body")
-    body.send_keys(Keys.HOME)
-    page.run("document.activeElement.blur()")
+    page.run("document.querySelector('.skip').focus()")
     reached = []
-    for _ in range(12):
+    for _ in range(40):
         page.browser.switch_to.active_element.send_keys(Keys.TAB)
         reached.append(page.browser.switch_to.active_element.get_attribute("id"))
     assert {"theme", "try-prompt", "try-tokens", "try-send"} <= set(reached), reached

@@ -170,3 +170,13 @@ def test_a_recorder_keeps_the_last_events():
 def test_events_survive_a_message():
     given = [Event(1.5, kind, 2**64 - 1, 3, 4, 5, 6, 7, 8, "text") for kind in Kind]
     assert events_from(map(event_to, given)) == given
+
+
+def test_events_since_a_time():
+    times = iter((1.0, 2.0, 2.0, 3.0))
+    recorder = Recorder(3, lambda: next(times))
+    for number in range(4):
+        recorder.add(Kind.TOKENS, 1, 1, number=number)
+    assert [event.number for event in recorder.since(1.0)] == [1, 2, 3], "the ring holds three"
+    assert [event.number for event in recorder.since(2.0)] == [3]
+    assert recorder.since(3.0) == []

@@ -87,6 +87,14 @@ class Recorder:
         wanted = frozenset(names)
         return [Event(*event) for event in list(self._ring) if event[2:4] in wanted]
 
+    def since(self, at: float) -> list[Event]:
+        """Events after this time, oldest first. Takes as long as there are such events."""
+        ring = list(self._ring)
+        first = len(ring)
+        while first and ring[first - 1][0] > at:
+            first -= 1
+        return [Event(*event) for event in ring[first:]]
+
     def all(self) -> list[Event]:
         """All events, oldest first."""
         return [Event(*event) for event in list(self._ring)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -56,6 +56,7 @@ class PageApp:
             [
                 Route("/", self._index),
                 Route("/page/events", self._events),
+                Route("/page/requests/{id}", self._request),
                 Route("/page/{name}", self._file),
             ]
         )
@@ -103,6 +104,12 @@ class PageApp:
         if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
         return Response(data, headers=headers, media_type=TYPES[Path(name).suffix])
+
+    async def _request(self, request: Request) -> Response:
+        life = await self.feed.requests.life(request.path_params["id"])
+        if life is None:
+            return PlainTextResponse("this request is no longer remembered\n", 404)
+        return JSONResponse(life, headers={"cache-control": "no-store"})
 
     async def _events(self, request: Request) -> Response:
         return StreamingResponse(

@@ -15,11 +15,13 @@ from baton.gateway.gateway import Gateway
 from baton.gateway.page import frames
 from baton.gateway.page.frames import Json
 from baton.gateway.page.processes import Process, Processes, health_of
+from baton.gateway.page.requests import Requests
 from baton.gateway.page.window import KEPT_SECONDS, ROLLING_SECONDS, SAMPLE_SECONDS, Window
 from baton.rpc.errors import exhausted
 from baton.rpc.tasks import Tasks
 
 FRAME_SECONDS = 0.5
+REQUESTS_SECONDS = 1.0
 TILE_SECONDS = 60.0
 """Figures beside the charts are of the last minute."""
 MAX_PAGES = 64
@@ -39,10 +41,11 @@ class Feed:
         self._new_points = 0
         """Of these, points that are in no frame yet."""
         self._processes = Processes(gateway)
+        self.requests = Requests(gateway.traces, gateway.recorder)
         self._maps: dict[str, int] = {}
         """Versions of the page maps that the last frame knew, by address."""
         self._tasks = Tasks()
-        self._collecting: asyncio.Task[None] | None = None
+        self._collecting: list[asyncio.Task[None]] = []
         self._open = 0
         self._number = 0
         self._frame = b""
@@ -68,8 +71,11 @@ class Feed:
             raise exhausted(f"{self._open} pages are open already", "TOO_MANY_PAGES", 1000)
         self._open += 1
         try:
-            if self._collecting is None:
-                self._collecting = self._tasks.spawn(self._collect(), "page: frames")
+            if not self._collecting:
+                self._collecting = [
+                    self._tasks.spawn(self._collect(), "page: frames"),
+                    self._tasks.spawn(self._follow_requests(), "page: requests"),
+                ]
             known: int | None = None
             while not self._closed:
                 number, following = self._number, self._next
@@ -81,9 +87,10 @@ class Feed:
                     await following.wait()
         finally:
             self._open -= 1
-            if not self._open and self._collecting is not None:
-                self._collecting.cancel()
-                self._collecting = None
+            if not self._open:
+                for task in self._collecting:
+                    task.cancel()
+                self._collecting.clear()
                 await self._processes.close()
 
     async def _sample(self) -> None:
@@ -95,11 +102,17 @@ class Feed:
                 self._new_points = min(self._new_points + 1, len(self._points))
             await asyncio.sleep(SAMPLE_SECONDS)
 
+    async def _follow_requests(self) -> None:
+        while True:
+            await self.requests.refresh()
+            await asyncio.sleep(REQUESTS_SECONDS)
+
     async def _collect(self) -> None:
         while True:
             self._processes.refresh()
             self._frame = self._encode(whole=False)
             self._new_points = 0
+            self.requests.sent()
             self._maps = {each.address: each.pages_version for each in self._processes}
             self._number += 1
             self._next.set()
@@ -136,6 +149,7 @@ class Feed:
             },
             "minute": frames.figures_json(self._window.figures(TILE_SECONDS)),
             "points": points if whole else points[len(points) - self._new_points :],
+            "requests": self.requests.rows(whole=whole),
             "processes": [frames.process_json(each) for each in (own, *others)],
             "pools": {
                 each.address: None if each.pages is None else frames.pool_json(each.pages)

@@ -111,8 +111,8 @@ function options(tile) {
     scales: { x: { time: true }, y: { range: (plot, low, high) => [0, high > 0 ? 1.12 * high : 1] } },
     series: [{}, ...tile.series.map((_, index) => line(index))],
     axes: [
-      { ...axis, size: 16, gap: 2, grid: { show: false }, space: 60, values: (plot, at) => at.map(clock) },
-      { ...axis, size: 46, gap: 3, space: 26, values: (plot, ticks) => ticks.map((tick) => (plot.data[1].some((value) => value) ? tile.unit(tick) : "")) },
+      { ...axis, size: 18, gap: 4, grid: { show: false }, space: 40, incrs: [120, 300], values: (plot, at) => at.map(clock) },
+      { ...axis, size: 46, gap: 3, space: 26, values: (plot, ticks) => ticks.map((tick) => (plot.data[1].some((value) => value) ? (tick ? tile.unit(tick) : "0") : "")) },
     ],
     hooks: { draw: tile.target ? [(plot) => drawTarget(plot, tile.target())] : [] },
   };

@@ -25,7 +25,8 @@ export function showRequests(frame) {
   latest.forEach((request, index) => fill(list.children[index], request, scale));
   $("requests-none").hidden = latest.length > 0;
   $("requests-axis").hidden = !latest.length;
-  $("requests-axis").replaceChildren(...[0, 0.5, 1].map((part) => el("span", {}, part ? seconds(scale * part) : "0")));
+  $("requests-axis").replaceChildren(el("span"),
+    el("span", {}, ...[0, 0.5, 1].map((part) => el("i", {}, part ? seconds(scale * part) : "0"))));
   say($("requests-note"), frame.totals.running ? `${plural(frame.totals.running, "request")} running` : "none running");
 }
 

@@ -27,9 +27,9 @@ function describe(life) {
   found.push(...lanes(life));
   if (life.missing.length) found.push(el("p", { className: "notice bad" }, `did not answer: ${life.missing.join("; ")}`));
   found.push(table("What it waited for", ["from", "took", "phase", "process", ""], life.phases.map(
-    ([name, role, address, start, end, detail]) => [seconds(start), seconds((end ?? life.total) - start), name, `${role} ${address}`, detail])));
+    ([name, role, address, start, end, detail]) => [start, (end ?? life.total) - start, name, `${role} ${address}`, detail])));
   found.push(table("What each process recorded", ["at", "process", "event", ""], life.events.map(
-    ([at, role, address, kind, detail]) => [seconds(at), `${role} ${address}`, kind, detail])));
+    ([at, role, address, kind, detail]) => [at, `${role} ${address}`, kind, detail])));
   return found;
 }
 
@@ -57,5 +57,6 @@ function lanes(life) {
 function table(title, head, rows) {
   return el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": title }, el("h3", {}, title),
     el("table", { className: "events" }, el("thead", {}, el("tr", {}, ...head.map((word) => el("th", { scope: "col" }, word)))),
-      el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((text) => el("td", {}, text)))))));
+      el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((cell) => (
+        typeof cell === "number" ? el("td", { "data-seconds": cell }, seconds(cell)) : el("td", {}, cell))))))));
 }
