@@ -120,7 +120,15 @@ WRONG_CHATS = [
     ("functions", [{"name": "f"}], "functions"),
     ("top_logprobs", 5, "top_logprobs"),
     ("tools", [{}], "tools[0].type"),
-    ("response_format", {"type": "json_object"}, "response_format.type"),
+    ("response_format", {"type": "yaml"}, "response_format.type"),
+    (
+        "response_format",
+        {
+            "type": "json_schema",
+            "json_schema": {"name": "n", "schema": {"type": "array", "uniqueItems": True}},
+        },
+        "response_format",
+    ),
 ]
 BROKEN = {
     "empty": (b"", "invalid_json"),

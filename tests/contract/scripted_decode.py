@@ -75,7 +75,12 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         self.running: dict[int, asyncio.Task[None]] = {}
         self._incarnation = new_incarnation()
         self._model = node_pb2.ModelInfo(
-            name=name, context_length=context, vocab_size=4096, fingerprint=fingerprint, eos_token_ids=[0]
+            name=name,
+            context_length=context,
+            vocab_size=4096,
+            fingerprint=fingerprint,
+            eos_token_ids=[0],
+            grammars=True,
         )
 
     async def __aenter__(self) -> ScriptedDecode:

@@ -10,7 +10,7 @@ import pytest
 from gateway_rig import gateway, until
 from scripted_decode import LENGTH, STOP, ScriptedDecode, endless, saying, silent
 
-from baton.rpc.errors import exhausted
+from baton.rpc.errors import exhausted, invalid
 from baton.v1 import common_pb2
 
 TEXT = "Hello wörld, here is a list of words."
@@ -216,10 +216,51 @@ BAD = [
     ("chat/completions", {**CHAT, "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
     ("chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
     ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-    ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format.type"),
+    ("chat/completions", {**CHAT, "response_format": {"type": "yaml"}}, "response_format.type"),
+    ("chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        "chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "response_format": {"type": "json_object"}, "ignore_eos": True},
+        "ignore_eos",
+    ),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs"),
     ("chat/completions", {**CHAT, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
 ]
+
+
+async def test_response_formats_reach_the_decode_node():
+    schema = {"type": "object", "properties": {"b": {"const": None}, "a": {}}, "required": ["b"]}
+    named = {"name": "n", "strict": True, "schema": schema}
+    async with api(say='{"b": null}') as rig:
+        for given, kind in (
+            ({"type": "text"}, None),
+            ({"type": "json_object"}, "json_object"),
+            ({"type": "json_schema", "json_schema": {"name": "n"}}, "json_schema"),
+            ({"type": "json_schema", "json_schema": named}, "json_schema"),
+        ):
+            await rig.openai.chat.completions.create(model=MODEL, messages=HELLO, response_format=given)
+            assert rig.decode.starts[-1].sampling.grammar.WhichOneof("kind") == kind
+        # The order of its keys is the order of the answer's.
+        assert rig.decode.starts[-1].sampling.grammar.json_schema == json.dumps(schema)
+        assert json.loads(rig.decode.starts[-2].sampling.grammar.json_schema) == {"type": "object"}
+
+
+async def test_a_schema_that_cannot_be_compiled_is_the_callers_error():
+    async def refuse(running):
+        await running.failed(invalid("sampling.grammar", "sampling.grammar: unclosed", "INVALID_GRAMMAR"))
+
+    async with api(refuse) as rig:
+        body = {**CHAT, "response_format": {"type": "json_object"}}
+        for stream in (False, True):
+            response = await rig.plain.post("/v1/chat/completions", json={**body, "stream": stream})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "response_format")
+            assert error["message"] == "response_format: unclosed"
 
 
 async def test_bad_input_names_the_parameter_and_the_connection_goes_on():

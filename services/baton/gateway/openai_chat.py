@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
 from baton.gateway.openai_errors import ApiError, invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
 from baton.gateway.openai_protocol import COMMON_HINTS, CommonRequest, common_sampling, common_start
 from baton.rpc.validate import check_sampling
-from baton.v1 import inference_pb2, tokenizer_pb2
+from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 MAX_TEMPLATE_VALUES = 1024
 """In chat_template_kwargs; each takes fifty bytes and more on its way."""
@@ -24,10 +26,22 @@ _ANNOTATIONS = {
 }
 
 
+class JsonSchema(Strict):
+    PLACE = "response_format.json_schema"
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "name": "it names the schema for the client",
+        "description": "the model does not see the schema: say in a message what it is for",
+        "strict": "a schema is enforced in every case",
+    }
+
+    schema_: dict[str, Any] | bool = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+
+
 class ResponseFormat(Strict):
     PLACE = "response_format"
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ContentPart(Strict):
@@ -153,6 +167,7 @@ def chat_start(request: ChatRequest) -> inference_pb2.GenerateStart:
         raise invalid_value("top_logprobs", "top_logprobs needs logprobs to be true")
     if request.logprobs:
         sampling.logprobs = request.top_logprobs or 0
+    _constrain(request.response_format, sampling)
     check_sampling(sampling, None)
     start = common_start(request, sampling)
     chat = start.chat
@@ -167,6 +182,20 @@ def chat_start(request: ChatRequest) -> inference_pb2.GenerateStart:
     _choose(request, chat)
     _template_arguments(request, chat)
     return start
+
+
+def _constrain(format: ResponseFormat | None, sampling: common_pb2.SamplingParams) -> None:
+    """Over HTTP as over gRPC: the whole answer is of the format."""
+    schema = format.json_schema if format is not None else None
+    if format is None or format.type == "text":
+        return
+    if format.type == "json_object":
+        sampling.grammar.json_object.SetInParent()
+    elif schema is None:
+        param = "response_format.json_schema"
+        raise ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
+    else:
+        sampling.grammar.json_schema = json.dumps(schema.schema_, ensure_ascii=False)
 
 
 def _message(message: Message) -> tokenizer_pb2.ChatMessage:

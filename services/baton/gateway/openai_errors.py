@@ -131,6 +131,8 @@ def response(error: ApiError) -> JSONResponse:
 
 
 def _param(field: str) -> str:
+    if field.startswith("sampling.grammar"):
+        return "response_format"
     for prefix, name in _PARAMS.items():
         if field == prefix or field.startswith(prefix + "["):
             field = name + field[len(prefix) :]
