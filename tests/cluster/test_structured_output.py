@@ -1,0 +1,273 @@
+"""Constrained decoding through all processes: what is finished is valid, what is cut is a beginning of
+it, and the route makes no difference.
+
+BATON_SCHEMAS=500 asks for so many random schemas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import jsonschema
+import numpy as np
+import openai
+import pytest
+from asking import ask
+from deployment import Deployment
+from process import Process
+from pydantic import BaseModel, Field
+
+from baton.client import AsyncClient, BatonError, Completion
+from baton.grammar.base import GrammarSpec
+from baton.grammar.llguidance import LlguidanceBackend
+from random_schemas import random_schema
+
+SCHEMAS = int(os.environ.get("BATON_SCHEMAS", "40"))
+TOKENS = 160
+PROMPT = "The following text describes a value, with names, numbers and lists of words. " * 3
+"""It is handed off."""
+SECONDS = 60.0 + SCHEMAS
+
+
+@dataclass
+class Routes:
+    deployment: Deployment
+    split: Process
+    aggregated: Process
+    both: Process
+    """Split, with two decode nodes."""
+    decodes: list[Process]
+
+
+@pytest.fixture(scope="module")
+def routes(tmp_path_factory, deployments) -> Iterator[Routes]:
+    deployment = Deployment(tmp_path_factory.mktemp("structured"), "demo")
+    prefill = deployment.add_worker("prefill")
+    decodes = [deployment.add_worker("decode") for _ in range(2)]
+    split = ("--split", "always")
+    routes = Routes(
+        deployment,
+        deployment.add_gateway(decodes[:1], [prefill], *split),
+        deployment.add_gateway(decodes[1:]),
+        deployment.add_gateway(decodes, [prefill], *split, "--routing", "round-robin"),
+        decodes,
+    )
+    with deployment:
+        deployments.append(deployment)
+        yield routes
+        for process in deployment.processes:
+            assert "Traceback" not in process.log.read_text(), process.log
+
+
+def requests() -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": f"{PROMPT} {seed}: ",
+            "seed": seed,
+            "temperature": 1.5,
+            "max_tokens": TOKENS,
+            "grammar": {"json_schema": random_schema(seed)},
+        }
+        for seed in range(SCHEMAS)
+    ]
+
+
+def accepts(schema: dict[str, Any], text: str) -> None:
+    """By the library, but byte by byte: with other tokens than those that were sampled."""
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<end>"]
+    backend = LlguidanceBackend(tokens, set(), [256], 257, lambda text: list(text.encode()))
+    matcher = backend.compile(GrammarSpec("json_schema", json.dumps(schema))).matcher()
+    matcher.accept(list(text.encode()))
+    matcher.fill(np.empty(9, np.int32))
+
+
+async def test_random_schemas_split_and_aggregated(routes):
+    given = requests()
+    split, aggregated = await asyncio.gather(
+        ask(routes.split.address, given, SECONDS), ask(routes.aggregated.address, given, SECONDS)
+    )
+    finished = 0
+    for request, one, other in zip(given, split, aggregated, strict=True):
+        schema = request["grammar"]["json_schema"]
+        assert one.token_ids == other.token_ids, schema
+        assert one.stats.prefill_address and not other.stats.prefill_address
+        # A text that max_tokens cut within a character has its beginning replaced.
+        accepts(schema, one.text.rstrip("\ufffd"))
+        assert one.finish_reason in ("stop", "length")
+        if one.finish_reason == "stop":
+            finished += 1
+            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+            jsonschema.validate(one.parsed, schema, jsonschema.Draft202012Validator, format_checker=checker)
+    print(f"{finished} of {len(given)} finished")
+    assert finished >= len(given) // 4
+
+
+async def test_the_same_after_a_decode_node_has_died(routes):
+    """Half of the streams run at the node that is killed; they go on at the other one."""
+    given = [{**request, "n": 2} for request in requests()[:8]]
+    want = await ask(routes.split.address, given, SECONDS)
+    async with AsyncClient(routes.both.address) as client, asyncio.timeout(SECONDS):
+        streams = [client.stream(**request) for request in given]
+        for stream in streams:
+            while len(stream.so_far.token_ids) < 3 and not stream.so_far.usage:
+                await anext(stream, None)
+        routes.decodes[1].kill()
+        got = await asyncio.gather(*(stream.completion() for stream in streams))
+    routes.decodes[1].start()
+    routes.decodes[1].wait_ready()
+    assert any(completion.stats.resumed for completion in got)
+    for request, one, other in zip(given, want, got, strict=True):
+        assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices], request["grammar"]
+
+
+async def test_with_everything_else(routes):
+    regex = "[a-z]{4,12}( [a-z]{4,12}){2,20}\\."
+    base = {"prompt": PROMPT, "temperature": 1.0, "seed": 3, "max_tokens": 60, "grammar": {"regex": regex}}
+    variants: list[dict[str, Any]] = [
+        {},
+        {"n": 3, "logprobs": 2},
+        {"repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 0.5},
+        {"top_k": 5, "top_p": 0.9, "min_p": 0.05},
+        {"temperature": 0.0, "logit_bias": {100: 5.0}},
+        {"min_tokens": 12},
+        {"stop": " ", "min_tokens": 1},
+    ]
+    given = [{**base, **variant} for variant in variants]
+    split, aggregated = await asyncio.gather(
+        ask(routes.split.address, given), ask(routes.aggregated.address, given)
+    )
+    for one, other in zip(split, aggregated, strict=True):
+        assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices]
+        for choice in one.choices:
+            if choice.finish_reason == "stop" and not choice.stop_matched:
+                assert re.fullmatch(regex, choice.text)
+    assert len({choice.text for choice in split[1].choices}) == 3
+    assert all(len(choice.logprobs) == len(choice.token_ids) for choice in split[1].choices)
+    assert len(split[5].token_ids) >= 12
+    assert split[6].choices[0].stop_matched == " "
+    assert re.fullmatch("[a-z]{4,12}", split[6].text)
+
+
+async def test_kinds(routes):
+    kinds: list[tuple[Any, Any]] = [
+        ({"choice": ["yes", "no", "it depends (é)"]}, {"yes", "no", "it depends (é)"}.__contains__),
+        ({"regex": "[0-9]{3}-[a-f]{1,3}z"}, lambda text: re.fullmatch("[0-9]{3}-[a-f]{1,3}z", text)),
+        (
+            {"lark": 'start: "<call>" %json {"const": {"a": 1}} "</call>"'},
+            lambda text: json.loads(text[6:-7]),
+        ),
+        ({"json_schema": {"enum": [1, "b"]}}, lambda text: json.loads(text) in (1, "b")),
+    ]
+    base = {"prompt": PROMPT, "temperature": 1.0, "seed": 1, "max_tokens": 120}
+    answers = await ask(routes.split.address, [{**base, "grammar": grammar} for grammar, _ in kinds])
+    for (_, right), answer in zip(kinds, answers, strict=True):
+        assert answer.finish_reason == "stop"
+        assert right(answer.text), answer.text
+
+
+class Colour(BaseModel):
+    red: int = Field(ge=0, le=255)
+    name: str = Field(max_length=8)
+
+
+async def test_a_pydantic_model_gives_its_schema_and_gets_an_instance_back(routes):
+    given = {"prompt": PROMPT, "temperature": 1.0, "seed": 1, "max_tokens": 200, "response_format": Colour}
+    (answer,) = await ask(routes.split.address, [given])
+    assert isinstance(answer.parsed, Colour)
+    (cut,) = await ask(routes.split.address, [{**given, "max_tokens": 3}])
+    with pytest.raises(ValueError):
+        cut.parsed  # noqa: B018
+
+
+async def test_over_http(routes):
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    asked: Any = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "What does textwrap.dedent do?"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        "seed": 3,
+        "n": 2,
+    }
+    async with openai.AsyncOpenAI(base_url=f"http://{routes.split.http}/v1", api_key="none") as client:
+        whole = await client.chat.completions.create(**asked)
+        texts = ["", ""]
+        async for chunk in await client.chat.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    for choice, text in zip(whole.choices, texts, strict=True):
+        assert choice.finish_reason == "stop"
+        assert choice.message.content == text
+        jsonschema.validate(json.loads(text), schema)
+
+
+# --- bad input ------------------------------------------------------------------------------------------
+
+
+PRODUCT = {"allOf": [{"anyOf": [{"required": [f"{i}.{j}"]} for j in range(4)]} for i in range(12)]}
+BAD = {
+    "not JSON": {"json_schema": "{"},
+    "contradiction": {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}},
+    "endless": {"json_schema": {"$ref": "#"}},
+    "deep": {"json_schema": '{"items":' * 30_000 + "{}" + "}" * 30_000},
+    "huge": {"json_schema": {"enum": ["x" * 100] * 6000}},
+    "many": {"json_schema": {"type": "object", "properties": {f"p{i}": {} for i in range(2000)}}},
+    "product": {"json_schema": PRODUCT},
+    "unsupported": {"json_schema": {"not": {"type": "string"}}},
+    "regex": {"regex": "("},
+    "deep regex": {"regex": "(" * 100_000},
+    "lark": {"lark": "start: nothing"},
+    "deep lark": {"lark": "start: " + "(" * 100_000},
+    "terminals": {"lark": "start: A0\n" + "".join(f"A{i}: A{i + 1}\n" for i in range(2000))},
+    "nothing": {"choice": []},
+}
+
+
+async def test_bad_grammars_are_typed_errors_and_nothing_else_notices(routes):
+    async with AsyncClient(routes.split.address) as client, asyncio.timeout(SECONDS):
+        free = [client.generate(prompt=PROMPT, max_tokens=200, ignore_eos=True, seed=i) for i in range(4)]
+        bad = [client.generate(prompt=PROMPT, max_tokens=20, grammar=grammar) for grammar in BAD.values()]  # type: ignore[arg-type]
+        answers = await asyncio.gather(*bad, *free, return_exceptions=True)
+    for name, answer in zip(BAD, answers, strict=False):
+        assert isinstance(answer, BatonError), (name, answer)
+        assert answer.code is grpc.StatusCode.INVALID_ARGUMENT, (name, answer)
+        assert answer.field is not None and answer.field.startswith("sampling.grammar"), (name, answer)
+        assert "\n" not in answer.message
+    assert all(isinstance(each, Completion) and len(each.token_ids) == 200 for each in answers[len(BAD) :])
+
+
+SLOW = {"json_schema": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}}
+"""Takes seconds to compile, and is found to be too large then."""
+
+
+async def until(condition) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_while_a_grammar_compiles(routes):
+    """It is gone at once everywhere, and others are answered meanwhile."""
+    async with AsyncClient(routes.split.address) as client, asyncio.timeout(SECONDS):
+        slow = asyncio.create_task(client.generate(prompt=PROMPT, max_tokens=5, grammar=SLOW))
+        await until(lambda: routes.decodes[0].load().waiting)
+        other = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
+        await client.generate(**other)  # type: ignore[arg-type]
+        assert not slow.done()
+        compiled = routes.decodes[0].load().grammars
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+        await until(lambda: not routes.decodes[0].load().requests)
+        assert routes.decodes[0].load().grammars == compiled, "it ended because the grammar was compiled"
+        # The outcome is kept, for the next one who asks.
+        with pytest.raises(BatonError, match="items"):
+            await client.generate(prompt=PROMPT, max_tokens=5, grammar=SLOW)
+        with pytest.raises(BatonError, match="items"):
+            await client.generate(prompt=PROMPT, max_tokens=5, grammar=SLOW)
+        assert routes.decodes[0].load().grammars == compiled + 1
