@@ -86,6 +86,12 @@ class WorkerConfig(NodeConfig):
     """"auto", "cpu" or "cuda[:index]"."""
     dtype: str = "auto"
     """"float32", "bfloat16", "float16"; "auto": float32 on a CPU, else the checkpoint's own."""
+    quantization: str = "auto"
+    """Weights: "auto": what the checkpoint has quantized to INT8 or 4 bits stays so on a CPU; "none": all are
+    dequantized while loading; "fp8", "int8", "int4": those of layers are quantized while loading, on a
+    CPU."""
+    quantize_head: bool = False
+    """Quantize the output projection, too; with "int8" and "int4"."""
     threads: int = 0
     """Threads of tensor operations on a CPU; 0: all cores."""
     prefill_attention: str = "auto"

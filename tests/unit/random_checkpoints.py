@@ -256,9 +256,9 @@ class Driver:
         num_pages: int = 64,
         slots: int = 8,
         dtype: torch.dtype = torch.float32,
-        implementation: str = "auto",
+        **options: object,
     ) -> None:
-        self.model = load_model(path, dtype, implementation=implementation)
+        self.model = load_model(path, dtype, **options)
         kv = self.model.kv
         layout = KvLayout(self.model.config.num_layers, kv.heads, kv.dim, page_size, dtype, kv.parts)
         self.pool = KvPool(layout, num_pages)

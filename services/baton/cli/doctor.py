@@ -230,16 +230,24 @@ def model() -> Iterator[Check]:
             yield Check(name, "ok", f"{file.stat().st_size / 2**20:.1f} MiB: {file}")
 
 
-def served(name: str, implementation: str) -> Iterator[Check]:
-    """Whether a model can be served, by whose code, and what it takes."""
+def served(name: str, implementation: str, quantization: str = "auto") -> Iterator[Check]:
+    """Whether a model can be served here, by whose code, and what it takes."""
+    import torch
+
     from baton.checkpoint import CheckpointError, resolve
     from baton.models.config import read_config
     from baton.models.loader import kv_shape, weight_bytes
+    from baton.models.weight_plan import describe
 
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         path = resolve(name)
         config = read_config(path, implementation=implementation)
-        size = weight_bytes(path, implementation=implementation)
+        dtype = torch.float32 if device.type == "cpu" else config.dtype
+        size = weight_bytes(
+            path, dtype, implementation=implementation, quantization=quantization, device=device
+        )
+        how = describe(path, device, quantization)
         kv = kv_shape(config)
     except CheckpointError as error:
         yield Check(name, "bad", str(error))
@@ -250,9 +258,11 @@ def served(name: str, implementation: str) -> Iterator[Check]:
         reason = "asked for" if implementation == "transformers" else "Baton has none of its own for it"
         text = f"{config.architecture}, by transformers' code over paged attention, slower: {reason}"
         yield Check("architecture", "note", text)
-    dtype = str(config.dtype).removeprefix("torch.")
-    yield Check("weights", "ok", f"{size / GIB:.2f} GiB in {dtype}")
-    token = config.num_layers * kv.heads * kv.dim * kv.parts * config.dtype.itemsize
+    if how:
+        yield Check("quantization", "ok", how)
+    name = str(dtype).removeprefix("torch.")
+    yield Check("weights", "ok", f"{size / GIB:.2f} GiB on {device.type}, computed in {name}")
+    token = config.num_layers * kv.heads * kv.dim * kv.parts * dtype.itemsize
     kind = "latents" if kv.parts == 1 else "keys and values"
     context = (
         f"{token * config.context_length / GIB:.2f} GiB for a context of {config.context_length:,} tokens"
@@ -303,7 +313,8 @@ def _table(findings: list[tuple[str, Check]]) -> Table:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--model", help="Ask about this model alone: a directory, a GGUF file or a Hugging Face id.")
 @click.option("--model-impl", default="auto", show_default=True, help="auto, baton or transformers.")
-def doctor(as_json: bool, model: str | None, model_impl: str) -> None:
+@click.option("--quantization", default="auto", show_default=True, help="auto, none, fp8, int8 or int4.")
+def doctor(as_json: bool, model: str | None, model_impl: str, quantization: str) -> None:
     """Say what this machine can run, and why not.
 
     Checks Python, memory, shared memory, torch, GPUs, attention backends, transports, the demo model and the
@@ -316,7 +327,7 @@ def doctor(as_json: bool, model: str | None, model_impl: str) -> None:
       baton doctor --json | jq '.checks[] | select(.verdict != "ok")'
     """
     console = Console()
-    groups = {"model": lambda: served(model, model_impl)} if model else GROUPS
+    groups = {"model": lambda: served(model, model_impl, quantization)} if model else GROUPS
     if as_json:
         findings = list(run_checks(groups))
     else:

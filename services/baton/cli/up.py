@@ -52,16 +52,19 @@ NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
 CHECK_MODEL = """
 import sys
 from pathlib import Path
+import torch
 from baton.checkpoint import CheckpointError
 from baton.models.config import read_config
 from baton.models.tensor_files import tensor_files
+from baton.models.weight_plan import weight_plan
 
-path, load_format, context_length, implementation = sys.argv[1:]
+path, load_format, context_length, implementation, quantization, head = sys.argv[1:]
 path = Path(path)
 try:
     read_config(path, int(context_length) or None, implementation)
     if load_format != "dummy":
         tensor_files(path)
+    weight_plan(path, torch.device("meta"), quantization, head == "True", load_format)
 except CheckpointError as error:
     sys.exit(str(error))
 """
@@ -86,6 +89,8 @@ def fetch_model(values: Mapping[str, Any]) -> None:
             values.get("load_format") or "auto",
             str(values.get("context_length") or 0),
             values.get("model_impl") or "auto",
+            values.get("quantization") or "auto",
+            str(bool(values.get("quantize_head"))),
         )
         check = subprocess.run(
             [sys.executable, "-c", CHECK_MODEL, *words], capture_output=True, text=True, check=False

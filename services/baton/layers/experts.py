@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from baton.layers.linear import Linear
 from baton.layers.mlp import ACTIVATIONS, GatedMlp
 from baton.layers.parameters import Parameters
 
@@ -73,7 +74,9 @@ class Router:
         float32."""
         self.routing, self.experts = routing, experts
         self.dtype = torch.float32 if float32 else parameters.dtype
-        self.linear = replace(parameters, dtype=self.dtype).linear({name: experts}, hidden, bias)
+        self.linear = replace(parameters, dtype=self.dtype).linear(
+            {name: experts}, hidden, bias, quantize=False
+        )
         self.correction: torch.Tensor | None = None
         if correction:
             self.correction = parameters.empty(experts, dtype=torch.float32)
@@ -117,6 +120,14 @@ class Experts:
         all experts in one tensor, transposed, gate and up interleaved, as gpt-oss has."""
         self.count, self.inner = count, inner
         self.activation = activation
+        self.quantized: list[tuple[Linear, Linear]] | None = None
+        """Each expert's gate_up and down where they stay quantized; the tensors below are then empty."""
+        if projections is not None and not bias and _stays_quantized(parameters, hidden, inner, projections):
+            self.quantized = [
+                _quantized(parameters.under(str(expert)), hidden, inner, projections)
+                for expert in range(count)
+            ]
+            count = 0
         self.gate_up = parameters.empty(count, 2 * inner, hidden)
         self.down = parameters.empty(count, hidden, inner)
         self.gate_up_bias = parameters.empty(count, 2 * inner) if bias else None
@@ -135,9 +146,13 @@ class Experts:
         ):
             if gate_up is not None and out is not None:
                 fill: Literal["normal", "zeros"] = "normal" if kind == "weight" else "zeros"
-                parameters.add(f"{gate}.{kind}", gate_up[expert, : self.inner], fill=fill)
-                parameters.add(f"{up}.{kind}", gate_up[expert, self.inner :], fill=fill)
-                parameters.add(f"{down}.{kind}", out[expert], fill=fill)
+                convert = parameters.plan.rounding(None) if kind == "weight" else None
+                for name, target in (
+                    (gate, gate_up[expert, : self.inner]),
+                    (up, gate_up[expert, self.inner :]),
+                    (down, out[expert]),
+                ):
+                    parameters.add(f"{name}.{kind}", target, fill=fill, convert=convert)
 
     def _declare_merged(self, parameters: Parameters) -> None:
         for name, target, convert in (
@@ -167,14 +182,35 @@ class Experts:
         return total
 
     def _one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        if self.quantized is not None:
+            gate_up, down = self.quantized[expert]
+            return down(self._inner(*gate_up(x).chunk(2, -1)))
         bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
         gate, up = F.linear(x, self.gate_up[expert], bias).chunk(2, -1)
-        if isinstance(self.activation, str):
-            inner = ACTIVATIONS[self.activation](gate) * up
-        else:
-            inner = self.activation(gate, up)
         bias = None if self.down_bias is None else self.down_bias[expert]
-        return F.linear(inner, self.down[expert], bias)
+        return F.linear(self._inner(gate, up), self.down[expert], bias)
+
+    def _inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.activation, str):
+            return ACTIVATIONS[self.activation](gate) * up
+        return self.activation(gate, up)
+
+
+def _stays_quantized(
+    parameters: Parameters, hidden: int, inner: int, projections: tuple[str, str, str]
+) -> bool:
+    """Whether expert 0 does, and so all."""
+    gate, up, down = (f"{parameters.prefix}0.{name}.weight" for name in projections)
+    method_of = parameters.plan.method_of
+    return method_of([gate, up], hidden) is not None and method_of([down], inner) is not None
+
+
+def _quantized(
+    parameters: Parameters, hidden: int, inner: int, projections: tuple[str, str, str]
+) -> tuple[Linear, Linear]:
+    """Of one expert."""
+    gate, up, down = projections
+    return parameters.linear({gate: inner, up: inner}, hidden), parameters.linear({down: hidden}, inner)
 
 
 def _halves(interleaved: torch.Tensor) -> torch.Tensor:

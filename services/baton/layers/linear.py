@@ -14,6 +14,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from baton.layers.weights.cpu import Product, exact_products
+from baton.layers.weights.method import QuantizedWeight
+
 TYPICAL_ROWS = (1, 16)
 """Rows of decode steps. With hundreds of rows all layouts are equally fast."""
 REPEATS = 40
@@ -75,20 +78,32 @@ def fastest_layout(weight: torch.Tensor) -> type[CpuLayout]:
     if not blocked_available(weight.dtype):
         return Transposed
     layouts: tuple[type[CpuLayout], ...] = (Transposed, Blocked)
-    made = [layout(weight) for layout in layouts]
-    costs = [0.0] * len(layouts)
+    return layouts[_fastest([layout(weight) for layout in layouts], weight.shape[1], weight.dtype)]
+
+
+def fastest_product(weight: QuantizedWeight, dtype: torch.dtype) -> type[Product]:
+    """For quantized weights of this kind in a model of this dtype, by measuring likewise."""
+    made = exact_products(weight, dtype)
+    return type(made[_fastest(made, weight.shape[1], dtype)])
+
+
+def _fastest(made: Sequence[CpuLayout | Product], inputs: int, dtype: torch.dtype) -> int:
+    """The index of the one that takes least of typical steps."""
+    if len(made) == 1:
+        return 0
+    costs = [0.0] * len(made)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for rows in TYPICAL_ROWS:
-            times = _times(made, torch.randn(rows, weight.shape[1]).to(weight.dtype))
+            times = _times(made, torch.randn(rows, inputs).to(dtype))
             costs = [cost + t / min(times) for cost, t in zip(costs, times, strict=True)]
     finally:
         torch.set_num_threads(threads)
-    return layouts[costs.index(min(costs))]
+    return costs.index(min(costs))
 
 
-def _times(layouts: Sequence[CpuLayout], x: torch.Tensor) -> list[float]:
+def _times(layouts: Sequence[CpuLayout | Product], x: torch.Tensor) -> list[float]:
     """The shortest time of each layout in seconds; measured in turns, so that a disturbance affects all."""
     times: list[list[float]] = [[] for _ in layouts]
     ending = time.perf_counter() + BUDGET_SECONDS
@@ -117,18 +132,30 @@ def blocked_available(dtype: torch.dtype) -> bool:
 class Linear:
     """y = x W^T + b. Made from weight [out, in] and bias [out] or None, which can be filled until `pack`."""
 
-    __slots__ = ("_packed", "bias", "weight")
+    __slots__ = ("_packed", "bias", "quantized", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.weight: torch.Tensor | None = weight
+    def __init__(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        self.weight: torch.Tensor | None = None
+        self.quantized: QuantizedWeight | None = None
+        """The weight, where it stays quantized; until `pack`."""
+        if isinstance(weight, QuantizedWeight):
+            self.quantized = weight
+        else:
+            self.weight = weight
         self.bias = bias
-        self._packed: CpuLayout | None = None
+        self._packed: CpuLayout | Product | None = None
 
     def pack(self, layout: type[CpuLayout]) -> None:
         """Converts the weight to a layout and drops the plain one. Once, and on a CPU only."""
         assert self.weight is not None
         self._packed = layout(self.weight)
         self.weight = None
+
+    def pack_quantized(self, product: type[Product], dtype: torch.dtype) -> None:
+        """Likewise for a quantized weight; `dtype`: of the model."""
+        assert self.quantized is not None
+        self._packed = product(self.quantized, dtype)
+        self.quantized = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out]"""

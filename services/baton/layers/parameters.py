@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from baton.layers.linear import Linear
+from baton.layers.weights.method import QuantizedWeight, WeightPlan
 
 Fill = Literal["normal", "ones", "zeros"]
 
@@ -21,14 +22,15 @@ Fill = Literal["normal", "ones", "zeros"]
 class Parameter:
     """One tensor of the checkpoint and where it goes."""
 
-    target: torch.Tensor
+    target: torch.Tensor | QuantizedWeight
     """A view of the model's memory. A norm that all heads share is broadcast to it."""
     shape: torch.Size
     """In the checkpoint."""
     fill: Fill = "normal"
     """Its contents in a model of random weights."""
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """From the checkpoint's tensor, on the host, to what is copied to `target`."""
+    """From the checkpoint's tensor, on the host, to what is copied to `target`. That of a matrix only
+    reorders its rows."""
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class Parameters:
     linears: list[Linear] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     """How names start of tensors that a checkpoint may hold and the model does not use."""
+    plan: WeightPlan = field(default_factory=WeightPlan)
 
     def under(self, name: str) -> Parameters:
         """Those below `name`."""
@@ -59,14 +62,14 @@ class Parameters:
     def add(
         self,
         name: str,
-        target: torch.Tensor,
+        target: torch.Tensor | QuantizedWeight,
         *,
         shape: torch.Size | None = None,
         fill: Fill = "normal",
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """`shape`: in the checkpoint, where it is not the target's."""
-        self.table[self.prefix + name] = Parameter(target, shape or target.shape, fill, convert)
+        self.table[self.prefix + name] = Parameter(target, shape or torch.Size(target.shape), fill, convert)
 
     def tensor(self, name: str, *shape: int, fill: Fill = "normal") -> torch.Tensor:
         """A tensor that lies in memory as it does in the checkpoint."""
@@ -80,14 +83,35 @@ class Parameters:
         inputs: int,
         bias: bool = False,
         convert: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+        *,
+        quantize: bool = True,
     ) -> Linear:
-        """Projections of one input, merged: name -> outputs. `convert`: of a part's weight and bias, by
-        name."""
+        """Projections of one input, merged: name -> outputs. `convert`: reorders the rows of a part's weight
+        and bias, by name. `quantize`: may be quantized while loading."""
         sizes, convert = list(parts.values()), convert or {}
+        plan = self.plan if quantize or self.plan.stored is not None else WeightPlan()
+        method = plan.method_of([f"{self.prefix}{name}.weight" for name in parts], inputs)
+        if method is not None:
+            quantized, first = QuantizedWeight(method, sum(sizes), inputs, self.device), 0
+            for name, size in parts.items():
+                self.add(f"{name}.weight", quantized.rows(first, size), convert=convert.get(name))
+                first += size
+            return self._linear(quantized, parts, bias, convert)
         weight = self.empty(sum(sizes), inputs)
-        biases = self.empty(sum(sizes)) if bias else None
         for name, view in zip(parts, torch.split(weight, sizes), strict=True):
-            self.add(f"{name}.weight", view, convert=convert.get(name))
+            self.add(f"{name}.weight", view, convert=plan.rounding(convert.get(name)))
+        return self._linear(weight, parts, bias, convert)
+
+    def _linear(
+        self,
+        weight: torch.Tensor | QuantizedWeight,
+        parts: Mapping[str, int],
+        bias: bool,
+        convert: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    ) -> Linear:
+        """With its bias declared."""
+        sizes = list(parts.values())
+        biases = self.empty(sum(sizes)) if bias else None
         if biases is not None:
             for name, view in zip(parts, torch.split(biases, sizes), strict=True):
                 self.add(f"{name}.bias", view, fill="zeros", convert=convert.get(name))

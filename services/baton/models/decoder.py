@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from baton.layers.attention import Attention, AttentionOptions, KvShape
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import ForwardBatch
-from baton.layers.linear import CpuLayout, Linear, fastest_layout
+from baton.layers.linear import CpuLayout, Linear, fastest_layout, fastest_product
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
+from baton.layers.weights.cpu import Product
+from baton.layers.weights.method import QuantizedWeight
 from baton.models.config import ModelConfig
 
 
@@ -118,12 +120,14 @@ class Decoder:
         self.embedding = parameters.tensor("model.embed_tokens.weight", size, hidden)
         self.norm = RmsNorm(parameters, "model.norm", hidden, config.rms_norm_eps, norm_plus_one)
         if config.tied:
-            self.head = Linear(self.embedding)
-            """Its weight is the embedding if the checkpoint ties them."""
+            method = parameters.plan.method_of([], hidden) if parameters.plan.head else None
+            quantized = QuantizedWeight(method, size, hidden, self.device) if method is not None else None
+            self.head = Linear(self.embedding if quantized is None else quantized)
+            """Its weight is the embedding if the checkpoint ties them, or made of that."""
             parameters.linears.append(self.head)
             parameters.ignore("lm_head.weight")
         else:
-            self.head = parameters.linear({"lm_head": size}, hidden, head_bias)
+            self.head = parameters.linear({"lm_head": size}, hidden, head_bias, quantize=parameters.plan.head)
 
     @property
     def attention_options(self) -> list[AttentionOptions]:
@@ -134,6 +138,12 @@ class Decoder:
     def kv(self) -> KvShape:
         """Of each layer."""
         return self.layers[0].attention.kv
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the memory that is allocated for weights."""
+        tied = self.head.quantized.nbytes if self.config.tied and self.head.quantized is not None else 0
+        return self.parameters.nbytes + tied
 
     @property
     def num_parameters(self) -> int:
@@ -147,6 +157,8 @@ class Decoder:
         for rope in {id(layer.attention.rope): layer.attention.rope for layer in self.layers}.values():
             if rope is not None:
                 rope.prepare(positions, self.dtype, self.device)
+        if self.config.tied and self.head.quantized is not None:
+            self.head.quantized.fill(0, self.embedding)
         if self.device.type == "cpu":
             self._pack()
             for parameter in self.parameters.table.values():  # what has been packed is held no more
@@ -154,8 +166,15 @@ class Decoder:
 
     def _pack(self) -> None:
         layouts: dict[tuple[torch.Size, torch.dtype], type[CpuLayout]] = {}
+        products: dict[tuple[int, int, tuple[int, int]], type[Product]] = {}
         for linear in self.parameters.linears:
-            weight = linear.weight
+            weight, quantized = linear.weight, linear.quantized
+            if quantized is not None:
+                own = quantized.bits, quantized.group, quantized.shape
+                if own not in products:
+                    products[own] = fastest_product(quantized, self.dtype)
+                linear.pack_quantized(products[own], self.dtype)
+                continue
             assert weight is not None
             kind = weight.shape, weight.dtype
             if kind not in layouts:
@@ -179,7 +198,7 @@ class Decoder:
 def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
     """The layers if all are those of Llama: attention to all positions, whole heads rotated alike, a gated
     SiLU layer or a mixture of such; else None."""
-    if not isinstance(decoder, Decoder):
+    if not isinstance(decoder, Decoder) or decoder.parameters.plan.method is not None:
         return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
     same = len({id(layer.attention.rope) for layer in layers}) == 1

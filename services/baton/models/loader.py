@@ -15,12 +15,14 @@ import torch
 from baton.gguf_file import GgufFile
 from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
+from baton.layers.weights.method import QuantizedWeight, WeightPlan
 from baton.layers.weights.quantized import QuantizedTensor
 from baton.models import transformers_backed
 from baton.models.config import ModelConfig, ModelError, read_config
 from baton.models.decoder import Decoder, Model
 from baton.models.registry import build
 from baton.models.tensor_files import TensorFile, tensor_files
+from baton.models.weight_plan import weight_plan
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -96,14 +98,23 @@ def _copy(file: TensorFile, names: list[str], parameters: dict[str, Parameter], 
     }
     for name, start, source in file.read(names, whole):
         parameter = parameters[name]
+        target = parameter.target
         if isinstance(source, QuantizedTensor):
+            if isinstance(target, QuantizedWeight):
+                target.fill(0, source.map_rows(parameter.convert) if parameter.convert else source)
+                progress.add(target.nbytes)
+                continue
             source = source.dequantize()
         elif source.dtype not in _FLOATS:
             kind = str(source.dtype).removeprefix("torch.")
             raise ModelError(f"tensor {name} is {kind}, and there are no scales for it")
         if parameter.convert is not None:
             source = parameter.convert(source)
-        target = parameter.target if name in whole else parameter.target[start : start + len(source)]
+        if isinstance(target, QuantizedWeight):
+            target.fill(start, source)
+            progress.add(target.nbytes * len(source) // len(target.codes))
+            continue
+        target = target if name in whole else target[start : start + len(source)]
         if staging is None or source.numel() != target.numel():
             target.copy_(source)
         else:
@@ -162,12 +173,14 @@ def load_model(
     progress: Progress | None = None,
     context_length: int | None = None,
     implementation: str = "auto",
+    quantization: str = "auto",
+    quantize_head: bool = False,
 ) -> Model:
     """Reads a checkpoint's tensors straight to the device.
 
     `dtype` None: the checkpoint's own. `load_format` "dummy": random weights, always the same, of files only
     config.json is needed. `context_length`: how far the model will be used, if less than it can.
-    `implementation`: see `read_config`.
+    `implementation`: see `read_config`; `quantization` and `quantize_head`: see `weight_plan`.
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
     """
     if load_format not in ("auto", "dummy"):
@@ -175,8 +188,10 @@ def load_model(
     config = read_config(path, context_length, implementation)
     dtype, device = dtype or config.dtype, torch.device(device)
     if config.implementation == "transformers":
+        _check_plain(quantization, quantize_head)
         return transformers_backed.load(path, config, dtype, device, load_format == "dummy")
-    parameters = Parameters(dtype, device)
+    plan = weight_plan(path, device, quantization, quantize_head, load_format)
+    parameters = Parameters(dtype, device, plan=plan)
     model = build(config, parameters)
     report = progress or (lambda done, total: None)
     if load_format == "dummy":
@@ -187,6 +202,13 @@ def load_model(
             _check_tied(path)
     model.prepare()
     return model
+
+
+def _check_plain(quantization: str, quantize_head: bool) -> None:
+    if quantization not in ("auto", "none") or quantize_head:
+        raise ModelError(
+            "weights are quantized while loading for Baton's own families only; leave out --quantization"
+        )
 
 
 def _check_tied(path: Path) -> None:
@@ -205,11 +227,17 @@ def _check_tied(path: Path) -> None:
         )
 
 
-def declared(path: Path, dtype: torch.dtype | None = None, context_length: int | None = None) -> Decoder:
+def declared(
+    path: Path,
+    dtype: torch.dtype | None = None,
+    context_length: int | None = None,
+    plan: WeightPlan | None = None,
+) -> Decoder:
     """One of Baton's own models without any memory, by its configuration alone. Raises CheckpointError for
     what is not supported."""
     config = read_config(path, context_length, "baton")
-    return build(config, Parameters(dtype or config.dtype, torch.device("meta")))
+    meta = torch.device("meta")
+    return build(config, Parameters(dtype or config.dtype, meta, plan=plan or WeightPlan()))
 
 
 def weight_bytes(
@@ -217,12 +245,19 @@ def weight_bytes(
     dtype: torch.dtype | None = None,
     context_length: int | None = None,
     implementation: str = "auto",
+    quantization: str = "auto",
+    quantize_head: bool = False,
+    device: torch.device | None = None,
+    load_format: str = "auto",
 ) -> int:
-    """Bytes of the weights that `load_model` would allocate. Raises ModelError."""
+    """Bytes of the weights that `load_model` would allocate on this device, a CPU if None. Raises
+    ModelError."""
     config = read_config(path, context_length, implementation)
     if config.implementation == "transformers":
+        _check_plain(quantization, quantize_head)
         return transformers_backed.weight_bytes(config, dtype or config.dtype)
-    return declared(path, dtype, context_length).parameters.nbytes
+    plan = weight_plan(path, device or torch.device("cpu"), quantization, quantize_head, load_format)
+    return declared(path, dtype, context_length, plan).weight_bytes
 
 
 def kv_shape(config: ModelConfig) -> KvShape:
@@ -237,7 +272,10 @@ def _fill(parameters: Parameters, report: Progress) -> None:
     total, done = parameters.nbytes, 0
     for index, parameter in enumerate(parameters.table.values()):
         target = parameter.target
-        if parameter.fill == "normal":
+        if isinstance(target, QuantizedWeight):
+            generator = torch.Generator(target.device).manual_seed(index)
+            target.fill(0, torch.randn(target.shape, generator=generator) / math.sqrt(target.shape[1]))
+        elif parameter.fill == "normal":
             generator = torch.Generator(target.device).manual_seed(index)
             target.normal_(0.0, 1 / math.sqrt(target.shape[-1]), generator=generator)
         else:

@@ -31,6 +31,11 @@ class QuantizedFile:
         base, _, end = name.rpartition(".")
         return end == self._format.weight and f"{base}.{self._format.marker}" in self._where
 
+    def quantized(self) -> frozenset[str]:
+        """Names of the quantized matrices, as in `shapes`."""
+        names = [name for name in self._file.shapes() if self._quantized(name)]
+        return frozenset(f"{name.removesuffix(self._format.weight)}weight" for name in names)
+
     def shapes(self) -> dict[str, list[int]]:
         found = {}
         for name, shape in self._file.shapes().items():

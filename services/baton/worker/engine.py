@@ -145,7 +145,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         context_length=context,
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
-        fingerprint=fingerprint(path, model.dtype, config.load_format, shape.variant),
+        fingerprint=fingerprint(path, model.dtype, config.load_format, shape.variant + quantized(config)),
         dtype=str(model.dtype).removeprefix("torch."),
         parameters=model.num_parameters,
         grammars=not config.step_profile,
@@ -210,7 +210,10 @@ def _computing(
 
 def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Model:
     context = config.context_length or None
-    size = weight_bytes(path, dtype, context, config.model_impl)
+    how = {"quantization": config.quantization, "quantize_head": config.quantize_head}
+    size = weight_bytes(
+        path, dtype, context, config.model_impl, device=device, load_format=config.load_format, **how
+    )
     check_weights(size, *free_and_total(device), config.memory_fraction, device)
     started = time.monotonic()
     model = load_model(
@@ -221,6 +224,7 @@ def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: t
         progress=_progress_log(),
         context_length=context,
         implementation=config.model_impl,
+        **how,
     )
     seconds = time.monotonic() - started
     _log.info(
@@ -231,6 +235,11 @@ def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: t
         gb_per_second=round(size / 1e9 / max(seconds, 1e-9), 2),
     )
     return model
+
+
+def quantized(config: WorkerConfig) -> str:
+    """What the weights' quantization while loading adds to a fingerprint: keys and values differ."""
+    return "" if config.quantization in ("auto", "none") else f" {config.quantization}"
 
 
 def _progress_log() -> Callable[[int, int], None]:

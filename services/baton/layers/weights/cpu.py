@@ -1,0 +1,137 @@
+"""Products with quantized matrices on a CPU. Which one is used is measured, among those exact enough."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from baton.layers.weights.method import QuantizedWeight
+
+TOLERANCE = {4: 1e-2, 8: 1e-4}
+"""By bits: the largest error of a product that is exact enough, relative to its norm, in a float32 model.
+That of 4 bits is rounding to bfloat16 twice, a small part of what quantizing to 4 bits has changed."""
+TOLERANCE_16 = 1e-2
+"""In a model of 16 bits."""
+
+
+class Product(Protocol):
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None: ...
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """[rows, in] -> x W^T + bias, [rows, out]"""
+        ...
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """residual + x W^T + bias, [rows, out]; `residual` may be overwritten."""
+        ...
+
+
+class Dequantized:
+    """The matrix is dequantized for each product. Works for all and everywhere."""
+
+    __slots__ = ("_dtype", "_weight")
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        self._weight, self._dtype = weight, dtype
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, self._weight.unpacked().dequantize().to(self._dtype), bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return residual.add_(self.apply(x, bias))
+
+
+class TwoDigits:
+    """8 bits: activations as numbers of 16 bits, whose two bytes are two rows of oneDNN's product of 8-bit
+    integers. Its sums are exact, so that the error is that of rounding activations to 1/32639 of their row's
+    largest."""
+
+    __slots__ = ("_matrix", "_scale")
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        self._matrix = torch.ops.onednn.qlinear_prepack(weight.codes, None)
+        self._scale = weight.scale.flatten().contiguous()
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = len(x)
+        plain = x.float()
+        unit = torch.linalg.vector_norm(plain, torch.inf, 1, True).clamp_min_(1e-30).div_(32639)
+        # With the byte of each digit b standing for b - 128, x / unit = 256 (high - 128) + (low - 128).
+        digits = plain.div(unit).round_().to(torch.int32).add_(128 * 257).view(torch.uint8)
+        digits = digits.view(rows, -1, 4)[..., :2].permute(2, 0, 1).reshape(2 * rows, -1)
+        out = torch.ops.onednn.qlinear_pointwise.default(
+            *(digits, 1.0, 128, self._matrix, self._scale, None, None, 1.0, 0, torch.float32, "none", [], "")
+        )
+        out = out[:rows].add_(out[rows:], alpha=256).mul_(unit)
+        if bias is not None:
+            out.add_(bias)
+        return out if x.dtype == torch.float32 else out.to(x.dtype)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return residual.add_(self.apply(x, bias))
+
+
+class Bf16Int8:
+    """8 bits: torch's kernel for bfloat16 activations."""
+
+    __slots__ = ("_codes", "_scale")
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        self._codes = weight.codes
+        self._scale = weight.scale.flatten().to(torch.bfloat16)
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch._weight_int8pack_mm(x.to(torch.bfloat16), self._codes, self._scale).to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return residual.add_(self.apply(x, bias))
+
+
+class Bf16Int4:
+    """4 bits: torch's kernel for bfloat16 activations."""
+
+    __slots__ = ("_codes", "_group", "_scales")
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        assert weight.zero is not None
+        codes = weight.unpacked().codes
+        self._codes = torch._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+        self._group = weight.group
+        # The kernel's values are (code - 8) * scale + zero.
+        zero = (8 - weight.zero) * weight.scale
+        self._scales = torch.stack((weight.scale.t(), zero.t()), -1).to(torch.bfloat16).contiguous()
+
+    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = torch._weight_int4pack_mm_for_cpu(
+            x.to(torch.bfloat16).contiguous(), self._codes, self._group, self._scales
+        ).to(x.dtype)
+        return out if bias is None else out.add_(bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return residual.add_(self.apply(x, bias))
+
+
+CANDIDATES: dict[int, tuple[type[Product], ...]] = {
+    8: (Dequantized, TwoDigits, Bf16Int8),
+    4: (Dequantized, Bf16Int4),
+}
+
+
+def exact_products(weight: QuantizedWeight, dtype: torch.dtype) -> list[Product]:
+    """Those that work here and are exact enough for this matrix; always `Dequantized`, first."""
+    tolerance = TOLERANCE[weight.bits] if dtype == torch.float32 else TOLERANCE_16
+    x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = x.double() @ weight.unpacked().dequantize().double().t()
+    found: list[Product] = []
+    for candidate in CANDIDATES[weight.bits]:
+        try:
+            product = candidate(weight, dtype)
+            error = (product.apply(x, None) - expected).norm() / expected.norm()
+        except (RuntimeError, AttributeError, NotImplementedError):
+            continue  # this torch or this processor does not have it
+        if candidate is Dequantized or error <= tolerance:
+            found.append(product)
+    return found

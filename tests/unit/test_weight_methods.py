@@ -1,0 +1,219 @@
+"""Weights that stay quantized in memory on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_checkpoints import Driver, largest_difference, random_prompts, save_checkpoint
+
+from baton.checkpoint import CheckpointError
+from baton.layers.linear import Linear, fastest_product
+from baton.layers.weights.cpu import CANDIDATES, Dequantized, TwoDigits, exact_products
+from baton.layers.weights.method import Method, QuantizedWeight, quantize
+from baton.models.loader import declared, load_model, weight_bytes
+from baton.models.weight_plan import weight_plan
+from quantizers import awq, compressed, fp8_blocks, gptq, write
+
+CPU = torch.device("cpu")
+
+
+def made(bits, outputs=96, inputs=128, group=32, seed=0):
+    """A weight filled in two parts, and float64 what it stands for."""
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+    quantized = QuantizedWeight(Method(bits, 0 if bits == 8 else group), outputs, inputs, CPU)
+    quantized.fill(0, weight[:33])
+    quantized.rows(33, outputs - 33).fill(0, weight[33:])
+    return weight, quantized, quantized.unpacked().dequantize().double()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantizing_rounds_to_the_nearest_code(bits):
+    weight, quantized, values = made(bits)
+    scale = quantized.scale.repeat_interleave(quantized.group, 1)
+    # Of 4 bits the zero is rounded too, so that the ends of a group may be half a step off.
+    assert ((values - weight).abs() <= scale * (0.501 if bits == 8 else 1.001)).all()
+    assert quantized.nbytes == 96 * 128 * bits // 8 + quantized.scale.nbytes * (2 if bits == 4 else 1)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_products_against_float64(bits, dtype, rows):
+    _, quantized, values = made(bits)
+    x = torch.randn(rows, 128, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(96).to(dtype)
+    residual = torch.randn(rows, 96).to(dtype)
+    expected = x.double() @ values.t() + bias.double()
+    found = exact_products(quantized, dtype)
+    assert type(found[0]) is Dequantized
+    for product in found:
+        exact = dtype == torch.float32 and (bits == 8 or isinstance(product, Dequantized))
+        tolerance = 1e-4 if exact else 1e-2
+        for out, wanted in (
+            (product.apply(x, bias), expected),
+            (product.add_to(residual.clone(), x, bias), expected + residual.double()),
+        ):
+            assert out.dtype == dtype and out.shape == (rows, 96)
+            assert (out.double() - wanted).norm() / wanted.norm() < tolerance, product
+
+
+def test_rows_of_any_size_and_zeros_keep_their_precision():
+    """A row's rounding depends on that row alone."""
+    _, quantized, values = made(8)
+    if not any(isinstance(each, TwoDigits) for each in exact_products(quantized, torch.float32)):
+        pytest.skip("oneDNN's product of 8-bit integers is not exact on this processor")
+    x = torch.randn(4, 128) * torch.tensor([[1e-6], [1.0], [1e6], [0.0]])
+    out, expected = TwoDigits(quantized, torch.float32).apply(x, None).double(), x.double() @ values.t()
+    for row in range(3):
+        assert (out[row] - expected[row]).norm() / expected[row].norm() < 1e-4
+    assert (out[3] == 0).all()
+
+
+def test_a_product_that_is_not_exact_enough_is_never_chosen(monkeypatch):
+    class Wrong(Dequantized):
+        def apply(self, x, bias):
+            return super().apply(x, bias) * 1.001
+
+    class Missing(Dequantized):
+        def __init__(self, weight, dtype):
+            raise RuntimeError("not on this processor")
+
+    monkeypatch.setitem(CANDIDATES, 8, (Dequantized, Wrong, Missing))
+    assert fastest_product(made(8)[1], torch.float32) is Dequantized
+
+
+def test_a_linear_layer_gives_up_what_it_was_made_from():
+    _, quantized, values = made(8)
+    linear = Linear(quantized)
+    linear.pack_quantized(Dequantized, torch.float32)
+    assert linear.quantized is None
+    x = torch.randn(2, 128)
+    torch.testing.assert_close(linear(x), (x.double() @ values.t()).float(), rtol=1e-4, atol=1e-4)
+
+
+def check(path, model, tolerance, **options):
+    driver = Driver(path, **options)
+    (prompt,) = random_prompts(40)
+    track = driver.add(0, prompt, 8)
+    driver.step([driver.chunk(track, 40, sample=True)], [driver.init(track)])
+    for _ in range(4):
+        driver.step([driver.decode(track)])
+    driver.finish()
+    assert largest_difference(model, track) < tolerance
+    return driver.model
+
+
+KEPT = {
+    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), 2e-3),
+    "int8-packed": (compressed("pack-quantized", num_bits=8, strategy="channel"), 2e-3),
+    "gptq": (gptq(symmetric=False), 0.15),
+    "awq": (awq(), 0.15),
+    "4-bits": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=32), 0.15),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [(name, variant) for name in KEPT for variant in ("qwen3-bias", "mixtral")] + [("int8", "deepseek-v3")],
+)
+def test_what_a_checkpoint_has_quantized_stays_so(name, variant, tmp_path):
+    scheme, tolerance = KEPT[name]
+    model = save_checkpoint(variant, tmp_path)
+    write(tmp_path, model, scheme, skip=("layers.0.mlp.down_proj", "layers.0.self_attn.v_proj"))
+    check(tmp_path, model, tolerance)
+    assert weight_bytes(tmp_path, torch.float32) < 0.7 * weight_bytes(
+        tmp_path, torch.float32, quantization="none"
+    )
+
+
+def rounded(model, bits, group, head=()):
+    """Quantizes the matrices of a transformers model's layers, and what `head` names."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if (".layers." in name and parameter.dim() == 2 and "mlp.gate." not in name) or name in head:
+                parameter.copy_(quantize(parameter, bits, group or parameter.shape[1]).dequantize())
+
+
+@pytest.mark.parametrize("variant", ["smollm", "mistral", "phi3"])
+@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 2e-3), ("int4", 0.15)])
+def test_quantizing_while_loading(variant, quantization, tolerance, tmp_path):
+    bits, group = (8, 0) if quantization == "int8" else (4, 64)
+    model = save_checkpoint(variant, tmp_path)
+    if quantization == "int8":
+        rounded(model, bits, group)
+    else:  # 96 inputs do not divide into groups of 64 and stay as they are
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".layers." in name and parameter.dim() == 2 and parameter.shape[1] % 64 == 0:
+                    parameter.copy_(quantize(parameter, bits, group).dequantize())
+    check(tmp_path, model, tolerance, quantization=quantization)
+
+
+def test_fp8_is_rounded_while_loading(tmp_path):
+    model = save_checkpoint("qwen3-bias", tmp_path)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".layers." in name and parameter.dim() == 2:
+                scale = parameter.abs().amax(1, keepdim=True) / 448
+                parameter.copy_((parameter / scale).to(torch.float8_e4m3fn).float() * scale)
+    check(tmp_path, model, 1e-4, quantization="fp8")
+
+
+@pytest.mark.parametrize("variant", ["qwen3-bias", "qwen2-tied"])
+def test_the_head_is_quantized_by_flag(variant, tmp_path):
+    model = save_checkpoint(variant, tmp_path)
+    tied = variant.endswith("tied")
+    if tied:  # what is looked up stays as it is
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    rounded(model, 8, 0, ("lm_head.weight",))
+    check(tmp_path, model, 2e-3, quantization="int8", quantize_head=True)
+    small = declared(tmp_path, torch.float32, plan=weight_plan(tmp_path, CPU, "int8"))
+    large = weight_bytes(tmp_path, torch.float32, quantization="int8", quantize_head=True)
+    head = 160 * 64 + 160 * 4
+    assert large - small.weight_bytes == (head if tied else head - 160 * 64 * 4)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_the_estimate_is_what_is_allocated(quantization, tmp_path, monkeypatch):
+    """Of matrices: counted where they are allocated, before they are brought into another layout."""
+    save_checkpoint("qwen3-moe", tmp_path)
+    monkeypatch.setattr("baton.models.decoder.Decoder.prepare", lambda self: None)
+    model = load_model(tmp_path, torch.float32, quantization=quantization)
+    held = 0
+    for linear in model.parameters.linears:
+        weight = linear.quantized if linear.weight is None else linear.weight
+        held += weight.nbytes + (0 if linear.bias is None else linear.bias.nbytes)
+    for layer in model.layers:
+        experts = layer.feed_forward.experts
+        held += experts.gate_up.nbytes + experts.down.nbytes
+        held += layer.input_norm.weight.nbytes + layer.post_norm.weight.nbytes
+        held += layer.attention.qk_norm.nbytes
+    held += model.embedding.nbytes + model.norm.weight.nbytes
+    # The norms of a layer's heads are one tensor, declared twice.
+    assert weight_bytes(tmp_path, torch.float32, quantization=quantization) == held
+
+
+def test_what_cannot_be_done_is_refused(tmp_path):
+    model = save_checkpoint("qwen3-bias", tmp_path)
+    for options, words in (
+        ({"quantization": "int3"}, "'int3' is not known"),
+        ({"quantize_head": True}, "needs --quantization"),
+        ({"quantization": "int8", "implementation": "transformers"}, "own families only"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            weight_bytes(tmp_path, **options)
+        with pytest.raises(CheckpointError, match=words):
+            load_model(tmp_path, **options)
+    with pytest.raises(CheckpointError, match="works on a CPU only"):
+        weight_plan(tmp_path, torch.device("cuda"), "int8")
+    write(tmp_path, model, fp8_blocks((32, 32)))
+    with pytest.raises(CheckpointError, match=r"this one has FP8 in blocks of 32 x 32 \(fp8\)"):
+        weight_bytes(tmp_path, quantization="int8")
+
+
+def test_on_a_gpu_everything_is_dequantized(tmp_path):
+    model = save_checkpoint("qwen3-bias", tmp_path)
+    write(tmp_path, model, awq())
+    assert weight_plan(tmp_path, torch.device("cuda")).method is None
+    assert weight_plan(tmp_path, CPU).method == Method(4, 32)
