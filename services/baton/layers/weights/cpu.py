@@ -48,29 +48,37 @@ class TwoDigits:
     integers. Its sums are exact, so that the error is that of rounding activations to 1/32639 of their row's
     largest."""
 
-    __slots__ = ("_matrix", "_scale")
+    __slots__ = ("_matrix", "_offset", "_scale", "_tiny")
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         self._matrix = torch.ops.onednn.qlinear_prepack(weight.codes, None)
         self._scale = weight.scale.flatten().contiguous()
+        self._offset = torch.tensor(128.0 * 257.0 + 0.5)
+        self._tiny = torch.tensor(1e-30)
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = len(x)
-        plain = x.float()
-        unit = torch.linalg.vector_norm(plain, torch.inf, 1, True).clamp_min_(1e-30).div_(32639)
-        # With the byte of each digit b standing for b - 128, x / unit = 256 (high - 128) + (low - 128).
-        digits = plain.div(unit).round_().to(torch.int32).add_(128 * 257).view(torch.uint8)
-        digits = digits.view(rows, -1, 4)[..., :2].permute(2, 0, 1).reshape(2 * rows, -1)
-        out = torch.ops.onednn.qlinear_pointwise.default(
-            *(digits, 1.0, 128, self._matrix, self._scale, None, None, 1.0, 0, torch.float32, "none", [], "")
-        )
-        out = out[:rows].add_(out[rows:], alpha=256).mul_(unit)
+        out, unit = self._product(x)
+        out.mul_(unit)
         if bias is not None:
             out.add_(bias)
         return out if x.dtype == torch.float32 else out.to(x.dtype)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return residual.add_(self.apply(x, bias))
+        if bias is not None or x.dtype != torch.float32:
+            return residual.add_(self.apply(x, bias))
+        return residual.addcmul_(*self._product(x))
+
+    def _product(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x W^T / unit [rows, out], and unit [rows, 1]. Each call of torch costs as much as a small product."""
+        rows, x = len(x), x.float()
+        unit = torch.add(self._tiny, torch.linalg.vector_norm(x, torch.inf, 1, True), alpha=1 / 32639)
+        # Bytes b stand for b - 128, so that x / unit = 256 (high - 128) + (low - 128), rounded.
+        digits = torch.addcdiv(self._offset, x, unit).to(torch.int32).view(torch.uint8)
+        digits = digits.view(rows, -1, 4)[..., :2].permute(2, 0, 1).contiguous().view(2 * rows, -1)
+        out = torch.ops.onednn.qlinear_pointwise.default(
+            *(digits, 1.0, 128, self._matrix, self._scale, None, None, 1.0, 0, torch.float32, "none", [], "")
+        )
+        return out[:rows].add_(out[rows:], alpha=256), unit
 
 
 class Bf16Int8:

@@ -1,0 +1,146 @@
+"""Quantized weights on a CPU against float32: tokens per second of one stream, and of 16, in one run.
+
+    python benchmarks/cpu_quantized.py --model smollm2 --model 8x512 --json benchmarks/results/cpu_quantized.json
+
+The engine alone, greedy, in this process. All ways of holding the weights are in memory at the same time and take
+turns, a few steps each, so that a busy machine disturbs all; medians. "8x512" is a random Qwen3 of 8 layers and
+512 hidden. With llama-cpp-python installed, llama.cpp computes the same GGUF file on as many threads.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_vs_transformers import make_random_model
+from rich.console import Console
+from shared import make_parser, save_results
+
+from baton.attention.registry import resolve as resolve_attention
+from baton.checkpoint import resolve
+from baton.cli.console import table
+from baton.engine.model_runner import ModelRunner
+from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.sampling import SamplingParams
+from baton.kvcache.pool import KvLayout, KvPool
+from baton.models.loader import load_model, weight_bytes
+
+PAGE, ROWS, CONTEXT, TURN = 16, 16, 512, 4
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Engine:
+    """A runner with one way of holding the weights, and `ROWS` sequences of a few tokens."""
+
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        self.options = options
+        self.mib = weight_bytes(path, torch.float32, CONTEXT, **options) / 2**20
+        model = load_model(path, torch.float32, context_length=CONTEXT, **options)
+        layout = KvLayout(model.config.num_layers, model.kv.heads, model.kv.dim, PAGE, model.dtype, model.kv.parts)
+        each = CONTEXT // PAGE
+        pool = KvPool(layout, ROWS * each)
+        pool.raw.zero_()
+        backend, _ = resolve_attention("auto", torch.device("cpu"))
+        self.runner = ModelRunner(model, pool, max_slots=ROWS, prefill_attention=backend, decode_attention=backend)
+        self.pages = [tuple(range(slot * each, (slot + 1) * each)) for slot in range(ROWS)]
+        self.number, self.at = 0, 16
+        rows = [PlanRow(slot, tuple(range(16)), 0, self.pages[slot], (slot,)) for slot in range(ROWS)]
+        inits = [SlotInit(slot, GREEDY, 0, tuple(range(16)), ()) for slot in range(ROWS)]
+        self._run(rows, inits)
+
+    def _run(self, rows: list[PlanRow], inits: list[SlotInit] | None = None) -> float:
+        self.number += 1
+        started = time.perf_counter()
+        self.runner.read(self.runner.launch(StepPlan(self.number, tuple(rows), tuple(inits or ()))))
+        return time.perf_counter() - started
+
+    def steps(self, rows: int, count: int) -> list[float]:
+        """Seconds of each of so many decode steps."""
+        found = []
+        for _ in range(count):
+            plan = [PlanRow(slot, None, self.at, self.pages[slot], (slot,)) for slot in range(rows)]
+            found.append(self._run(plan))
+        return found
+
+
+def llama_cpp(path: Path, threads: int) -> Any:
+    """llama.cpp's model, or None."""
+    if path.suffix != ".gguf" or importlib.util.find_spec("llama_cpp") is None:
+        return None
+    from llama_cpp import Llama
+
+    model = Llama(str(path), n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
+    model.eval(list(range(1, 17)))
+    return model
+
+
+def measure(name: str, path: Path, threads: int, turns: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    ways: dict[str, dict[str, Any]] = {
+        "float32": {"quantization": "none"},
+        "int8": {"quantization": "int8"},
+        "int8 with head": {"quantization": "int8", "quantize_head": True},
+        "int4": {"quantization": "int4"},
+        "int4 with head": {"quantization": "int4", "quantize_head": True},
+    }
+    engines = {way: Engine(path, options) for way, options in ways.items()}
+    other = llama_cpp(path, threads)
+    gc.collect()
+    times: dict[str, dict[int, list[float]]] = {way: {1: [], ROWS: []} for way in [*engines, "llama.cpp"]}
+    for turn in range(turns + 1):
+        for way, engine in engines.items():
+            for rows in (1, ROWS):
+                found = engine.steps(rows, TURN if rows == 1 else 1)
+                if turn:  # the first turn warms up
+                    times[way][rows] += found
+        if other is not None and turn:
+            for _ in range(TURN):
+                started = time.perf_counter()
+                other.eval([1])
+                times["llama.cpp"][1].append(time.perf_counter() - started)
+    results: dict[str, Any] = {}
+    for way, by_rows in times.items():
+        if by_rows[1]:
+            rates = {rows: rows / statistics.median(own) for rows, own in by_rows.items() if own}
+            results[way] = {
+                "tokens_per_second": rates,
+                "ratio": {rows: rate * statistics.median(times["float32"][rows]) / rows for rows, rate in rates.items()},
+                "mib": engines[way].mib if way in engines else path.stat().st_size / 2**20,
+            }
+    return {"model": name, "threads": threads, "ways": results}
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", action="append", help="8x512, or what `baton up --model` takes")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=12)
+    args = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.model or ["smollm2", "8x512"]:
+            if name == "8x512":
+                make_random_model(Path(folder))
+            path = Path(folder) if name == "8x512" else resolve(name)
+            result = measure(name, path, args.threads, args.turns)
+            results.append(result)
+            shown = table(name, "MiB", "tok/s, 1 row", f"{ROWS} rows", "ratio, 1 row", f"{ROWS} rows")
+            for way, found in result["ways"].items():
+                rates, ratios = found["tokens_per_second"], found["ratio"]
+                shown.add_row(
+                    *(way, f"{found['mib']:.0f}"),
+                    *(f"{rates[n]:.1f}" if n in rates else "-" for n in (1, ROWS)),
+                    *(f"{ratios[n]:.2f}" if n in ratios else "-" for n in (1, ROWS)),
+                )
+            Console().print(shown)
+    save_results(args, {"results": results})
+
+
+if __name__ == "__main__":
+    main()
