@@ -1,10 +1,11 @@
 """Quantized weights on a CPU against float32: tokens per second of one stream, and of 16, in one run.
 
-    python benchmarks/cpu_quantized.py --model smollm2 --model 8x512 --json benchmarks/results/cpu_quantized.json
+    python benchmarks/cpu_quantized.py --model smollm2 --json benchmarks/results/cpu_quantized.json
 
-The engine alone, greedy, in this process. All ways of holding the weights are in memory at the same time and take
-turns, a few steps each, so that a busy machine disturbs all; medians. "8x512" is a random Qwen3 of 8 layers and
-512 hidden. With llama-cpp-python installed, llama.cpp computes the same GGUF file on as many threads.
+The engine alone, greedy, in this process. All ways of holding the weights are in memory at the same time and
+take turns, a few steps each, so that a busy machine disturbs all; medians. "8x512" is a random Qwen3 of 8
+layers and 512 hidden. With llama-cpp-python installed, llama.cpp computes the same GGUF file with as many
+threads.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class Engine:
         self.options = options
         self.mib = weight_bytes(path, torch.float32, CONTEXT, **options) / 2**20
         model = load_model(path, torch.float32, context_length=CONTEXT, **options)
-        layout = KvLayout(model.config.num_layers, model.kv.heads, model.kv.dim, PAGE, model.dtype, model.kv.parts)
+        layout = KvLayout(
+            model.config.num_layers, model.kv.heads, model.kv.dim, PAGE, model.dtype, model.kv.parts
+        )
         each = CONTEXT // PAGE
         pool = KvPool(layout, ROWS * each)
         pool.raw.zero_()
         backend, _ = resolve_attention("auto", torch.device("cpu"))
-        self.runner = ModelRunner(model, pool, max_slots=ROWS, prefill_attention=backend, decode_attention=backend)
+        self.runner = ModelRunner(
+            model, pool, max_slots=ROWS, prefill_attention=backend, decode_attention=backend
+        )
         self.pages = [tuple(range(slot * each, (slot + 1) * each)) for slot in range(ROWS)]
         self.number, self.at = 0, 16
         rows = [PlanRow(slot, tuple(range(16)), 0, self.pages[slot], (slot,)) for slot in range(ROWS)]
@@ -110,7 +115,10 @@ def measure(name: str, path: Path, threads: int, turns: int) -> dict[str, Any]:
             rates = {rows: rows / statistics.median(own) for rows, own in by_rows.items() if own}
             results[way] = {
                 "tokens_per_second": rates,
-                "ratio": {rows: rate * statistics.median(times["float32"][rows]) / rows for rows, rate in rates.items()},
+                "ratio": {
+                    rows: rate * statistics.median(times["float32"][rows]) / rows
+                    for rows, rate in rates.items()
+                },
                 "mib": engines[way].mib if way in engines else path.stat().st_size / 2**20,
             }
     return {"model": name, "threads": threads, "ways": results}

@@ -48,8 +48,7 @@ def weight_plan(
     if quantization == "fp8":
         return WeightPlan(head=head, fp8=True)
     if online:
-        method = Method(8) if quantization == "int8" else Method(4, ONLINE_GROUP)
-        return WeightPlan(method, head=head)
+        return WeightPlan(Method(8) if quantization == "int8" else Method(4, ONLINE_GROUP), head=head)
     method = _kept(format) if format is not None and quantization == "auto" else None
     if method is None or device.type == "cuda":
         return WeightPlan()
@@ -65,9 +64,11 @@ def _kept(format: Format) -> Method | None:
         return Method(8)
     if isinstance(format, Packed) and format.bits == 8 and format.symmetric and format.group < 0:
         return Method(8)
-    reordered = isinstance(format, Gptq) and format.reordered
-    grouped = isinstance(format, Gptq | Awq | Packed) and format.bits == 4 and format.group in INT4_GROUPS
-    return Method(4, format.group) if grouped and not reordered else None
+    if isinstance(format, Gptq) and format.reordered:
+        return None
+    if isinstance(format, Gptq | Awq | Packed) and format.bits == 4 and format.group in INT4_GROUPS:
+        return Method(4, format.group)
+    return None
 
 
 def describe(path: Path, device: torch.device, quantization: str = "auto") -> str:

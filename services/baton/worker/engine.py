@@ -210,9 +210,15 @@ def _computing(
 
 def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Model:
     context = config.context_length or None
-    how = {"quantization": config.quantization, "quantize_head": config.quantize_head}
     size = weight_bytes(
-        path, dtype, context, config.model_impl, device=device, load_format=config.load_format, **how
+        path,
+        dtype,
+        context,
+        config.model_impl,
+        quantization=config.quantization,
+        quantize_head=config.quantize_head,
+        device=device,
+        load_format=config.load_format,
     )
     check_weights(size, *free_and_total(device), config.memory_fraction, device)
     started = time.monotonic()
@@ -224,7 +230,8 @@ def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: t
         progress=_progress_log(),
         context_length=context,
         implementation=config.model_impl,
-        **how,
+        quantization=config.quantization,
+        quantize_head=config.quantize_head,
     )
     seconds = time.monotonic() - started
     _log.info(

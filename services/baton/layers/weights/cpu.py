@@ -69,7 +69,7 @@ class TwoDigits:
         return residual.addcmul_(*self._product(x))
 
     def _product(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x W^T / unit [rows, out], and unit [rows, 1]. Each call of torch costs as much as a small product."""
+        """x W^T / unit [rows, out], and unit [rows, 1]; in few calls, each of which costs microseconds."""
         rows, x = len(x), x.float()
         unit = torch.add(self._tiny, torch.linalg.vector_norm(x, torch.inf, 1, True), alpha=1 / 32639)
         # Bytes b stand for b - 128, so that x / unit = 256 (high - 128) + (low - 128), rounded.

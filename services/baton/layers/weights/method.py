@@ -88,7 +88,7 @@ class QuantizedWeight:
 
 def quantize(weight: torch.Tensor, bits: int, group: int) -> QuantizedTensor:
     """[out, in], rounded to nearest: 8 bits symmetric, 4 bits between a group's least and largest."""
-    parts = weight.float().unflatten(1, (-1, group))
+    parts = weight.float().reshape(len(weight), -1, group)
     if bits == 8:
         scale = parts.abs().amax(2).clamp_min_(1e-12).div_(127)
         codes = parts.div(scale[..., None]).round_().clamp_(-127, 127).to(torch.int8)
