@@ -19,8 +19,8 @@ class NodeConfig:
     """Port of the HTTP server with /metrics (and the gateway's OpenAI API); 0: a free one; none: off."""
     log_level: str = "info"
     """debug, info, warning or error."""
-    log_json: bool = False
-    """JSON lines instead of key=value lines."""
+    log_format: str = "text"
+    """text: key=value lines; json: a JSON object a line."""
     recorder_events: int = 32768
     """Events of recent requests that the recorder keeps, about 300 bytes each; 0: none. `baton trace` shows
     them."""
@@ -29,6 +29,9 @@ class NodeConfig:
     cluster_secret_file: str = ""
     """File with a secret that all processes of a deployment share: who does not know it can call none but the
     gateway's public services. Readable by its user only. `openssl rand -hex 32` makes one."""
+    metrics_token_file: str = ""
+    """File with a token that opens /metrics, in `Authorization: Bearer`, as the cluster secret does. Where it
+    is given, /metrics takes nobody without one of the two. Readable by its user only."""
     cluster_secret_in_clear: bool = False
     """Send the secret to other machines also without TLS. Only for networks that others cannot read."""
     cluster_cert: str = ""

@@ -182,8 +182,8 @@ def settle() -> None:
 
 def test_a_second_turn_goes_where_the_first_was_and_after_a_restart_anywhere(small):
     client = small.client()
-    found = metric(small, 'baton_routing_cached_tokens_total{kind="found"}')
-    expected = metric(small, 'baton_routing_cached_tokens_total{kind="expected"}')
+    found = metric(small, 'baton_routing_cached_tokens_total{kind="found",')
+    expected = metric(small, 'baton_routing_cached_tokens_total{kind="expected",')
     for seed in range(20, 26):
         said = prompt(seed)
         nodes, last = set(), 0
@@ -196,8 +196,8 @@ def test_a_second_turn_goes_where_the_first_was_and_after_a_restart_anywhere(sma
             said = [*said, *answer.token_ids, *prompt(1000 * seed + turn, 3 * PAGE)]
             settle()
         assert len(nodes) == 1
-    found = metric(small, 'baton_routing_cached_tokens_total{kind="found"}') - found
-    expected = metric(small, 'baton_routing_cached_tokens_total{kind="expected"}') - expected
+    found = metric(small, 'baton_routing_cached_tokens_total{kind="found",') - found
+    expected = metric(small, 'baton_routing_cached_tokens_total{kind="expected",') - expected
     assert found > 0 and expected == found
 
     # The node that has the last conversation dies. Whatever the gateway believes, it is answered.

@@ -60,7 +60,7 @@ def families(address: str) -> dict[str, Any]:
     """Name -> metric family."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
         found = {each.name: each for each in text_string_to_metric_families(response.read().decode())}
-    return {name: family for name, family in found.items() if not name.endswith("_created")}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -88,15 +88,21 @@ def test_types_and_labels_are_as_listed(exposed):
         for name, family in found.items():
             entry = listed()[name]
             assert family.type == entry.kind, name
-            labels = {label for sample in family.samples for label in sample.labels} - {"role", "le"}
+            labels = {label for sample in family.samples for label in sample.labels} - {"role", "model", "le"}
             assert labels <= entry.labels, f"{name} of {role}"
+
+
+def test_every_series_names_the_model_and_none_says_when_it_began(exposed):
+    samples = [sample for found in exposed.values() for family in found.values() for sample in family.samples]
+    assert {sample.labels["model"] for sample in samples} == {"demo"}
+    assert not [sample.name for sample in samples if sample.name.endswith("_created")]
 
 
 def test_nobody_counts_what_is_listed_as_anothers(exposed):
     counted = set()
     for role, found in exposed.items():
         for name, family in found.items():
-            if any(sample.value for sample in family.samples if not sample.name.endswith("_created")):
+            if any(sample.value for sample in family.samples):
                 assert role in listed()[name].counted_by, f"{name} of {role}"
                 counted.add((role, name))
     assert counted >= {

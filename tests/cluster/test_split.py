@@ -93,7 +93,7 @@ async def test_auto_hands_off_what_would_hold_others_up(gateways):
     deployment, modes = gateways
     auto = modes["auto"]
     await until(lambda: deployment.decode.load().running == 0, "an idle decode node")
-    before = metric(auto, 'baton_gateway_prompts_total{way="split",why="cost"}')
+    before = metric(auto, 'baton_gateway_prompts_total{model="demo",way="split",why="cost"}')
     rows = [greedy(SHORT[row:], 400, namespace=f"rows {row}", hand_off=False) for row in range(ROWS)]
     running = asyncio.create_task(ask(auto.address, rows))
     await until(lambda: deployment.decode.load().running >= ROWS, "rows")
@@ -102,5 +102,5 @@ async def test_auto_hands_off_what_would_hold_others_up(gateways):
     await running
     assert still >= ROWS, "rows were there all the time"
     assert not handed_off(short) and handed_off(long)
-    assert metric(auto, 'baton_gateway_prompts_total{way="split",why="cost"}') == before + 1
+    assert metric(auto, 'baton_gateway_prompts_total{model="demo",way="split",why="cost"}') == before + 1
     assert metric(auto, "baton_gateway_actual_over_expected_count") >= 4

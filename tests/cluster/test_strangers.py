@@ -64,8 +64,17 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     runtime = folder / "runtime"
     runtime.mkdir(0o700)
     printed = folder / "printed"
-    flags = ["--port", "0", "--http-port", "0", "--kv-tokens", "4096", "--threads", "1", "--log-json"]
-    flags += ["--split", "always", "--log-level", "debug", "--log-dir", str(folder / "logs")]
+    flags = ["--port", "0", "--http-port", "0", "--kv-tokens", "4096", "--threads", "1"]
+    flags += [
+        "--log-format",
+        "json",
+        "--split",
+        "always",
+        "--log-level",
+        "debug",
+        "--log-dir",
+        str(folder / "logs"),
+    ]
     environment = {**os.environ, **ENVIRONMENT, "COLUMNS": "200", "XDG_RUNTIME_DIR": str(runtime)}
     with printed.open("wb") as output:
         process = subprocess.Popen([*BATON, "up", *flags], stdout=output, stderr=output, env=environment)

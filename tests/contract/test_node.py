@@ -19,6 +19,7 @@ from baton.rpc import health
 from baton.rpc.channel import open_channel
 from baton.rpc.errors import failed_precondition, from_rpc_error, invalid
 from baton.rpc.health import INTERVAL_SECONDS
+from baton.rpc.metrics import SECONDS
 from baton.rpc.node import run_node
 from baton.tracing.recorder import Recorder
 from baton.v1 import node_pb2, node_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
@@ -242,12 +243,13 @@ async def test_info_and_metrics(running):
             return answer.read().decode()
 
     text = await asyncio.to_thread(scrape)
-    assert 'baton_steps_total{role="tokenizer"} 3.0' in text
-    assert 'baton_pages{role="tokenizer",state="free"} 4.0' in text
-    assert 'baton_handoff_retry_reasons_total{reason="PEER_LOST",role="tokenizer"} 2.0' in text
+    assert 'baton_steps_total{model="",role="tokenizer"} 3.0' in text
+    assert 'baton_pages{model="",role="tokenizer",state="free"} 4.0' in text
+    assert 'baton_handoff_retry_reasons_total{model="",reason="PEER_LOST",role="tokenizer"} 2.0' in text
     no_numbers = {"pages", "problems", "handoff_retry_reasons"}
     for_routing = {"step_cost", "pull_cost", "step_tokens", "keys"}
     names = {f.name for f in node_pb2.Load.DESCRIPTOR.fields} - no_numbers - for_routing
+    names = {f"{SECONDS[n][0]}_seconds" if n in SECONDS else n for n in names}
     assert not [n for n in names if f"baton_{n}{{" not in text and f"baton_{n}_total{{" not in text]
 
 

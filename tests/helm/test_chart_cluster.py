@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from chart import ROOT, selects
 
-from baton.rpc.metrics import GAUGES
+from baton.rpc.metrics import GAUGES, SECONDS
 
 CALLS = {("gateway", "tokenizer"), ("gateway", "decode"), ("decode", "prefill"), ("gateway", "prefill")}
 """Who connects to whom. The last: `baton status` in a gateway's pod."""
@@ -90,8 +90,11 @@ def test_replicas_are_the_autoscalers_where_there_is_one(rendered):
 def test_autoscaling_goes_by_metrics_that_workers_have(helm):
     found = helm[1]["everything"].of("HorizontalPodAutoscaler")
     metrics = {name: each["spec"]["metrics"][0]["pods"]["metric"]["name"] for name, each in found.items()}
-    assert metrics == {"baton-prefill": "baton_waiting", "baton-decode": "baton_wait_ms"}
-    assert {metric.removeprefix("baton_") for metric in metrics.values()} <= GAUGES.keys()
+    assert metrics == {"baton-prefill": "baton_waiting", "baton-decode": "baton_wait_seconds"}
+    assert {metric.removeprefix("baton_") for metric in metrics.values()} <= {
+        *GAUGES,
+        *(f"{name}_seconds" for name, _, _ in SECONDS.values()),
+    }
     assert found["baton-prefill"]["spec"]["maxReplicas"] == 3
     assert not helm[1]["defaults"].of("HorizontalPodAutoscaler")
 

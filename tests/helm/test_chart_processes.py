@@ -54,7 +54,7 @@ def test_options_arrive(helm, monkeypatch):
     assert (prefill.token_budget, prefill.eviction, prefill.drain_seconds) == (1024, "lru", 7.5)
     assert (decode.watermark, decode.eviction) == (0.05, "lfu")
     assert {config.model for role, config in configs.items() if role != "gateway"} == {"/models/mine"}
-    assert {(config.log_level, config.log_json) for config in configs.values()} == {("debug", False)}
+    assert {(config.log_level, config.log_format) for config in configs.values()} == {("debug", "text")}
 
 
 def test_gpu_workers_choose_for_themselves(helm, monkeypatch):

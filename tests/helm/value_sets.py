@@ -21,7 +21,7 @@ EVERYTHING: dict[str, Any] = {
     "clusterSecret": {"existingSecret": "our-cluster"},
     "clusterTls": {"existingSecret": "our-tls", "name": "all.baton"},
     "apiKeys": {"existingSecret": "our-keys"},
-    "options": {"log_json": False, "log_level": "debug"},
+    "options": {"log_format": "text", "log_level": "debug"},
     "gateway": {
         "replicas": 3,
         "options": {"probe_every": 60, "max_requests": 2000000},

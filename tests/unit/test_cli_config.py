@@ -68,12 +68,12 @@ def test_precedence(tmp_path: Path) -> None:
 
 def test_a_value_equal_to_the_default_still_wins(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
-    file.write_text("max_rows = 7\nlog_json = true\nhttp_port = 5\n")
+    file.write_text("max_rows = 7\ninsecure = true\nhttp_port = 5\n")
     settings = parse(
-        "decode", "--config", str(file), "--max-rows", "64", "--no-log-json", "--http-port", "none"
+        "decode", "--config", str(file), "--max-rows", "64", "--no-insecure", "--http-port", "none"
     )
     assert isinstance(settings, DecodeConfig)
-    assert (settings.max_rows, settings.log_json, settings.http_port) == (64, False, None)
+    assert (settings.max_rows, settings.insecure, settings.http_port) == (64, False, None)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_optional_bool_has_three_values() -> None:
         ("[worker]\nport = 1", "unknown key 'worker'"),
         ('kv_tokens = "many"', "'kv_tokens' must be an integer, not 'many'"),
         ("max_rows = true", "'max_rows' must be an integer, not True"),
-        ("log_json = 1", "'log_json' must be true or false, not 1"),
+        ("insecure = 1", "'insecure' must be true or false, not 1"),
         ("[decode]\nprefill = [1]", "'decode.prefill' must be a list of strings"),
         ("model = demo", "cannot read"),
     ],
@@ -154,14 +154,14 @@ def test_serve_shows_the_designs_ports(role: str) -> None:
 
 def test_up_passes_settings_to_the_roles_that_know_them(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
-    file.write_text('model = "other"\nlog_json = true\ntransports = "shm, grpc"\n[decode]\nwatermark = 0.1\n')
+    file.write_text('model = "other"\ninsecure = true\ntransports = "shm, grpc"\n[decode]\nwatermark = 0.1\n')
     values = {"model": "m", "kv_tokens": 5, "threads": 1, "watermark": 0.5, "served_name": "s"}
     values = {**dict.fromkeys(field.name for field in dataclasses.fields(DecodeConfig)), **values}
     settings = settings_by_role({**values, "port": 1, "config_file": file})
-    worker = {"model": "m", "threads": 1, "kv_tokens": 5, "log_json": True, "transports": ("shm", "grpc")}
+    worker = {"model": "m", "threads": 1, "kv_tokens": 5, "insecure": True, "transports": ("shm", "grpc")}
     assert settings == {
-        "gateway": {"served_name": "s", "log_json": True},
-        "tokenizer": {"model": "m", "log_json": True},
+        "gateway": {"served_name": "s", "insecure": True},
+        "tokenizer": {"model": "m", "insecure": True},
         "prefill": worker,
         "decode": {**worker, "watermark": 0.5},
     }

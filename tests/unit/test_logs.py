@@ -11,7 +11,7 @@ CODE = """
 import logging, sys
 from baton.rpc.logs import configure, get_logger
 log = get_logger()
-configure("decode", {level!r}, json={json}, name="d0")
+configure("decode", {level!r}, form={form!r}, name="d0")
 log.debug("not shown", n=1)
 log.info("a line", request="r 1", n=2)
 try:
@@ -27,7 +27,7 @@ print("done")
 
 
 def run(**options):
-    code = CODE.format(**{"level": "info", "json": False, **options})
+    code = CODE.format(**{"level": "info", "form": "text", **options})
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True
     )
@@ -47,7 +47,7 @@ def test_lines_of_this_process_and_of_libraries():
 
 
 def test_json_shows_no_variables():
-    lines = [json.loads(line) for line in run(json=True).splitlines()]
+    lines = [json.loads(line) for line in run(form="json").splitlines()]
     assert [line["event"] for line in lines] == ["a line", "failed", "link down", "of a library, too"]
     assert lines[1]["exception"][0]["exc_type"] == "KeyError" and "zyzzyva" not in json.dumps(lines)
 
@@ -60,7 +60,7 @@ def test_levels():
 def test_a_reader_that_is_gone_fails_nothing():
     read, write = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", CODE.format(level="info", json=False)], stdout=subprocess.PIPE, stderr=write
+        [sys.executable, "-c", CODE.format(level="info", form="text")], stdout=subprocess.PIPE, stderr=write
     )
     os.close(write)
     os.close(read)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from baton.gateway.metrics import EndedRequest, RequestLog
+from baton.gateway.request_log import EndedRequest, RequestLog
 
 
 def ending(name, seconds=0.5):

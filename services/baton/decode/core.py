@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from baton.config import DecodeConfig
 from baton.decode.overload import OverloadControl
 from baton.decode.types import (
+    PHASES,
     DecodeCounters,
     DecodeRequest,
     Done,
@@ -301,6 +302,7 @@ class DecodeCore:
         elif isinstance(event, FinishedEvent):
             self.counters.finished += 1
             del self.unfinished[state.key]
+            state.enter("", self.recorder.clock())
             self._record_end(state, "finished")
             self._outputs.append(
                 (caller, Done(number, state.attempt, state.stats(self.peers.get(state.address))))
@@ -359,6 +361,7 @@ class DecodeCore:
         state = self._state(leader)
         state.retries += 1
         state.last_failure = f"{address}: {reason}: {message}"
+        state.enter(PHASES[Kind.RETRIED], self.recorder.clock())
         self._record_state(state, Kind.RETRIED, text=reason)
         tried = state.candidates.index(address) + 1
         # Choices that are computed each by itself may have been in the same step there: it counts once.
@@ -375,6 +378,8 @@ class DecodeCore:
     def _record(self, request: Request, kind: Kind, number: int, step: int) -> None:
         state = self.unfinished.get(request.key)  # type: ignore[call-overload]
         if state is not None:
+            if kind in PHASES:
+                state.enter(PHASES[kind], self.recorder.clock())
             self.recorder.add(kind, state.gateway, state.key.request, state.attempt, number=number, step=step)
 
     def _record_state(self, state: DecodeRequest, kind: Kind, number: int = 0, text: str = "") -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.engine.plan import Logprobs
 from baton.engine.request import FinishReason, Request
+from baton.tracing.recorder import Kind
 from baton.v1 import decode_pb2
 
 
@@ -29,6 +30,17 @@ class Peer:
     """Whether it runs on this node's GPU."""
     grammars: bool = False
     """Whether it can constrain output."""
+
+
+PHASES = {
+    Kind.QUEUED: "queue",
+    Kind.ADMITTED: "prefill",
+    Kind.FIRST_TOKEN: "pull",
+    Kind.RUNNING: "decode",
+    Kind.RETRACTED: "queue",
+    Kind.RETRIED: "queue",
+}
+"""What a request does after an event."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +67,19 @@ class DecodeRequest:
     last_failure: str = ""
     step_failure: str = ""
     """With which of STEP_FAILURES a prefill node last failed it."""
+    spent: dict[str, float] = field(default_factory=dict)
+    """Seconds by phase: queue, prefill, pull, decode."""
+    phase: str = ""
+    since: float = 0.0
+    """When `phase` began, on the recorder's clock."""
     admitted: float | None = None
     """When its admission was last decided on, less the seconds that steps had stalled by then."""
+
+    def enter(self, phase: str, now: float) -> None:
+        """The phase before ends."""
+        if self.phase:
+            self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
+        self.phase, self.since = phase, now
 
     def stats(self, peer: Peer | None) -> decode_pb2.RequestStats:
         """`peer`: the node at `address`."""
@@ -69,6 +92,7 @@ class DecodeRequest:
             prefill_address=self.address,
             retractions=self.request.retractions,
             handoff_retries=self.retries,
+            **{f"{phase}_us": max(0, int(1e6 * seconds)) for phase, seconds in self.spent.items()},
         )
 
 

@@ -31,12 +31,14 @@ from baton.rpc.authentication import (
     Cluster,
     ClusterAuthentication,
     bearer,
+    read_metrics_token,
     read_private,
     read_public,
     same,
 )
 from baton.rpc.channel import Options
 from baton.rpc.errors import BatonError, exhausted, failed_precondition, invalid, unauthenticated
+from baton.rpc.http_server import opens
 from baton.rpc.logs import get_logger
 from baton.v1 import node_pb2, trace_pb2
 
@@ -219,6 +221,7 @@ class GatewayAuthentication(ClusterAuthentication):
         self._config = config
         self._tls = _read_tls(config)
         limits = Limits(config.max_requests_per_key, config.max_streams_per_key, config.max_prompt_tokens)
+        self._metrics_token = read_metrics_token(config)
         self.keys = ApiKeys(config.api_keys, limits) if config.api_keys else None
         self._anonymous = ApiKey("", Limits(prompt_tokens=config.max_prompt_tokens))
 
@@ -241,6 +244,15 @@ class GatewayAuthentication(ClusterAuthentication):
         if not self.cluster.secret and self.keys is not None:
             text = f"{NOT_FOR_CLIENTS}, and the gateway was started without --cluster-secret-file"
             raise unauthenticated(text, "CLUSTER_SECRET")
+
+    def check_metrics(self, given: str) -> None:
+        """Raises BatonError unless /metrics is open to whoever shows this."""
+        if self._metrics_token:
+            if not opens(given, self._metrics_token, self.cluster.secret):
+                text = "send the token of --metrics-token-file, or the cluster secret"
+                raise unauthenticated(text, "METRICS_TOKEN")
+        elif self.keys is not None:
+            self.check_operator(given)
 
     def refusal(self, service: str, metadata: Mapping[str, str]) -> BatonError | None:
         try:

@@ -14,11 +14,12 @@ from baton.gateway.authentication import ApiKey
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.handoff_cost import Split
-from baton.gateway.metrics import GatewayMetrics, RequestLog
+from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.nodes import Nodes
 from baton.gateway.parsers.registry import NONE, REASONING_PARSERS, TOOL_PARSERS
 from baton.gateway.probe import Prober
 from baton.gateway.prompts import Session, prompt_for_log
+from baton.gateway.request_log import RequestLog
 from baton.gateway.routing import RequestRouting, Router
 from baton.gateway.token_log import TokenLog
 from baton.gateway.tokenizer import Tokenizer
@@ -181,7 +182,6 @@ class Gateway:
 
     def forget(self, request: RunningRequest, outcome: str) -> None:
         """The request has ended."""
-        self.metrics.requests.labels(outcome).inc()
         totals = self._totals
         setattr(totals, outcome, getattr(totals, outcome) + 1)
         totals.prompt_tokens += len(request.log.prompt_ids)
@@ -196,6 +196,12 @@ class Gateway:
                 )
         if not self._running:
             self._idle.set()
+
+    def refused(self, api: str, error: BatonError, api_key: ApiKey) -> None:
+        """A client's message became no request."""
+        self.metrics.requests.labels("refused").inc()
+        more = {"key": api_key.name} if api_key.name else {}
+        self.request_log.refused(api, error.reason, error.field, **more)
 
     def routing(
         self, number: int, tokens: Sequence[int], namespace: str, session: Session | None
@@ -229,6 +235,11 @@ class Gateway:
         """The model; while no decode node can be reached, the one that was served last, if any."""
         self._last_model = self._model() or self._last_model
         return self._last_model
+
+    @property
+    def model_name(self) -> str:
+        """As clients see it; empty: none has been served yet."""
+        return self.config.served_name or (self._last_model.name if self._last_model is not None else "")
 
     def _model(self) -> node_pb2.ModelInfo | None:
         models = list(self.nodes.models())

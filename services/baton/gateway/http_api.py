@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from google.protobuf.json_format import MessageToDict
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -18,6 +18,7 @@ from baton.gateway import openai_errors, traces_http
 from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_authentication import HttpAuthentication, RequestIds
+from baton.gateway.http_record import REFUSAL, HttpRecord
 from baton.gateway.http_requests import IGNORED_HEADER, BodyReader, respond, running
 from baton.gateway.openai_answers import ChatAnswer, Json
 from baton.gateway.openai_chat import ChatRequest, chat_start
@@ -25,6 +26,7 @@ from baton.gateway.openai_completions import CompletionAnswer, Echo
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.openai_protocol import CompletionRequest, completion_starts
 from baton.rpc.errors import BatonError
+from baton.rpc.metrics import exposition
 from baton.v1 import inference_pb2, tokenizer_pb2
 
 ECHO_SECONDS = 10.0
@@ -39,6 +41,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     app.add_middleware(
         HttpAuthentication, authentication=authentication, max_header_bytes=gateway.config.max_header_bytes
     )
+    app.add_middleware(HttpRecord, metrics=gateway.metrics, log=gateway.request_log)
     app.add_middleware(RequestIds)
     if gateway.config.cors_origins:  # outermost: browsers ask without credentials first
         app.add_middleware(
@@ -108,7 +111,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
 
     @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
-        return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        text = exposition(gateway.metrics.registry, gateway.model_name)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     app.routes.append(traces_http.traces_route(gateway.traces))
     return app
@@ -118,6 +122,7 @@ async def _error(request: Request, error: Any) -> Response:
     if isinstance(error, BatonError):
         error = openai_errors.from_baton(error)
     if isinstance(error, ApiError):
+        setattr(request.state, REFUSAL, (error.code or "", error.param))
         return openai_errors.response(error)
     if not isinstance(error, HTTPException):
         return openai_errors.response(ApiError(500, f"internal error: {type(error).__name__}"))

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.gateway import openai_errors
 from baton.gateway.authentication import ApiKey, GatewayAuthentication
+from baton.gateway.http_record import REFUSAL
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.traces_http import TRACES_PATH
 from baton.rpc.authentication import bearer
@@ -18,7 +19,8 @@ from baton.rpc.http_server import authorization
 
 PUBLIC_PATHS = ("/health",)
 """With API keys, /health only says whether requests are served."""
-OPERATOR_PATHS = ("/metrics", TRACES_PATH)
+METRICS_PATH = "/metrics"
+OPERATOR_PATHS = (TRACES_PATH,)
 
 
 class HttpAuthentication:
@@ -32,13 +34,16 @@ class HttpAuthentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        scope.setdefault("state", {})
         try:
             headers = Headers(scope=scope)
             self._check_headers(scope, headers)
-            scope.setdefault("state", {})["api_key"] = self._admit(scope["path"], headers)
+            scope["state"]["api_key"] = self._admit(scope["path"], headers)
         except BatonError as error:
+            scope["state"][REFUSAL] = (error.reason.lower(), error.field)
             await openai_errors.response(openai_errors.from_baton(error))(scope, receive, send)
         except ApiError as error:
+            scope["state"][REFUSAL] = (error.code or "", error.param)
             answer = openai_errors.response(error)
             answer.headers["connection"] = "close"
             await answer(scope, receive, send)
@@ -58,6 +63,9 @@ class HttpAuthentication:
 
     def _admit(self, path: str, headers: Headers) -> ApiKey | None:
         """Raises BatonError."""
+        if path == METRICS_PATH:
+            self._authentication.check_metrics(bearer(_credentials(headers)))
+            return None
         if path in OPERATOR_PATHS:
             if self._authentication.keys is not None:
                 self._authentication.check_operator(bearer(_credentials(headers)))

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from baton.gateway import openai_errors
 from baton.gateway.admission import check_start
 from baton.gateway.gateway import Gateway
+from baton.gateway.http_record import BEGUN
 from baton.gateway.json_body import Body, Made, Model, parse_body
 from baton.gateway.openai_answers import Answer, RequestBatch
 from baton.gateway.openai_errors import ApiError, of_prompt
@@ -96,6 +97,7 @@ async def _read(request: Request, limit: int) -> bytearray:
 @asynccontextmanager
 async def running(gateway: Gateway, starts: _Starts, request: Request) -> AsyncIterator[RequestBatch]:
     """Runs the requests; they are cancelled when the client leaves, or when the body fails."""
+    setattr(request.state, BEGUN, True)
     job = RequestBatch(gateway, starts, request.state.api_key)
     job.begin()
     watch = asyncio.create_task(_cancel_on_disconnect(request.receive, job))

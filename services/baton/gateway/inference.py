@@ -136,6 +136,7 @@ class _ClientStream:
                 except BatonError as error:
                     rejected = inference_pb2.Rejected(message=number, status=to_status(error))
                     self._rejected.append(inference_pb2.GenerateResponse(rejected=rejected))
+                    self._gateway.refused("grpc", error, self._api_key)
                     self._wake.set()
                 number += 1
                 while len(self._open) + len(self._rejected) >= MAX_UNREAD:

@@ -1,11 +1,10 @@
-"""Metrics of the gateway's requests, and the request log."""
+"""Metrics of the gateway's requests."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, product
 
 import grpc
@@ -16,10 +15,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from baton.rpc.errors import BatonError
-from baton.rpc.logs import get_logger
-from baton.rpc.tasks import CoalescedCall
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKENS = tuple(4**power for power in range(1, 11))
 _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 4)
 WHYS = ("cost", "mode", "client", "unknown")
 """Predicted times, --split, the client's own choice; or step costs that are not known yet."""
@@ -74,6 +72,8 @@ class Tally(Collector):
 
 TARGETS = ("ttft", "itl", "both")
 MAX_REASONS = 64
+MAX_KEYS = 256
+"""Names of API keys that metrics tell apart; further ones count as OTHER."""
 LATE_SHARE = 0.01
 """A request meets its ITL target if no larger part of its tokens is late: latency.Targets."""
 NOT_OURS = (
@@ -96,7 +96,41 @@ class GatewayMetrics:
             "baton_gateway_requests",
             "Requests that ended, by outcome.",
             "outcome",
-            ("finished", "failed", "cancelled"),
+            ("finished", "failed", "cancelled", "refused"),
+        )
+        self.http_requests = Counter(
+            "baton_http_requests",
+            "HTTP requests that were answered, by route and status.",
+            ["route", "status"],
+            registry=registry,
+        )
+        self.key_requests = Counter(
+            "baton_key_requests",
+            "Requests that ended, by name of the API key.",
+            ["key", "outcome"],
+            registry=registry,
+        )
+        self.key_tokens = Counter(
+            "baton_key_tokens",
+            "Tokens of requests that ended, by name of the API key.",
+            ["key", "kind"],
+            registry=registry,
+        )
+        self._keys: set[str] = set()
+        self.seconds = Histogram(
+            "baton_request_seconds",
+            "From a request's start to its end, of those that finished.",
+            _SECONDS,
+            registry,
+        )
+        self.prompt_lengths = Histogram(
+            "baton_request_prompt_tokens", "Prompt tokens of a request that finished.", _TOKENS, registry
+        )
+        self.output_lengths = Histogram(
+            "baton_request_output_tokens",
+            "Output tokens of a request that finished, of all choices.",
+            _TOKENS,
+            registry,
         )
         self.ttft = Histogram(
             "baton_ttft_seconds", "From a request's start to its first token.", _SECONDS, registry
@@ -173,6 +207,22 @@ class GatewayMetrics:
         self._reasons.add(reason)
         self.failures.labels(reason).inc()
 
+    def ended(self, outcome: str, key: str, prompt: int, output: int, seconds: float) -> None:
+        """Counts a request. key: name of the API key; empty: there are no keys."""
+        self.requests.labels(outcome).inc()
+        if outcome == "finished":
+            self.seconds.observe(seconds)
+            self.prompt_lengths.observe(prompt)
+            self.output_lengths.observe(output)
+        if not key:
+            return
+        if key not in self._keys and len(self._keys) >= MAX_KEYS:
+            key = "OTHER"
+        self._keys.add(key)
+        self.key_requests.labels(key, outcome).inc()
+        self.key_tokens.labels(key, "prompt").inc(prompt)
+        self.key_tokens.labels(key, "output").inc(output)
+
     def routed(self, expected: int, found: int) -> None:
         """Counts the cached tokens of a finished request, expected and found."""
         self.cached.labels("expected").inc(expected)
@@ -190,7 +240,18 @@ class RequestTimer:
         self._first_token: float | None = None
         self._last_token = 0.0
         self._gaps = self._late = 0
+        self._phase = ("admit", self._started)
+        self.phases: dict[str, float] = {}
+        """Seconds of each phase before the first decode node gets the request."""
         """Tokens of the first choice after its first message, and those of them that missed the target."""
+
+    def begin_phase(self, name: str) -> None:
+        """The phase before ends. Empty: the phases that the gateway measures are over."""
+        now = time.monotonic()
+        before, since = self._phase
+        if before:
+            self.phases[before] = self.phases.get(before, 0.0) + now - since
+        self._phase = name, now
 
     @property
     def elapsed(self) -> float:
@@ -235,47 +296,3 @@ class RequestTimer:
         steady = self._late <= LATE_SHARE * self._gaps
         for target, met in zip(TARGETS, (in_time, steady, finished and in_time and steady), strict=True):
             self._metrics.targets.labels(target, "yes" if met else "no").inc()
-
-
-_log = get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    request: str
-    prompt_tokens: int
-    output_tokens: int
-    resumed: int
-    seconds: float
-
-
-class RequestLog:
-    """One line per request. Requests cancelled in one iteration of the event loop share a line, so that a
-    client that disconnects with hundreds of requests is handled faster."""
-
-    def __init__(self) -> None:
-        self._cancelled: list[EndedRequest] = []
-        self._write_soon = CoalescedCall(self._write)
-
-    def add(self, outcome: str, request: EndedRequest, reason: str) -> None:
-        """outcome: finished, cancelled or failed. reason: of requests that did not finish."""
-        if outcome == "cancelled":
-            self._cancelled.append(request)
-            self._write_soon()
-            return
-        _log.info(outcome, **_fields([request]), **({"reason": reason} if reason else {}))
-
-    def _write(self) -> None:
-        ended, self._cancelled = self._cancelled, []
-        several = {"requests": len(ended)} if len(ended) > 1 else {}
-        _log.info("cancelled", **_fields(ended), **several)
-
-
-def _fields(ended: list[EndedRequest]) -> dict[str, object]:
-    return {
-        "request": " ".join(each.request for each in ended),
-        "prompt_tokens": sum(each.prompt_tokens for each in ended),
-        "output_tokens": sum(each.output_tokens for each in ended),
-        "resumed": sum(each.resumed for each in ended),
-        "seconds": round(max(each.seconds for each in ended), 3),
-    }

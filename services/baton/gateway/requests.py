@@ -14,9 +14,10 @@ from baton.gateway.authentication import ApiKey
 from baton.gateway.backpressure import SlowReader
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.gateway import Gateway
-from baton.gateway.metrics import EndedRequest, RequestTimer
+from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
 from baton.gateway.prompts import Prompt, Session, encode_prompt
+from baton.gateway.request_log import EndedRequest
 from baton.gateway.routing import RequestRouting
 from baton.gateway.token_log import TokenLog, fill_token_bytes
 from baton.rpc.errors import (
@@ -32,6 +33,9 @@ from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRING
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.tracing.recorder import TOKENS_EVERY, Kind
 from baton.v1 import common_pb2, decode_pb2, inference_pb2, trace_pb2
+
+DECODE_PHASES = ("queue", "prefill", "pull", "decode")
+"""That a decode node measures."""
 
 _log = get_logger()
 
@@ -53,6 +57,7 @@ class Request:
     ) -> None:
         """api: that the request came by, for the record."""
         self.api_key = api_key
+        self._api = api
         self.number = gateway.next_number()
         self.log = _new_log(start)
         self.name = f"{gateway.incarnation:016x}-{self.number}"
@@ -155,11 +160,12 @@ class Request:
                 self._gateway.tokenizer,
                 self._timing.remaining,
                 trace_pb2.RequestName(gateway=self._gateway.incarnation, request=self.number),
-                lambda address: self._record(Kind.TOKENIZING, text=address),
+                self._tokenizing,
             )
             self._start = None
             if self.log.terminal is not None:
                 return
+            self._timing.begin_phase("route")
             self._record(Kind.TOKENIZED, number=len(self._prompt.token_ids))
             vocabulary = self._vocabulary = await self._gateway.tokenizer.ready(self._timing.remaining)
             model = self._gateway.model_or_last()
@@ -194,6 +200,10 @@ class Request:
             _log.exception("request failed", request=self.name)
             self.fail(internal(f"{type(error).__name__} while preparing the request"))
 
+    def _tokenizing(self, address: str) -> None:
+        self._timing.begin_phase("tokenize")
+        self._record(Kind.TOKENIZING, text=address)
+
     # At decode nodes.
 
     def _place(self) -> None:
@@ -217,6 +227,7 @@ class Request:
             self.fail(self._gateway.no_decode_node() if error.reason == "NO_DECODE_NODE" else error)
             return
         self._attempts.begin(place)
+        self._timing.begin_phase("")
         self._record(Kind.SENT, attempt=self._attempts.number, text=place)
         routing.sent(place, prefill)
         if self._reader.paused:
@@ -402,17 +413,41 @@ class Request:
             self._gateway.metrics.failed(error.reason)
         reason = error.reason if error is not None and outcome == "failed" else outcome
         self._record(Kind.ENDED, number=self.log.output_tokens, text=reason)
+        prompt, output = len(self.log.prompt_ids), self.log.output_tokens
+        self._gateway.metrics.ended(outcome, self.api_key.name, prompt, output, self._timing.elapsed)
         self._gateway.forget(self, outcome)
-        ended = EndedRequest(
+        self._gateway.request_log.add(outcome, self._ended(), error.reason if error is not None else "")
+        on_change, self._on_change = self._on_change, _nobody
+        on_change()
+
+    def _ended(self) -> EndedRequest:
+        """For the request log."""
+        stats, timing = self._stats or decode_pb2.RequestStats(), self._timing
+        phases = dict(timing.phases)
+        for name in DECODE_PHASES:
+            if microseconds := getattr(stats, f"{name}_us"):
+                phases[name] = microseconds / 1e6
+        if timing.ttft_us:
+            phases["ttft"] = timing.ttft_us / 1e6
+        finish = common_pb2.FinishReason.Name(self.log.choices[0].finish_reason)
+        way = "" if self._stats is None else "split" if stats.prefill_address else "local"
+        return EndedRequest(
             self.name,
             len(self.log.prompt_ids),
             self.log.output_tokens,
             self._attempts.resumed,
-            self._timing.elapsed,
+            timing.elapsed,
+            api=self._api,
+            key=self.api_key.name,
+            model=self._gateway.model_name,
+            cached_tokens=self.log.cached_tokens,
+            finish=finish.removeprefix("FINISH_REASON_").lower().removesuffix("unspecified"),
+            way=way,
+            decode=self._attempts.address,
+            prefill=stats.prefill_address,
+            retries=stats.handoff_retries,
+            phases=phases,
         )
-        self._gateway.request_log.add(outcome, ended, error.reason if error is not None else "")
-        on_change, self._on_change = self._on_change, _nobody
-        on_change()
 
     def _commit_session(self, prefill_address: str) -> None:
         session, prompt = self._session, self._prompt

@@ -181,6 +181,12 @@ def read_secret(path: str, flag: str = "--cluster-secret-file") -> str:
     return secret
 
 
+def read_metrics_token(config: NodeConfig) -> str:
+    """Empty: there is none. Raises BatonError."""
+    path = config.metrics_token_file
+    return read_secret(path, "--metrics-token-file") if path else ""
+
+
 def same(one: str, other: str) -> bool:
     """Compares in constant time."""
     return hmac.compare_digest(one.encode("utf-8", "replace"), other.encode("utf-8", "replace"))

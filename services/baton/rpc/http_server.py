@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import h11
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.rpc.address import family_of
 from baton.rpc.authentication import bearer, same
+from baton.rpc.metrics import exposition
 
 STOP_SECONDS = 2.0
 SEND_BYTES = 128 * 2**10
@@ -99,18 +100,24 @@ def listen(
     return found
 
 
-def metrics_app(registry: CollectorRegistry, health: Health, secret: str = "") -> Starlette:
+def metrics_app(
+    registry: CollectorRegistry,
+    health: Health,
+    secret: str = "",
+    token: str = "",
+    model: Callable[[], str] = lambda: "",
+) -> Starlette:
     """GET /metrics and GET /health (503 while the process does not serve).
 
-    secret: needed for metrics, as `Authorization: Bearer SECRET`; /health then only returns its status.
-    Empty: none.
+    secret, token: metrics need one of those that are given, as `Authorization: Bearer SECRET`; with a secret
+    /health only returns its status. model: name of the model that is served.
     """
 
     async def metrics(request: Request) -> Response:
-        if secret and not same(bearer(authorization(request.headers)), secret):
-            text = "send the cluster secret: Authorization: Bearer SECRET\n"
+        if (secret or token) and not opens(bearer(authorization(request.headers)), secret, token):
+            text = "send the cluster secret or the metrics token: Authorization: Bearer SECRET\n"
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(exposition(registry, model()), media_type=CONTENT_TYPE_LATEST)
 
     async def healthy(request: Request) -> Response:
         serving, problems = health()
@@ -122,6 +129,11 @@ def metrics_app(registry: CollectorRegistry, health: Health, secret: str = "") -
 
     routes = [Route("/metrics", metrics), Route("/health", healthy)]
     return Starlette(routes=routes, exception_handlers={404: elsewhere})
+
+
+def opens(given: str, *secrets: str) -> bool:
+    """Whether it is one of the secrets that are not empty."""
+    return any(same(given, secret) for secret in secrets if secret)
 
 
 def authorization(headers: Headers) -> str:

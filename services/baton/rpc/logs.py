@@ -20,6 +20,9 @@ LEVELS = {
 }
 
 
+FORMS = ("text", "json")
+
+
 class _Stderr:
     """Writes finished lines. The reader may close the pipe; logging must not fail then."""
 
@@ -32,13 +35,16 @@ class _Stderr:
     debug = info = warning = error = critical = msg
 
 
-def configure(role: str, level: str = "info", json: bool = False, name: str = "") -> None:
+def configure(role: str, level: str = "info", form: str = "text", name: str = "") -> None:
     """Sets up this process's log, libraries' own loggers included (theirs from warnings up).
 
-    Every line carries `role`, and `name` where one is given. Raises ValueError for an unknown level.
+    Every line carries `role`, and `name` where one is given. form: text or json. Raises ValueError for an
+    unknown level or form.
     """
     if level not in LEVELS:
-        raise ValueError(f"unknown log level {level!r}: use one of {', '.join(LEVELS)}")
+        raise ValueError(f"--log-level: unknown log level {level!r}: use one of {', '.join(LEVELS)}")
+    if form not in FORMS:
+        raise ValueError(f"--log-format: unknown format {form!r}: use one of {', '.join(FORMS)}")
 
     def origin(_logger: Any, _method: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
         event.setdefault("role", role)
@@ -52,7 +58,7 @@ def configure(role: str, level: str = "info", json: bool = False, name: str = ""
         origin,
     ]
     rendering: list[structlog.types.Processor]
-    if json:
+    if form == "json":
         # Not structlog's own dict_tracebacks: it shows the variables of each frame, prompts among them.
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         rendering = [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]

@@ -1,13 +1,39 @@
-"""Prometheus metrics: a registry per process, and the Load snapshot as baton_* series."""
+"""Prometheus metrics: a registry per process, the Load snapshot as baton_* series, and what a scrape gets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton.v1 import node_pb2
+
+
+def exposition(registry: CollectorRegistry, model: str) -> bytes:
+    """The text that a scrape gets. Each series has a label `model` (empty: not known yet), and there are no
+    series `_created`: a restart shows in counters that fall."""
+    return generate_latest(_Scrape(registry, model))
+
+
+class _Scrape(CollectorRegistry):
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        super().__init__(auto_describe=False)
+        self._registry = registry
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            found = copy(metric)
+            found.samples = [
+                sample._replace(labels={**sample.labels, "model": self._model})
+                for sample in metric.samples
+                if not sample.name.endswith("_created")
+            ]
+            yield found
+
 
 COUNTERS = {
     "steps": "Steps of the engine.",
@@ -44,15 +70,20 @@ GAUGES = {
     "rows": "Batch rows in use.",
     "requests": "Requests held in any state.",
     "paused": "Requests not generated now because their client does not read.",
-    "step_age_ms": "Milliseconds since the step thread last began a turn.",
-    "oldest_lease_ms": "Age of the oldest lease in milliseconds.",
-    "step_us": "Microseconds of a step with decode rows, a moving average.",
     "prompt_tokens_per_second": "Prompt tokens computed a second in full steps, a moving average.",
-    "first_token_ms": "Milliseconds from admission to the first token, a moving average.",
     "queued_tokens": "Prompt tokens still to be computed here.",
     "available_pages": "KV pages that a request could take now.",
-    "wait_ms": "Milliseconds that a request that came now would wait for a row.",
 }
+
+
+SECONDS = {
+    "step_age_ms": ("step_age", 1e-3, "Since the step thread last began a turn."),
+    "oldest_lease_ms": ("oldest_lease", 1e-3, "Age of the oldest lease."),
+    "step_us": ("step", 1e-6, "A step with decode rows, a moving average."),
+    "first_token_ms": ("first_token", 1e-3, "From admission to the first token, a moving average."),
+    "wait_ms": ("wait", 1e-3, "That a request that came now would wait for a row."),
+}
+"""Field of the load -> metric without `_seconds`, the field's unit in seconds, and what it is."""
 
 
 class LoadCollector(Collector):
@@ -77,6 +108,10 @@ class LoadCollector(Collector):
         for name, text in GAUGES.items():
             gauge = GaugeMetricFamily(f"baton_{name}", text, labels=["role"])
             gauge.add_metric([self._role], float(getattr(load, name)))
+            yield gauge
+        for field_name, (name, unit, text) in SECONDS.items():
+            gauge = GaugeMetricFamily(f"baton_{name}_seconds", text, labels=["role"])
+            gauge.add_metric([self._role], unit * float(getattr(load, field_name)))
             yield gauge
         reasons = CounterMetricFamily(
             "baton_handoff_retry_reasons", "Hand-offs tried again, by reason.", labels=["role", "reason"]

@@ -18,7 +18,12 @@ import baton
 from baton.config import NodeConfig
 from baton.rpc import logs, reflection
 from baton.rpc.address import is_loopback, join_address
-from baton.rpc.authentication import AuthenticationInterceptor, Cluster, ClusterAuthentication
+from baton.rpc.authentication import (
+    AuthenticationInterceptor,
+    Cluster,
+    ClusterAuthentication,
+    read_metrics_token,
+)
 from baton.rpc.bind import bind_grpc, bind_http, host_and_port
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
 from baton.rpc.errors import BatonError
@@ -102,9 +107,9 @@ async def run_node(
     """
     if not logs.is_configured():
         try:
-            logs.configure(node.role, config.log_level, config.log_json)
+            logs.configure(node.role, config.log_level, config.log_format)
         except ValueError as error:
-            print(f"baton {node.role}: --log-level: {error}", file=sys.stderr, flush=True)
+            print(f"baton {node.role}: {error}", file=sys.stderr, flush=True)
             return 2
     try:
         shell = _Shell(
@@ -188,6 +193,7 @@ class _Shell:
         self._authentication = authentication
         self._serve_http = serve_metrics_http and config.http_port is not None
         self._registry = registry
+        self._metrics_token = read_metrics_token(config)
         self._gate = ReadinessInterceptor()
         self._health = HealthServicer()
         self._draining = False
@@ -237,7 +243,13 @@ class _Shell:
         certificate, if the cluster has any."""
         host, cluster = self._config.host, self._authentication.cluster
         assert self._config.http_port is not None
-        app = metrics_app(self._registry, self._http_health, "" if is_loopback(host) else cluster.secret)
+        app = metrics_app(
+            self._registry,
+            self._http_health,
+            "" if is_loopback(host) else cluster.secret,
+            self._metrics_token,
+            lambda: self._node.info().model.name,
+        )
         tls = cluster.tls.http_context() if cluster.tls is not None else None
         listening = bind_http(host, self._config.http_port)
         self._http = HttpServer(app, [listening], tls, keep_alive=False)

@@ -1,0 +1,48 @@
+"""ASGI middleware: counts HTTP requests by route and status, and logs those that were refused before they
+became a request of the gateway."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.gateway.metrics import GatewayMetrics
+from baton.gateway.request_log import RequestLog
+
+REFUSAL = "refusal"
+"""Key of the scope's `state`: (reason, field) of the error that was answered."""
+BEGUN = "begun"
+"""Key of the scope's `state`: requests of the gateway were begun, which log their own ends."""
+
+
+class HttpRecord:
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, log: RequestLog) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        status = 500
+
+        async def send_seen(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_seen)
+        finally:
+            route = getattr(scope.get("route"), "path", "") or "other"
+            self._metrics.http_requests.labels(route, str(status)).inc()
+            if status >= 400 and not state.get(BEGUN):
+                reason, field = state.get(REFUSAL, ("", None))
+                key = getattr(state.get("api_key"), "name", "")
+                more = {"key": key} if key else {}
+                self._metrics.requests.labels("refused").inc()
+                self._log.refused(
+                    "http", reason or f"status_{status}", field, status=status, route=route, **more
+                )

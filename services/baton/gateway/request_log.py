@@ -1,0 +1,96 @@
+"""The request log: one line for each request, with its whole story."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.rpc.logs import get_logger
+from baton.rpc.tasks import CoalescedCall
+
+_FIELD = re.compile(r"[\w.\[\]]{1,80}")
+"""Names of fields that are logged: others may be anything that a client has sent."""
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    request: str
+    prompt_tokens: int
+    output_tokens: int
+    resumed: int
+    seconds: float
+    api: str = ""
+    """grpc or http."""
+    key: str = ""
+    """Name of the API key; empty: there are none."""
+    model: str = ""
+    cached_tokens: int = 0
+    finish: str = ""
+    """Why the first choice ended: stop or length."""
+    way: str = ""
+    """split or local: where the prompt was computed."""
+    decode: str = ""
+    prefill: str = ""
+    retries: int = 0
+    """Hand-offs tried again, in the last attempt."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase."""
+
+
+class RequestLog:
+    """Requests cancelled in one iteration of the event loop share a line, so that a client that disconnects
+    with hundreds of requests is handled faster."""
+
+    def __init__(self) -> None:
+        self._cancelled: list[EndedRequest] = []
+        self._write_soon = CoalescedCall(self._write)
+
+    def add(self, outcome: str, request: EndedRequest, reason: str) -> None:
+        """outcome: finished, cancelled or failed. reason: of requests that did not finish."""
+        if outcome == "cancelled":
+            self._cancelled.append(request)
+            self._write_soon()
+            return
+        _log.info(outcome, **_story(request), **({"reason": reason} if reason else {}))
+
+    def refused(self, api: str, reason: str, field: str | None, **more: object) -> None:
+        """A request was refused before it had a name."""
+        shown = {"field": field} if field and _FIELD.fullmatch(field) else {}
+        _log.info("refused", api=api, reason=reason, **shown, **more)
+
+    def _write(self) -> None:
+        ended, self._cancelled = self._cancelled, []
+        if len(ended) == 1:
+            _log.info("cancelled", **_story(ended[0]))
+        else:
+            _log.info("cancelled", **_sums(ended), requests=len(ended))
+
+
+def _story(request: EndedRequest) -> dict[str, object]:
+    """What is empty or 0 is left out, but for the counts that every line has."""
+    details = {
+        "api": request.api,
+        "key": request.key,
+        "model": request.model,
+        "cached_tokens": request.cached_tokens,
+        "finish": request.finish,
+        "way": request.way,
+        "decode": request.decode,
+        "prefill": request.prefill,
+        "retries": request.retries,
+    }
+    times = {f"{name}_ms": round(1000 * seconds, 1) for name, seconds in request.phases.items()}
+    return {**_sums([request]), **{name: value for name, value in details.items() if value}, **times}
+
+
+def _sums(ended: list[EndedRequest]) -> dict[str, object]:
+    return {
+        "request": " ".join(each.request for each in ended),
+        "prompt_tokens": sum(each.prompt_tokens for each in ended),
+        "output_tokens": sum(each.output_tokens for each in ended),
+        "resumed": sum(each.resumed for each in ended),
+        "seconds": round(max(each.seconds for each in ended), 3),
+    }
