@@ -381,7 +381,9 @@ async def test_health_and_metrics():
         metrics = (await rig.plain.get("/metrics")).text
         assert 'baton_gateway_requests_total{model="scripted",outcome="finished"} 1.0' in metrics
         assert 'baton_ttft_seconds_count{model="scripted"} 1.0' in metrics
-        assert f'baton_output_tokens_total{{model="scripted",role="gateway"}} {float(len(rig.ids))}' in metrics
+        assert (
+            f'baton_output_tokens_total{{model="scripted",role="gateway"}} {float(len(rig.ids))}' in metrics
+        )
         await rig.decode.die()
         await until(lambda: not rig.node.gateway.healthy, 5)
         assert (await rig.plain.get("/health")).status_code == 503
