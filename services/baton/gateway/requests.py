@@ -429,7 +429,8 @@ class Request:
                 phases[name] = microseconds / 1e6
         if timing.ttft_us:
             phases["ttft"] = timing.ttft_us / 1e6
-        finish = common_pb2.FinishReason.Name(self.log.choices[0].finish_reason)
+        choices = self.log.choices  # of a request with n = 0, none
+        finish = common_pb2.FinishReason.Name(choices[0].finish_reason if choices else 0)
         way = "" if self._stats is None else "split" if stats.prefill_address else "local"
         return EndedRequest(
             self.name,
