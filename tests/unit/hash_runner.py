@@ -11,7 +11,9 @@ import zlib
 from collections import deque
 from dataclasses import dataclass
 
-from baton.engine.plan import Logprobs, RowResult, StepPlan, StepResult
+import numpy as np
+
+from baton.engine.plan import Logprobs, Pooling, RowResult, StepPlan, StepResult
 
 VOCAB = 1000
 UNWRITTEN = -1
@@ -40,6 +42,12 @@ def reference(
         if tokens[-1] in stop:
             break
     return tokens[len(prompt) :]
+
+
+def embedding(prompt: list[int], pooling: Pooling) -> int:
+    """What `Request.pooled` holds: the last token's state, or the sum of all."""
+    states = [next_token(prompt[: end + 1], 0) for end in range(len(prompt))]
+    return states[-1] if pooling is Pooling.LAST else sum(states)
 
 
 @dataclass
@@ -90,6 +98,10 @@ class HashRunner:
             wanted = enumerate(row.prompt_logprobs or (), row.start + 1)
             logprobs = tuple(Logprobs(token, float(position)) for position, token in wanted)
             rows.append(RowResult(tuple(samples), logprobs))
+            if row.pooling is not None:
+                states = [next_token(seen[: p + 1], 0) for p in range(row.start, end)]
+                state = states[-1] if row.pooling is Pooling.LAST else sum(states)
+                rows[-1].pooled = np.array([state], np.float32)
         self.in_flight.append(plan.number)
         return Flight(plan.number, StepResult(plan.number, tuple(rows)))
 

@@ -335,7 +335,8 @@ class DecodeCore:
             connecting = connecting or self._now - peer.since < CONNECT_SECONDS
         if connecting:
             return Route.DEFER
-        under_way = sum(s.missing for s in self.scheduler.prompts if self._state(s).fallback)
+        prompts = (s for s in self.scheduler.prompts if s.request.pooling is None)
+        under_way = sum(s.missing for s in prompts if self._state(s).fallback)
         if under_way and under_way + uncached > self.config.fallback_tokens:
             text = state.last_failure or "none is connected"
             message = f"no prefill node could take the prompt ({text}), and this node prefills no more itself"

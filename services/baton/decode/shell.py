@@ -183,7 +183,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
         load = super().load()
         core = self.core_or_none
         if core is not None:
-            load.requests = core.requests
+            load.requests = self.requests
             load.handing_off = core.handoffs.active
             load.pulls = core.handoffs.pulls
             load.pulled_pages = core.handoffs.counters.pulled_pages

@@ -61,7 +61,8 @@ class StepBuilder:
         """A row for the next `count` tokens of a prompt. The last chunk samples a token for each choice."""
         assert sequence.slot is not None and sequence.holding is not None
         request, start, end = sequence.request, sequence.computed, sequence.computed + count
-        targets = (sequence, *sequence.followers) if end == len(sequence.tokens) else ()
+        samples = end == len(sequence.tokens) and request.pooling is None
+        targets = (sequence, *sequence.followers) if samples else ()
         for target in targets:
             self._init_slot(target, None)
         wanted: tuple[int, ...] | None = None
@@ -75,6 +76,7 @@ class StepBuilder:
             sample=tuple(target.slot for target in targets if target.slot is not None),
             prompt_logprobs=wanted,
             prompt_top=(request.params.prompt_logprobs or 0) if wanted is not None else 0,
+            pooling=request.pooling,
         )
         self._rows.append(row)
         self.records.append(Record(sequence, sequence.epoch, end, targets))

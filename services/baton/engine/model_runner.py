@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from baton.attention.base import AttentionBackend, AttentionRow
 from baton.engine.grammar_masks import Masks, MaskStats
-from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
-from baton.engine.sampler import Sampler, Samples, TokenLogprobs, row_results, token_logprobs
+from baton.engine.plan import Logprobs, PlanRow, Pooling, StepPlan, StepResult
+from baton.engine.sampler import BAD_LOGITS, Sampler, Samples, TokenLogprobs, row_results, token_logprobs
 from baton.kvcache.pool import KvPool
 from baton.layers.forward_batch import ForwardBatch
 from baton.models.decoder import Model
@@ -31,6 +31,8 @@ class Flight:
     """Of all sampling rows' slots, in the order of the plan."""
     prompts: dict[int, list[TokenLogprobs]]
     """Prompt log-probabilities, by the row's place in the plan."""
+    pooled: dict[int, torch.Tensor] = field(default_factory=dict)
+    """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
 
 
 class ModelRunner:
@@ -84,7 +86,12 @@ class ModelRunner:
             for i, row, end in zip(order, rows, ends, strict=True)
             if row.prompt_logprobs
         }
-        return Flight(plan.number, plan.rows, samples, prompts)
+        pooled = {
+            i: _pool(row.pooling, hidden[end - row.count : end])
+            for i, row, end in zip(order, rows, ends, strict=True)
+            if row.pooling is not None
+        }
+        return Flight(plan.number, plan.rows, samples, prompts, pooled)
 
     def _forward(self, rows: Sequence[PlanRow]) -> tuple[torch.Tensor, list[int]]:
         """Final hidden states of all tokens [tokens, hidden], and where each row's end."""
@@ -176,4 +183,13 @@ class ModelRunner:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
         errors = {} if samples is None else samples.errors
         rows = row_results(flight.rows, tokens, finite, logprobs, flight.prompts, errors)
+        for i, state in flight.pooled.items():
+            vector = rows[i].pooled = state.cpu().numpy()
+            if not np.isfinite(vector).all():
+                rows[i].error = BAD_LOGITS
         return StepResult(flight.number, rows)
+
+
+def _pool(pooling: Pooling, states: torch.Tensor) -> torch.Tensor:
+    """states: final hidden states of a row [tokens, hidden]."""
+    return states[-1].float() if pooling is Pooling.LAST else states.float().sum(0)

@@ -15,11 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.engine.sampling import SamplingParams
 from baton.grammar.base import Grammar
 from baton.stepcost import StepLoad, chunk_pairs
+
+Vector = npt.NDArray[np.float32]
+
+
+class Pooling(Enum):
+    """Which of a prompt's final hidden states its embedding is made of."""
+
+    LAST = auto()
+    """Its last token's."""
+    MEAN = auto()
+    """The mean of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +80,9 @@ class PlanRow:
     prompt ends). The log-probability of each under its position's logits is wanted."""
     prompt_top: int = 0
     """How many most likely tokens to report beside each of them."""
+    pooling: Pooling | None = None
+    """Only in a prompt chunk of an embedding, which samples nothing: the row's last final hidden state, or
+    the sum of all, is wanted."""
 
     @property
     def count(self) -> int:
@@ -122,6 +140,8 @@ class RowResult:
     """Its machine-readable form."""
     logprobs: tuple[Logprobs | None, ...] = ()
     """Of each token under the unmodified logits, where params.logprobs is not None; empty: of none."""
+    pooled: Vector | None = None
+    """float32 [hidden], where PlanRow.pooling is set."""
 
     def sampled(self) -> list[tuple[int, Logprobs | None]]:
         """Each token with its log-probabilities."""

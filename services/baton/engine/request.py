@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from baton.engine.plan import Logprobs
+from baton.engine.plan import Logprobs, Pooling, Vector
 from baton.engine.sampling import SamplingParams
 from baton.grammar.base import Grammar
 from baton.kvcache import Holding
@@ -129,6 +129,10 @@ class Request:
     failed_steps: int = 0
     """Steps with it that failed, or with which their node ended. Above 0 it is suspected of being the cause:
     one suspect is admitted at a time."""
+    pooling: Pooling | None = None
+    """An embedding is wanted: the prompt is computed, and no token is sampled. None: tokens are wanted."""
+    pooled: Vector | None = None
+    """The sum of hidden states so far (Pooling.MEAN), or the last one."""
 
     def __post_init__(self) -> None:
         for index, output in enumerate(self.delivered or ((),) * self.n):
@@ -142,9 +146,13 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities are still to be computed; the whole prompt is then computed,
-        whatever the prefix tree holds."""
+        """Whether prompt log-probabilities are still to be computed."""
         return self.params.prompt_logprobs is not None and not self.reported
+
+    @property
+    def wants_all_positions(self) -> bool:
+        """Whether the whole prompt is computed, whatever the prefix tree holds."""
+        return self.wants_prompt_logprobs or self.pooling is Pooling.MEAN
 
     @property
     def ended(self) -> bool:
@@ -187,6 +195,13 @@ class FailedEvent:
     request: Request
     reason: str
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedEvent:
+    """A prompt is complete whose embedding was wanted, and has ended: `request.pooled` is final."""
+
+    request: Request
 
 
 RecordEvent = Callable[[Request, Kind, int, int], None]

@@ -222,7 +222,7 @@ def forbidden_ends(states: SlotStates, slots: Sequence[int], rows: Sequence[int]
     return {row: states.stop_tokens[slots[row]] for row in waiting}
 
 
-_BAD_LOGITS = "the model's logits are not finite: its weights or its KV are damaged"
+BAD_LOGITS = "the model's logits are not finite: its weights or its KV are damaged"
 
 
 def row_results(
@@ -252,7 +252,7 @@ def row_results(
             entry for part in prompts.get(i, ()) for entry in part.read([row.prompt_top] * len(part.tokens))
         )
         own = tuple(map(logprobs.get, range(first, last))) if logprobs else ()
-        error = None if all(finite[first:last]) else _BAD_LOGITS
+        error = None if all(finite[first:last]) else BAD_LOGITS
         result = RowResult(tuple(tokens[first:last]), prompt, error, logprobs=own)
         failed = [errors[slot] for slot in range(first, last) if slot in errors]
         if failed and error is None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from baton.engine.batch import Record, Step, StepBuilder, divide_budget
-from baton.engine.plan import Logprobs, RowResult, StepResult
+from baton.engine.plan import Logprobs, Pooling, RowResult, StepResult
 from baton.engine.request import (
     ChunkEvent,
+    EmbeddedEvent,
     FinishReason,
     Phase,
     PromptEvent,
@@ -96,9 +97,10 @@ class Scheduler(SchedulerState):
         room = min(config.context_length, total * size)
         if not request.prompt:
             raise Refused("EMPTY_PROMPT", "the prompt has no tokens", "token_ids")
-        if known + (0 if config.prompt_only else 1) > room:
+        prompt_only = config.prompt_only or request.pooling is not None
+        if known + (0 if prompt_only else 1) > room:
             raise Refused("PROMPT_TOO_LONG", f"{known} tokens; this node holds at most {room}", "token_ids")
-        if not config.prompt_only and len(request.prompt) + request.params.max_tokens > room:
+        if not prompt_only and len(request.prompt) + request.params.max_tokens > room:
             wanted = f"prompt ({len(request.prompt)}) and max_tokens ({request.params.max_tokens})"
             text = f"{wanted} exceed {room} tokens"
             raise Refused("TOO_MANY_TOKENS", text, "sampling.max_tokens")
@@ -155,14 +157,17 @@ class Scheduler(SchedulerState):
             return False
         known = len(leader.tokens)
         # At least one token is computed, for its logits; all of them if the prompt's logits are wanted.
-        limit = 0 if request.wants_prompt_logprobs else (known - 1) // size
+        limit = 0 if request.wants_all_positions else (known - 1) // size
         cached = min(self.cached_pages(leader), limit)
-        route = self._route(leader, known - cached * size)
+        embeds = request.pooling is not None
+        route = Route.LOCAL if embeds else self._route(leader, known - cached * size)
         if route is Route.DEFER or leader.phase is not Phase.WAITING:
             return True
         if elsewhere and route is Route.LOCAL:
             return False
-        margin = 0 if config.prompt_only else min(config.output_margin, request.params.max_tokens)
+        margin = min(config.output_margin, request.params.max_tokens)
+        if config.prompt_only or embeds:
+            margin = 0
         need = self.pages(known + margin) + len(followers) * (
             0 if config.prompt_only else 1 + self.pages(margin)
         )
@@ -258,6 +263,9 @@ class Scheduler(SchedulerState):
         leader = record.sequence
         request = leader.request
         request.prompt_logprobs.extend(row.prompt_logprobs)
+        if request.pooling is not None:
+            self._commit_pooled(record, row)
+            return
         if not record.targets:
             self.cache_prefix(leader)
             self.events.append(ChunkEvent(leader))
@@ -271,6 +279,21 @@ class Scheduler(SchedulerState):
             self.lease(leader)
         else:
             self.start_decoding(leader, self.config.output_margin)
+
+    def _commit_pooled(self, record: Record, row: RowResult) -> None:
+        """A chunk of a prompt whose embedding is wanted."""
+        sequence, request = record.sequence, record.sequence.request
+        if row.pooled is None:
+            self.fail(request, "NO_EMBEDDINGS", "this node's runner computes no embeddings")
+            return
+        before = request.pooled if request.pooling is Pooling.MEAN else None
+        request.pooled = row.pooled if before is None else before + row.pooled
+        if record.end < len(sequence.tokens):
+            self.cache_prefix(sequence)
+            return
+        self.end(sequence)
+        self.forget(request)
+        self.embedded.append(EmbeddedEvent(request))
 
     def _take_first_tokens(self, leader: Sequence, tokens: list[tuple[int, Logprobs | None]]) -> None:
         """First tokens of the leader and its followers, in order."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterator
 
 from baton.engine.batch import Copy
 from baton.engine.request import (
+    EmbeddedEvent,
     Event,
     FailedEvent,
     FinishedEvent,
@@ -152,6 +153,8 @@ class SchedulerState:
         self.handoffs: list[Sequence] = []
         self.copies: list[Copy] = []
         self.events: list[Event] = []
+        self.embedded: list[EmbeddedEvent | FailedEvent] = []
+        """Ends of requests whose embedding was wanted; the others' are in `events`."""
         self.retractions = 0
         self.abandon = abandon
         self.record = record
@@ -190,11 +193,16 @@ class SchedulerState:
 
     def fail(self, request: Request, reason: str, message: str) -> None:
         self.close(request)
-        self.events.append(FailedEvent(request, reason, message))
+        events = self.events if request.pooling is None else self.embedded
+        events.append(FailedEvent(request, reason, message))
 
     def take_events(self) -> list[Event]:
         events, self.events = self.events, []
         return events
+
+    def take_embedded(self) -> list[EmbeddedEvent | FailedEvent]:
+        embedded, self.embedded = self.embedded, []
+        return embedded
 
     # --- pages ------------------------------------------------------------------------------------------
 
@@ -310,6 +318,7 @@ class SchedulerState:
         group = [leader, *leader.followers]
         if not leader.request.reported:
             leader.request.prompt_logprobs.clear()
+        leader.request.pooled = None
         for sequence in group:
             self._vacate(sequence)
             sequence.phase = Phase.WAITING

@@ -192,7 +192,7 @@ class PrefillShell(WorkerShell[PrefillCore]):
         if side is not None:
             load.leases = side.leases
             load.oldest_lease_ms = int(1000 * side.oldest_lease(self.clock()))
-            load.requests = side.requests
+            load.requests = self.requests
             load.prompt_tokens = side.counters.prompt_tokens
             load.cached_tokens = side.counters.cached_tokens
             load.output_tokens = side.counters.output_tokens

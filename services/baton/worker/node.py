@@ -20,15 +20,25 @@ from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.page_map import page_map
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import Cluster
+from baton.rpc.errors import unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
 from baton.stepcost import CostCalibration
 from baton.tracing.recorder import Recorder
 from baton.transport.base import Receiver
 from baton.transport.grpc import PageSourceServicer
-from baton.v1 import cache_pb2, cache_pb2_grpc, common_pb2, node_pb2, prefill_pb2, prefill_pb2_grpc
+from baton.v1 import (
+    cache_pb2,
+    cache_pb2_grpc,
+    common_pb2,
+    embed_pb2,
+    node_pb2,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
+from baton.worker.embedder import Embedder
 from baton.worker.engine import Engine, build_engine, measure_steps
 from baton.worker.load import add_grammars, add_step_cost, page_map_message, snapshot
 from baton.worker.shell import C, WorkerShell
@@ -101,6 +111,7 @@ class WorkerNode(WorkerShell[C]):
             warm=self.engine.warm,
             cooled=lambda error: _log.warning("first tokens come later: no warm turns", exc_info=error),
         )
+        self._embedder = Embedder(self.config, self.steps, self.model_info)
         self.observe()
         self.steps.start()
         self.tasks.spawn(self._watch_steps(), "watch of the step thread")
@@ -111,12 +122,13 @@ class WorkerNode(WorkerShell[C]):
         self.draining = True
         deadline = time.monotonic() + seconds
         # The step thread does not signal: a poll costs nothing next to a drain.
-        while self._requests() and time.monotonic() < deadline:  # noqa: ASYNC110
+        while self.requests and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        return self._requests()
+        return self.requests
 
-    def _requests(self) -> int:
-        return self.core_or_none.requests if self.core_or_none is not None else 0
+    @property
+    def requests(self) -> int:
+        return super().requests + (self._embedder.running if self.core_or_none is not None else 0)
 
     async def stop(self) -> None:
         self._cache_service.close()
@@ -155,6 +167,14 @@ class WorkerNode(WorkerShell[C]):
         while self.streams.unsent and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(WRITE_SECONDS)
+
+    async def Embed(self, request: embed_pb2.EmbedPrompts, context: Any) -> embed_pb2.PromptEmbeddings:
+        """Of both roles' services."""
+        if self.draining:
+            raise unavailable("this node is draining; use another one", "DRAINING")
+        self.require_turning()
+        left = context.time_remaining()
+        return await self._embedder.embed(request, self.config.request_seconds if left is None else left)
 
     # --- what the roles use -----------------------------------------------------------------------------
 
@@ -223,9 +243,12 @@ class WorkerNode(WorkerShell[C]):
         return info
 
     def observe(self) -> None:
-        """Takes a snapshot for `load`. Called in the step thread after each flush. While there is work, a
-        snapshot is reused for a while, because taking one costs as much as planning a step."""
+        """Delivers embeddings, and takes a snapshot for `load`. Called in the step thread after each flush.
+        While there is work, a snapshot is reused for a while, because taking one costs as much as planning a
+        step."""
         core, now = self.core_or_none, time.monotonic()
+        if core is not None and core.scheduler.embedded:
+            self.post(self._embedder.deliver, core.scheduler.take_embedded())
         if core is None or (core.requests and now - self.observed < SNAPSHOT_SECONDS):
             return
         self.observed = now

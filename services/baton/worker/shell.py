@@ -100,6 +100,11 @@ class WorkerShell(Generic[C]):
         """Calls `done` on the event loop, once; at once if the outcome is known."""
         raise NotImplementedError
 
+    @property
+    def requests(self) -> int:
+        """Those that the node holds in any state."""
+        return self.core_or_none.requests if self.core_or_none is not None else 0
+
     def observe(self) -> None:
         """Called in the step thread after each flush."""
 

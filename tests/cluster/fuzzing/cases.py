@@ -11,7 +11,16 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from baton.v1 import cache_pb2, decode_pb2, inference_pb2, node_pb2, prefill_pb2, tokenizer_pb2, trace_pb2
+from baton.v1 import (
+    cache_pb2,
+    decode_pb2,
+    embed_pb2,
+    inference_pb2,
+    node_pb2,
+    prefill_pb2,
+    tokenizer_pb2,
+    trace_pb2,
+)
 
 HELLO = b"<hello>"
 """Stands for the stream's valid first message, which depends on the deployment."""
@@ -55,6 +64,8 @@ METHODS = (
     Method(("tokenizer",), "Tokenizer/Vocabulary", tokenizer_pb2.VocabularyRequest),
     Method(("decode",), "Decode/Generate", decode_pb2.GenerateCommand, True, hello=True),
     Method(("prefill",), "Prefill/Run", prefill_pb2.PrefillRequest, True, hello=True),
+    Method(("decode",), "Decode/Embed", embed_pb2.EmbedPrompts),
+    Method(("prefill",), "Prefill/Embed", embed_pb2.EmbedPrompts),
     Method(("prefill",), "PageSource/Fetch", prefill_pb2.FetchRequest, True),
     Method(("prefill", "decode"), "Cache/Watch", cache_pb2.WatchRequest, endless=True),
     Method(EVERYWHERE, "Node/GetInfo", node_pb2.GetInfoRequest),

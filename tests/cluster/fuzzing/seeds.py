@@ -12,6 +12,7 @@ from baton.v1 import (
     cache_pb2,
     common_pb2,
     decode_pb2,
+    embed_pb2,
     inference_pb2,
     node_pb2,
     prefill_pb2,
@@ -45,6 +46,10 @@ _WITH_STOP = common_pb2.SamplingParams(max_tokens=8, stop=["a", "the"], seed=3)
 _RUN = prefill_pb2.PrefillStart(attempt=NAME, token_ids=PROMPT, sampling=SAMPLING)
 _FIRST_ONLY = prefill_pb2.PrefillStart(attempt=NAME, token_ids=PROMPT, sampling=RICH, keep_pages=False)
 
+_EMBED: list[Message] = [
+    embed_pb2.EmbedPrompts(prompts=[{"token_ids": PROMPT}, {"token_ids": [9]}], dimensions=3),
+    embed_pb2.EmbedPrompts(prompts=[{"token_ids": PROMPT}], pooling=embed_pb2.POOLING_MEAN, namespace="n"),
+]
 _REFLECTION: list[Message] = [
     reflection_pb2.ServerReflectionRequest(list_services=""),
     reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.Node"),
@@ -99,6 +104,8 @@ SEEDS: dict[str, list[Message]] = {
         _prefill(release=prefill_pb2.LeaseRelease(attempt=NAME)),
         _prefill(heartbeat=prefill_pb2.Heartbeat()),
     ],
+    "Decode/Embed": _EMBED,
+    "Prefill/Embed": _EMBED,
     "PageSource/Fetch": [prefill_pb2.FetchRequest(id=1, page_ids=[0, 1])],
     "Cache/Watch": [
         cache_pb2.WatchRequest(),
