@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import math
 import random
 from collections.abc import Iterator
 
 import grpc
+import httpx
 import numpy as np
+import openai
 import pytest
 import torch
 from checkpoints import make_model, save
@@ -15,8 +19,9 @@ from deployment import Deployment
 from polling import until
 from process import Process
 
+from baton.client import AsyncClient, BatonError
 from baton.rpc.errors import from_rpc_error
-from baton.v1 import decode_pb2_grpc, embed_pb2, prefill_pb2_grpc
+from baton.v1 import decode_pb2_grpc, embed_pb2, prefill_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 
 MEAN, LAST = embed_pb2.POOLING_MEAN, embed_pb2.POOLING_LAST
 LENGTHS = (1, 2, 15, 16, 17, 40, 200, 700, 1023, 1024)
@@ -38,6 +43,12 @@ class Expected:
         states = self._model.model(torch.tensor([prompt])).last_hidden_state[0]
         vector = (states.mean(0) if mean else states[-1])[:size]
         return (vector / vector.norm() if normalize else vector).numpy()
+
+    @torch.inference_mode()
+    def logprobs(self, prompt: list[int]) -> np.ndarray:
+        """Of each token but the first."""
+        ids = torch.tensor([prompt])
+        return self._model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama aggregated"])
@@ -160,3 +171,128 @@ def test_what_is_wrong_is_named(served, fields, field):
         node_stub(deployment).Embed(message(**fields), timeout=20)
     error = from_rpc_error(failed.value)
     assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field), error
+
+
+# Through the gateway.
+
+
+def test_the_client(served):
+    deployment, expected = served
+    client = deployment.client()
+    given = prompts(3, 40, 700, seed=11)
+    for pooling in ("last", "mean"):
+        answer = client.embed(given, pooling=pooling)
+        for prompt, vector in zip(given, answer.vectors, strict=True):
+            assert np.abs(np.array(vector) - expected.of(prompt, pooling == "mean")).max() < TOLERANCE
+        assert answer.prompt_tokens == 743
+    many = prompts(*[5] * 300, seed=12)  # more than a call of a node takes
+    for prompt, vector in zip(many, client.embed(many, dimensions=8).vectors, strict=True):
+        assert np.abs(np.array(vector) - expected.of(prompt, False, size=8)).max() < TOLERANCE
+
+
+def test_the_openai_client(served):
+    deployment, expected = served
+    texts = ["a list of words", "another one", "ü"]
+    mine = deployment.client().embed(texts)
+    with openai.OpenAI(base_url=f"http://{deployment.gateway.http}/v1", api_key="none") as client:
+        model = client.models.list().data[0].id
+        # By default it asks for base64.
+        for form in ({}, {"encoding_format": "float"}):
+            answer = client.embeddings.create(model=model, input=texts, **form)
+            assert [each.index for each in answer.data] == [0, 1, 2]
+            for each, vector in zip(answer.data, mine.vectors, strict=True):
+                assert np.abs(np.array(each.embedding) - np.array(vector)).max() < 1e-6
+            assert answer.usage.prompt_tokens == answer.usage.total_tokens == mine.prompt_tokens
+        (prompt,) = prompts(20, seed=13)
+        for given in (prompt, [prompt]):
+            short = client.embeddings.create(model=model, input=given, dimensions=5, user="me")
+            wanted = expected.of(prompt, False, size=5)
+            assert np.abs(np.array(short.data[0].embedding) - wanted).max() < TOLERANCE
+        with pytest.raises(openai.BadRequestError, match=r"input\[1\]"):
+            client.embeddings.create(model=model, input=["a", ""])
+        with pytest.raises(openai.BadRequestError, match="dimensions"):
+            client.embeddings.create(model=model, input="a", dimensions=65)
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="other", input="a")
+
+
+def test_scores(served):
+    deployment, expected = served
+    with httpx.Client(base_url=f"http://{deployment.gateway.http}", trust_env=False) as http:
+        model = http.get("/v1/models").json()["data"][0]["id"]
+        documents = ["one document", "and one more", "the third of them"]
+        body = {"model": model, "text_1": documents, "text_2": "a query"}
+        body["text_2"] = ["a query"] * 3
+        scored = http.post("/v1/score", json=body).json()
+        for document, each in zip(documents, scored["data"], strict=True):
+            first, second = (deployment_tokens(deployment, text) for text in (document, "a query"))
+            wanted = expected.logprobs([*first, *second])[-len(second) :].mean()
+            assert abs(each["score"] - wanted) < TOLERANCE
+        ranked = http.post(
+            "/v1/rerank", json={"model": model, "query": "a query", "documents": documents, "top_n": 2}
+        ).json()["results"]
+        relevance = {}
+        for index, document in enumerate(documents):
+            first, second = (deployment_tokens(deployment, text) for text in (f"{document}\n", "a query"))
+            relevance[index] = math.exp(expected.logprobs([*first, *second])[-len(second) :].mean())
+        best = sorted(relevance, key=lambda index: -relevance[index])[:2]
+        assert [each["index"] for each in ranked] == best
+        assert [each["document"]["text"] for each in ranked] == [documents[index] for index in best]
+        for each in ranked:
+            assert abs(each["relevance_score"] - relevance[each["index"]]) < TOLERANCE
+        for path, body, param in (
+            ("score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1"),
+            ("score", {"text_1": "a", "text_2": ["c", ""]}, "text_2[1]"),
+            ("score", {"text_1": "a", "text_2": []}, "text_2"),
+            ("rerank", {"query": "", "documents": ["a"]}, "query"),
+            ("rerank", {"query": "a", "documents": ["a" * 5000]}, "documents[0]"),
+            ("rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n"),
+            ("rerank", {"query": "a", "documents": ["a"], "rank_fields": ["x"]}, "rank_fields"),
+        ):
+            wrong = http.post(f"/v1/{path}", json={"model": model, **body})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param), wrong.text
+
+
+def deployment_tokens(deployment: Deployment, text: str) -> list[int]:
+    stub = tokenizer_pb2_grpc.TokenizerStub(grpc.insecure_channel(deployment.of("tokenizer")[0].address))
+    return list(stub.Encode(tokenizer_pb2.EncodeRequest(inputs=[{"text": text}])).results[0].token_ids)
+
+
+async def test_clients_that_leave_free_everything(served):
+    deployment, _ = served
+    many = prompts(*[1024] * 64, seed=14)
+    async with AsyncClient(deployment.gateway.address) as client:
+        with pytest.raises(BatonError) as late:
+            await client.embed(many, pooling="mean", timeout=0.3)
+        assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        deployment.assert_idle()
+        running = asyncio.ensure_future(client.embed(many, pooling="mean"))
+        await until(lambda: node(deployment).load().prefilling, "the prompts are being computed")
+        running.cancel()
+        await asyncio.wait({running})
+        deployment.assert_idle()
+    async with httpx.AsyncClient(trust_env=False) as http:
+        body = {"model": "model", "input": many, "pooling": "mean"}
+        url = f"http://{deployment.gateway.http}/v1/embeddings"
+        running = asyncio.ensure_future(http.post(url, json=body, timeout=60))
+        await until(lambda: node(deployment).load().prefilling, "the prompts are being computed")
+        running.cancel()
+        await asyncio.wait({running})
+        deployment.assert_idle()
+
+
+def test_a_lost_prefill_node(tmp_path, deployments):
+    """Another one computes the prompts, then the decode node."""
+    model = make_model("qwen3", seed=3)
+    with Deployment.split(tmp_path, save(model, tmp_path / "model"), prefill=2) as deployment:
+        deployments.append(deployment)
+        expected, client = Expected(model), deployment.client()
+        given = prompts(*[100] * 100, seed=15)
+        for lost in deployment.of("prefill"):
+            with concurrent.futures.ThreadPoolExecutor(1) as threads:
+                answer = threads.submit(client.embed, given, pooling="mean")
+                lost.kill()
+                vectors = answer.result().vectors
+            for prompt, vector in zip(given, vectors, strict=True):
+                assert np.abs(np.array(vector) - expected.of(prompt, True)).max() < TOLERANCE
+            assert len(client.embed(given[:3]).vectors) == 3

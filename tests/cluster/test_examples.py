@@ -29,3 +29,9 @@ def test_services(tmp_path: Path):
     assert any(line.startswith("prefill: ") and "finished" in line for line in lines)
     assert f"decode: {expected.token_ids}" in lines
     assert said.endswith(expected.text + "\n")
+
+
+def test_embeddings(demo: Deployment):
+    said = run("embeddings.py", "--address", demo.gateway.address).splitlines()
+    assert len(said) == 3 and said == sorted(said, reverse=True)
+    assert "os.path.join" in said[0]

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any, Unpack
 
 import grpc.aio
 
 from baton.client.access import Access
-from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model
-from baton.client.types import DEFAULT_ADDRESS, Arguments, Completion, Delta, Model
+from baton.client.messages import (
+    Collector,
+    call_timeout,
+    embeddings,
+    make_cancel,
+    make_embed,
+    make_start,
+    model,
+)
+from baton.client.types import (
+    DEFAULT_ADDRESS,
+    Arguments,
+    Completion,
+    Delta,
+    Embeddings,
+    EmbedOptions,
+    Input,
+    Model,
+)
 from baton.rpc.channel import MAX_MESSAGE_BYTES, open_channel
 from baton.rpc.client_stream import ClientStream, retrieve
 from baton.rpc.errors import BatonError, from_rpc_error
@@ -90,6 +107,15 @@ class AsyncClient:
             await call.done_writing()
 
         return AsyncStream(call.read, Collector("0", options), begin, call.cancel, call.let_end)
+
+    async def embed(self, inputs: Sequence[Input], **options: Unpack[EmbedOptions]) -> Embeddings:
+        """The embedding of each input, a text or token ids."""
+        request = make_embed(inputs, options)
+        try:
+            answer = await self._stub.Embed(request, timeout=call_timeout(options))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        return embeddings(answer)
 
     def session(self) -> AsyncSession:
         """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from baton.client.grammars import format_message, grammar_message
@@ -11,7 +11,10 @@ from baton.client.types import (
     Choice,
     Completion,
     Delta,
+    Embeddings,
+    EmbedOptions,
     FinishReason,
+    Input,
     Message,
     Model,
     Options,
@@ -21,7 +24,7 @@ from baton.client.types import (
     Usage,
 )
 from baton.rpc.errors import BatonError, from_status, internal, invalid
-from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
+from baton.v1 import common_pb2, embed_pb2, inference_pb2, node_pb2, tokenizer_pb2
 
 _SAMPLING = {each.name for each in common_pb2.SamplingParams.DESCRIPTOR.fields}
 _START = {"model", "n", "priority", "namespace", "resume", "hand_off"}
@@ -84,11 +87,50 @@ def _set(start: inference_pb2.GenerateStart, name: str, value: object) -> None:
         raise invalid(name, f"{name}={value!r} cannot be sent: {error}") from error
 
 
+_POOLING = {"last": embed_pb2.POOLING_LAST, "mean": embed_pb2.POOLING_MEAN}
+
+
+def make_embed(inputs: Sequence[Input], options: EmbedOptions) -> inference_pb2.EmbedRequest:
+    """Raises BatonError for what the contract cannot express."""
+    request = inference_pb2.EmbedRequest()
+    if isinstance(inputs, str):
+        raise invalid("inputs", "give a list of inputs, not a text")
+    for index, each in enumerate(inputs):
+        try:
+            if isinstance(each, str):
+                request.inputs.add(text=each)
+            else:
+                request.inputs.add(tokens=inference_pb2.TokenPrompt(token_ids=each))
+        except (TypeError, ValueError) as error:
+            raise invalid(f"inputs[{index}]", f"inputs[{index}] cannot be sent: {error}") from error
+    for name, value in options.items():
+        try:
+            if name == "timeout":
+                request.timeout_ms = max(1, int(float(value) * 1000))  # type: ignore[arg-type]
+            elif name == "pooling":
+                request.pooling = _POOLING[value]  # type: ignore[index]
+            elif name in EmbedOptions.__annotations__:
+                setattr(request, name, value)
+            else:
+                raise invalid(name, f"unknown option {name!r}")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise invalid(name, f"{name}={value!r} cannot be sent: {error}") from error
+    return request
+
+
+def embeddings(answer: inference_pb2.EmbedResponse) -> Embeddings:
+    return Embeddings(
+        vectors=[list(each.values) for each in answer.embeddings],
+        prompt_tokens=sum(each.prompt_tokens for each in answer.embeddings),
+        cached_tokens=sum(each.cached_tokens for each in answer.embeddings),
+    )
+
+
 def make_cancel(id: str) -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(cancel=inference_pb2.GenerateCancel(id=id))
 
 
-def call_timeout(options: Options) -> float | None:
+def call_timeout(options: Options | EmbedOptions) -> float | None:
     timeout = options.get("timeout")
     return timeout + TIMEOUT_MARGIN_SECONDS if timeout is not None else None
 

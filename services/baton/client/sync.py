@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, Unpack
 
 import grpc
 
 from baton.client.access import Access
-from baton.client.messages import Collector, call_timeout, make_cancel, make_start, model
-from baton.client.types import DEFAULT_ADDRESS, Arguments, Completion, Delta, Model
+from baton.client.messages import (
+    Collector,
+    call_timeout,
+    embeddings,
+    make_cancel,
+    make_embed,
+    make_start,
+    model,
+)
+from baton.client.types import (
+    DEFAULT_ADDRESS,
+    Arguments,
+    Completion,
+    Delta,
+    Embeddings,
+    EmbedOptions,
+    Input,
+    Model,
+)
 from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, client_options
 from baton.rpc.errors import from_rpc_error
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -73,6 +90,15 @@ class Client:
         start = make_start("0", prompt, options)
         call = self._stub.Generate(iter([start]), timeout=call_timeout(options), metadata=self._metadata)
         return Stream(call, Collector("0", options), call.cancel)
+
+    def embed(self, inputs: Sequence[Input], **options: Unpack[EmbedOptions]) -> Embeddings:
+        """The embedding of each input, a text or token ids."""
+        request = make_embed(inputs, options)
+        try:
+            answer = self._stub.Embed(request, timeout=call_timeout(options), metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return embeddings(answer)
 
     def session(self) -> Session:
         """Turns that continue one token sequence; the gateway and its nodes keep what they need to go on."""

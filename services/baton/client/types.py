@@ -196,6 +196,37 @@ class Completion:
         return self.choices[0].finish_reason
 
 
+class EmbedOptions(TypedDict, total=False):
+    """Options of `embed`. Missing ones take the defaults of baton.v1.EmbedRequest."""
+
+    model: str
+    pooling: Literal["last", "mean"]
+    """Which final hidden states an embedding is made of; missing: the last token's."""
+    normalize: bool
+    """Divide each embedding by its length; missing: True."""
+    dimensions: int
+    """Keep the first values only."""
+    timeout: float
+    """Seconds; the request then fails with DEADLINE_EXCEEDED."""
+    priority: int
+    namespace: str
+
+
+Input = str | Sequence[int]
+"""A text, or its token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """One vector for each input, in order."""
+
+    vectors: list[list[float]]
+    prompt_tokens: int
+    """Of all inputs."""
+    cached_tokens: int
+    """Leading prompt tokens found in prefix trees."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     name: str

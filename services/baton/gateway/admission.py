@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import grpc
 
@@ -14,6 +15,8 @@ from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
 MAX_ID_CHARACTERS = 128
 MAX_NAME_CHARACTERS = 256
 MAX_PRIORITY = 100
+MAX_INPUTS = 2048
+"""Of a request for embeddings."""
 MAX_MESSAGES = 65536
 """Most messages of a conversation."""
 MAX_TOKEN_BYTES = 256
@@ -33,27 +36,68 @@ def check_start(
 
     model None: no decode node has been reached yet, so names and token ids are not checked.
     """
-    if model is not None and start.model not in ("", model.name):
-        raise BatonError(
-            grpc.StatusCode.NOT_FOUND,
-            "MODEL_NOT_FOUND",
-            f"model {start.model[:MAX_NAME_CHARACTERS]!r} is not served here; {model.name!r} is",
-            field="model",
-        )
+    _check_model(start.model, model)
     _check_prompt(start, _max_prompt_bytes(config, model), model)
     check_sampling(start.sampling, model.vocab_size if model is not None else None)
     if model is not None:
         require_grammars(start.sampling, model.grammars)
     if start.HasField("n"):
         check_choices(start.n)
+    _check_options(start, config)
+    if len(start.session) > MAX_NAME_CHARACTERS:
+        raise invalid("session", f"session must have at most {MAX_NAME_CHARACTERS} characters")
+
+
+def check_embed(
+    request: inference_pb2.EmbedRequest, config: GatewayConfig, model: node_pb2.ModelInfo | None
+) -> None:
+    """Likewise, for everything but `dimensions`, which the node knows that computes them."""
+    _check_model(request.model, model)
+    if not 1 <= len(request.inputs) <= MAX_INPUTS:
+        raise invalid("inputs", f"1 to {MAX_INPUTS} inputs a request, not {len(request.inputs)}")
+    max_bytes = _max_prompt_bytes(config, model)
+    for index, each in enumerate(request.inputs):
+        kind, field = each.WhichOneof("kind"), f"inputs[{index}]"
+        if kind is None or not (each.text or each.tokens.token_ids):
+            raise invalid(field, f"{field} is empty: give text or tokens")
+        if kind == "text" and _utf8_bytes(each.text, max_bytes) > max_bytes:
+            raise invalid(field, f"{field} has more than the {max_bytes} bytes allowed here")
+        if kind == "tokens":
+            check_embedded(each.tokens.token_ids, model, field)
+    _check_options(request, config)
+
+
+def check_embedded(token_ids: Sequence[int], model: node_pb2.ModelInfo | None, field: str) -> None:
+    """A prompt whose embedding is wanted. Raises BatonError."""
+    if not token_ids:
+        raise invalid(field, f"{field} has no tokens")
+    if model is not None and len(token_ids) > model.context_length:
+        text = f"{field} has {len(token_ids)} tokens; the context holds {model.context_length}"
+        raise invalid(field, text, "PROMPT_TOO_LONG")
+    if model is not None:
+        check_token_ids(token_ids, model.vocab_size, field)
+
+
+def _check_model(name: str, model: node_pb2.ModelInfo | None) -> None:
+    if model is not None and name not in ("", model.name):
+        raise BatonError(
+            grpc.StatusCode.NOT_FOUND,
+            "MODEL_NOT_FOUND",
+            f"model {name[:MAX_NAME_CHARACTERS]!r} is not served here; {model.name!r} is",
+            field="model",
+        )
+
+
+def _check_options(
+    request: inference_pb2.GenerateStart | inference_pb2.EmbedRequest, config: GatewayConfig
+) -> None:
     longest = int(config.request_seconds * 1000)
-    if start.HasField("timeout_ms") and not 1 <= start.timeout_ms <= longest:
-        raise invalid("timeout_ms", f"timeout_ms must be in [1, {longest}], not {start.timeout_ms}")
-    if not -MAX_PRIORITY <= start.priority <= MAX_PRIORITY:
-        raise invalid("priority", f"priority must be in [-100, 100], not {start.priority}")
-    for field in ("session", "namespace"):
-        if len(getattr(start, field)) > MAX_NAME_CHARACTERS:
-            raise invalid(field, f"{field} must have at most {MAX_NAME_CHARACTERS} characters")
+    if request.HasField("timeout_ms") and not 1 <= request.timeout_ms <= longest:
+        raise invalid("timeout_ms", f"timeout_ms must be in [1, {longest}], not {request.timeout_ms}")
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise invalid("priority", f"priority must be in [-100, 100], not {request.priority}")
+    if len(request.namespace) > MAX_NAME_CHARACTERS:
+        raise invalid("namespace", f"namespace must have at most {MAX_NAME_CHARACTERS} characters")
 
 
 def _max_prompt_bytes(config: GatewayConfig, model: node_pb2.ModelInfo | None) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from baton.gateway.attempts import ResumePolicy
 from baton.gateway.authentication import ApiKey
 from baton.gateway.cache_view import PromptPages
 from baton.gateway.decode_node import DecodePeer
+from baton.gateway.embedder import Embedder
 from baton.gateway.handoff_cost import Split
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.nodes import Nodes
@@ -64,11 +66,14 @@ class Gateway:
         self.request_log = RequestLog()
         self.traces = Traces(self.incarnation, self.recorder, dial)
         self.split = Split(config.split, self.metrics)
+        self.embedder = Embedder(config, self.nodes, self.tokenizer, dial)
         self._last_model: node_pb2.ModelInfo | None = None
         self._prober = Prober(self.hops, self.next_number, config.probe_every, self._probed)
         self._dial = dial
         self._numbers = count(1)
         self._running: set[RunningRequest] = set()
+        self._calls = 0
+        """Calls under way that are no requests for tokens."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
@@ -145,7 +150,7 @@ class Gateway:
                 await self._idle.wait()
         except TimeoutError:
             pass
-        return len(self._running)
+        return len(self._running) + self._calls
 
     async def stop(self) -> None:
         """Fails running requests and disconnects from all peers. Idempotent."""
@@ -153,6 +158,7 @@ class Gateway:
         self._prober.close()
         for request in list(self._running):
             request.fail(unavailable("the gateway is stopping", "STOPPING", 1000))
+        await self.embedder.close()
         await self.nodes.close()
         await self.traces.close()
 
@@ -168,17 +174,37 @@ class Gateway:
         """
         model = self.model_or_last()
         admission.check_start(start, self.config, model)
-        if self._draining:
-            raise unavailable("the gateway is draining", "DRAINING", 1000)
-        if len(self._running) >= self.config.max_requests:
-            raise exhausted(f"{len(self._running)} requests are running already", "TOO_MANY_REQUESTS", 1000)
-        request.api_key.begin_request()
+        self._begin(request.api_key)
         self._running.add(request)
-        self._idle.clear()
         if self.config.log_prompts:
             _log.info("prompt", request=request.name, prompt=prompt_for_log(start))
         if model is None:
             raise self.no_decode_node()
+
+    def _begin(self, api_key: ApiKey) -> None:
+        if self._draining:
+            raise unavailable("the gateway is draining", "DRAINING", 1000)
+        running = len(self._running) + self._calls
+        if running >= self.config.max_requests:
+            raise exhausted(f"{running} requests are running already", "TOO_MANY_REQUESTS", 1000)
+        api_key.begin_request()
+        self._idle.clear()
+
+    @contextmanager
+    def call(self, api_key: ApiKey) -> Iterator[None]:
+        """Counts a call that is no request for tokens. Raises BatonError if none can be taken now."""
+        self._begin(api_key)
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            api_key.end_request()
+            self._rest()
+
+    def _rest(self) -> None:
+        if not self._running and not self._calls:
+            self._idle.set()
 
     def forget(self, request: RunningRequest, outcome: str) -> None:
         """The request has ended."""
@@ -194,8 +220,7 @@ class Gateway:
                 _log.info(
                     "answer", request=request.name, texts=[choice.text for choice in request.log.choices]
                 )
-        if not self._running:
-            self._idle.set()
+        self._rest()
 
     def refused(self, api: str, error: BatonError, api_key: ApiKey) -> None:
         """A client's message became no request."""
@@ -300,7 +325,7 @@ class Gateway:
         load = node_pb2.Load(
             problems=self.problems(),
             draining=self._draining,
-            requests=len(self._running),
+            requests=len(self._running) + self._calls,
             running=sum(node.requests for node in self.nodes.decode.values()),
         )
         load.MergeFrom(self._totals)

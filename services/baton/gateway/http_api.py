@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from baton.gateway import openai_errors, traces_http
 from baton.gateway.authentication import GatewayAuthentication
+from baton.gateway.embeddings_api import add_embeddings
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_authentication import HttpAuthentication, RequestIds
 from baton.gateway.http_record import REFUSAL, HttpRecord
@@ -25,6 +26,7 @@ from baton.gateway.openai_chat import ChatRequest, chat_start
 from baton.gateway.openai_completions import CompletionAnswer, Echo
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.openai_protocol import CompletionRequest, completion_starts
+from baton.gateway.scores_api import add_scores
 from baton.rpc.errors import BatonError
 from baton.rpc.metrics import exposition
 from baton.v1 import inference_pb2, tokenizer_pb2
@@ -92,6 +94,9 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
             await job.wait_for_output()  # `n` has been checked by then
             answer = ChatAnswer(job, body.request)
             return await respond(job, answer, bool(body.request.stream), ignored)
+
+    add_embeddings(app, gateway, bodies)
+    add_scores(app, gateway, bodies)
 
     @app.api_route("/health", methods=READ)
     async def health() -> Response:

@@ -128,6 +128,11 @@ async def respond(job: RequestBatch, answer: Answer, stream: bool, ignored: set[
             else:
                 answer.add_end(event)
         response = JSONResponse(answer.whole())
+    return name_ignored(response, ignored)
+
+
+def name_ignored(response: Response, ignored: set[str]) -> Response:
+    """The response, with a header that names fields of the body that have no effect."""
     if ignored:
         response.headers[IGNORED_HEADER] = ", ".join(sorted(ignored)[:MAX_IGNORED])
     return response

@@ -13,6 +13,7 @@ import grpc
 from baton.gateway import admission
 from baton.gateway.authentication import ApiKey, GatewayAuthentication
 from baton.gateway.backpressure import Write, limited
+from baton.gateway.embeddings import embed
 from baton.gateway.gateway import Gateway
 from baton.gateway.prompts import Session
 from baton.gateway.requests import Request
@@ -96,6 +97,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             reading.cancel()
             stream.leave()
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Any) -> inference_pb2.EmbedResponse:
+        metadata = as_mapping(context.invocation_metadata())
+        api_key = self._authentication.api_key(metadata.get("authorization", ""))
+        return await embed(self._gateway, request, api_key)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any

@@ -18,6 +18,7 @@ from baton.rpc.errors import (
     BatonError,
     deadline_exceeded,
     exhausted,
+    failed_precondition,
     internal,
     invalid,
     unavailable,
@@ -114,6 +115,8 @@ def check(message: embed_pb2.EmbedPrompts, info: node_pb2.ModelInfo) -> None:
     if not info.embedding_size:
         text = "this node computes no embeddings: nodes with fused kernels on a GPU do not yet"
         raise BatonError(grpc.StatusCode.UNIMPLEMENTED, "NO_EMBEDDINGS", text)
+    if message.fingerprint not in ("", info.fingerprint):
+        raise failed_precondition(f"this node serves another model, {info.name!r}", "MODEL_MISMATCH")
     if not 1 <= len(message.prompts) <= MAX_PROMPTS:
         raise invalid("prompts", f"1 to {MAX_PROMPTS} prompts a call, not {len(message.prompts)}")
     if message.pooling not in _POOLING:

@@ -57,6 +57,7 @@ METHODS = (
     Method(("gateway",), "Inference/Generate", inference_pb2.GenerateRequest, True, ends_at_malformed=False),
     Method(("gateway",), "Inference/Complete", inference_pb2.CompleteRequest),
     Method(("gateway",), "Inference/Stream", inference_pb2.StreamRequest),
+    Method(("gateway",), "Inference/Embed", inference_pb2.EmbedRequest),
     Method(("gateway",), "Inference/ListModels", inference_pb2.ListModelsRequest),
     Method(("tokenizer",), "Tokenizer/Encode", tokenizer_pb2.EncodeRequest),
     Method(("tokenizer",), "Tokenizer/Decode", tokenizer_pb2.DecodeRequest),
@@ -98,7 +99,7 @@ TARGETS = {
     for target, role in zip(method.targets, method.roles, strict=True)
 }
 
-HTTP = ("/v1/completions", "/v1/chat/completions")
+HTTP = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
 RAW = ("http", "gateway", "tokenizer", "decode", "prefill")
 """Bytes on a bare connection: to the HTTP port, or to the gRPC port of that process."""
 

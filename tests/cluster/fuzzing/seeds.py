@@ -73,6 +73,12 @@ SEEDS: dict[str, list[Message]] = {
         inference_pb2.StreamRequest(start={"id": "a", "chat": TALK, "sampling": SAMPLING}),
         inference_pb2.StreamRequest(start={"text": "the pages", "sampling": _WITH_STOP}),
     ],
+    "Inference/Embed": [
+        inference_pb2.EmbedRequest(inputs=[{"text": "hello"}, {"tokens": _TOKENS}], dimensions=4),
+        inference_pb2.EmbedRequest(
+            inputs=[{"text": "the pages"}], pooling=embed_pb2.POOLING_MEAN, priority=3
+        ),
+    ],
     "Inference/ListModels": [inference_pb2.ListModelsRequest()],
     "Tokenizer/Encode": [
         tokenizer_pb2.EncodeRequest(inputs=[{"text": "the pages"}, {"chat": TALK}]),
@@ -150,5 +156,11 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "stream": True,
         },
     ],
+    "/v1/embeddings": [
+        {"model": "model", "input": ["hello", "the pages"], "encoding_format": "base64"},
+        {"model": "model", "input": [PROMPT], "dimensions": 3, "pooling": "mean", "normalize": False},
+    ],
+    "/v1/score": [{"model": "model", "text_1": "hello", "text_2": ["the pages", "of a prompt"]}],
+    "/v1/rerank": [{"model": "model", "query": "pages", "documents": ["the pages", "a list"], "top_n": 1}],
 }
 """Path -> bodies. The model's name is the test checkpoint's."""
