@@ -220,7 +220,8 @@ class Tokenizer:
             part = texts[first : first + TEXTS_PER_CALL]
             inputs = [tokenizer_pb2.EncodeInput(text=text, add_special_tokens=special) for text in part]
             request = tokenizer_pb2.EncodeRequest(inputs=inputs)
-            response = await self._encode(request, max(0.001, deadline - time.monotonic()))
+            left = max(0.001, deadline - time.monotonic())
+            response = await self._encode(request, left, lambda address: None)
             if len(response.results) != len(part):
                 raise internal(f"a tokenizer answered {len(response.results)} of {len(part)} inputs")
             for index, result in enumerate(response.results, first):
