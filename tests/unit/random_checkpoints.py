@@ -34,6 +34,8 @@ from baton.models.loader import load_model
 
 VOCAB = 160
 GREEDY = SamplingParams(temperature=0.0)
+TIE = 1e-5
+"""Logits that are closer may change places from one processor to another."""
 
 _SMALL = {
     "vocab_size": VOCAB,
@@ -355,6 +357,19 @@ def greedy_reference(model: torch.nn.Module, prompt: list[int], count: int) -> l
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
+
+
+def check_greedy(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> None:
+    """The tokens are those of `generate()`, as far as its two best logits differ by more than processors
+    round them."""
+    expected = greedy_reference(model, prompt, len(tokens))
+    if tokens == expected:
+        return
+    at = next(i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs)
+    with torch.no_grad():
+        best = model(torch.tensor([[*prompt, *expected[:at]]])).logits[0, -1].float().topk(2)
+    tie = {tokens[at], expected[at]} == set(best.indices.tolist()) and -best.values.diff().item() < TIE
+    assert tie, f"token {at} of {tokens} is not that of {expected}"
 
 
 def largest_difference(model: torch.nn.Module, track: Track) -> float:
