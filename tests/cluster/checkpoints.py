@@ -48,6 +48,7 @@ ARCHITECTURES: dict[str, tuple[type, type, bool]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, False),
     "llama": (LlamaConfig, LlamaForCausalLM, True),
     "mistral": (MistralConfig, MistralForCausalLM, False),
+    "mistral-window": (MistralConfig, MistralForCausalLM, False),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, False),
 }
 """Name -> configuration, model, whether output and input embeddings are one."""
@@ -116,6 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "mistral": {"sliding_window": None},
+    "mistral-window": {"sliding_window": 24},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
     "qwen3-moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }

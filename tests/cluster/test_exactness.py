@@ -19,6 +19,12 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
 """Around page borders, and more rows than the narrow workers have."""
 SOME_LENGTHS = [16, 33, 64, 65, 160, 300]
 """Of all models but one. The first four with their outputs need more pages than there are: retractions."""
+WINDOWS: dict[str, list[int | None]] = {
+    "gemma3": [None, 48, 48],
+    "gpt-oss": [None, 40, 40],
+    "mistral-window": [24],
+}
+"""Of the KV groups; other models have one, without a window."""
 NARROW = ("--token-budget", "16", "--max-rows", "8", "--page-size", "16", "--transports", "grpc", "--overlap")
 """Chunks of one page at most, pages over gRPC, each step launched before the last one's tokens are read."""
 TIGHT = ("--kv-tokens", "400", "--output-margin", "1", "--watermark", "0")
@@ -30,6 +36,8 @@ class Routes:
     """One model behind four gateways."""
 
     deployment: Deployment
+    windows: list[int | None]
+    """Of the KV groups."""
     answers: list[Answer]
     wide_split: Process
     wide_aggregated: Process
@@ -45,6 +53,8 @@ def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(request.param)
     lengths = LENGTHS if request.param == "qwen3" else SOME_LENGTHS
+    windows = WINDOWS.get(request.param, [None])
+    lengths = sorted({*lengths, *(w + more for w in windows if w is not None for more in (-1, 0, 1))})
     deployment = Deployment(folder, save(model, folder / "model"))
     wide = (
         deployment.add_worker("prefill", "--kv-tokens", "8192"),
@@ -56,6 +66,7 @@ def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     )
     routes = Routes(
         deployment,
+        windows,
         Reference(model).answers(lengths, OUTPUT),
         deployment.add_gateway([wide[1]], [wide[0]]),
         deployment.add_gateway([wide[1]]),
@@ -67,6 +78,12 @@ def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     with deployment:
         deployments.append(deployment)
         yield routes
+
+
+def handed_over(length: int, windows: list[int | None]) -> int:
+    """Pages that a decode node pulls for a prompt: of a window those that its last page border sees."""
+    ends, border = -(-length // 16), (length - 1) // 16 * 16
+    return sum(ends - (0 if window is None else max(0, border + 1 - window) // 16) for window in windows)
 
 
 async def answer_all(routes: Routes, gateway: Process, **options):
@@ -90,7 +107,8 @@ async def test_split_over_shared_memory(routes):
         handed_off = len(answer.prompt) > LOCAL_PREFILL_TOKENS
         assert completion.stats.prefill_address == (prefill.address if handed_off else "")
         assert completion.stats.transport == ("shm" if handed_off else "")
-        assert completion.stats.pulled_pages == (-(-len(answer.prompt) // 16) if handed_off else 0)
+        pages = handed_over(len(answer.prompt), routes.windows) if handed_off else 0
+        assert completion.stats.pulled_pages == pages
         assert completion.stats.decode_address == decode.address
     again = await answer_all(routes, routes.wide_split, namespace="split")
     for answer, completion in zip(routes.answers, again, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 Prefix = tuple[str, tuple[int, ...]]
@@ -15,6 +15,11 @@ class Entry:
     created: int
     last_used: int
     hits: int = 0
+
+
+def rows(pages: Iterable[int]) -> list[tuple[int]]:
+    """As the tree takes the pages of a single group."""
+    return [(page,) for page in pages]
 
 
 class TreeModel:

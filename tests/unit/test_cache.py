@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from kv_model import TreeModel
 
 from baton.kvcache import AccountingError, Holding, KvCache, OutOfPages, PageAllocator, PrefixTree
-from baton.kvcache.prefix_tree import POLICIES
+from baton.kvcache.eviction import POLICIES
 
 PAGE, TOTAL = 2, 12
 
@@ -96,12 +96,12 @@ class CacheMachine(RuleBasedStateMachine):
         generations = [self.cache.generation(page) for page in range(TOTAL)]
         if count > len(self.free) + self.tree.evictable:
             with pytest.raises(OutOfPages):
-                self.cache.extend(sequence.holding, count)
+                self.cache.extend(sequence.holding, len(sequence.pages) + count)
             assert [self.cache.generation(page) for page in range(TOTAL)] == generations
             return
         self.free |= set(self.tree.evict(count - len(self.free)))
-        pages = self.cache.extend(sequence.holding, count)
-        assert len(pages) == count
+        assert self.cache.extend(sequence.holding, len(sequence.pages) + count) == count
+        pages = sequence.holding.pages[len(sequence.pages) :]
         assert set(pages) <= self.free
         self.free -= set(pages)
         sequence.owned |= set(pages)

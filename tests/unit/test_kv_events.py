@@ -97,7 +97,7 @@ def test_log_and_views_follow_the_tree():
 
 def test_a_prompt_is_found_as_far_as_the_tree_holds_it_and_only_in_its_namespace():
     tree, events, log, view = PrefixTree(4), TreeEvents(), TreeLog(4), CacheView()
-    tree.insert(list(range(12)), [7, 8, 9], "tenant")
+    tree.insert(list(range(12)), [(7,), (8,), (9,)], "tenant")
     tree.observe(events)
     drain(events, log)
     view.apply(message(log.since(None), page_size=4), 0.0)
@@ -125,7 +125,7 @@ def test_digests_tell_page_sizes_apart_and_are_computed_as_far_as_needed():
 def changed(log: TreeLog, rng: random.Random, tree: PrefixTree, events: TreeEvents) -> None:
     for _ in range(rng.randrange(1, 4)):
         page = 10_000 + log.sequence * 100 + rng.randrange(100)
-        tree.insert([rng.randrange(50) for _ in range(PAGE)], [page])
+        tree.insert([rng.randrange(50) for _ in range(PAGE)], [(page,)])
         tree.evict(rng.randrange(2))
         drain(events, log)
 
@@ -151,12 +151,12 @@ def test_who_is_not_far_behind_gets_the_changes_and_who_is_a_snapshot():
 def test_what_came_and_went_or_went_and_came_back_is_no_change():
     tree, events, log = PrefixTree(PAGE), TreeEvents(), TreeLog(PAGE)
     tree.observe(events)
-    tree.insert([1] * PAGE, [10])
+    tree.insert([1] * PAGE, [(10,)])
     drain(events, log)
     before = log.sequence
     tree.evict(1)
-    tree.insert([1] * PAGE, [11])
-    tree.insert([2] * PAGE, [12])
+    tree.insert([1] * PAGE, [(11,)])
+    tree.insert([2] * PAGE, [(12,)])
     tree.match([1] * PAGE)
     tree.evict(1)
     drain(events, log)
@@ -174,7 +174,7 @@ def test_events_that_nobody_takes_do_not_pile_up():
     tree, events = PrefixTree(PAGE), TreeEvents(limit=10)
     tree.observe(events)
     for page in range(50):
-        tree.insert([page] * PAGE, [page])
+        tree.insert([page] * PAGE, [(page,)])
     assert events.overflown and events.take() is None
 
 

@@ -14,10 +14,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kv_model import Prefix, TreeModel
+from kv_model import Prefix, TreeModel, rows
 
+from baton.kvcache.eviction import POLICIES, make_policy
 from baton.kvcache.page_allocator import AccountingError
-from baton.kvcache.prefix_tree import POLICIES, Node, PrefixTree, make_policy
+from baton.kvcache.prefix_tree import PrefixTree
+from baton.kvcache.tree_node import Node
 
 PAGE = 2
 tokens_strategy = st.lists(st.integers(0, 1), max_size=6 * PAGE + 1)
@@ -41,8 +43,8 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(tokens=tokens_strategy, namespace=namespaces, spare=st.integers(0, 1))
     def insert(self, tokens: list[int], namespace: str, spare: int) -> None:
         pages = self.fresh(max(0, len(tokens) // PAGE - spare))
-        _, present = self.tree.insert(tokens, pages, namespace)
-        assert list(range(present, len(pages))) == self.model.insert(tokens, pages, namespace)
+        _, taken = self.tree.insert(tokens, rows(pages), namespace)
+        assert taken == [pages[index] for index in self.model.insert(tokens, pages, namespace)]
 
     @rule(
         tokens=tokens_strategy, namespace=namespaces, limit=st.none() | st.integers(0, 6), lock=st.booleans()
@@ -52,7 +54,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.model.find(tokens, namespace, limit)
         )
         found, matched = self.tree.match(tokens, namespace, limit)
-        assert matched == self.model.match(tokens, namespace, limit)
+        assert matched == rows(self.model.match(tokens, namespace, limit))
         if lock:
             self.tree.lock(found)
             prefix = (namespace, tuple(tokens[: len(matched) * PAGE]))
@@ -68,11 +70,11 @@ class TreeMachine(RuleBasedStateMachine):
         whole = [*tokens, *more]
         pages = self.fresh(len(more) // PAGE)
         self.tree.unlock(node)
-        below, present = self.tree.insert(more, pages, namespace, after=node)
+        below, taken = self.tree.insert(more, rows(pages), namespace, after=node)
         self.tree.lock(below)
         shared = len(tokens) // PAGE
-        taken = self.model.insert(whole, [-1] * shared + pages, namespace)
-        assert list(range(shared + present, shared + len(pages))) == taken
+        indexes = self.model.insert(whole, [-1] * shared + pages, namespace)
+        assert taken == [pages[index - shared] for index in indexes]
         prefix = (namespace, tuple(whole[: (shared + len(pages)) * PAGE]))
         self.model.locks.remove((namespace, tokens))
         self.model.locks.append(prefix)
@@ -95,7 +97,8 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.cached == len(self.model.entries)
         assert self.tree.evictable == self.model.evictable
         assert self.tree.locks == len(self.locked)
-        assert set(self.tree.pages()) == {entry.page for entry in self.model.entries.values()}
+        held = {page for _, page in self.tree.pages()}
+        assert held == {entry.page for entry in self.model.entries.values()}
 
     def teardown(self) -> None:
         while self.locked:
@@ -122,7 +125,7 @@ def test_eviction_order(policy: str, order: str) -> None:
     tree = PrefixTree(1, policy)
     page = {"a": 0, "b": 1, "c": 2}
     for name in "abc":
-        tree.insert([page[name]], [page[name]])
+        tree.insert([page[name]], [(page[name],)])
     for name in "aabca":  # hits: a 3, b 1, c 1; last use: b, c, a
         tree.match([page[name]])
     if policy == "lfu":
@@ -132,17 +135,17 @@ def test_eviction_order(policy: str, order: str) -> None:
 
 def test_a_leaf_is_trimmed_from_its_end() -> None:
     tree = PrefixTree(1)
-    tree.insert([5, 6, 7], [50, 60, 70])
+    tree.insert([5, 6, 7], [(50,), (60,), (70,)])
     assert tree.evict(2) == [70, 60]
-    assert tree.match([5, 6, 7])[1] == [50]
+    assert tree.match([5, 6, 7])[1] == [(50,)]
     tree.check()
 
 
 def test_a_match_inside_a_run_ends_exactly_there() -> None:
     tree = PrefixTree(1)
-    tree.insert([1, 2, 3, 4], [10, 20, 30, 40])
+    tree.insert([1, 2, 3, 4], [(10,), (20,), (30,), (40,)])
     node, pages = tree.match([1, 2, 9])
-    assert pages == [10, 20]
+    assert pages == [(10,), (20,)]
     tree.lock(node)
     assert (tree.locked, tree.evictable) == (2, 2)
     assert tree.evict(9) == [40, 30]
@@ -152,28 +155,28 @@ def test_a_match_inside_a_run_ends_exactly_there() -> None:
 
 def test_namespaces_do_not_mix() -> None:
     tree = PrefixTree(1)
-    tree.insert([1], [10], "a")
+    tree.insert([1], [(10,)], "a")
     assert tree.match([1], "b")[1] == []
     assert tree.match([1])[1] == []
-    assert tree.insert([1], [11], "b")[1] == 0
-    assert tree.match([1], "a")[1] == [10]
+    assert tree.insert([1], [(11,)], "b")[1] == [11]
+    assert tree.match([1], "a")[1] == [(10,)]
 
 
 def test_partial_pages_are_not_entered() -> None:
     tree = PrefixTree(4)
-    assert tree.insert([1, 2, 3, 4, 5, 6], [10])[1] == 0
-    assert tree.match([1, 2, 3, 4, 5, 6])[1] == [10]
+    assert tree.insert([1, 2, 3, 4, 5, 6], [(10,)])[1] == [10]
+    assert tree.match([1, 2, 3, 4, 5, 6])[1] == [(10,)]
     assert tree.match([1, 2, 3])[1] == []
     with pytest.raises(ValueError, match="2 pages of 4 for only 6 tokens"):
-        tree.insert([1, 2, 3, 4, 5, 6], [10, 11])
+        tree.insert([1, 2, 3, 4, 5, 6], [(10,), (11,)])
 
 
 def test_misuse_of_locks_is_seen() -> None:
     tree = PrefixTree(1)
-    node, _ = tree.insert([1], [10])
+    node, _ = tree.insert([1], [(10,)])
     with pytest.raises(AccountingError, match="more often"):
         tree.unlock(node)
-    deeper, _ = tree.insert([1, 2], [30, 20], "other")
+    deeper, _ = tree.insert([1, 2], [(30,), (20,)], "other")
     tree.lock(deeper)
     assert deeper.parent is not None
     with pytest.raises(AccountingError, match="more often"):
@@ -197,11 +200,11 @@ def test_bad_arguments() -> None:
 @pytest.mark.parametrize("damage", ["page twice", "lock count", "cached count", "queue"])
 def test_check_sees_damage(damage: str) -> None:
     tree = PrefixTree(1)
-    tree.insert([1], [10])
-    node, _ = tree.insert([2], [20])
+    tree.insert([1], [(10,)])
+    node, _ = tree.insert([2], [(20,)])
     tree.check()
     if damage == "page twice":
-        node.pages[0] = 10
+        node.rows[0] = (10,)
     elif damage == "lock count":
         node.locks += 1
     elif damage == "cached count":
@@ -227,7 +230,7 @@ def test_ten_thousand_prompts_stay_fast(policy: str) -> None:
         random_ = random.Random(0)
         tree = PrefixTree(4, policy)
         for index in range(prompts):
-            tree.insert([random_.randrange(3) for _ in range(16)], range(4 * index, 4 * index + 4))
+            tree.insert([random_.randrange(3) for _ in range(16)], rows(range(4 * index, 4 * index + 4)))
             tree.match([random_.randrange(3) for _ in range(16)])
         while tree.evict(1):
             pass
@@ -241,12 +244,12 @@ def test_ten_thousand_prompts_stay_fast(policy: str) -> None:
 def test_a_sequence_that_grows_stays_shallow() -> None:
     """Lock and unlock walk up the tree: appending page after page must not make a chain of nodes."""
     tree = PrefixTree(1)
-    node, _ = tree.insert([0], [0])
+    node, _ = tree.insert([0], [(0,)])
     tree.lock(node)
     for token in range(1, 500):
         tree.unlock(node)
-        node, _ = tree.insert([token], [token], after=node)
+        node, _ = tree.insert([token], [(token,)], after=node)
         tree.lock(node)
     assert len(list(node.path())) == 2
-    assert tree.match(list(range(500)))[1] == list(range(500))
+    assert tree.match(list(range(500)))[1] == rows(range(500))
     tree.check()

@@ -15,7 +15,7 @@ from baton.layers.attention import AttentionOptions
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
     """Consecutive tokens of one sequence: positions start .. start + count - 1, which attend to all up to
-    their own."""
+    their own. Positions count from the first page given, which is the sequence's first that a window sees."""
 
     start: int
     count: int
@@ -24,7 +24,7 @@ class AttentionRow:
 
 
 class AttentionBackend(Protocol):
-    """Bound to one pool. `prepare` once per step, then `forward` once per layer, in one thread.
+    """Bound to one KV group of a pool. `prepare` once per step, then `forward` once per layer, in one thread.
 
     No two rows of a step belong to the same sequence, and no row writes a page that another row uses.
     """
@@ -41,7 +41,7 @@ class AttentionBackend(Protocol):
         ...
 
     def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
-        """`options`: of each layer; empty: none in any layer."""
+        """`options`: of each layer of a page; empty: none in any layer."""
         ...
 
     def prepare(self, rows: Sequence[AttentionRow]) -> None:
@@ -51,6 +51,6 @@ class AttentionBackend(Protocol):
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Writes k and v [tokens, kv heads, head_dim] into the pool's `layer`, then attends with q
+        """Writes k and v [tokens, kv heads, head_dim] into the pages' `layer`, then attends with q
         [tokens, heads, head_dim] into `out`, of q's shape."""
         ...

@@ -84,8 +84,8 @@ class EngineBench:
             "attention": self.engine.attention,
             "overlap": self.engine.overlap,
             "page_size": layout.page_size,
-            "kv_tokens": self.engine.pool.num_pages * layout.page_size,
-            "kv_bytes_per_token": layout.num_layers * layout.bytes_per_token_per_layer,
+            "kv_tokens": self.engine.pool.num_pages // len(layout.groups) * layout.page_size,
+            "kv_bytes_per_token": layout.bytes_per_token,
             "max_rows": self.config.max_rows,
             "token_budget": self.config.token_budget,
             "start_seconds": self.start_seconds,
@@ -134,8 +134,8 @@ class EngineBench:
         return timer.end()
 
     def _scheduler(self, jobs: Sequence[Job], temperature: float) -> Scheduler:
-        pages = PageAllocator(self.engine.pool.num_pages)
-        cache = KvCache(pages, PrefixTree(self.engine.pool.layout.page_size))
+        pages, layout = PageAllocator(self.engine.pool.num_pages), self.engine.pool.layout
+        cache = KvCache(pages, PrefixTree(layout.page_size, groups=layout.groups))
         config = SchedulerConfig(
             context_length=self.context,
             token_budget=self.config.token_budget,

@@ -86,23 +86,26 @@ def measure_all(
     pool.raw[: max(shape.pages(pool.layout.page_size) for shape in shapes)].zero_()
     for shape in shapes:
         on_progress(shape)
-        rows = tuple(_rows(shape, pool.layout.page_size))
+        rows = tuple(_rows(shape, pool.layout.page_size, len(pool.layout.groups)))
         measured = _measure(bench.engine.runner, rows, bench.engine.overlap, seconds)
         found.append(Measured(shape, step_load(rows), measured))
     return found
 
 
-def _rows(shape: Shape, size: int) -> Iterator[PlanRow]:
-    """Rows with different pages."""
+def _rows(shape: Shape, size: int, groups: int = 1) -> Iterator[PlanRow]:
+    """Rows with different pages, the same in all KV groups."""
+    others = groups - 1
     each, first = shape.context // size + 1, 0
     for slot in range(shape.rows):
-        yield PlanRow(slot, None, shape.context, tuple(range(first, first + each)), (slot,))
+        pages = tuple(range(first, first + each))
+        yield PlanRow(slot, None, shape.context, pages, (slot,), more_pages=(pages,) * others)
         first += each
     if shape.chunk:
         count = -(-(shape.cached + shape.chunk) // size)
         tokens = (0,) * shape.chunk
         slot = shape.rows
-        yield PlanRow(slot, tokens, shape.cached, tuple(range(first, first + count)), (slot,))
+        pages = tuple(range(first, first + count))
+        yield PlanRow(slot, tokens, shape.cached, pages, (slot,), more_pages=(pages,) * others)
 
 
 def _measure(runner: Runner[Any], rows: tuple[PlanRow, ...], overlap: bool, seconds: float) -> float:

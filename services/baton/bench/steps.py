@@ -155,7 +155,7 @@ def measure(
     del runs[0]
     chosen = sorted(runs, key=_step)[len(runs) // 2]
     layout, info = bench.engine.pool.layout, bench.engine.model_info
-    kv_bytes = chosen.attended * layout.num_layers * layout.bytes_per_token_per_layer
+    kv_bytes = chosen.attended * layout.bytes_per_token
     weights = weight_bytes(bench.path, info.parameters, layout.dtype)
     return StepTimes(
         batch=point.batch,

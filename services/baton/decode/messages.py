@@ -9,6 +9,7 @@ from baton.handoff.messages import (
     CancelPrefill,
     ChunkAnnounced,
     FirstSampled,
+    GroupPages,
     LeaseFinished,
     PrefillFailed,
     PrefillOutput,
@@ -91,7 +92,8 @@ def events_from(response: prefill_pb2.PrefillResponse, vocab_size: int) -> Itera
         if kind == "chunk":
             chunk = event.chunk
             pages, generations = tuple(chunk.page_ids), tuple(chunk.generations)
-            yield ChunkAnnounced(name, chunk.first_page, pages, generations, chunk.last, chunk.step)
+            more = tuple(_group(each) for each in chunk.more)
+            yield ChunkAnnounced(name, chunk.first_page, pages, generations, chunk.last, chunk.step, more)
         elif kind == "first":
             first = event.first
             check_token_ids([t.token_id for t in first.tokens], vocab_size, "first.tokens")
@@ -105,3 +107,7 @@ def events_from(response: prefill_pb2.PrefillResponse, vocab_size: int) -> Itera
         elif kind == "failed":
             error = from_status(event.failed)
             yield PrefillFailed(name, error.code.name, error.reason, error.message)
+
+
+def _group(message: prefill_pb2.GroupPages) -> GroupPages:
+    return GroupPages(message.first_page, tuple(message.page_ids), tuple(message.generations))

@@ -11,12 +11,13 @@ from baton.kvcache import Holding
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A page that a forked choice copies before its first row. `holding` owns the source and is pinned."""
+    """Pages, one a KV group, that a forked choice copies before its first row. `holding` owns the sources and
+    is pinned."""
 
     holding: Holding
     sequence: Sequence
-    source: int
-    target: int
+    pairs: tuple[tuple[int, int], ...]
+    """Source and target."""
 
 
 @dataclass(slots=True)
@@ -53,8 +54,9 @@ class StepBuilder:
         assert sequence.slot is not None and sequence.holding is not None
         if not sequence.slot_ready:
             self._init_slot(sequence, sequence.tokens[-1])
-        pages, slot = tuple(sequence.holding.pages), sequence.slot
-        self._rows.append(PlanRow(slot, None, sequence.computed, pages, (slot,)))
+        (pages, *more), slot = map(tuple, sequence.holding.tables), sequence.slot
+        row = PlanRow(slot, None, sequence.computed, pages, (slot,), more_pages=tuple(more))
+        self._rows.append(row)
         self.records.append(Record(sequence, sequence.epoch, sequence.computed + 1, (sequence,)))
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
@@ -68,15 +70,17 @@ class StepBuilder:
         wanted: tuple[int, ...] | None = None
         if request.wants_prompt_logprobs:
             wanted = request.prompt[start + 1 : start + 1 + count]
+        pages, *more = map(tuple, sequence.holding.tables)
         row = PlanRow(
             slot=sequence.slot,
             tokens=sequence.tokens[start:end],
             start=start,
-            pages=tuple(sequence.holding.pages),
+            pages=pages,
             sample=tuple(target.slot for target in targets if target.slot is not None),
             prompt_logprobs=wanted,
             prompt_top=(request.params.prompt_logprobs or 0) if wanted is not None else 0,
             pooling=request.pooling,
+            more_pages=tuple(more),
         )
         self._rows.append(row)
         self.records.append(Record(sequence, sequence.epoch, end, targets))
@@ -93,7 +97,7 @@ class StepBuilder:
                 sequence.unread += 1
         for copy in copies:
             copy.sequence.last_step = self.number
-        pairs = tuple((copy.source, copy.target) for copy in copies)
+        pairs = tuple(pair for copy in copies for pair in copy.pairs)
         plan = StepPlan(self.number, tuple(self._rows), tuple(self._inits), pairs)
         return Step(plan, tuple(self.records), pinned)
 

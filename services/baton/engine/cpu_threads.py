@@ -31,12 +31,16 @@ BUDGET_SECONDS = 2.0
 class TunedRunner:
     """Runs another runner's steps with the number of threads for their size."""
 
-    def __init__(self, runner: Runner[Any], clock: Callable[[], float] = time.perf_counter) -> None:
-        """Measures at once, with writes to page 0, so the pool must be empty. `clock` returns seconds."""
+    def __init__(
+        self, runner: Runner[Any], clock: Callable[[], float] = time.perf_counter, *, groups: int = 1
+    ) -> None:
+        """Measures at once, with writes to page 0, so the pool must be empty. `clock` returns seconds;
+        `groups`: KV groups."""
         self.max_slots = runner.max_slots
         self.vocab_size = runner.vocab_size
         self._runner = runner
         self._clock = clock
+        self._groups = groups
         self.threads = torch.get_num_threads()
         self.small_steps = {tokens: self._measure(min(rows, self.max_slots)) for tokens, rows in SIZES}
         """Most tokens of a step, ascending -> threads."""
@@ -81,7 +85,11 @@ class TunedRunner:
         torch.set_num_threads(threads)
         params = SamplingParams(temperature=0.0)
         inits = tuple(SlotInit(slot, params, 0, (), (), last_token=0) for slot in range(rows))
-        batch = tuple(PlanRow(slot, tokens=None, start=0, pages=(0,), sample=(slot,)) for slot in range(rows))
+        more = ((0,),) * (self._groups - 1)
+        batch = tuple(
+            PlanRow(slot, tokens=None, start=0, pages=(0,), sample=(slot,), more_pages=more)
+            for slot in range(rows)
+        )
         times = []
         for number in range(WARM_UP + TIMED):
             started = self._clock()

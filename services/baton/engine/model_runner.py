@@ -54,8 +54,17 @@ class ModelRunner:
         self._pool = pool
         self._device = torch.device(device) if device is not None else model.device
         heads, options = model.config.num_heads, model.attention_options
-        self._prefill = prefill_attention(pool, heads, options)
-        self._decode = decode_attention(pool, heads, options)
+        self._groups = pool.layout.groups
+        self._places: list[tuple[int, int]] = [(0, layer) for layer in range(len(options))]
+        """Of each layer: its KV group, and its place in the group's pages."""
+        for index, group in enumerate(self._groups):
+            for place, layer in enumerate(group.layers):
+                self._places[layer] = index, place
+        of_groups = [
+            [options[layer] for layer in group.layers or range(len(options))] for group in self._groups
+        ]
+        self._prefill = [prefill_attention(pool, heads, each) for each in of_groups]
+        self._decode = [decode_attention(pool, heads, each) for each in of_groups]
         self._sampler = Sampler(max_slots, self.vocab_size, self._device)
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
 
@@ -117,25 +126,34 @@ class ModelRunner:
             ids[torch.tensor(at, device=self._device)] = self._last_token[
                 torch.tensor(from_slots, device=self._device)
             ]
-        meta = [AttentionRow(row.start, row.count, row.pages) for row in rows]
-        if single:
-            self._decode.prepare(meta[:single])
-        if single < len(rows):
-            self._prefill.prepare(meta[single:])
+        for index, (decode, prefill) in enumerate(zip(self._decode, self._prefill, strict=True)):
+            meta = [self._attention_row(row, index) for row in rows]
+            if single:
+                decode.prepare(meta[:single])
+            if single < len(rows):
+                prefill.prepare(meta[single:])
 
-        options = self._model.attention_options
+        options, places = self._model.attention_options, self._places
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             latent = options[layer].latent
             out = q.new_empty(*q.shape[:2], q.shape[2] if latent is None else latent.value_dim)
+            group, place = places[layer]
             if single:
-                self._decode.forward(layer, q[:single], k[:single], v[:single], out[:single])
+                self._decode[group].forward(place, q[:single], k[:single], v[:single], out[:single])
             if single < len(rows):
-                self._prefill.forward(layer, q[single:], k[single:], v[single:], out[single:])
+                self._prefill[group].forward(place, q[single:], k[single:], v[single:], out[single:])
             return out.flatten(1)
 
         batch = ForwardBatch(ids, torch.tensor(positions, device=self._device), attend)
         return self._model.forward(batch), ends
+
+    def _attention_row(self, row: PlanRow, group: int) -> AttentionRow:
+        """What the row sees of a group, from the first page on."""
+        size = self._pool.layout.page_size
+        first = self._groups[group].sees(row.start, size)
+        pages = row.more_pages[group - 1] if group else row.pages
+        return AttentionRow(row.start - first * size, row.count, pages[first:] if first else pages)
 
     def _sample(
         self,

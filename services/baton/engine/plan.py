@@ -69,7 +69,7 @@ class PlanRow:
     start: int
     """Position of the first input token."""
     pages: tuple[int, ...]
-    """Page table, long enough for start + count tokens; may be longer."""
+    """Page table of the first KV group, long enough for start + count tokens; may be longer."""
     sample: tuple[int, ...] = ()
     """Slots that each sample a next token from the last position's logits, with the parameters and seed they
     were initialized with. One for a decode row or a prompt's last chunk, n for n choices, none otherwise.
@@ -83,6 +83,8 @@ class PlanRow:
     pooling: Pooling | None = None
     """Only in a prompt chunk of an embedding, which samples nothing: the row's last final hidden state, or
     the sum of all, is wanted."""
+    more_pages: tuple[tuple[int, ...], ...] = ()
+    """Page tables of the further KV groups. GONE (-1) stands for pages that this row does not see."""
 
     @property
     def count(self) -> int:

@@ -88,13 +88,14 @@ class Scheduler(SchedulerState):
         """Prompts whose prefill began here."""
         self._route = route
         self._may_admit = may_admit
+        self._ahead = 2 * config.token_budget
+        """Tokens of a sequence in steps that have not retired, at most: two with overlap."""
+        self._room = cache.longest(config.context_length, self._ahead)
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises Refused when it could never run, or when too many wait."""
-        config, size = self.config, self.cache.page_size
+        config, room = self.config, self._room
         known = max(len(sequence.tokens) for sequence in request.sequences)
-        total = self.cache.counts().total
-        room = min(config.context_length, total * size)
         if not request.prompt:
             raise Refused("EMPTY_PROMPT", "the prompt has no tokens", "token_ids")
         prompt_only = config.prompt_only or request.pooling is not None
@@ -156,9 +157,9 @@ class Scheduler(SchedulerState):
         if self.slots.free < 1 + len(followers):
             return False
         known = len(leader.tokens)
-        # At least one token is computed, for its logits; all of them if the prompt's logits are wanted.
-        limit = 0 if request.wants_all_positions else (known - 1) // size
-        cached = min(self.cached_pages(leader), limit)
+        cached = self.cached_pages(leader)
+        if request.wants_all_positions:
+            cached = 0
         embeds = request.pooling is not None
         route = Route.LOCAL if embeds else self._route(leader, known - cached * size)
         if route is Route.DEFER or leader.phase is not Phase.WAITING:
@@ -168,9 +169,9 @@ class Scheduler(SchedulerState):
         margin = min(config.output_margin, request.params.max_tokens)
         if config.prompt_only or embeds:
             margin = 0
-        need = self.pages(known + margin) + len(followers) * (
-            0 if config.prompt_only else 1 + self.pages(margin)
-        )
+        need = self.cache.peak(known + margin, self._ahead)
+        if not config.prompt_only:
+            need += len(followers) * len(self.cache.groups) * (1 + self.rows(margin))
         need = min(need, self.cache.counts().total)
         spare = self.reservations.headroom
         if self.prompts or self.running or self.handoffs:
@@ -180,13 +181,13 @@ class Scheduler(SchedulerState):
                 return False
             self.place(leader, followers, need, None)
             return True
-        need -= cached
+        need -= self.cache.matched(cached)
         encoded = leader.encoded
         assert encoded is not None
         # Cached pages that nobody has locked yet cost room too.
         if spare < need or spare - self.cache.unlocked(encoded, request.namespace, cached) < need:
             return False
-        self.place(leader, followers, need, self.cache.hold(encoded, request.namespace, limit))
+        self.place(leader, followers, need, self.cache.hold(encoded, request.namespace, cached))
         if request.cached_tokens is None:
             request.cached_tokens = leader.computed
             self.local_prompts += 1
@@ -206,11 +207,15 @@ class Scheduler(SchedulerState):
                 continue
             if self.extend_or_retract(sequence, sequence.computed // size + 1):
                 step.add_decode(sequence)
-        budget = config.token_budget - len(step.records)
+        budget, short = config.token_budget - len(step.records), False
         for sequence, count in divide_budget(self.prompts, budget, size, config.full_step):
-            if self.extend(sequence, self.pages(sequence.computed + count)):
+            if self.extend(sequence, self.rows(sequence.computed + count)):
                 step.add_chunk(sequence, count)
                 self.record(sequence.request, Kind.CHUNK_BEGUN, count, step.number)
+            else:
+                short = True
+        if short and not step.records and not self.copies and self._retract_prompt():
+            return self.plan()
         copies, self.copies = self.copies, []
         # A choice that no longer runs has lost its pages: it cannot run again before this plan.
         wanted = [copy for copy in copies if copy.sequence.phase is Phase.RUNNING]
@@ -222,6 +227,21 @@ class Scheduler(SchedulerState):
         else:
             self.step_number = step.number
         return built
+
+    def _retract_prompt(self) -> bool:
+        """Prompts that share window pages with others may lack pages: sharing ones do not become free. If all
+        that are being computed do, the last gives up its own; admitted again it has what it needs reserved.
+        Returns False if pages are about to be freed anyway."""
+        leased = len(self.requests) - len(self.waiting) - len(self.prompts)
+        if self.cache.pending or (self.config.prompt_only and leased):
+            return False
+        if self.config.prompt_only:
+            # Its pages have been announced: it is computed again as another attempt.
+            last = max(self.prompts, key=lambda s: s.rank)
+            self.fail(last.request, "NO_PAGES", "the prompt ran out of pages; try again")
+        else:
+            self.retract_last()
+        return True
 
     def _wants_token(self, sequence: Sequence) -> bool:
         """Whether the sequence wants another token after those in flight."""
@@ -248,6 +268,8 @@ class Scheduler(SchedulerState):
                 self._take_token(sequence, row.tokens[0], row.logprobs[0] if row.logprobs else None)
                 if sequence.finish is not None:
                     self.end_finished([sequence])
+                elif self.cache.has_windows:
+                    self.drop_unseen(sequence)
             else:
                 self.record(sequence.request, Kind.CHUNK_ENDED, 0, step.plan.number)
                 self._commit_chunk(record, row)

@@ -206,70 +206,89 @@ class SchedulerState:
 
     # --- pages ------------------------------------------------------------------------------------------
 
-    def pages(self, tokens: int) -> int:
+    def rows(self, tokens: int) -> int:
+        """Page indexes that `tokens` tokens need."""
         return -(-tokens // self.cache.page_size)
 
     def cached_pages(self, sequence: Sequence) -> int:
-        """Leading pages of a waiting sequence's tokens that the prefix tree holds. The tokens are encoded
-        once, and searched for again only when the tree has changed."""
+        """Leading page indexes of a waiting sequence's tokens that it can take from the prefix tree: at least
+        one token is computed, for its logits. The tokens are encoded once, and searched for again only when
+        the tree has changed."""
         if sequence.encoded is None:
             sequence.encoded = self.cache.encode(sequence.tokens)
         if sequence.match is None or sequence.match[0] != self.cache.version:
-            tokens = self.cache.match_length(sequence.encoded, sequence.request.namespace)
-            sequence.match = self.cache.version, tokens // self.cache.page_size
+            size, limit = self.cache.page_size, (len(sequence.tokens) - 1) // self.cache.page_size
+            tokens = self.cache.match_length(sequence.encoded, sequence.request.namespace, limit)
+            sequence.match = self.cache.version, tokens // size
         return sequence.match[1]
 
-    def extend(self, sequence: Sequence, pages: int) -> bool:
-        """Extends an admitted sequence's page table to `pages` pages; returns False if there are not enough
-        now.
+    def extend(self, sequence: Sequence, rows: int) -> bool:
+        """Extends an admitted sequence's page tables to `rows` page indexes; returns False if there are not
+        enough pages now.
 
         A sequence takes from its own reservation first, and beyond it only unreserved pages.
         """
         assert sequence.holding is not None
-        count = pages - len(sequence.holding.pages)
-        if count <= 0:
+        if rows <= len(sequence.holding):
             return True
+        count = self.cache.lacking(sequence.holding, rows)
         if count > sequence.reserved + max(0, self.reservations.headroom):
             return False
         try:
-            self.cache.extend(sequence.holding, count)
+            self.cache.extend(sequence.holding, rows)
         except OutOfPages:
             return False
         self.reservations.use(sequence, count)
         return True
 
-    def extend_or_retract(self, sequence: Sequence, pages: int) -> bool:
+    def extend_or_retract(self, sequence: Sequence, rows: int) -> bool:
         """Like `extend`, but may retract sequences of later rank: of lower priority, or younger. Returns
         False if the sequence gets no row in this step."""
-        while not self.extend(sequence, pages):
+        while not self.extend(sequence, rows):
             if self.cache.pending:
                 return False  # pages are about to be freed; do not retract more
-            victim = max([*self.running, *self.prompts, *self.handoffs], key=lambda s: s.rank)
-            self.retractions += 1
-            victim.request.retractions += 1
-            self.record(victim.request, Kind.RETRACTED, victim.num_read, 0)
-            self.requeue(victim)
-            if victim is sequence:
+            if self.retract_last() is sequence:
                 return False
         return True
 
-    def adopt_cached(self, sequence: Sequence, tokens: int) -> int:
-        """Gives a sequence in HANDOFF the pages that the prefix tree holds of its first `tokens` tokens.
+    def retract_last(self) -> Sequence:
+        """Retracts the sequence of the last rank, and returns it. There must be one."""
+        victim = max([*self.running, *self.prompts, *self.handoffs], key=lambda s: s.rank)
+        self.retractions += 1
+        victim.request.retractions += 1
+        self.record(victim.request, Kind.RETRACTED, victim.num_read, 0)
+        self.requeue(victim)
+        return victim
 
-        Returns their number; what they cost is taken out of the reservation, which covers the whole prompt.
+    def drop_unseen(self, sequence: Sequence) -> None:
+        """Gives up what no later position of the sequence sees, and reserves for it as many pages as that
+        frees. Where another sequence shares them they are not free: its next pages are then no longer
+        promised."""
+        assert sequence.holding is not None
+        freed = self.cache.drop(sequence.holding, sequence.retired)
+        if freed:
+            self.reservations.set(sequence, sequence.reserved + freed)
+
+    def adopt_cached(self, sequence: Sequence, tokens: int) -> int:
+        """Gives a sequence in HANDOFF the pages that the prefix tree holds of its first `tokens` tokens, the
+        whole prompt.
+
+        Returns the number of page indexes; what they cost is taken out of the reservation, which covers the
+        prompt.
         """
         self.cache_pending_prefixes()
         known, namespace = sequence.tokens[:tokens], sequence.request.namespace
-        sequence.holding = self.cache.hold(known, namespace, tokens // self.cache.page_size)
-        self.reservations.use(sequence, len(sequence.holding.pages))
-        return len(sequence.holding.pages)
+        sequence.holding = self.cache.hold(known, namespace, tokens // self.cache.page_size, position=tokens)
+        self.reservations.use(sequence, sequence.holding.held)
+        return len(sequence.holding)
 
     def cache_prefix(self, sequence: Sequence) -> None:
         """Inserts the full pages of the sequence's final tokens into the prefix tree: all of them, or none
-        while that would lock pages reserved for others."""
+        while that would lock pages reserved for others. Then gives up those that it no longer sees."""
         assert sequence.holding is not None
         tokens, spare = sequence.tokens[: sequence.retired], max(0, self.reservations.headroom)
         self.cache.commit(sequence.holding, tokens, sequence.request.namespace, spare)
+        self.drop_unseen(sequence)
 
     def cache_prefix_later(self, sequence: Sequence) -> None:
         """Like `cache_prefix`, but at the next `cache_pending_prefixes`: neither first tokens nor a launch
@@ -301,7 +320,7 @@ class SchedulerState:
         leader.encoded = leader.match = None
         leader.holding = holding
         if holding is not None:
-            leader.computed = leader.retired = len(holding.pages) * self.cache.page_size
+            leader.computed = leader.retired = len(holding) * self.cache.page_size
         self.reservations.set(leader, reserved)
         leader.followers = followers
         for sequence in (leader, *followers):
@@ -364,23 +383,27 @@ class SchedulerState:
         assert leader.holding is not None
         full = len(prefix) // self.cache.page_size
         follower.phase = Phase.RUNNING
-        if leader.holding.committed < full:
+        namespace, position = leader.request.namespace, len(prefix)
+        locked = self.cache.unlocked(prefix, namespace, full, position)
+        if leader.holding.committed < full or locked > max(0, self.reservations.headroom):
             # Not from the tree: that would lock pages outside its reservation.
             self.requeue(follower)
             return
-        follower.holding = self.cache.hold(prefix, leader.request.namespace, full)
+        holding = self.cache.hold(prefix, namespace, full, position)
+        follower.holding = holding
         # Each choice takes its own page for the tail and its share of the output margin.
-        share = min(leader.reserved, 1 + self.pages(output_margin))
+        share = min(leader.reserved, len(self.cache.groups) * (1 + self.rows(output_margin)))
         self.reservations.set(leader, leader.reserved - share)
         self.reservations.set(follower, share)
         partial = len(prefix) % self.cache.page_size != 0
-        if partial and not self.extend(follower, full + 1):
+        if len(holding) < full or (partial and not self.extend(follower, full + 1)):
             self.requeue(follower)
             return
         if partial:
             self.cache.pin(leader.holding)
-            source, target = leader.holding.pages[full], follower.holding.pages[full]
-            self.copies.append(Copy(leader.holding, follower, source, target))
+            pairs = zip(leader.holding.tables, holding.tables, strict=True)
+            copied = tuple((source[full], target[full]) for source, target in pairs)
+            self.copies.append(Copy(leader.holding, follower, copied))
         follower.computed = follower.retired = len(prefix)
         self.running.append(follower)
 

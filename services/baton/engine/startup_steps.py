@@ -40,6 +40,21 @@ class StepLimits:
     context_length: int
     page_size: int
     pages: int
+    groups: int = 1
+    """KV groups. All of them use the same pages here: what they hold does not matter."""
+
+    def row(
+        self,
+        slot: int,
+        tokens: tuple[int, ...] | None,
+        start: int,
+        pages: tuple[int, ...],
+        logprobs: tuple[int, ...] | None = None,
+    ) -> PlanRow:
+        """Samples a token. `logprobs`: of the prompt, as in PlanRow."""
+        top = MAX_LOGPROBS if logprobs is not None else 0
+        more = (pages,) * (self.groups - 1)
+        return PlanRow(slot, tokens, start, pages, (slot,), logprobs, top, more_pages=more)
 
 
 def measure_step_cost(
@@ -102,12 +117,12 @@ def largest_steps(max_slots: int, limits: StepLimits) -> list[StepPlan]:
     table = (0,) * -(-longest // limits.page_size)
 
     def decode(slot: int) -> PlanRow:
-        return PlanRow(slot, None, min(longest, DECODE_CONTEXT) - 1, table, (slot,))
+        return limits.row(slot, None, min(longest, DECODE_CONTEXT) - 1, table)
 
     def chunk(slot: int, count: int) -> PlanRow:
         count = min(count, longest)
         wanted = (0,) * (count - 1)
-        return PlanRow(slot, (0,) * count, longest - count, table, (slot,), wanted, MAX_LOGPROBS)
+        return limits.row(slot, (0,) * count, longest - count, table, wanted)
 
     batches = [
         [chunk(0, budget)],
@@ -155,8 +170,8 @@ def _pages(tokens: int, limits: StepLimits) -> Sequence[int]:
 
 def _rows(count: int, start: int, limits: StepLimits) -> tuple[PlanRow, ...]:
     pages = tuple(_pages(start + 1, limits))
-    return tuple(PlanRow(slot, None, start, pages, (slot,)) for slot in range(count))
+    return tuple(limits.row(slot, None, start, pages) for slot in range(count))
 
 
 def _chunk(start: int, count: int, limits: StepLimits) -> tuple[PlanRow, ...]:
-    return (PlanRow(0, (0,) * count, start, tuple(_pages(start + count, limits)), (0,)),)
+    return (limits.row(0, (0,) * count, start, tuple(_pages(start + count, limits))),)

@@ -53,19 +53,27 @@ class Handoff:
     address: str
     leader: Sequence
     heard: float
-    pages: list[int] = field(default_factory=list)
-    """The owner's page ids, as announced."""
-    generations: list[int] = field(default_factory=list)
+    begins: list[int]
+    """Of each KV group: the page index with which its announcements begin."""
+    pages: list[list[int]]
+    """Of each group: the owner's page ids, as announced."""
+    generations: list[list[int]]
     announced_all: bool = False
     step: int = 0
     """The pages announced so far are final once this step of the owner's has retired."""
-    here: int | None = None
-    """Leading pages that have arrived or were cached; None before the first announcement."""
+    here: list[int] | None = None
+    """Of each group: the page index up to which pages have arrived or were cached; None before the first
+    announcement."""
     pull: int | None = None
     first: bool = False
     released: bool = False
     seen: bool = True
     """Whether generations were compared after every copy; else the answer to the release decides."""
+
+    @property
+    def announced(self) -> list[int]:
+        """Of each group: the page index up to which pages have been announced."""
+        return [begin + len(pages) for begin, pages in zip(self.begins, self.pages, strict=True)]
 
 
 @dataclass(slots=True)
@@ -151,7 +159,11 @@ class DecodeSide:
         """Asks the node at `address` for the prompt of an admitted sequence."""
         request = leader.request
         name = self._name_of(leader, address)
-        handoff = Handoff(name, address, leader, heard=now)
+        cache = self._scheduler.cache
+        begins = [group.keeps(len(leader.tokens), cache.page_size) for group in cache.groups]
+        pages: list[list[int]] = [[] for _ in begins]
+        generations: list[list[int]] = [[] for _ in begins]
+        handoff = Handoff(name, address, leader, now, begins, pages, generations)
         self._by_leader[leader] = self._by_name[name] = handoff
         params = replace(request.params, seed=leader.seed)
         if not request.wants_prompt_logprobs:
@@ -198,14 +210,16 @@ class DecodeSide:
             self._lose(handoff, "PEER_LOST", reason, tell=False)
 
     def _announced(self, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
-        size, end = self._scheduler.cache.page_size, chunk.first_page + len(chunk.pages)
-        expected = not handoff.announced_all and chunk.first_page == len(handoff.pages)
-        if not expected or end > -(-len(self._prefix(handoff)) // size):
-            text = f"pages {chunk.first_page} to {end} were announced out of turn, or the prompt has fewer"
+        announced, most = chunk.groups, self._scheduler.rows(len(self._prefix(handoff)))
+        expected = not handoff.announced_all and [each.first for each in announced] == handoff.announced
+        if not expected or any(each.first + len(each.pages) > most for each in announced if each.pages):
+            spans = ", ".join(f"{each.first} to {each.first + len(each.pages)}" for each in announced)
+            text = f"pages {spans} were announced out of turn, or the prompt has fewer"
             self._lose(handoff, "PROTOCOL", text)
             return
-        handoff.pages.extend(chunk.pages)
-        handoff.generations.extend(chunk.generations)
+        for each, pages, generations in zip(announced, handoff.pages, handoff.generations, strict=True):
+            pages.extend(each.pages)
+            generations.extend(each.generations)
         handoff.announced_all = chunk.last
         handoff.step = max(handoff.step, chunk.step)
         self._advance(handoff, now)
@@ -233,32 +247,47 @@ class DecodeSide:
         if handoff.pull is not None:
             return
         scheduler, leader = self._scheduler, handoff.leader
-        if handoff.here is None and handoff.pages:
-            handoff.here = scheduler.adopt_cached(leader, len(self._prefix(handoff)))
-        here = handoff.here or 0
-        if here < len(handoff.pages) and (handoff.first or not self._one_token(leader)):
-            if not scheduler.extend(leader, len(handoff.pages)):
+        if handoff.here is None and any(handoff.pages):
+            cached = scheduler.adopt_cached(leader, len(self._prefix(handoff)))
+            handoff.here = [max(cached, begin) for begin in handoff.begins]
+        here, stop = handoff.here or handoff.begins, handoff.announced
+        waiting = any(first < behind for first, behind in zip(here, stop, strict=True))
+        if waiting and (handoff.first or not self._one_token(leader)):
+            rows = max(behind for first, behind in zip(here, stop, strict=True) if first < behind)
+            if not scheduler.extend(leader, rows):
                 # Reserved pages can always be taken: the announced prompt is larger than the admitted one.
                 self._lose(handoff, "NO_PAGES", "no pages left to pull into")
                 return
-            assert leader.holding is not None
-            stop = len(handoff.pages)
-            targets = tuple(leader.holding.pages[here:stop])
-            pull = Pull(
-                handoff=handoff,
-                address=handoff.address,
-                holding=leader.holding,
-                targets=targets,
-                stop=stop,
-                generations=tuple(handoff.generations[here:stop]),
-                due=now + self._pulls.seconds if handoff.first or not handoff.step else inf,
-            )
-            handoff.pull = self._pulls.begin(pull)
-            pairs = tuple(zip(handoff.pages[here:stop], targets, strict=True))
-            self.effects.append(StartPull(handoff.address, handoff.pull, pairs, handoff.step))
-            self._record(Kind.PULL_BEGUN, handoff.name, handoff.address, len(pairs), handoff.step, None)
+            self._pull(handoff, here, stop, now)
         elif handoff.announced_all and handoff.first and not handoff.released:
             self._confirm(handoff)
+
+    def _pull(self, handoff: Handoff, here: Seq[int], stop: list[int], now: float) -> None:
+        """Starts to pull, of each group, the pages from `here` to `stop`."""
+        holding = handoff.leader.holding
+        assert holding is not None
+        sources: list[int] = []
+        targets: list[int] = []
+        generations: list[int] = []
+        for group, (first, behind) in enumerate(zip(here, stop, strict=True)):
+            begin = handoff.begins[group]
+            part = slice(first - begin, behind - begin) if first < behind else slice(0)
+            sources += handoff.pages[group][part]
+            generations += handoff.generations[group][part]
+            targets += holding.tables[group][first:behind]
+        pull = Pull(
+            handoff=handoff,
+            address=handoff.address,
+            holding=holding,
+            targets=tuple(targets),
+            stop=stop,
+            generations=tuple(generations),
+            due=now + self._pulls.seconds if handoff.first or not handoff.step else inf,
+        )
+        handoff.pull = self._pulls.begin(pull)
+        pairs = tuple(zip(sources, targets, strict=True))
+        self.effects.append(StartPull(handoff.address, handoff.pull, pairs, handoff.step))
+        self._record(Kind.PULL_BEGUN, handoff.name, handoff.address, len(pairs), handoff.step, None)
 
     @staticmethod
     def _one_token(leader: Sequence) -> bool:
@@ -286,15 +315,14 @@ class DecodeSide:
             self._lose(handoff, "STALE_PAGES", "pages were overwritten before they had been copied")
         else:
             handoff.seen = handoff.seen and generations is not None
-            count = pull.stop - (handoff.here or 0)
-            handoff.here = pull.stop
+            count = len(pull.targets)
+            handoff.here = [max(pair) for pair in zip(handoff.here or pull.stop, pull.stop, strict=True)]
             self.counters.pulled_pages += count
             self._pulled(handoff.leader, count)
             self._advance(handoff, now)
 
     def _confirm(self, handoff: Handoff) -> None:
-        covered = len(handoff.pages) * self._scheduler.cache.page_size
-        if covered < len(self._prefix(handoff)):
+        if min(handoff.announced) < self._scheduler.rows(len(self._prefix(handoff))):
             self._lose(handoff, "PROTOCOL", "fewer pages were announced than the prompt has")
             return
         handoff.released = True

@@ -133,6 +133,16 @@ DecodeEffect = StartPrefill | CancelPrefill | ReleaseLease | Beat | StartPull | 
 
 
 @dataclass(frozen=True, slots=True)
+class GroupPages:
+    """Consecutive pages of a KV group's page table."""
+
+    first: int
+    """Page index of the first."""
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkAnnounced:
     name: AttemptName
     first_page: int
@@ -141,6 +151,12 @@ class ChunkAnnounced:
     last: bool
     step: int = 0
     """The pages are final once this step has retired; 0: they are final now."""
+    more: tuple[GroupPages, ...] = ()
+    """Of the further KV groups. `first_page`, `pages` and `generations` are the first group's."""
+
+    @property
+    def groups(self) -> tuple[GroupPages, ...]:
+        return (GroupPages(self.first_page, self.pages, self.generations), *self.more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from baton.handoff.messages import (
     AttemptName,
     ChunkAnnounced,
     FirstSampled,
+    GroupPages,
     LeaseFinished,
     PrefillFailed,
     PrefillOutput,
@@ -59,8 +60,11 @@ class Attempt:
     keep_pages: bool
     ahead: bool
     """Pages are announced before their step has retired."""
-    announced: int = 0
-    """Pages announced so far."""
+    length: int
+    """Tokens of the prompt, delivered output included."""
+    announced: list[int] | None = None
+    """Of each KV group: the page index up to which pages have been announced; None: there was no
+    announcement."""
     leased_since: float | None = None
     first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
     complete_since: float | None = None
@@ -137,7 +141,8 @@ class PrefillSide:
             text = f"attempt {name} was started by another caller and is still running"
             self.outputs.append((holder, PrefillFailed(name, "INVALID_ARGUMENT", "DUPLICATE_ATTEMPT", text)))
             return
-        attempt = Attempt(name, holder, request, keep_pages, ahead)
+        length = len(request.sequences[0].tokens)
+        attempt = Attempt(name, holder, request, keep_pages, ahead, length)
         try:
             self.scheduler.submit(request)
         except Refused as refusal:
@@ -231,7 +236,7 @@ class PrefillSide:
     @property
     def leases(self) -> int:
         """May be asked from another thread than the core's."""
-        return sum(1 for a in list(self._attempts.values()) if a.announced)
+        return sum(1 for a in list(self._attempts.values()) if a.announced is not None)
 
     def oldest_lease(self, now: float) -> float:
         """Its age in seconds; 0 without one. May be asked from another thread than the core's."""
@@ -242,8 +247,10 @@ class PrefillSide:
         """Pages that have been announced and may still be pulled; some of them twice."""
         for attempt in self._attempts.values():
             holding = attempt.request.sequences[0].holding
-            if holding is not None:
-                yield from holding.pages[: attempt.announced]
+            if holding is not None and attempt.announced is not None:
+                spans = zip(holding.tables, self._begins(attempt), attempt.announced, strict=True)
+                for table, begin, end in spans:
+                    yield from table[begin:end]
 
     def holds(self, holder: Hashable) -> bool:
         """Whether the holder has an attempt here."""
@@ -269,7 +276,7 @@ class PrefillSide:
                 continue
             if isinstance(event, FailedEvent):
                 self.counters.failed += 1
-                code = "UNAVAILABLE" if event.reason == "STEP_FAILED" else "INTERNAL"
+                code = "INTERNAL" if event.reason == "BAD_LOGITS" else "UNAVAILABLE"
                 self._fail(attempt, code, event.reason, event.message)
             elif isinstance(event, ChunkEvent):
                 leader = event.sequence
@@ -283,19 +290,31 @@ class PrefillSide:
     def _attempt_of(self, request: Request) -> Attempt | None:
         return self._attempts.get(request.key) if isinstance(request.key, AttemptName) else None
 
+    def _begins(self, attempt: Attempt) -> list[int]:
+        """Of each KV group: the page index of the first page to be announced."""
+        cache = self.scheduler.cache
+        return [group.keeps(attempt.length, cache.page_size) for group in cache.groups]
+
     def _announce(
         self, attempt: Attempt, leader: Sequence, tokens: int, last: bool, now: float, step: int = 0
     ) -> None:
-        """The pages of the first `tokens` tokens, which are final once `step` has retired."""
+        """The pages of the first `tokens` tokens, which are final once `step` has retired; of window groups
+        those that are seen behind the prompt."""
         if not attempt.keep_pages or leader.holding is None:
             return
         cache = self.scheduler.cache
         upto = -(-tokens // cache.page_size) if last else tokens // cache.page_size
-        if upto > attempt.announced or last:
-            pages = tuple(leader.holding.pages[attempt.announced : upto])
-            generations = tuple(cache.generation(page) for page in pages)
-            chunk = ChunkAnnounced(attempt.name, attempt.announced, pages, generations, last, step)
-            attempt.announced = upto
+        announced = attempt.announced or self._begins(attempt)
+        if upto > min(announced) or last:
+            chunks: list[GroupPages] = []
+            for begin, table in zip(announced, leader.holding.tables, strict=True):
+                pages = tuple(table[begin:upto])
+                chunks.append(GroupPages(begin, pages, tuple(map(cache.generation, pages))))
+            first, *more = chunks
+            chunk = ChunkAnnounced(
+                attempt.name, first.first, first.pages, first.generations, last, step, tuple(more)
+            )
+            attempt.announced = [max(begin, upto) for begin in announced]
             if attempt.leased_since is None:
                 attempt.leased_since = now
             self.outputs.append((attempt.holder, chunk))
@@ -309,7 +328,7 @@ class PrefillSide:
         self.counters.output_tokens += request.n
         attempt.complete_since = now
         if request.sequences[0].holding is not None:
-            attempt.leased_pages = len(request.sequences[0].holding.pages)
+            attempt.leased_pages = request.sequences[0].holding.held
             self._leased[attempt.holder] += attempt.leased_pages
         first = FirstSampled(
             attempt.name, tuple(attempt.first), request.cached_tokens or 0, tuple(request.prompt_logprobs)

@@ -22,8 +22,8 @@ class Pull(Generic[H]):
     holding: Holding
     targets: tuple[int, ...]
     """Local pages; the holding owns them."""
-    stop: int
-    """Leading pages of the prompt that have arrived when this pull has succeeded."""
+    stop: list[int]
+    """Of each KV group: the page index up to which pages have arrived when this pull has succeeded."""
     generations: tuple[int, ...]
     """The owner's, as announced."""
     due: float

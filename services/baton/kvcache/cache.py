@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from baton.kvcache import groups as kv_groups
+from baton.kvcache.groups import GONE
 from baton.kvcache.page_allocator import (
     AccountingError,
     OutOfPages,
@@ -14,37 +17,57 @@ from baton.kvcache.page_allocator import (
     PageState,
     require,
 )
-from baton.kvcache.prefix_tree import Node, PrefixTree, Tokens, TreeObserver
+from baton.kvcache.prefix_tree import PrefixTree, Tokens, TreeObserver
+from baton.kvcache.tree_node import Node
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
     """What one sequence holds. Made by `KvCache.hold`, given up by `KvCache.release`.
 
-    Each page of the page table is one of
-      matched  the first `shared` pages: the tree's, locked by this holding;
+    Each page of a page table is one of
+      matched  among the first `shared` pages: the tree's, locked by this holding;
       owned    taken by `extend`, in `owned`: only this sequence writes it, the holding gives it back;
       cached   was owned until `commit` gave it to the tree; locked by this holding, final.
-    Quarantined pages stay in the table and belong to none of these.
+    Quarantined pages stay in the table and belong to none of these. The first `dropped` places of a table
+    hold GONE: no later position of the sequence sees these pages.
     """
 
-    pages: list[int]
-    """Page table: page ids in the order of the tokens. Changed by `extend` only."""
+    tables: list[list[int]]
+    """The page table of each group: page ids in the order of the tokens, equally many. Changed by KvCache
+    only."""
     namespace: str
     node: Node
-    """Where the tree's part of the page table ends; locked."""
+    """Where the tree's part of the page tables ends; locked."""
+    dropped: list[int]
+    """Of each group; may be more than the table has."""
     owned: set[int] = field(default_factory=set)
     pins: int = 0
     """Leases and pulls that have not ended yet."""
     release_step: int | None = None
     """Set by the release: the step after which the pages are freed."""
     shared: int = field(init=False)
-    """Leading pages that were found in the tree."""
+    """Leading page indexes that were found in the tree."""
     committed: int = field(init=False)
-    """Leading pages whose tokens are in the tree, with these or with other page ids."""
+    """Leading page indexes whose tokens are in the tree, with these or with other page ids."""
 
     def __post_init__(self) -> None:
-        self.shared = self.committed = len(self.pages)
+        self.shared = self.committed = len(self.tables[0])
+
+    def __len__(self) -> int:
+        """Page indexes."""
+        return len(self.tables[0])
+
+    @property
+    def pages(self) -> list[int]:
+        """The first group's page table."""
+        return self.tables[0]
+
+    @property
+    def held(self) -> int:
+        """Pages in all tables."""
+        pairs = zip(self.tables, self.dropped, strict=True)
+        return sum(max(0, len(table) - dropped) for table, dropped in pairs)
 
     @property
     def released(self) -> bool:
@@ -60,6 +83,7 @@ class KvCache:
 
     def __init__(self, allocator: PageAllocator, tree: PrefixTree) -> None:
         self.page_size = tree.page_size
+        self.groups = tree.groups
         self._allocator = allocator
         self._tree = tree
         self._holdings: set[Holding] = set()
@@ -67,42 +91,88 @@ class KvCache:
         self._serial = 0
         self._retired = 0
         self._pending = 0
+        self._windows = [(i, group) for i, group in enumerate(self.groups) if group.window is not None]
 
     def encode(self, tokens: Sequence[int]) -> bytes:
         """Encodes tokens that are looked up several times: see PrefixTree.encode."""
         return self._tree.encode(tokens)
 
     @property
+    def has_windows(self) -> bool:
+        """Whether `drop` ever has anything to do."""
+        return bool(self._windows)
+
+    @property
     def version(self) -> int:
         """Changes whenever the set of cached prefixes may have changed."""
         return self._tree.version
 
-    def hold(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> Holding:
-        """Begins a sequence: finds and locks the longest cached prefix, of `max_pages` pages at most."""
-        node, pages = self._tree.match(tokens, namespace, max_pages)
+    def peak(self, tokens: int, ahead: int) -> int:
+        """Most pages at a time of a sequence that grows to `tokens` tokens: see KvGroup.peak."""
+        return kv_groups.peak(self.groups, tokens, self.page_size, ahead)
+
+    def longest(self, limit: int, ahead: int) -> int:
+        """Tokens of the longest sequence, of `limit` at most, that fits into the whole pool."""
+        return kv_groups.longest(self.groups, self.counts().total, limit, self.page_size, ahead)
+
+    def hold(
+        self,
+        tokens: Tokens,
+        namespace: str = "",
+        max_rows: int | None = None,
+        position: int | None = None,
+    ) -> Holding:
+        """Begins a sequence: finds and locks the longest usable cached prefix, of `max_rows` page indexes at
+        most. `position`: the first that will be computed here; None: the one that follows the prefix."""
+        node, rows = self._tree.match(tokens, namespace, max_rows, position)
         self._tree.lock(node)
-        holding = Holding(pages, namespace, node)
+        tables = [list(table) for table in zip(*rows, strict=True)] if rows else [[] for _ in self.groups]
+        size = self.page_size
+        if position is None:
+            dropped = [group.sees(len(rows) * size, size) for group in self.groups]
+        else:
+            dropped = [group.keeps(position, size) for group in self.groups]
+        for i, _ in self._windows:
+            table, first = tables[i], min(dropped[i], len(rows))
+            table[:first] = [GONE] * first
+            self._tree.reference(table[first:])
+        holding = Holding(tables, namespace, node, dropped)
         self._holdings.add(holding)
         return holding
 
-    def match_length(self, tokens: Tokens, namespace: str = "", max_pages: int | None = None) -> int:
-        """Tokens of `tokens` that are cached, in whole pages; changes nothing."""
-        return self._tree.match_length(tokens, namespace, max_pages) * self.page_size
+    def match_length(self, tokens: Tokens, namespace: str = "", max_rows: int | None = None) -> int:
+        """Tokens of `tokens` that `hold` would find, in whole pages; changes nothing."""
+        return self._tree.match_length(tokens, namespace, max_rows) * self.page_size
 
-    def unlocked(self, tokens: Tokens, namespace: str, max_pages: int) -> int:
-        """By how many pages `hold` with these arguments would lower `available`; changes nothing."""
-        return self._tree.unlocked_length(tokens, max_pages, namespace)
+    def matched(self, rows: int) -> int:
+        """Pages that a holding has which was made with `rows` cached page indexes."""
+        at = rows * self.page_size
+        return sum(rows - group.sees(at, self.page_size) for group in self.groups)
+
+    def unlocked(self, tokens: Tokens, namespace: str, rows: int, position: int | None = None) -> int:
+        """By how many pages `hold` with these arguments, where so many rows are usable, would lower
+        `available`; changes nothing."""
+        return self._tree.unlocked_pages(tokens, rows, namespace, position)
 
     def observe(self, observer: TreeObserver | None) -> None:
         """See PrefixTree.observe."""
         self._tree.observe(observer)
 
-    def extend(self, holding: Holding, count: int) -> list[int]:
-        """Takes `count` pages for the end of the page table, evicting cached ones where too few are free.
+    def lacking(self, holding: Holding, rows: int) -> int:
+        """Pages that `extend` to `rows` page indexes would take."""
+        begin, count = len(holding), 0
+        for dropped in holding.dropped:
+            count += max(0, rows - max(begin, dropped))
+        return count
+
+    def extend(self, holding: Holding, rows: int) -> int:
+        """Extends the page tables to `rows` page indexes, evicting cached pages where too few are free.
+        Returns the number of pages taken: a group takes none for indexes that it has dropped.
 
         Raises OutOfPages, having changed nothing, when that is not enough.
         """
         self._require_held(holding)
+        begin, count = len(holding), self.lacking(holding, rows)
         if count > self.available:
             raise OutOfPages(
                 f"{count} pages wanted, {self._allocator.free} free, {self._tree.evictable} evictable"
@@ -110,9 +180,38 @@ class KvCache:
         if count > self._allocator.free:
             self._allocator.drop_cached(self._tree.evict(count - self._allocator.free))
         pages = self._allocator.take(count)
-        holding.pages += pages
         holding.owned.update(pages)
-        return pages
+        for table, dropped in zip(holding.tables, holding.dropped, strict=True):
+            gone = max(0, min(rows, dropped) - begin)
+            taken = max(0, rows - begin - gone)
+            table += [GONE] * gone
+            table += pages[:taken]
+            del pages[:taken]
+        return count
+
+    def drop(self, holding: Holding, position: int) -> int:
+        """No later row of the sequence begins before `position`, and all steps that begin there have retired:
+        gives up the pages that it no longer keeps. They are freed, or stay cached.
+        Returns by how much `available` has grown. Does nothing while the holding is pinned."""
+        self._require_held(holding)
+        if holding.pins:
+            return 0
+        before = self.available
+        for i, group in self._windows:
+            table, dropped = holding.tables[i], holding.dropped[i]
+            first = min(group.keeps(position, self.page_size), len(table))
+            if first > dropped:
+                self._leave(holding, table[dropped:first])
+                table[dropped:first] = [GONE] * (first - dropped)
+                holding.dropped[i] = first
+        return self.available - before
+
+    def _leave(self, holding: Holding, pages: Sequence[int]) -> None:
+        """Gives up these pages of a window group."""
+        owned = holding.owned.intersection(pages)
+        self._allocator.give_back(owned)
+        holding.owned -= owned
+        self._tree.unreference([page for page in pages if page not in owned])
 
     def commit(
         self, holding: Holding, tokens: Sequence[int], namespace: str = "", spare: int | None = None
@@ -129,30 +228,32 @@ class KvCache:
         if namespace != holding.namespace:
             raise ValueError(f"held in namespace {holding.namespace!r}, committed in {namespace!r}")
         end = len(tokens) // self.page_size
-        if end > len(holding.pages):
-            raise ValueError(f"{len(tokens)} tokens for a page table of {len(holding.pages)} pages")
-        pages = holding.pages[holding.committed : end]
-        if not pages:
+        if end > len(holding):
+            raise ValueError(f"{len(tokens)} tokens for a page table of {len(holding)} pages")
+        rows = list(zip(*(table[holding.committed : end] for table in holding.tables), strict=True))
+        if not rows:
             return
-        for page in pages:
-            if page not in holding.owned:
-                raise AccountingError(f"page {page} is not owned by its holding and cannot be cached")
+        for row in rows:
+            for page in row:
+                if page not in holding.owned and page != GONE:
+                    raise AccountingError(f"page {page} is not owned by its holding and cannot be cached")
         fresh = tokens[holding.committed * self.page_size :]
-        if (
-            spare is not None
-            and self._tree.unlocked_length(fresh, len(pages), namespace, holding.node) > spare
-        ):
-            return
+        if spare is not None:
+            unlocked = self._tree.unlocked_rows(fresh, len(rows), namespace, holding.node)
+            if unlocked * self._tree.full_groups > spare:
+                return
         # Unlocked first, so that the tree may extend a node that no other holding has locked.
         self._tree.unlock(holding.node)
         try:
-            holding.node, present = self._tree.insert(fresh, pages, namespace, after=holding.node)
-            holding.committed = end
+            holding.node, taken = self._tree.insert(fresh, rows, namespace, after=holding.node)
+            first, holding.committed = holding.committed, end
         finally:
             self._tree.lock(holding.node)
-        cached = pages[present:]
-        self._allocator.to_cached(cached)
-        holding.owned.difference_update(cached)
+        self._allocator.to_cached(taken)
+        cached = set(taken)
+        holding.owned -= cached
+        for i, _ in self._windows:
+            self._tree.reference([p for p in holding.tables[i][first:end] if p in cached])
 
     def pin(self, holding: Holding) -> None:
         """A lease on the holding or a pull into it begins."""
@@ -223,6 +324,10 @@ class KvCache:
         """See PageAllocator.states."""
         return self._allocator.states()
 
+    def cached_pages(self) -> Iterator[tuple[str, int]]:
+        """All pages of the tree, with their namespaces."""
+        return self._tree.pages()
+
     def check(self, idle: bool = False) -> None:
         """Compares allocator, tree and holdings, O(pages). Raises AccountingError.
 
@@ -231,7 +336,7 @@ class KvCache:
         self._allocator.check()
         self._tree.check()
         counts, state = self._allocator.counts(), self._allocator.state
-        wrong = [page for page in self._tree.pages() if state(page) is not PageState.CACHED]
+        wrong = [page for _, page in self._tree.pages() if state(page) is not PageState.CACHED]
         require(not wrong, f"pages {wrong} of the tree are not cached")
         require(
             self._tree.cached == counts.cached,
@@ -247,6 +352,8 @@ class KvCache:
             self._tree.locks == len(self._holdings),
             f"{self._tree.locks} locks, {len(self._holdings)} holdings",
         )
+        used = Counter(page for holding in self._holdings for page in self._referenced(holding))
+        require(used == self._tree.references, "window pages of holdings are not those that the tree keeps")
         released = sum(holding.released for holding in self._holdings)
         require(released == self._pending, f"{self._pending} releases pending, {released} holdings released")
         if idle:
@@ -256,11 +363,21 @@ class KvCache:
     def _free(self, holding: Holding) -> None:
         if holding.pins:
             return
+        self._tree.unreference(self._referenced(holding))
         self._tree.unlock(holding.node)
         self._allocator.give_back(holding.owned)
         holding.owned.clear()
         self._holdings.remove(holding)
         self._pending -= 1
+
+    def _referenced(self, holding: Holding) -> list[int]:
+        """The tree's pages of window groups that the holding uses."""
+        return [
+            page
+            for i, _ in self._windows
+            for page in holding.tables[i][holding.dropped[i] : holding.committed]
+            if page not in holding.owned
+        ]
 
     def _require_held(self, holding: Holding) -> None:
         if holding.released:

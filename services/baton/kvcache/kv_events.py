@@ -67,17 +67,17 @@ MAX_CHANGES = 16384
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`pages` hold the tokens of `key`, and follow page `after`; None: they begin a sequence."""
+    """`rows` hold the tokens of `key`, and follow row `after`; None: they begin a sequence."""
 
     after: int | None
     namespace: str
     key: bytes
-    pages: tuple[int, ...]
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    pages: tuple[int, ...]
+    rows: tuple[int, ...]
 
 
 class TreeEvents:
@@ -89,11 +89,11 @@ class TreeEvents:
         self._limit = limit
         self._waiting: deque[Stored | Removed] = deque()
 
-    def stored(self, after: int | None, namespace: str, key: bytes, pages: Sequence[int]) -> None:
-        self._put(Stored(after, namespace, key, tuple(pages)))
+    def stored(self, after: int | None, namespace: str, key: bytes, rows: Sequence[int]) -> None:
+        self._put(Stored(after, namespace, key, tuple(rows)))
 
-    def removed(self, pages: Sequence[int]) -> None:
-        self._put(Removed(tuple(pages)))
+    def removed(self, rows: Sequence[int]) -> None:
+        self._put(Removed(tuple(rows)))
 
     def _put(self, event: Stored | Removed) -> None:
         if self.overflown or len(self._waiting) >= self._limit:
@@ -124,14 +124,14 @@ class Changes:
 
 class TreeLog:
     """What a tree holds, by digest, after each of its changes, and the last of these. One change is one page
-    that came or went."""
+    index that came or went; that a window group has given its page up is no change."""
 
     def __init__(self, page_size: int, limit: int = MAX_CHANGES) -> None:
         self.page_size = page_size
         self.sequence = 0
         """Of the last change. Never falls, also by `clear`."""
         self._held: dict[int, bytes] = {}
-        """By page id: the tree holds a page once."""
+        """By the row's id."""
         self._log: deque[tuple[int, bool]] = deque(maxlen=limit)
         """Digest, and whether it came."""
 
@@ -142,14 +142,14 @@ class TreeLog:
                 if event.after is None
                 else self._held[event.after]
             )
-            stride = len(event.key) // len(event.pages)
-            for index, page in enumerate(event.pages):
+            stride = len(event.key) // len(event.rows)
+            for index, row in enumerate(event.rows):
                 last = next_digest(last, event.key[index * stride : (index + 1) * stride])
-                self._held[page] = last
+                self._held[row] = last
                 self._note(last, came=True)
         else:
-            for page in event.pages:
-                self._note(self._held.pop(page), came=False)
+            for row in event.rows:
+                self._note(self._held.pop(row), came=False)
 
     def _note(self, digest: bytes, came: bool) -> None:
         self.sequence += 1

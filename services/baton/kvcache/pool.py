@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.kvcache.groups import FULL, KvGroup
+
 
 def default_page_size(device: torch.device) -> int:
     """Tokens per page where none are named: on a GPU as many as attention kernels load at a time."""
@@ -17,6 +19,7 @@ class KvLayout:
     """What the bytes of a page mean: [layer, part, token, head, dim], contiguous."""
 
     num_layers: int
+    """Layers of a page: as many as the largest KV group has."""
     num_kv_heads: int
     head_dim: int
     page_size: int
@@ -24,6 +27,13 @@ class KvLayout:
     dtype: torch.dtype
     parts: int = 2
     """2: keys and values; 1: latents, of which both are made."""
+    groups: tuple[KvGroup, ...] = (FULL,)
+    """A page holds the layers of one of them."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """In all groups."""
+        return len(self.groups) * self.num_layers * self.bytes_per_token_per_layer
 
     @property
     def bytes_per_token_per_layer(self) -> int:

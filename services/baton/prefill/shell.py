@@ -57,6 +57,8 @@ def _event(output: PrefillOutput) -> prefill_pb2.PrefillEvent:
         event.chunk.generations.extend(output.generations)
         event.chunk.last = output.last
         event.chunk.step = output.step
+        for each in output.more:
+            event.chunk.more.add(first_page=each.first, page_ids=each.pages, generations=each.generations)
     elif isinstance(output, FirstSampled):
         event.first.cached_tokens = output.cached_tokens
         event.first.prompt_logprobs.extend(prompt_logprobs_to(output.prompt_logprobs or None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,9 @@ from baton.handoff.decode_side import DecodeSide, Handoff
 from baton.handoff.messages import AttemptName, ChunkAnnounced, LeaseFinished, PrefillOutput, ReleaseLease
 from baton.handoff.prefill_side import Attempt, PrefillSide
 from baton.handoff.pulls import Pull, Pulls
-from baton.kvcache import Holding, KvCache, PageAllocator
+from baton.kvcache import Holding, KvCache, KvGroup, PageAllocator
+from baton.kvcache.tree_node import PageRow
+from baton.kvcache.window_pages import WindowPages
 from baton.prefill.core import PrefillCore
 from baton.rpc.errors import BatonError
 from baton.sim.transport import Pull as SimPull
@@ -239,6 +241,46 @@ def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> No
         if sequence.phase is Phase.ENDED and sequence.finish is not None and row.tokens:
             scheduler.events.append(TokenEvent(sequence, row.tokens[0], None, None))
     commit(scheduler, step, result)
+
+
+# --- KV groups ----------------------------------------------------------------------------------------------
+
+
+@_bug("window-early", "a window page is given up one position early", 25, KvGroup, "keeps")
+def _(keeps: Wrong, group: KvGroup, position: int, page_size: int) -> int:
+    return group.sees(position + 1, page_size)
+
+
+@_bug("window-gone", "a prefix is used whose window pages are gone", 25, WindowPages, "usable")
+def _(usable: Wrong, pages: WindowPages, rows: Sequence[PageRow], position: int | None) -> int:
+    return len(rows)
+
+
+@_bug("window-at-launch", "window pages are given up when a step is launched", 25, Scheduler, "plan")
+def _(plan: Wrong, scheduler: Scheduler) -> Step | None:
+    step: Step | None = plan(scheduler)
+    for record in step.records if step is not None else ():
+        if record.sequence.holding is not None:
+            scheduler.cache.drop(record.sequence.holding, record.end)
+    return step
+
+
+@_bug("window-free", "a window page is freed although the prefix tree holds it", 25, KvCache, "_leave")
+def _(leave: Wrong, cache: KvCache, holding: Holding, pages: Sequence[int]) -> None:
+    cached = [page for page in pages if page not in holding.owned]
+    leave(cache, holding, pages)
+    cache._allocator.drop_cached(cached)
+
+
+@_bug("other-group", "pages are pulled into the tables of the wrong groups", 25, DecodeSide, "_announced")
+def _(announced: Wrong, side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounced, now: float) -> None:
+    if chunk.more and len(chunk.more[0].pages) == len(chunk.pages):
+        other = chunk.more[0]
+        swapped = replace(other, pages=chunk.pages, generations=chunk.generations)
+        chunk = replace(
+            chunk, pages=other.pages, generations=other.generations, more=(swapped, *chunk.more[1:])
+        )
+    announced(side, handoff, chunk, now)
 
 
 # --- resumes ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.plan import Logprobs
 from baton.sim.decode import SimDecode
-from baton.sim.model import POISON, prompt_logprobs, reference
+from baton.sim.model import POISON, Windows, prompt_logprobs, reference
 from baton.sim.network import Network
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import Process, Worker
@@ -40,7 +40,7 @@ class Ledger:
     def __init__(self, world: World, scenario: Scenario) -> None:
         self._world = world
         self._scenario = scenario
-        self._accounts = {spec.number: _account(spec) for spec in scenario.requests}
+        self._accounts = {spec.number: _account(spec, scenario.windows) for spec in scenario.requests}
         specs = scenario.requests
         self._poison = next((spec for spec in specs if spec.params.seed == POISON), None)
         self.tokens = 0
@@ -67,8 +67,11 @@ class Ledger:
 
     def prompt(self, number: int, logprobs: Sequence[Logprobs] | None) -> None:
         """None: not requested."""
-        if logprobs is not None and tuple(logprobs) != prompt_logprobs(self._accounts[number].spec.prompt):
+        if logprobs is not None and tuple(logprobs) != self._logprobs_of(number):
             raise Violation(f"tokens: request {number} got other log-probabilities of its prompt: {logprobs}")
+
+    def _logprobs_of(self, number: int) -> tuple[Logprobs, ...]:
+        return prompt_logprobs(self._accounts[number].spec.prompt, self._scenario.windows)
 
     def _deliver_one(self, account: _Account, choice: int, token: int) -> None:
         number = account.spec.number
@@ -143,12 +146,10 @@ class Ledger:
         return not spec.probe and any(f.kind in kinds and f.at <= now for f in self._scenario.faults)
 
 
-def _account(spec: RequestSpec) -> _Account:
+def _account(spec: RequestSpec, windows: Windows) -> _Account:
     params = spec.params
-    full = (
-        reference(spec.prompt, params.seed + i, params.max_tokens, params.stop_token_ids, params.penalized)
-        for i in range(spec.n)
-    )
+    options = (params.max_tokens, params.stop_token_ids, params.penalized, windows)
+    full = (reference(spec.prompt, params.seed + i, *options) for i in range(spec.n))
     expected = tuple(_until_stop(choice, spec.stop) for choice in full)
     return _Account(spec, expected, [[] for _ in expected], ["" for _ in expected])
 

@@ -182,7 +182,7 @@ class Cluster:
 
         def take() -> None:
             scheduler = worker.scheduler
-            count = min(fault.value, scheduler.reservations.headroom)
+            count = min(fault.value, scheduler.reservations.headroom) // len(scheduler.cache.groups)
             holding = scheduler.cache.hold(())
             scheduler.cache.extend(holding, max(0, count))
             self.world.at(fault.seconds, worker.step_thread, lambda: give_back(holding))

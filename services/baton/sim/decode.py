@@ -103,9 +103,11 @@ class SimDecode(DecodeShell, Worker[DecodeCore]):
                 for row in flight.plan.rows:
                     first = row.start // self.pool.page_size
                     last = (row.start + row.count - 1) // self.pool.page_size
-                    both = pull.targets.intersection(row.pages[first : last + 1])
-                    if both:
-                        raise Violation(f"writer: a step and a pull of {self.who} both write {sorted(both)}")
+                    for table in (row.pages, *row.more_pages):
+                        both = pull.targets.intersection(table[first : last + 1])
+                        if both:
+                            text = f"a step and a pull of {self.who} both write {sorted(both)}"
+                            raise Violation(f"writer: {text}")
 
     def drain(self) -> None:
         self.announce_drain()

@@ -1,8 +1,8 @@
 """A pool of real bytes, and a "model" whose next token is a hash of the bytes that it attends to.
 
-The KV entry of a token is 8 bytes: its id, and a checksum of the entry before it, found in the pages, and
-the id. So an entry stands for everything before it, and one page that is stale, foreign, torn or not
-written changes what is sampled.
+The KV entry of a token in a group is 8 bytes: its id, and a checksum of the id and of what the token sees
+before it, found in the pages of all groups. So an entry stands for everything before it, and one page that is
+stale, foreign, torn, of another group or not written changes what is sampled.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from baton.engine.plan import Logprobs, PlanRow, RowResult, StepPlan, StepResult
+from baton.kvcache import GONE
+from baton.sim.world import Violation
 
 VOCAB = 997
 ENTRY_BYTES = 8
@@ -24,10 +26,23 @@ _SEED = struct.Struct("<Q")
 _UNWRITTEN = 0xEE
 
 
-def entry(token: int, before: int) -> tuple[bytes, int]:
-    """The KV entry of a token after the checksum `before`, and its own checksum."""
-    checksum = zlib.crc32(_ID.pack(token), before)
-    return _ENTRY.pack(token, checksum), checksum
+Windows = tuple[int | None, ...]
+"""Of the model's KV groups."""
+ONE: Windows = (None,)
+
+
+def entries(token: int, before: Sequence[bytes | bytearray], windows: Windows) -> list[bytes]:
+    """The KV entries of a token, one a group. `before`: of each group what the token sees before its own
+    position; of a group without a window its last entry is enough."""
+    checksum = 0
+    for group, (seen, window) in enumerate(zip(before, windows, strict=True)):
+        if window is not None:
+            checksum = zlib.crc32(seen, checksum)
+        elif seen:
+            last = _ENTRY.unpack(seen[-ENTRY_BYTES:])[1]
+            checksum = zlib.crc32(_ID.pack(last), checksum) if group else last
+    checksum = zlib.crc32(_ID.pack(token), checksum)
+    return [_ENTRY.pack(token, (checksum + group) % 2**32) for group in range(len(windows))]
 
 
 def sample(seen: bytes | bytearray, seed: int, penalized: Sequence[int] = ()) -> int:
@@ -36,42 +51,71 @@ def sample(seen: bytes | bytearray, seed: int, penalized: Sequence[int] = ()) ->
     return zlib.crc32(_SEED.pack(seed % 2**64), state) % VOCAB
 
 
+class History:
+    """A sequence's KV, computed without pages."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        self._entries = [bytearray() for _ in windows]
+
+    def append(self, token: int) -> None:
+        before = [self._last(group, 1 if window is None else window - 1) for group, window in self._groups]
+        for group, written in enumerate(entries(token, before, self._windows)):
+            self._entries[group] += written
+
+    @property
+    def seen(self) -> bytes:
+        """What the last token sees, in all groups."""
+        return b"".join(self._last(group, window) for group, window in self._groups)
+
+    @property
+    def logprob(self) -> float:
+        """A number that depends on all that the last token sees."""
+        return _logprob([self.seen])
+
+    @property
+    def _groups(self) -> Iterable[tuple[int, int | None]]:
+        return enumerate(self._windows)
+
+    def _last(self, group: int, count: int | None) -> bytearray:
+        found = self._entries[group]
+        return found if count is None else found[max(0, len(found) - count * ENTRY_BYTES) :]
+
+
 def reference(
     prompt: Sequence[int],
     seed: int,
     count: int,
     stop: frozenset[int] = frozenset(),
     penalized: bool = False,
+    windows: Windows = ONE,
 ) -> tuple[int, ...]:
     """The output tokens, computed without pages."""
-    seen, checksum = bytearray(), 0
+    history = History(windows)
     output: list[int] = []
     for token in prompt:
-        written, checksum = entry(token, checksum)
-        seen += written
+        history.append(token)
     for _ in range(count):
-        token = sample(seen, seed, (*prompt, *output) if penalized else ())
+        token = sample(history.seen, seed, (*prompt, *output) if penalized else ())
         output.append(token)
         if token in stop:
             break
-        written, checksum = entry(token, checksum)
-        seen += written
+        history.append(token)
     return tuple(output)
 
 
-def prompt_logprobs(prompt: Sequence[int]) -> tuple[Logprobs, ...]:
+def prompt_logprobs(prompt: Sequence[int], windows: Windows = ONE) -> tuple[Logprobs, ...]:
     """Those of a prompt's own tokens but the first, computed without pages."""
-    seen, checksum, found = 0, 0, []
+    history, found = History(windows), []
     for token, following in pairwise(prompt):
-        written, checksum = entry(token, checksum)
-        seen = zlib.crc32(written, seen)
-        found.append(Logprobs(following, _logprob(seen)))
+        history.append(token)
+        found.append(Logprobs(following, history.logprob))
     return tuple(found)
 
 
-def _logprob(seen: int) -> float:
+def _logprob(seen: Sequence[bytes]) -> float:
     """A number that a message holds exactly, in 32 bits."""
-    return -float(seen >> 8)
+    return -float(zlib.crc32(b"".join(seen)) >> 8)
 
 
 class SimPool:
@@ -135,6 +179,7 @@ class SimRunner:
         max_slots: int,
         submit: Callable[[Flight], None],
         check_write: Callable[[StepPlan, int], None],
+        windows: Windows = ONE,
     ) -> None:
         self.max_slots = max_slots
         self.pool = pool
@@ -142,6 +187,7 @@ class SimRunner:
         self.fail_next_launch = False
         self._submit = submit
         self._check_write = check_write
+        self._windows = windows
         self._last = [0] * max_slots
         self._seeds = [0] * max_slots
         self._penalized: list[list[int] | None] = [None] * max_slots
@@ -189,27 +235,38 @@ class SimRunner:
         flight.result = StepResult(plan.number, rows)
 
     def _write(self, plan: StepPlan, row: PlanRow, tokens: Sequence[int]) -> None:
-        pool, size = self.pool, self.pool.page_size
-        checksum = 0
-        if row.start:
-            before = row.start - 1
-            offset = before % size * ENTRY_BYTES
-            checksum = _ENTRY.unpack(pool.read(row.pages[before // size], offset, ENTRY_BYTES))[1]
-        checked = -1
+        size = self.pool.page_size
+        tables = (row.pages, *row.more_pages)
         for position, token in enumerate(tokens, row.start):
-            page = row.pages[position // size]
-            if page != checked:
-                self._check_write(plan, page)
-                checked = page
-            written, checksum = entry(token, checksum)
-            pool.write(page, position % size * ENTRY_BYTES, written)
+            before = [
+                self._read(table, position - 1 if window is None else position - window + 1, position)
+                for table, window in zip(tables, self._windows, strict=True)
+            ]
+            for table, written in zip(tables, entries(token, before, self._windows), strict=True):
+                page = table[position // size]
+                if position == row.start or position % size == 0:
+                    self._check_write(plan, page)
+                self.pool.write(page, position % size * ENTRY_BYTES, written)
+
+    def _read(self, table: Sequence[int], first: int, behind: int) -> bytes:
+        """The entries of the positions from `first`, or 0, to `behind`."""
+        pool, first = self.pool, max(0, first)
+        pages = table[first // pool.page_size : -(-behind // pool.page_size)] if first < behind else ()
+        if GONE in pages:
+            raise Violation(f"window: position {behind - 1} sees a page that its sequence has given up")
+        whole = b"".join(pool.read(page, 0, pool.page_bytes) for page in pages)
+        begin = first % pool.page_size * ENTRY_BYTES
+        return whole[begin : begin + (behind - first) * ENTRY_BYTES]
+
+    def _seen(self, row: PlanRow, end: int) -> list[bytes]:
+        """Of each group, what the token at `end` - 1 sees."""
+        pairs = zip((row.pages, *row.more_pages), self._windows, strict=True)
+        return [self._read(table, 0 if window is None else end - window, end) for table, window in pairs]
 
     def _sample(self, row: PlanRow) -> tuple[int, ...]:
         if not row.sample:
             return ()
-        pool, end = self.pool, row.start + row.count
-        pages = row.pages[: -(-end // pool.page_size)]
-        seen = b"".join(pool.read(page, 0, pool.page_bytes) for page in pages)[: end * ENTRY_BYTES]
+        seen = b"".join(self._seen(row, row.start + row.count))
         samples = []
         for slot in row.sample:
             penalized = self._penalized[slot]
@@ -220,10 +277,8 @@ class SimRunner:
         return tuple(samples)
 
     def _prompt_logprobs(self, row: PlanRow) -> tuple[Logprobs, ...]:
-        found, seen, size = [], 0, self.pool.page_size
-        for position in range(row.start + len(row.prompt_logprobs or ())):
-            written = self.pool.read(row.pages[position // size], position % size * ENTRY_BYTES, ENTRY_BYTES)
-            seen = zlib.crc32(written, seen)
-            if row.prompt_logprobs and position >= row.start:
-                found.append(Logprobs(row.prompt_logprobs[position - row.start], _logprob(seen)))
+        found = []
+        for index, token in enumerate(row.prompt_logprobs or ()):
+            seen = self._seen(row, row.start + index + 1)
+            found.append(Logprobs(token, _logprob(seen)))
         return tuple(found)

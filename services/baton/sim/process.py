@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from baton.config import WorkerConfig
 from baton.engine.batch import Step
-from baton.engine.plan import StepPlan
+from baton.engine.plan import PlanRow, StepPlan
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_loop import StepPipeline
-from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache import GONE, KvCache, KvGroup, PageAllocator, PrefixTree
+from baton.kvcache.groups import peak
 from baton.kvcache.page_allocator import PageState
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
-from baton.sim.model import VOCAB, Flight, SimPool, SimRunner
+from baton.sim.model import ONE, VOCAB, Flight, SimPool, SimRunner, Windows
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.streams import SimStreams
 from baton.sim.tasks import Task
@@ -103,6 +104,8 @@ class Machine:
     """Seconds, the usual time to copy half a page."""
     sees_steps: bool = True
     """Whether pulls out of shared memory can wait for steps."""
+    windows: Windows = ONE
+    """Of the KV groups of the model that it computes."""
 
 
 class Worker(Process, WorkerShell[C]):
@@ -119,18 +122,17 @@ class Worker(Process, WorkerShell[C]):
         self.config = config
         self.recorder = Recorder(config.recorder_events, self.clock)
         self.machine = machine
-        pages = config.kv_tokens // config.page_size
+        groups = tuple(map(KvGroup, machine.windows))
+        # Enough for one sequence of as many tokens.
+        pages = peak(groups, config.kv_tokens, config.page_size, 2 * config.token_budget)
         self.pool = SimPool(pages, config.page_size)
         self.allocator = PageAllocator(pages, self.pool.generations)
-        self.cache = KvCache(self.allocator, PrefixTree(config.page_size, config.eviction))
+        self.cache = KvCache(self.allocator, PrefixTree(config.page_size, config.eviction, groups))
         self.model_info = node_pb2.ModelInfo(context_length=config.kv_tokens, vocab_size=VOCAB)
         self.layout = common_pb2.Layout(page_size=config.page_size)
         self.page_bytes = self.pool.page_bytes
         self.device = "cpu"
-        self.runner = SimRunner(self.pool, config.max_rows, self._submit, self._check_write)
-        self.cache.observe(self)
-        self._namespaces: dict[int, str] = {}
-        """Of each cached page."""
+        self.runner = SimRunner(self.pool, config.max_rows, self._submit, self._check_write, machine.windows)
         self.flights: list[Flight] = []
         """Launched and not yet retired."""
         self.retired = 0
@@ -186,13 +188,6 @@ class Worker(Process, WorkerShell[C]):
         self.core.node_failed("an error has escaped the core")
         self.ending()
 
-    def stored(self, after: int | None, namespace: str, key: bytes, pages: Sequence[int]) -> None:
-        self._namespaces.update(dict.fromkeys(pages, namespace))
-
-    def removed(self, pages: Sequence[int]) -> None:
-        for page in pages:
-            del self._namespaces[page]
-
     def _turned(self, step: Step | None) -> None:
         if step is not None:
             self.retired = step.plan.number
@@ -238,17 +233,20 @@ class Worker(Process, WorkerShell[C]):
         if self.scheduler.reservations.total > self.cache.available:
             raise Violation(f"promises: {self.who} has promised more pages than it has")
         self.flights = [flight for flight in self.flights if flight.plan.number > self.retired]
+        namespaces = {page: namespace for namespace, page in self.cache.cached_pages()}
         for request in self.scheduler.requests.values():
             for sequence in request.sequences:
-                held = sequence.holding
-                cached = held.pages[: held.shared] if held is not None else ()
-                if any(self._namespaces[page] != request.namespace for page in cached):
+                tables = sequence.holding.tables if sequence.holding is not None else []
+                cached = (page for table in tables for page in table if page in namespaces)
+                if any(namespaces[page] != request.namespace for page in cached):
                     raise Violation(f"namespaces: {self.who} uses pages of another one for {request.key}")
         slots = self.scheduler.slots
         size = self.pool.page_size
         for flight in self.flights:
             for row in flight.plan.rows:
-                for page in row.pages[: -(-(row.start + row.count) // size)]:
+                for page in _used(row, self.cache.groups, size):
+                    if page == GONE:
+                        raise Violation(f"window: step {flight.plan.number} of {self.who} sees what is gone")
                     if self.allocator.state(page) is PageState.FREE:
                         raise Violation(
                             f"free late: page {page} of {self.who} is free, step {flight.plan.number} uses it"
@@ -270,3 +268,9 @@ class Worker(Process, WorkerShell[C]):
                 f"quiescence: {self.who} still promises {self.scheduler.reservations.total} pages and has "
                 f"{self.scheduler.slots.in_use} slots in use"
             )
+
+
+def _used(row: PlanRow, groups: Sequence[KvGroup], size: int) -> Iterator[int]:
+    """The pages that a row reads or writes."""
+    for group, table in zip(groups, (row.pages, *row.more_pages), strict=True):
+        yield from table[group.sees(row.start, size) : -(-(row.start + row.count) // size)]

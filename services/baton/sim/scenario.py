@@ -9,7 +9,7 @@ from typing import Any
 from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.sampling import SamplingParams
 from baton.rpc.validate import MAX_STOP_TOKENS
-from baton.sim.model import POISON, VOCAB, reference
+from baton.sim.model import ONE, POISON, VOCAB, Windows, reference
 from baton.sim.process import Machine
 from baton.sim.transport import SLOWEST_PACE
 
@@ -68,6 +68,8 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     seed: int
+    windows: Windows
+    """Of the model's KV groups."""
     latency: float
     gateways: int
     gateway: GatewaySettings
@@ -93,13 +95,16 @@ def make_scenario(seed: int) -> Scenario:
     # In a tight scenario pages that are given back are soon another prompt's, while slow pulls still read.
     tight = rng.random() < 0.4
     ahead = random.Random(f"ahead {seed}").random() < 0.5
+    windows = _windows(random.Random(f"windows {seed}"))
     decode = tuple(
         _decode(rng, tight, ahead) for _ in range(rng.choice((2, 3) if tight else (1, 1, 2, 2, 3)))
     )
     prefill = tuple(_prefill(rng, tight) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3))))
+    decode = tuple((config, replace(machine, windows=windows)) for config, machine in decode)
+    prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
     gateways = rng.choice((1, 1, 2))
     room = min(config.kv_tokens for config, _ in decode)
-    requests = _requests(rng, gateways, room, tight)
+    requests = _requests(rng, gateways, room, tight, windows)
     requests = tuple(_with_options(random.Random(f"options {seed} {r.number}"), r) for r in requests)
     names = (
         [f"p{i}" for i in range(len(prefill))],
@@ -113,12 +118,20 @@ def make_scenario(seed: int) -> Scenario:
     latency = rng.choice((0.0005, 0.003, 0.02))
     gateway = _gateway(random.Random(f"gateway {seed}"))
     requests, faults = _poison(random.Random(f"poison {seed}"), requests, faults)
-    scenario = Scenario(seed, latency, gateways, gateway, prefill, decode, requests, faults)
+    scenario = Scenario(seed, windows, latency, gateways, gateway, prefill, decode, requests, faults)
     probes = tuple(
         _request(rng, len(requests) + i, scenario.calm + i * 0.05, gateways, room, [], probe=True)
         for i in range(len(decode))
     )
     return replace(scenario, requests=(*requests, *probes))
+
+
+def _windows(rng: random.Random) -> Windows:
+    """Every second model has one group without a window, as most have."""
+    if rng.random() < 0.5:
+        return ONE
+    a, b = rng.sample((1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 20), 2)
+    return rng.choice(((None, a), (None, a), (None, a, a), (None, a, b), (a,), (a, b)))
 
 
 def _poison(
@@ -199,7 +212,9 @@ def _decode(rng: random.Random, tight: bool, ahead: bool) -> tuple[DecodeConfig,
     return config, Machine(_step_seconds(rng), pace, sees_steps=ahead)
 
 
-def _requests(rng: random.Random, gateways: int, room: int, tight: bool) -> tuple[RequestSpec, ...]:
+def _requests(
+    rng: random.Random, gateways: int, room: int, tight: bool, windows: Windows
+) -> tuple[RequestSpec, ...]:
     prefixes = [tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))) for _ in range(3)]
     gap = rng.choice((0.1, 0.2, 0.4) if tight else (0.0, 0.02, 0.2, 0.5))
     count = rng.randrange(12, 30) if tight else rng.choice((rng.randrange(2, 8), rng.randrange(6, 24)))
@@ -208,12 +223,13 @@ def _requests(rng: random.Random, gateways: int, room: int, tight: bool) -> tupl
         at += rng.expovariate(1 / gap) if gap else 0.0
         spec = _request(rng, number, at, gateways, room, [] if tight else prefixes, tight)
         if not tight and spec.n == 1 and spec.params.seed % 4 == 0:
-            output = reference(spec.prompt, spec.params.seed, spec.params.max_tokens)
+            output = reference(spec.prompt, spec.params.seed, spec.params.max_tokens, windows=windows)
             spec = replace(spec, stop=(f" {output[spec.params.seed % len(output)]} ",))
         requests.append(spec)
         if spec.n == 1 and not spec.params.stop_token_ids:
             # A session's next turn begins with all of this one.
-            prefixes.append((*spec.prompt, *reference(spec.prompt, spec.params.seed, spec.params.max_tokens)))
+            output = reference(spec.prompt, spec.params.seed, spec.params.max_tokens, windows=windows)
+            prefixes.append((*spec.prompt, *output))
     return tuple(requests)
 
 

@@ -25,8 +25,9 @@ from baton.engine.startup_steps import StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.eviction import make_policy
+from baton.kvcache.groups import divide_layers, longest
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
-from baton.kvcache.prefix_tree import make_policy
 from baton.models.config import ModelError
 from baton.models.decoder import Model
 from baton.models.loader import fingerprint, load_model, weight_bytes
@@ -120,25 +121,26 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     model = _load(config, path, dtype, device)
     shape = model.config
     size = config.page_size or default_page_size(device)
-    layout = KvLayout(shape.num_layers, model.kv.heads, model.kv.dim, size, model.dtype, model.kv.parts)
+    context = min(config.context_length or shape.context_length, shape.context_length)
+    layout = kv_layout(model, size, context, device)
     features = frozenset[str]().union(*(options.features for options in model.attention_options))
     needs = (device, model.dtype, shape.head_dim, features)
     prefill, why_prefill = resolve_attention(config.prefill_attention, *needs)
     decode, why_decode = resolve_attention(config.decode_attention, *needs)
-    context = min(config.context_length or shape.context_length, shape.context_length)
 
     def computing(pool: KvPool) -> Runner[Any]:
         return _computing(config, model, pool, (prefill, decode), context)
 
     measured = None if config.step_profile else computing
     pages = num_pages(config, layout, shape.context_length, device, measured)
-    context = min(context, pages * size)
+    context = longest(layout.groups, pages, context, size, 2 * config.token_budget)
     pool, published = make_pool(layout, pages, device, kinds, incarnation)
-    cache = KvCache(PageAllocator(pages, published.generations), PrefixTree(size, config.eviction))
+    tree = PrefixTree(size, config.eviction, layout.groups)
+    cache = KvCache(PageAllocator(pages, published.generations), tree)
     runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool)
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
-        run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages))
+        run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture,
@@ -203,7 +205,7 @@ def _computing(
         raise failed_precondition(f"--batch-invariant does not work here: {error}") from error
     if pool.device.type != "cpu":
         return runner
-    tuned = TunedRunner(runner)
+    tuned = TunedRunner(runner, groups=len(pool.layout.groups))
     by_tokens = {f"to_{tokens}": count for tokens, count in tuned.small_steps.items()}
     _log.info("threads measured", **by_tokens, others=tuned.threads)
     return tuned
@@ -317,17 +319,33 @@ def _dtype(name: str, device: torch.device) -> torch.dtype | None:
     return DTYPES[name]
 
 
+def kv_layout(model: Model, page_size: int, context: int, device: torch.device) -> KvLayout:
+    """KV groups by the windows of the layers. On a GPU there is one, and windows are masks alone: the paged
+    backends there follow one page table."""
+    windows = [options.window for options in model.attention_options]
+    windows = [window if window is not None and window < context else None for window in windows]
+    if device.type != "cpu":
+        windows = [None] * len(windows)
+    groups = divide_layers(windows)
+    layers = max(len(group.layers) for group in groups)
+    return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, model.dtype, model.kv.parts, groups)
+
+
 def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layout:
-    group = common_pb2.KvGroup(
-        kind="attention" if layout.parts == 2 else "latent",
-        layers=layout.num_layers,
-        bytes_per_token=layout.bytes_per_token_per_layer,
-        dtype=str(layout.dtype).removeprefix("torch."),
-    )
+    groups = [
+        common_pb2.KvGroup(
+            kind="attention" if layout.parts == 2 else "latent",
+            layers=len(group.layers),
+            bytes_per_token=layout.bytes_per_token_per_layer,
+            dtype=str(layout.dtype).removeprefix("torch."),
+            window=group.window or 0,
+        )
+        for group in layout.groups
+    ]
     return common_pb2.Layout(
         model_fingerprint=model_fingerprint,
         page_size=layout.page_size,
-        groups=[group],
+        groups=groups,
         version=LAYOUT_VERSION,
     )
 
@@ -339,6 +357,7 @@ def measure_steps(engine: Engine) -> StepCost:
         context_length=engine.model_info.context_length,
         page_size=engine.layout.page_size,
         pages=engine.pool.num_pages,
+        groups=len(engine.pool.layout.groups),
     )
     started = time.monotonic()
     try:

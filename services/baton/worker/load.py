@@ -38,7 +38,7 @@ def snapshot(scheduler: Scheduler, requests: int) -> node_pb2.Load:
         requests=requests,
         pages=pages,
         queued_tokens=scheduler.queued_tokens,
-        available_pages=max(0, scheduler.reservations.headroom),
+        available_pages=max(0, scheduler.reservations.headroom) // len(scheduler.cache.groups),
         step_tokens=scheduler.config.token_budget,
         keys=sum(len(sequence.tokens) for sequence in scheduler.running),
     )

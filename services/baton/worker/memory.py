@@ -32,14 +32,14 @@ def num_pages(
     device: torch.device,
     make_runner: Callable[[KvPool], Runner[Any]] | None,
 ) -> int:
-    """Pages of --kv-tokens. By default, on a GPU, what --memory-fraction leaves beside the loaded weights and
-    the working memory, which is measured with a runner (None: there is none); on a CPU, enough for many
-    contexts within 1 GiB. Raises BatonError."""
-    size = layout.page_size
+    """Pages of --kv-tokens: for so many tokens in all KV groups. By default, on a GPU, what --memory-fraction
+    leaves beside the loaded weights and the working memory, which is measured with a runner (None: there is
+    none); on a CPU, enough for many contexts within 1 GiB. Raises BatonError."""
+    size, groups = layout.page_size, len(layout.groups)
     if config.kv_tokens:
         if config.kv_tokens < size:
             raise invalid("kv_tokens", f"--kv-tokens must be at least one page ({size} tokens)")
-        return config.kv_tokens // size
+        return config.kv_tokens // size * groups
     context = min(config.context_length or context_length, context_length)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -47,12 +47,12 @@ def num_pages(
         own = torch.cuda.memory_reserved(device)
         working = 0
         if make_runner is not None:
-            limits = StepLimits(config.token_budget, context, size, pages=1)
+            limits = StepLimits(config.token_budget, context, size, pages=1, groups=groups)
             working = working_bytes(make_runner, layout, limits, device)
         least = min(context, LEAST_TOKENS)
         return fitting(own, working, free, total, config.memory_fraction, layout, least)
-    fitting_host = AUTO_KV_BYTES // layout.page_bytes
-    return max(min(AUTO_KV_TOKENS // size, fitting_host), -(-min(context, AUTO_KV_TOKENS) // size))
+    fitting_host = AUTO_KV_BYTES // (groups * layout.page_bytes)
+    return groups * max(min(AUTO_KV_TOKENS // size, fitting_host), -(-min(context, AUTO_KV_TOKENS) // size))
 
 
 def free_and_total(device: torch.device) -> tuple[int, int]:

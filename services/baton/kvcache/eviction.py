@@ -1,0 +1,65 @@
+"""Eviction policies of the prefix tree, and the queue of what they may evict."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+from baton.kvcache.tree_node import Node
+
+Policy = Callable[[Node], tuple[int, ...]]
+"""Orders candidates: the smallest is evicted first."""
+
+POLICIES: dict[str, Policy] = {
+    "lru": lambda node: (node.last_used,),
+    "lfu": lambda node: (node.hits, node.last_used),
+    "fifo": lambda node: (node.created,),
+    "mru": lambda node: (-node.last_used,),
+}
+
+
+def make_policy(name: str) -> Policy:
+    """Raises ValueError for an unknown name."""
+    if name not in POLICIES:
+        raise ValueError(f"unknown eviction policy {name!r}: use one of {', '.join(sorted(POLICIES))}")
+    return POLICIES[name]
+
+
+class EvictionQueue:
+    """Candidates in a policy's order. Operations take amortized O(log n).
+
+    A heap whose outdated entries stay until they surface; it is rebuilt when they outnumber the valid ones.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[tuple[int, ...], int, Node]] = []
+        self._valid: dict[Node, int] = {}
+        self._serial = 0
+
+    def put(self, candidate: Node) -> None:
+        """Adds a candidate, or moves it to where its usage now belongs."""
+        self._serial += 1
+        self._valid[candidate] = self._serial
+        heapq.heappush(self._heap, (self._policy(candidate), self._serial, candidate))
+        if len(self._heap) > 2 * len(self._valid) + 64:
+            self._heap = [entry for entry in self._heap if self._valid.get(entry[2]) == entry[1]]
+            heapq.heapify(self._heap)
+
+    def discard(self, candidate: Node) -> None:
+        self._valid.pop(candidate, None)
+
+    def first(self) -> Node | None:
+        """The next to evict; stays in the queue."""
+        while self._heap:
+            _, serial, candidate = self._heap[0]
+            if self._valid.get(candidate) == serial:
+                return candidate
+            heapq.heappop(self._heap)
+        return None
+
+    def __contains__(self, candidate: Node) -> bool:
+        return candidate in self._valid
+
+    def __len__(self) -> int:
+        return len(self._valid)

@@ -1,0 +1,86 @@
+"""A node of the prefix tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+PageRow = tuple[int, ...]
+"""Of one page index, the page of each group; GONE where a window group holds it no more."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Node:
+    """A run of page rows with common usage and locks, so that the tree behaves as if every row were a
+    separate node. When a run is split, the node object keeps its end, and the upper part is new.
+    """
+
+    parent: Node | None
+    """None: the root, or a node that was evicted."""
+    child_key: tuple[str, bytes]
+    """The parent's key of it: namespace, and the first row's tokens."""
+    key: bytes
+    """Tokens of its rows, 4 bytes each."""
+    first: int
+    """Page index of its first row."""
+    rows: list[PageRow]
+    ids: list[int]
+    """Of each row: a number that no other row of the tree ever has, for observers."""
+    children: dict[tuple[str, bytes], Node] = field(default_factory=dict)
+    own_locks: int = 0
+    """Locks on exactly this end."""
+    locks: int = 0
+    """Locks on it and on its descendants."""
+    created: int = 0
+    """Times are values of one counter."""
+    last_used: int = 0
+    hits: int = 0
+
+    @property
+    def end(self) -> int:
+        """Page index behind its last row."""
+        return self.first + len(self.rows)
+
+    def split(self, rows: int, stride: int) -> Node:
+        """Splits the run after `rows` of its rows, of `stride` key bytes each; returns the new upper part."""
+        parent = self.parent
+        assert parent is not None, "the root has no rows to split"
+        border = rows * stride
+        upper = Node(parent, self.child_key, self.key[:border], self.first, self.rows[:rows], self.ids[:rows])
+        upper.locks, upper.created = self.locks, self.created
+        upper.last_used, upper.hits = self.last_used, self.hits
+        parent.children[self.child_key] = upper
+        self.parent, self.key = upper, self.key[border:]
+        self.first, self.rows, self.ids = self.first + rows, self.rows[rows:], self.ids[rows:]
+        self.child_key = (self.child_key[0], self.key[:stride])
+        upper.children[self.child_key] = self
+        return upper
+
+    def common_rows(self, key: bytes, offset: int, stride: int) -> int:
+        """How many of its rows hold the tokens of `key` from `offset` on; the first does."""
+        if key.startswith(self.key, offset):
+            return len(self.rows)
+        # Bisection: a shorter prefix of a common prefix is common too.
+        low, high = 1, min(len(self.rows), (len(key) - offset) // stride)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if key.startswith(self.key[: middle * stride], offset):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def path(self) -> Iterator[Node]:
+        """It and all above it, the root last."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def subtree(self) -> Iterator[Node]:
+        """It and all below it."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            waiting.extend(node.children.values())
+            yield node

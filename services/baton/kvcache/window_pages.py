@@ -1,0 +1,165 @@
+"""The prefix tree's pages of window groups. Unlike others they are held one by one, and evicted apart from
+the rows they belong to: vLLM's hybrid KV cache manager and SGLang's radix cache for windows do so too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from baton.kvcache.eviction import EvictionQueue, Policy
+from baton.kvcache.groups import GONE, KvGroup
+from baton.kvcache.page_allocator import require
+from baton.kvcache.tree_node import Node, PageRow
+
+
+class WindowPages:
+    """References to pages of window groups in the tree, and which of them may be evicted.
+
+    A row's page is *inner* where the node goes on beyond the window: only a sequence that leaves the node
+    there would need it. Inner pages are evicted before whole rows, others only if nothing else can be
+    evicted.
+    """
+
+    def __init__(self, groups: Sequence[KvGroup], page_size: int, policy: Policy) -> None:
+        self.groups = [(index, group) for index, group in enumerate(groups) if group.window is not None]
+        """Window groups, with their places in a row."""
+        self._page_size = page_size
+        self.references: dict[int, int] = {}
+        self._home: dict[int, Node] = {}
+        """The node of each page."""
+        # A node with unreferenced pages is in one of these. In `_ends` none of them is inner.
+        self._inner = EvictionQueue(policy)
+        self._ends = EvictionQueue(policy)
+
+    @property
+    def referenced(self) -> int:
+        """Pages that cannot be evicted now."""
+        return len(self.references)
+
+    def usable(self, rows: Sequence[PageRow], position: int | None) -> int:
+        """Length of the longest prefix of `rows` that holds what a sequence needs to go on at `position`
+        (None: at the token that follows the prefix)."""
+        length = len(rows)
+        while length:
+            missing = self._missing(rows, length, position)
+            if missing is None:
+                return length
+            length = missing
+        return 0
+
+    def _missing(self, rows: Sequence[PageRow], length: int, position: int | None) -> int | None:
+        """Index of the last row that lacks a page which is seen."""
+        found: int | None = None
+        for place, group in self.groups:
+            for index in range(length - 1, self._first(group, length, position) - 1, -1):
+                if rows[index][place] == GONE:
+                    found = max(index, found or 0)
+                    break
+        return found
+
+    def unreferenced(self, rows: Sequence[PageRow], position: int | None) -> int:
+        """Number of pages that `usable` wants of these rows and nobody references."""
+        return sum(
+            row[place] not in self.references
+            for place, group in self.groups
+            for row in rows[self._first(group, len(rows), position) :]
+        )
+
+    def _first(self, group: KvGroup, length: int, position: int | None) -> int:
+        size = self._page_size
+        return group.sees(length * size, size) if position is None else group.keeps(position, size)
+
+    def reference(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self.references[page] = self.references.get(page, 0) + 1
+
+    def unreference(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            count = self.references[page] - 1
+            if count:
+                self.references[page] = count
+            else:
+                del self.references[page]
+                self._inner.put(self._home[page])
+
+    def moved(self, *nodes: Node) -> None:
+        """These nodes have other rows than before."""
+        for node in nodes:
+            self._home.update((page, node) for page in self._pages(node))
+            self._ends.discard(node)
+            self._inner.put(node)
+
+    def touched(self, node: Node) -> None:
+        """The node's usage has changed."""
+        for queue in (self._inner, self._ends):
+            if node in queue:
+                queue.put(node)
+
+    def removed(self, row: PageRow) -> None:
+        """The tree holds the row no more."""
+        for place, _ in self.groups:
+            if row[place] != GONE:
+                del self._home[row[place]]
+
+    def forget(self, node: Node) -> None:
+        self._inner.discard(node)
+        self._ends.discard(node)
+
+    def fill(self, node: Node, rows: Sequence[PageRow]) -> list[int]:
+        """Takes those pages of `rows`, which hold the same as the node's, that the node lacks."""
+        taken: list[int] = []
+        for index, row in enumerate(rows):
+            own = node.rows[index]
+            if GONE in own and own != row:
+                filled = tuple(new if old == GONE else old for old, new in zip(own, row, strict=True))
+                taken += [new for old, new in zip(own, filled, strict=True) if new != old]
+                node.rows[index] = filled
+        if taken:
+            self.moved(node)
+        return taken
+
+    def evict_inner(self, count: int) -> list[int]:
+        """Removes `count` inner pages or more, all of a node together; or all that there are."""
+        evicted: list[int] = []
+        while len(evicted) < count and (node := self._inner.first()) is not None:
+            evicted += self._evict(node, inner=True)
+            self._inner.discard(node)
+            self._ends.put(node)
+        return evicted
+
+    def evict_ends(self, count: int) -> list[int]:
+        """The same with other pages, when there is no inner one left."""
+        evicted: list[int] = []
+        while len(evicted) < count and (node := self._ends.first()) is not None:
+            evicted += self._evict(node, inner=False)
+            self._ends.discard(node)
+        return evicted
+
+    def _evict(self, node: Node, inner: bool) -> list[int]:
+        evicted: list[int] = []
+        for place, group in self.groups:
+            behind = group.keeps(node.end * self._page_size, self._page_size) if inner else node.end
+            for index in range(min(behind - node.first, len(node.rows))):
+                row = node.rows[index]
+                page = row[place]
+                if page != GONE and page not in self.references:
+                    node.rows[index] = (*row[:place], GONE, *row[place + 1 :])
+                    del self._home[page]
+                    evicted.append(page)
+        return evicted
+
+    def _pages(self, node: Node) -> list[int]:
+        return [row[place] for place, _ in self.groups for row in node.rows if row[place] != GONE]
+
+    def check(self, nodes: Iterable[Node]) -> None:
+        """Raises AccountingError."""
+        home: dict[int, Node] = {}
+        for node in nodes:
+            pages = self._pages(node)
+            home.update(dict.fromkeys(pages, node))
+            loose = any(page not in self.references for page in pages)
+            require(
+                not loose or node in self._inner or node in self._ends,
+                "a node's window pages cannot be evicted",
+            )
+        require(home == self._home, "window pages are not where they are said to be")
+        require(self.references.keys() <= home.keys(), "a window page is referenced and not in the tree")

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from baton.kvcache import FULL, GONE, Holding, KvCache, KvGroup, OutOfPages, PageAllocator, PrefixTree
+from baton.kvcache.groups import divide_layers, longest, peak
+
+PAGE = 2
+
+
+@pytest.mark.parametrize(
+    ("windows", "size", "expected"),
+    [
+        ([None] * 28, 28, [None]),
+        ([4096] * 32, 32, [4096]),
+        ([128, None] * 12, 12, [None, 128]),  # gpt-oss 20B
+        (([512] * 5 + [None]) * 4 + [512] * 2, 4, [None] + [512] * 6),  # Gemma 3 1B: two places stay empty
+        (([1024] * 5 + [None]) * 5 + [1024] * 4, 5, [None] + [1024] * 6),  # Gemma 3 4B: one
+        ([48, None, 48], 1, [None, 48, 48]),
+        ([8, 16, None], 1, [None, 8, 16]),
+    ],
+)
+def test_layers_are_divided_among_pages_of_one_size(windows, size, expected):
+    groups = divide_layers(windows)
+    assert [group.window for group in groups] == expected
+    assert max(len(group.layers) for group in groups) == size
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
+    for group in groups:
+        assert all(windows[layer] == group.window for layer in group.layers)
+
+
+def test_a_window_sees_and_keeps_pages_up_to_its_borders():
+    group = KvGroup(window=5)
+    # Position 9 sees 5 to 9; 10 sees 6 to 10.
+    assert [group.sees(position, 2) for position in (0, 4, 5, 6, 9, 10)] == [0, 0, 0, 1, 2, 3]
+    # A sequence at 10 could be cut back to the border at 8, which sees 4.
+    assert [group.keeps(position, 2) for position in (0, 8, 9, 10, 11)] == [0, 1, 2, 2, 3]
+    assert FULL.sees(99, 2) == FULL.keeps(99, 2) == 0
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7])
+def test_no_sequence_holds_more_than_its_peak(window, chunk):
+    """As the scheduler does it: two steps in flight, pages given up when the first has retired."""
+    groups = (FULL, KvGroup(window))
+    for total in (1, 5, 24, 41):
+        cache = KvCache(PageAllocator(200), PrefixTree(PAGE, groups=groups))
+        holding, ends, most = cache.hold([]), [0], 0
+        while ends[-1] < total:
+            ends.append(min(total, ends[-1] + chunk))
+            cache.extend(holding, -(-ends[-1] // PAGE))
+            most = max(most, holding.held)
+            cache.drop(holding, ends[max(0, len(ends) - 2)])
+        assert most <= peak(groups, total, PAGE, 2 * chunk)
+        pages = peak(groups, total, PAGE, 2 * chunk)
+        assert longest(groups, pages, 1000, PAGE, 2 * chunk) >= total
+        assert longest(groups, pages - 1, 1000, PAGE, 2 * chunk) < total
+
+
+@dataclass(eq=False)
+class Sequence:
+    """What the machine knows of a holding; it writes all pages up to `length` tokens."""
+
+    tokens: list[int]
+    holding: Holding
+    position: int
+    """The next token to be computed; what it sees must be there."""
+    pins: int = 0
+    released: int | None = None
+    under: list[set[int]] = field(default_factory=list)
+
+
+class GroupsMachine(RuleBasedStateMachine):
+    """Sequences over a cache with several groups. Each page holds what was written there: whatever a position
+    sees must be the KV of its own prefix, in each group."""
+
+    groups = (FULL, KvGroup(3), KvGroup(7))
+    total = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KvCache(PageAllocator(self.total), PrefixTree(PAGE, groups=self.groups))
+        self.contents: dict[int, object] = {}
+        self.sequences: list[Sequence] = []
+        self.step = 0
+
+    def pick(self, data: st.DataObject) -> Sequence | None:
+        live = [s for s in self.sequences if s.released is None]
+        return data.draw(st.sampled_from(live)) if live else None
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=16), limit=st.none() | st.integers(0, 8))
+    def hold(self, tokens: list[int], limit: int | None) -> None:
+        found = self.cache.match_length(tokens, "", limit)
+        fewer = self.cache.unlocked(tokens, "", found // PAGE)
+        available = self.cache.available
+        holding = self.cache.hold(tokens, "", found // PAGE)
+        assert len(holding) * PAGE == found
+        assert holding.held == self.cache.matched(len(holding))
+        assert available - self.cache.available == fewer
+        self.sequences.append(Sequence(tokens, holding, found))
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16))
+    def hold_to_pull(self, tokens: list[int]) -> None:
+        """As a decode node: everything up to the last token comes from elsewhere."""
+        holding = self.cache.hold(tokens, "", len(tokens) // PAGE, position=len(tokens))
+        before = len(holding)
+        try:
+            self.cache.extend(holding, -(-len(tokens) // PAGE))
+        except OutOfPages:
+            self.cache.release(holding, 0)
+            return
+        self.write(holding, tokens, before)
+        self.sequences.append(Sequence(tokens, holding, len(tokens)))
+
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def compute(self, data: st.DataObject, more: list[int]) -> None:
+        sequence = self.pick(data)
+        if sequence is None or sequence.pins:
+            return
+        holding = sequence.holding
+        tokens = [*sequence.tokens[: sequence.position], *more]
+        rows = -(-len(tokens) // PAGE)
+        if self.cache.lacking(holding, rows) > self.cache.available:
+            with pytest.raises(OutOfPages):
+                self.cache.extend(holding, rows)
+            return
+        before = sequence.position // PAGE
+        self.cache.extend(holding, rows)
+        self.check_seen(sequence)
+        sequence.tokens = tokens
+        sequence.position = len(tokens)
+        self.write(holding, tokens, before)
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is not None:
+            before = self.cache.available
+            grown = self.cache.drop(sequence.holding, sequence.position)
+            assert self.cache.available - before == grown and (not grown or not sequence.pins)
+
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is not None:
+            self.cache.commit(sequence.holding, sequence.tokens[: sequence.position])
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is not None:
+            self.cache.pin(sequence.holding)
+            sequence.pins += 1
+            sequence.under.append({p for table in sequence.holding.tables for p in table if p != GONE})
+
+    @rule()
+    def unpin(self) -> None:
+        for sequence in self.sequences:
+            if sequence.pins:
+                free = {p for p in range(self.total) if self.cache._allocator.state(p) == 0}
+                assert not free & sequence.under.pop(), "a page was freed under a pin"
+                sequence.pins -= 1
+                self.cache.unpin(sequence.holding)
+        self.sequences = [s for s in self.sequences if s.released is None or s.pins]
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        sequence = self.pick(data)
+        if sequence is not None:
+            self.cache.release(sequence.holding, 0)
+            sequence.released = 0
+            if not sequence.pins:
+                self.sequences.remove(sequence)
+
+    def write(self, holding: Holding, tokens: list[int], first: int) -> None:
+        for group, table in enumerate(holding.tables):
+            for index in range(first, len(table)):
+                if table[index] in holding.owned:
+                    self.contents[table[index]] = (group, tuple(tokens[: (index + 1) * PAGE]))
+
+    def check_seen(self, sequence: Sequence) -> None:
+        position, holding = sequence.position, sequence.holding
+        for place, (group, table) in enumerate(zip(self.groups, holding.tables, strict=True)):
+            for index in range(group.sees(position, PAGE), position // PAGE):
+                expected = (place, tuple(sequence.tokens[: (index + 1) * PAGE]))
+                assert self.contents[table[index]] == expected
+
+    @invariant()
+    def agrees(self) -> None:
+        self.cache.check()
+        for sequence in self.sequences:
+            if sequence.released is None:
+                self.check_seen(sequence)
+
+    def teardown(self) -> None:
+        for sequence in self.sequences:
+            if sequence.released is None:
+                self.cache.release(sequence.holding, 0)
+            for _ in range(sequence.pins):
+                self.cache.unpin(sequence.holding)
+        self.cache.check(idle=True)
+        counts = self.cache.counts()
+        assert counts.free + counts.cached == self.total
+        everything = self.cache.hold([])
+        self.cache.extend(everything, self.total // len(self.groups))
+        assert self.cache.available == 0, "all cached pages could be evicted"
+
+
+class OnlyWindowsMachine(GroupsMachine):
+    groups = (KvGroup(1), KvGroup(4))
+
+
+@pytest.mark.parametrize("machine", [GroupsMachine, OnlyWindowsMachine])
+def test_pages_hold_what_positions_see(machine):
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=150, stateful_step_count=50, deadline=None)
+    )
+
+
+def cached(length: int) -> KvCache:
+    """A cache that has computed range(length), page by page, and given it up."""
+    cache = KvCache(PageAllocator(40), PrefixTree(PAGE, groups=(FULL, KvGroup(4))))
+    holding = cache.hold([])
+    for end in range(PAGE, length + 1, PAGE):
+        cache.extend(holding, end // PAGE)
+        cache.commit(holding, range(end))
+        cache.drop(holding, end)
+    cache.release(holding, 0)
+    return cache
+
+
+def test_window_pages_inside_a_prefix_are_evicted_first_and_the_prefix_stays_usable():
+    cache = cached(20)
+    assert (cache.counts().cached, cache.match_length(range(14)), cache.match_length(range(20))) == (
+        20,
+        14,
+        20,
+    )
+    other = cache.hold([99])
+    cache.extend(other, 11)  # 20 pages are free
+    assert cache.counts().cached < 20
+    assert cache.match_length(range(20)) == 20, "its end can still be continued"
+    assert cache.match_length(range(18)) == 18, "and so can the border before"
+    assert cache.match_length(range(14)) == 0, "its middle cannot: its window pages are gone"
+    cache.release(other, 0)
+    cache.check(idle=True)
+
+
+def test_a_prefix_without_its_window_pages_is_usable_where_the_rest_is_pulled():
+    cache = cached(20)
+    other = cache.hold([99])
+    cache.extend(other, 11)
+    tokens = [*range(14), *range(50, 70)]
+    holding = cache.hold(tokens, "", 17, position=len(tokens))
+    assert len(holding) == 7 and holding.tables[1] == [GONE] * 7, "only the full group's pages are wanted"
+    cache.release(holding, 0)
+    cache.release(other, 0)
+
+
+def test_a_longer_run_fills_the_holes_of_a_cached_prefix():
+    cache = cached(20)
+    other = cache.hold([99])
+    cache.extend(other, 11)
+    cache.release(other, 0)
+    again = cache.hold(range(14), "", 6)
+    assert len(again) == 0
+    cache.extend(again, 7)
+    cache.commit(again, range(14))
+    cache.release(again, 0)
+    assert cache.match_length(range(14)) == 14
+    cache.check(idle=True)
+
+
+def test_eviction_keeps_up_with_many_prompts():
+    """No page gets lost in a pool that is always full."""
+    cache = KvCache(PageAllocator(120), PrefixTree(PAGE, groups=(FULL, KvGroup(5), KvGroup(5))))
+    draw = random.Random(3)
+    for _ in range(400):
+        tokens = [draw.randrange(3) for _ in range(draw.randrange(2, 40))]
+        holding = cache.hold(tokens, "", (len(tokens) - 1) // PAGE)
+        cache.extend(holding, -(-len(tokens) // PAGE))
+        cache.commit(holding, tokens)
+        cache.drop(holding, len(tokens))
+        cache.release(holding, 0)
+        cache.check(idle=True)
+    counts = cache.counts()
+    assert counts.cached + counts.free == counts.total and cache.available == counts.total

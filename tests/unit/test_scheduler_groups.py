@@ -1,0 +1,173 @@
+"""The scheduler over several KV groups, on a "model" whose tokens depend on every byte that they see."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton.engine.request import FailedEvent, Phase, Request, TokenEvent
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.kvcache import KvCache, KvGroup, PageAllocator, PageCounts, PrefixTree
+from baton.kvcache.groups import peak
+from baton.sim.model import Flight, SimPool, SimRunner, reference
+
+SIZE = 4
+
+
+class Engine:
+    def __init__(self, windows, pages, *, overlap=False, budget=8, rows=4, **config):
+        self.windows = windows
+        groups = tuple(map(KvGroup, windows))
+        pool = SimPool(pages, SIZE)
+        self.cache = KvCache(PageAllocator(pages, pool.generations), PrefixTree(SIZE, groups=groups))
+        limits = {"context_length": 1000, "output_margin": 4, **config}
+        self.scheduler = Scheduler(self.cache, SchedulerConfig(token_budget=budget, max_rows=rows, **limits))
+        self.runner = SimRunner(pool, rows, lambda flight: None, lambda plan, page: None, windows)
+        self.overlap = overlap
+        self.pending = None
+        self.tokens: dict[object, list[int]] = {}
+        self.failed: list[FailedEvent] = []
+        self.counts: list[PageCounts] = []
+
+    def submit(self, key, prompt, outputs, **options):
+        request = Request(key, tuple(prompt), SamplingParams(max_tokens=outputs, seed=3), **options)
+        self.scheduler.submit(request)
+        return request
+
+    def step(self):
+        """Plans and launches a step; with overlap commits the one before it. Whether there was any."""
+        step = self.scheduler.plan()
+        launched = None
+        if step is not None:
+            launched = step, self.runner.launch(step.plan)
+        due = launched
+        if self.overlap:
+            due, self.pending = self.pending, launched
+        if due is not None:
+            flight: Flight = due[1]
+            self.runner.execute(flight)
+            self.scheduler.commit(due[0], self.runner.read(flight))
+        self.cache.check()
+        assert self.scheduler.reservations.total <= self.cache.available
+        self.counts.append(self.cache.counts())
+        for event in self.scheduler.take_events():
+            if isinstance(event, TokenEvent):
+                self.tokens.setdefault(event.sequence.request.key, []).append(event.token)
+            elif isinstance(event, FailedEvent):
+                self.failed.append(event)
+        return step is not None or due is not None
+
+    def run(self, steps=5000):
+        for _ in range(steps):
+            if not self.step() and not self.scheduler.requests:
+                break
+        assert not self.scheduler.requests
+        self.cache.check(idle=True)
+        counts = self.cache.counts()
+        assert counts.free + counts.cached == counts.total
+
+    def expect(self, key, prompt, outputs):
+        assert tuple(self.tokens[key]) == reference(prompt, 3, outputs, windows=self.windows)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("windows", [(9,), (1, 6), (None, 9), (None, 5, 8)])
+def test_window_pages_come_back_while_the_sequence_runs(windows, overlap):
+    engine = Engine(windows, 400, overlap=overlap)
+    prompt = range(50)
+    engine.submit(1, prompt, 150)
+    taken = []
+    while engine.scheduler.requests:
+        engine.step()
+        taken.append(engine.counts[-1].owned)
+    engine.run()
+    engine.expect(1, prompt, 150)
+    full = 50 * windows.count(None)
+    assert max(taken) < full + (len(windows) - windows.count(None)) * 9, "200 tokens are 50 pages of a group"
+    assert sum(engine.cache.generation(page) for page in range(400)) >= 50 * len(windows), "taken in all"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("windows", "pages"), [((9,), 9), ((None, 5, 8), 68)])
+def test_a_pool_too_small_for_the_whole_history_serves_a_long_sequence(windows, pages, overlap):
+    assert pages >= peak(tuple(map(KvGroup, windows)), 200, SIZE, 16)
+    assert pages < 50 * len(windows)
+    engine = Engine(windows, pages, overlap=overlap)
+    engine.submit(1, range(60), 140)
+    engine.run()
+    engine.expect(1, range(60), 140)
+    assert not engine.scheduler.retractions
+
+
+def test_what_could_never_fit_is_refused():
+    engine = Engine((None, 8), 30)
+    room = engine.scheduler._room
+    assert 60 < room < 30 * SIZE
+    engine.submit(1, range(room - 5), 5)
+    with pytest.raises(Exception, match=f"exceed {room} tokens"):
+        engine.submit(2, range(room - 5), 6)
+    engine.run()
+    engine.expect(1, range(room - 5), 5)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("windows", [(9,), (None, 5), (None, 8, 13), (4, 12)])
+def test_many_requests_with_common_prefixes_in_a_tight_pool(windows, overlap):
+    draw = random.Random(f"{windows} {overlap}")
+    engine = Engine(windows, (24 if None in windows else 10) * len(windows), overlap=overlap, output_margin=2)
+    asked = {}
+    prefixes = [tuple(draw.randrange(900) for _ in range(30)) for _ in range(3)]
+    for key in range(60):
+        prompt = (*draw.choice(prefixes)[: draw.randrange(31)], *range(draw.randrange(1, 30)))
+        outputs = draw.randrange(1, 30)
+        n = draw.choice((1, 1, 1, 2))
+        asked[key] = prompt, outputs, n
+        engine.submit(key, prompt, outputs, n=n, priority=draw.randrange(2))
+        for _ in range(draw.randrange(4)):
+            engine.step()
+    engine.run()
+    assert not engine.failed
+    for key, (prompt, outputs, n) in asked.items():
+        if n == 1:
+            engine.expect(key, prompt, outputs)
+        else:
+            assert len(engine.tokens[key]) == n * outputs
+    if None in windows:
+        assert engine.scheduler.retractions, "a pool in which nothing is retracted is not tight"
+
+
+def test_a_prompt_that_shares_window_pages_gets_its_pages_in_the_end():
+    """An idle request that shares a prompt's window pages keeps them from becoming free: it is retracted."""
+    engine = Engine((16,), 24, output_margin=0)
+    first = engine.submit(1, range(100), 2)
+    engine.step()
+    engine.step()
+    other = engine.submit(2, [*range(16), 990], 40)
+    while other.sequences[0].phase is not Phase.RUNNING:
+        engine.step()
+    other.paused = True
+    squeeze = engine.cache.hold([])
+    engine.cache.extend(squeeze, engine.scheduler.reservations.headroom)
+    while first.sequences and first.sequences[0].phase is Phase.PROMPT:
+        assert engine.step()
+    assert other.retractions
+    engine.cache.release(squeeze, 0)
+    other.paused = False
+    engine.run()
+    engine.expect(1, range(100), 2)
+    engine.expect(2, [*range(16), 990], 40)
+
+
+def test_a_session_goes_on_where_its_last_turn_ended():
+    """Also when the turn ended at a page border, and when most window pages of the turn are gone."""
+    for length in range(60, 69):
+        engine = Engine((None, 9), 60)
+        engine.submit(1, range(length), 13)
+        engine.run()
+        turn = [*range(length), *engine.tokens[1]]
+        again = engine.submit(2, [*turn, 7, 8], 5)
+        engine.run()
+        assert again.cached_tokens == (len(turn) - 1) // SIZE * SIZE
+        engine.expect(2, [*turn, 7, 8], 5)
