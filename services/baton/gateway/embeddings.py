@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from baton.gateway import admission
 from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
-from baton.gateway.metrics import EndedRequest
+from baton.gateway.request_log import EndedRequest
 from baton.rpc.errors import BatonError
 from baton.v1 import embed_pb2, inference_pb2
 
@@ -37,9 +37,10 @@ async def embed(
                 error.field = f"inputs{error.field}"
             raise
         finally:
-            ended = EndedRequest(name, tokens, 0, 0, time.monotonic() - began)
+            took, key = time.monotonic() - began, api_key.name
+            ended = EndedRequest(name, tokens, 0, 0, took, api="embed", key=key, model=gateway.model_name)
             gateway.request_log.add(outcome, ended, reason)
-            gateway.metrics.requests.labels(outcome).inc()
+            gateway.metrics.ended(outcome, key, tokens, 0, took)
     return inference_pb2.EmbedResponse(embeddings=embeddings, request_id=name)
 
 
