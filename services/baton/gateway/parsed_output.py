@@ -7,9 +7,11 @@ import secrets
 from collections.abc import Sequence
 
 from baton.gateway.parsers.reader import Call, Event, Reader, Reasoning, Text
-from baton.gateway.parsers.registry import make_parser
+from baton.gateway.parsers.registry import REASONING_PARSERS, make_parser
+from baton.gateway.tool_grammars import constrain
 from baton.rpc.errors import invalid
-from baton.v1 import inference_pb2, node_pb2, tokenizer_pb2
+from baton.tokenizer.vocabulary import Vocabulary
+from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
 
 
 class ParsedOutput:
@@ -86,9 +88,22 @@ class OutputParsers:
         if self._tools and not model.tool_format:
             text = "chat.tools: how this model calls tools is not known; give the gateway --tool-parser"
             raise invalid("chat.tools", text)
-        self._opened = rendered.rstrip().endswith(("<think>", "[THINK]"))
+        end = rendered.rstrip()
+        self._opened = end.endswith(("<think>", "[THINK]"))
+        over = end.endswith(("</think>", "[/THINK]"))
+        self._reasons = model.reasoning_format in REASONING_PARSERS and not over
+        self._chat = chat
         single = chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls
         self._most_calls = 1 if single else 0
+
+    def constrain(self, sampling: common_pb2.SamplingParams, vocabulary: Vocabulary) -> None:
+        """Gives the parameters a grammar that holds the output to the tools, and holds what comes after the
+        reasoning to the grammar that they have. Raises BatonError."""
+        grammar = constrain(
+            self._chat, sampling, vocabulary, self._formats, reasons=self._reasons, opened=self._opened
+        )
+        if grammar is not None:
+            sampling.grammar.CopyFrom(grammar)
 
     def make(self) -> ParsedOutput | None:
         """For one choice; None: all of its output is the answer."""

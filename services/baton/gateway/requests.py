@@ -29,7 +29,7 @@ from baton.rpc.errors import (
     without_frames,
 )
 from baton.rpc.logs import get_logger
-from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, require_grammars
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.tracing.recorder import TOKENS_EVERY, Kind
 from baton.v1 import common_pb2, decode_pb2, inference_pb2, trace_pb2
@@ -191,6 +191,8 @@ class Request:
             outputs = None
             if start.HasField("chat") and not start.raw_output:
                 outputs = OutputParsers(start.chat, self._prompt.end, model)
+                outputs.constrain(self._template.sampling, vocabulary)
+                require_grammars(self._template.sampling, model.grammars)
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
             self._place()

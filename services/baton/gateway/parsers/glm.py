@@ -12,7 +12,7 @@ from collections.abc import Generator
 
 from baton.gateway.parsers.hermes import CLOSE, OPEN
 from baton.gateway.parsers.reader import Cut, Malformed
-from baton.gateway.parsers.tools import NAME, ToolParser
+from baton.gateway.parsers.tools import NAME, ToolParser, loads
 
 
 class Glm(ToolParser):
@@ -20,6 +20,12 @@ class Glm(ToolParser):
     MARKS = (OPEN,)
 
     def calls(self, mark: str) -> Generator[None, None, None]:
+        yield from self.space()
+        if (yield from self.peek()) == "{":  # as a grammar makes a model write it
+            self.call_json(loads((yield from self.json())))
+            yield from self.space()
+            yield from self.accept(CLOSE)
+            return
         name, found = yield from self.until("<arg_key>", CLOSE)
         name = name.strip()
         if not NAME.fullmatch(name):

@@ -18,12 +18,12 @@ _CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*(?:\(|$)|$)")
 class _WholeAnswer(ToolParser):
     """An answer is calls from its first character on, or from a mark on."""
 
-    FIRST: str
+    FIRST: tuple[str, ...]
 
     def run(self) -> Generator[None, None, None]:
         space = yield from self.space()
         self._begin = self.at - len(space)
-        if (yield from self.peek()) == self.FIRST:
+        if (yield from self.peek()) in self.FIRST:
             try:
                 yield from self.calls("")
             except Malformed:
@@ -37,8 +37,9 @@ class _WholeAnswer(ToolParser):
 
 
 class Llama3Json(_WholeAnswer):
-    SPECIAL = MARKS = ("<|python_tag|>",)
-    FIRST = "{"
+    SPECIAL: tuple[str, ...] = ("<|python_tag|>",)
+    MARKS: tuple[str, ...] = ("<|python_tag|>",)
+    FIRST: tuple[str, ...] = ("{",)
 
     def calls(self, mark: str) -> Generator[None, None, None]:
         while True:
@@ -49,13 +50,16 @@ class Llama3Json(_WholeAnswer):
                 return
 
 
-class Pythonic(_WholeAnswer):
+class Pythonic(Llama3Json):
     SPECIAL = ("<|python_start|>", "<|python_end|>")
     MARKS = ("<|python_start|>",)
-    FIRST = "["
+    FIRST = ("[", "{")
 
     def calls(self, mark: str) -> Generator[None, None, None]:
         yield from self.space()
+        if (yield from self.peek()) == "{":  # as a grammar makes a model write it
+            yield from super().calls(mark)
+            return
         while _CALL.match(self.text, self.at) and not re.match(r"\[\s*[\w.-]+\s*\(", self.text[self.at :]):
             if self.ended:
                 raise Cut

@@ -1,0 +1,228 @@
+"""Grammars that hold a chat's output to its tools: a call is required, functions are strict, or an answer
+has a schema.
+
+A grammar is in Lark's syntax, as llguidance reads it (https://github.com/guidance-ai/llguidance,
+docs/syntax.md): reasoning, if the model may reason; then calls in the form that the model's parser reads, or
+an answer. Marks that are special tokens are named by their ids. Of formats whose arguments are plain text
+the parsers read JSON as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from baton.gateway.parsers.deepseek import BEGIN, CALL, CALL_END, END, SEP
+from baton.gateway.parsers.hermes import CLOSE, OPEN
+from baton.rpc.errors import invalid
+from baton.rpc.validate import MAX_GRAMMAR_BYTES
+from baton.tokenizer.vocabulary import Vocabulary
+from baton.v1 import common_pb2, tokenizer_pb2
+
+MAX_CALLS = 16
+"""In an answer that must call tools."""
+_SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,20}"}
+"""Between the tokens of a JSON text; without a limit some models write spaces for ever."""
+_ANY = "/(?s:.*)/"
+
+
+def constrain(
+    chat: tokenizer_pb2.ChatPrompt,
+    sampling: common_pb2.SamplingParams,
+    vocabulary: Vocabulary,
+    formats: tuple[str, str],
+    *,
+    reasons: bool,
+    opened: bool,
+) -> common_pb2.Grammar | None:
+    """The grammar of a chat's whole output; None: its own, if it has one, is all.
+
+    formats: of tool calls and reasoning. reasons: the model may reason; opened: its prompt ends with the
+    mark that begins the reasoning. Raises BatonError.
+    """
+    mode = chat.tool_choice.mode
+    required = mode == tokenizer_pb2.ToolChoice.MODE_REQUIRED
+    tools = [] if mode == tokenizer_pb2.ToolChoice.MODE_NONE else list(chat.tools)
+    strict = any(tool.strict for tool in tools)
+    answer = sampling.grammar if sampling.HasField("grammar") and not required else None
+    if not (required or strict or (answer is not None and (tools or reasons))):
+        return None
+    if sampling.ignore_eos:
+        text = "sampling.ignore_eos cannot be true beside tools that must be called in their form"
+        raise invalid("sampling.ignore_eos", text)
+    if sum(len(tool.parameters) for tool in tools) > MAX_GRAMMAR_BYTES:
+        text = f"chat.tools: their schemas have more than the {MAX_GRAMMAR_BYTES} bytes that can be enforced"
+        raise invalid("chat.tools", text)
+    if required and chat.tool_choice.name:
+        tools = [tool for tool in tools if tool.name == chat.tool_choice.name]
+    most = 1 if chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls else MAX_CALLS
+    writer = _Writer(vocabulary, tools, loose=not required)
+    lines = writer.write(formats, most, required, answer, reasons=reasons, opened=opened)
+    return common_pb2.Grammar(lark="\n".join(lines))
+
+
+class _Writer:
+    """loose: only strict functions are held to their schemas."""
+
+    def __init__(self, vocabulary: Vocabulary, tools: Sequence[tokenizer_pb2.Tool], *, loose: bool) -> None:
+        self._special = {vocabulary.bytes_of(token): token for token in vocabulary.special}
+        self._tools = tools
+        self._schemas = [_schema(tool, any_object=loose and not tool.strict) for tool in tools]
+
+    def write(
+        self,
+        formats: tuple[str, str],
+        most: int,
+        required: bool,
+        answer: common_pb2.Grammar | None,
+        *,
+        reasons: bool,
+        opened: bool,
+    ) -> list[str]:
+        gpt_oss = "gpt_oss" in formats
+        lines = []
+        if self._tools:
+            lines += self._calls(formats[0], most)
+        if answer is not None:
+            lines += _answer(answer)
+            if gpt_oss:
+                lines.append(f"final: {self._mark('<|channel|>', 'final', '<|message|>')} answer")
+            body = ("final" if gpt_oss else "answer") + (" | calls" if self._tools else "")
+        elif required:
+            body = "calls"
+        else:
+            lines += self._free(formats[0])
+            body = "free"
+        lines.append(f"body: {body}")
+        if not reasons:
+            return ["start: body", *lines]
+        if gpt_oss:
+            thought = self._mark("<|channel|>", "analysis", "<|message|>")
+            end = self._mark("<|end|>", "<|start|>", "assistant")
+            return [f"start: (thought {end})? body", f"thought: {thought} {_ANY}", *lines]
+        lines += self._thought("</think>", "[/THINK]")
+        begin = "" if opened else f"({self._mark('<think>')} | {self._mark('[THINK]')}) "
+        return [f"start: ({begin}thought SPACE?){'' if opened else '?'} body", *lines, r"SPACE: /\s{1,8}/"]
+
+    def _thought(self, *ends: str) -> list[str]:
+        special = [self._mark(end) for end in ends if end.encode() in self._special]
+        if special:
+            return [f"thought: {_ANY} ({' | '.join(special)})"]
+        patterns = "|".join(re.escape(end).replace("/", r"\/") for end in ends)
+        return [f"thought[lazy]: /(?s:.*)({patterns})/"]
+
+    def _mark(self, *texts: str) -> str:
+        """Texts one after the other; one that is a special token stands for that token."""
+        parts = []
+        for text in texts:
+            token = self._special.get(text.encode())
+            parts.append(f"<[{token}]>" if token is not None else _literal(text))
+        return " ".join(parts)
+
+    def _each(self, form: Callable[[str, str], str]) -> list[str]:
+        """The rule `call`: any of the tools. form: how a call of this name is written, with these
+        arguments."""
+        rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(self._tools)))}"]
+        for number, (tool, schema) in enumerate(zip(self._tools, self._schemas, strict=True)):
+            rules += [f"call_{number}: {form(tool.name, f'args_{number}')}", f"args_{number}: %json {schema}"]
+        return rules
+
+    def _calls(self, form: str, most: int) -> list[str]:
+        """The rule `calls`: one or more."""
+
+        def several(one: str, between: str = "") -> str:
+            return f"{one} ({between} {one}){{0,{most - 1}}}" if most > 1 else one
+
+        def named(key: str) -> Callable[[str, str], str]:
+            def write(name: str, arguments: str) -> str:
+                return f'{_literal(f"""{{"name": {json.dumps(name)}, "{key}": """)} {arguments} "}}"'
+
+            return write
+
+        if form == "llama3_json":
+            return [f"calls: {several('call', _literal('; '))}", *self._each(named("parameters"))]
+        if form == "pythonic":
+            return [f"calls: {several('call', _literal('; '))}", *self._each(named("arguments"))]
+        if form == "mistral":
+            mark = self._mark("[TOOL_CALLS]")
+            if b"[ARGS]" in self._special:
+                args = self._mark("[ARGS]")
+                each = self._each(lambda name, arguments: f"{mark} {_literal(name)} {args} {arguments}")
+                return [f"calls: {several('call')}", *each]
+            listed = several("call", _literal(", "))
+            return [f'calls: {mark} "[" {listed} "]"', *self._each(named("arguments"))]
+        if form == "deepseek":
+            end = f"{_literal(chr(10) + '```')} {self._mark(CALL_END)}"
+            begin = self._mark(CALL, "function", SEP)
+
+            def fenced(name: str, arguments: str) -> str:
+                return f"{begin} {_literal(name + chr(10) + '```json' + chr(10))} {arguments} {end}"
+
+            return [f"calls: {self._mark(BEGIN)} {several('call')} {self._mark(END)}", *self._each(fenced)]
+        if form == "gpt_oss":
+            between = self._mark("<|call|>", "<|start|>", "assistant")
+
+            def message(name: str, arguments: str) -> str:
+                header = (f" to=functions.{name}", "<|channel|>", "commentary json", "<|message|>")
+                return f"{self._mark(*header)} {arguments}"
+
+            return [f"calls: {several('call', between)}", *self._each(message)]
+        block = f"{self._mark(OPEN)} {_literal(chr(10))} call {_literal(chr(10))} {self._mark(CLOSE)}"
+        return [
+            f"calls: {several('block', _literal(chr(10)))}",
+            f"block: {block}",
+            *self._each(named("arguments")),
+        ]
+
+    def _free(self, form: str) -> list[str]:
+        """The rule `free`: any text, in which calls have the form of the tools. Raises BatonError."""
+        if form not in ("hermes", "qwen3_coder", "glm"):
+            text = f"chat.tools: strict functions of models that call tools as {form} need a required call"
+            raise invalid("chat.tools", text)
+        rest = f"rest: {_literal(chr(10))} call {_literal(chr(10))} {self._mark(CLOSE)}"
+        if OPEN.encode() in self._special:
+            return [f"free: ({_ANY} {self._mark(OPEN)} rest)* {_ANY}", rest]
+        mark = re.escape(OPEN)
+        return [
+            "free: (before rest)* TAIL",
+            f"before[lazy]: /(?s:.*){mark}/",
+            f"TAIL: {_ANY} & ~/(?s:.*){mark}(?s:.*)/",
+            rest,
+        ]
+
+
+def _answer(grammar: common_pb2.Grammar) -> list[str]:
+    """The rule `answer`. Raises BatonError for a grammar that cannot be a part of another."""
+    kind = grammar.WhichOneof("kind")
+    if kind in ("json_schema", "json_object"):
+        schema = json.loads(grammar.json_schema) if kind == "json_schema" else {"type": "object"}
+        if not isinstance(schema, dict):
+            text = "sampling.grammar: beside tools or reasoning a schema must be an object"
+            raise invalid("sampling.grammar", text)
+        return [f"answer: %json {_dumps({**schema, 'x-guidance': _SPACE})}"]
+    if kind == "regex":
+        return [f"answer: /{grammar.regex.replace('/', chr(92) + '/')}/"]
+    if kind == "choice":
+        return [f"answer: {' | '.join(map(_literal, grammar.choice.strings))}"]
+    text = "sampling.grammar: a Lark grammar cannot be beside tools or reasoning; give raw_output or no tools"
+    raise invalid("sampling.grammar", text)
+
+
+def _schema(tool: tokenizer_pb2.Tool, *, any_object: bool) -> str:
+    schema: dict[str, Any] = {"type": "object"}
+    if not any_object:
+        schema = json.loads(tool.parameters) if tool.parameters else {"type": "object", "properties": {}}
+        schema.setdefault("type", "object")
+        if "properties" in schema and "patternProperties" not in schema:
+            schema.setdefault("additionalProperties", False)
+    return _dumps({**schema, "x-guidance": _SPACE})
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
