@@ -24,6 +24,11 @@ class NodeConfig:
     recorder_events: int = 32768
     """Events of recent requests that the recorder keeps, about 300 bytes each; 0: none. `baton trace` shows
     them."""
+    otel_endpoint: str = ""
+    """URL of an OpenTelemetry collector (OTLP over gRPC), such as http://127.0.0.1:4317; empty: no spans.
+    Needs the extra `otel`."""
+    otel_sample: float = 1.0
+    """Part of the requests without a trace context of their own that are traced, from 0 to 1 (gateway)."""
     drain_seconds: float = 30.0
     """How long SIGTERM waits for running requests."""
     cluster_secret_file: str = ""

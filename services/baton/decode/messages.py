@@ -49,6 +49,7 @@ def _start(effect: StartPrefill, ahead: bool) -> prefill_pb2.PrefillStart:
         namespace=request.namespace,
         announce_ahead=ahead,
         failed_steps=request.failed_steps,
+        traceparent=request.trace,
     )
     if effect.remaining != float("inf"):
         start.timeout_ms = max(1, int(effect.remaining * 1000))

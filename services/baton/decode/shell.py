@@ -135,6 +135,9 @@ class DecodeShell(WorkerShell[DecodeCore]):
         info = self.model_info
         caller.begin(start.request, start.attempt)
         name = (caller.incarnation, start.request, start.attempt)
+        trace = ""
+        if start.traceparent:
+            trace = self.recorder.begin_span(*name, operation="decode", traceparent=start.traceparent)
         self.recorder.add(Kind.RECEIVED, *name)
         try:
             self.peers.check_room(start.prefill)
@@ -152,6 +155,7 @@ class DecodeShell(WorkerShell[DecodeCore]):
         params = sampling_from(start.sampling, info.eos_token_ids, room)
         key = Key(caller, start.request)
         request = request_from(start, key, n, delivered, params, self.clock(), self.config.request_seconds)
+        request.trace = trace
         candidates = tuple(dict.fromkeys(start.prefill)) or self.config.prefill
         for address in candidates:
             self.peers.connect(address)

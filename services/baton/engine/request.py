@@ -121,6 +121,8 @@ class Request:
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix tree; None until admission."""
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    trace: str = ""
+    """Trace context for the processes that are asked for a part of it; opaque here."""
     retractions: int = 0
     grammar: Grammar | None = None
     """params.grammar, compiled; until then the request is not admitted."""

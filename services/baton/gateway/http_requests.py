@@ -98,7 +98,8 @@ async def _read(request: Request, limit: int) -> bytearray:
 async def running(gateway: Gateway, starts: _Starts, request: Request) -> AsyncIterator[RequestBatch]:
     """Runs the requests; they are cancelled when the client leaves, or when the body fails."""
     setattr(request.state, BEGUN, True)
-    job = RequestBatch(gateway, starts, request.state.api_key)
+    traceparent = request.headers.get("traceparent", "")
+    job = RequestBatch(gateway, starts, request.state.api_key, traceparent)
     job.begin()
     watch = asyncio.create_task(_cancel_on_disconnect(request.receive, job))
     try:

@@ -44,7 +44,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         api_key = self._authentication.api_key(metadata.get("authorization", ""))
         api_key.open_stream()
         try:
-            await self._generate(_ClientStream(self._gateway, api_key), requests, context)
+            stream = _ClientStream(self._gateway, api_key, metadata.get("traceparent", ""))
+            await self._generate(stream, requests, context)
         finally:
             api_key.close_stream()
 
@@ -74,7 +75,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         api_key = self._authentication.api_key(metadata.get("authorization", ""))
         api_key.open_stream()
         try:
-            single = SingleRequest(self._gateway, start, api_key)
+            single = SingleRequest(self._gateway, start, api_key, metadata.get("traceparent", ""))
             try:
                 yield single
             finally:
@@ -118,9 +119,10 @@ class _ClientStream:
     their token logs since its last write, so that a slow client delays nobody and costs no memory.
     """
 
-    def __init__(self, gateway: Gateway, api_key: ApiKey) -> None:
+    def __init__(self, gateway: Gateway, api_key: ApiKey, traceparent: str = "") -> None:
         self._gateway = gateway
         self._api_key = api_key
+        self._traceparent = traceparent
         self._open: dict[str, Request] = {}  # by the client's id, until the terminal event has been taken
         self._changed: dict[str, None] = {}  # ids whose logs may have something new, oldest first
         self._rejected: list[inference_pb2.GenerateResponse] = []
@@ -217,7 +219,9 @@ class _ClientStream:
                 field="start.id",
             )
         id = start.id  # not `start`: a closure over it would keep the prompt alive
-        request = Request(self._gateway, start, lambda: self._mark(id, request), self._api_key)
+        request = Request(
+            self._gateway, start, lambda: self._mark(id, request), self._api_key, "grpc", self._traceparent
+        )
         self._open[id] = request
         try:
             session = self._session(start.session) if start.session else None

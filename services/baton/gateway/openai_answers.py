@@ -24,11 +24,18 @@ class RequestBatch:
     """The requests of one HTTP call, one for each prompt. The first failure cancels the others."""
 
     def __init__(
-        self, gateway: Gateway, starts: Sequence[inference_pb2.GenerateStart], api_key: ApiKey
+        self,
+        gateway: Gateway,
+        starts: Sequence[inference_pb2.GenerateStart],
+        api_key: ApiKey,
+        traceparent: str = "",
     ) -> None:
+        """traceparent: the client's trace context; empty: it has none."""
         self.n = starts[0].n or 1
         self._wake = asyncio.Event()
-        self._requests = [Request(gateway, start, self._wake.set, api_key, "http") for start in starts]
+        self._requests = [
+            Request(gateway, start, self._wake.set, api_key, "http", traceparent) for start in starts
+        ]
         self._left = set(range(len(starts)))
         self._unaccepted = set(self._left)
         self._taken: deque[tuple[int, Event]] = deque()

@@ -100,23 +100,27 @@ async def encode_prompt(
     tokenizer: Tokenizer,
     timeout: float,
     name: trace_pb2.RequestName | None = None,
+    traceparent: str = "",
     asking: Callable[[str], None] = lambda address: None,
 ) -> Prompt:
-    """The tokens of the whole prompt, including those of the session. name: the request's. asking: called
+    """The tokens of the whole prompt, including those of the session. name: the request's. traceparent: its
+    trace context. asking: called
     with the address of each tokenizer before it is asked."""
     earlier = session.token_ids if session is not None else []
     kind = start.WhichOneof("prompt")
     if kind == "tokens":
         return Prompt([*earlier, *start.tokens.token_ids], "tokens.token_ids")
     if kind == "text":
-        text = tokenizer_pb2.EncodeInput(text=start.text, add_special_tokens=not earlier, request=name)
+        text = tokenizer_pb2.EncodeInput(
+            text=start.text, add_special_tokens=not earlier, request=name, traceparent=traceparent
+        )
         found = list((await tokenizer.encode(text, timeout, asking)).token_ids)
         model = tokenizer.model
         if not (start.text or found or earlier) and model is not None and model.HasField("begin_token_id"):
             found = [model.begin_token_id]
         return Prompt([*earlier, *found], "text")
     conversation = session.conversation(start.chat) if session is not None else start.chat
-    given = tokenizer_pb2.EncodeInput(chat=conversation, request=name)
+    given = tokenizer_pb2.EncodeInput(chat=conversation, request=name, traceparent=traceparent)
     if session is not None:
         # Encoding the whole text again may give other tokens than those whose KV exists.
         given.encoded_text = session.encoded_text

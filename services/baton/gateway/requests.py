@@ -18,6 +18,7 @@ from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
 from baton.gateway.prompts import Prompt, Session, encode_prompt
 from baton.gateway.request_log import EndedRequest
+from baton.gateway.request_spans import describe_span, request_span
 from baton.gateway.routing import RequestRouting
 from baton.gateway.token_log import TokenLog, fill_token_bytes
 from baton.rpc.errors import (
@@ -54,8 +55,10 @@ class Request:
         on_change: Callable[[], None],
         api_key: ApiKey,
         api: str = "grpc",
+        traceparent: str = "",
     ) -> None:
-        """api: that the request came by, for the record."""
+        """api: that the request came by, for the record. traceparent: the client's trace context; empty: it
+        has none."""
         self.api_key = api_key
         self._api = api
         self.number = gateway.next_number()
@@ -87,6 +90,7 @@ class Request:
         config = gateway.config
         limit = start.timeout_ms / 1000 if start.HasField("timeout_ms") else config.request_seconds
         self._timing = RequestTimer(gateway.metrics, limit)
+        self._template.traceparent = request_span(self._recorder, gateway, self.number, start, traceparent)
         self._record(Kind.RECEIVED, text=api)
         self._begun_attempt = -1
         """The last attempt of which the first token has come."""
@@ -160,6 +164,7 @@ class Request:
                 self._gateway.tokenizer,
                 self._timing.remaining,
                 trace_pb2.RequestName(gateway=self._gateway.incarnation, request=self.number),
+                self._template.traceparent,
                 self._tokenizing,
             )
             self._start = None
@@ -414,6 +419,8 @@ class Request:
         if error is not None and outcome == "failed":
             self._gateway.metrics.failed(error.reason)
         reason = error.reason if error is not None and outcome == "failed" else outcome
+        if self._template.traceparent:
+            describe_span(self._recorder, self._gateway, self.number, self.log)
         self._record(Kind.ENDED, number=self.log.output_tokens, text=reason)
         prompt, output = len(self.log.prompt_ids), self.log.output_tokens
         self._gateway.metrics.ended(outcome, self.api_key.name, prompt, output, self._timing.elapsed)

@@ -16,13 +16,19 @@ from baton.v1 import inference_pb2
 class SingleRequest:
     """Begins at once. Whoever makes it must `leave` it. A failure of the request is raised as BatonError."""
 
-    def __init__(self, gateway: Gateway, start: inference_pb2.GenerateStart, api_key: ApiKey) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        start: inference_pb2.GenerateStart,
+        api_key: ApiKey,
+        traceparent: str = "",
+    ) -> None:
         if start.session:
             raise invalid("start.session", "a session needs a stream of its own: use Inference.Generate")
         if start.id:
             admission.check_id(start.id)
         self._wake = asyncio.Event()
-        self._request = Request(gateway, start, self._wake.set, api_key)
+        self._request = Request(gateway, start, self._wake.set, api_key, "grpc", traceparent)
         self._request.begin()
 
     def leave(self) -> None:

@@ -153,6 +153,8 @@ class PrefillShell(WorkerShell[PrefillCore]):
             )
         caller.names.add(name)
         named = (name.gateway, name.request, name.attempt, name.decode_try)
+        if start.traceparent:
+            self.recorder.begin_span(*named, operation="prefill", traceparent=start.traceparent)
         self.recorder.add(Kind.RECEIVED, *named)
         n = start.n if start.HasField("n") else 1
         info = self.model_info

@@ -35,6 +35,7 @@ from baton.rpc.node_watch import HasPool, NodeWatches
 from baton.rpc.tasks import signals, unless
 from baton.rpc.trace_messages import recent
 from baton.tracing.recorder import Recorder
+from baton.tracing.spans import SpanError, Spans
 from baton.v1 import node_pb2, node_pb2_grpc, trace_pb2
 
 EXIT_BROKEN = 70
@@ -122,6 +123,12 @@ async def run_node(
     except BatonError as error:
         print(f"baton {node.role}: {error.message}", file=sys.stderr, flush=True)
         return 2
+    try:
+        if config.otel_endpoint:
+            node.recorder.spans = Spans(node.role, config.otel_endpoint, config.otel_sample)
+    except SpanError as error:
+        print(f"baton {node.role}: {error}", file=sys.stderr, flush=True)
+        return 2
     stopping = stop or asyncio.Event()
     stop_now = asyncio.Event()
     with signals(stopping, stop_now, install=stop is None):
@@ -148,6 +155,8 @@ async def run_node(
             return 1
         finally:
             await shell.close(stop_now)
+            if node.recorder.spans is not None:
+                await asyncio.to_thread(node.recorder.spans.close)
 
 
 def run_process(work: Coroutine[Any, Any, int]) -> int:

@@ -62,6 +62,10 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         self, request: tokenizer_pb2.EncodeRequest, context: grpc.aio.ServicerContext
     ) -> tokenizer_pb2.EncodeResponse:
         tokenizer = self._loaded()
+        for each in request.inputs:
+            if each.traceparent:
+                name = (each.request.gateway, each.request.request)
+                self._recorder.begin_span(*name, operation="tokenize", traceparent=each.traceparent)
         self._record(Kind.RECEIVED, request)
 
         def work() -> list[tokenizer_pb2.EncodeResult]:

@@ -6,7 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from baton.tracing.spans import Spans
 
 CAPACITY = 32_768
 """Events. About 300 bytes each, so about 10 MB a process; a request has 10 to 30."""
@@ -59,9 +62,10 @@ class Recorder:
 
     def __init__(self, capacity: int = CAPACITY, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.spans: Spans | None = None
+        """Makes OpenTelemetry's spans of what is recorded; None: nobody wants them."""
+        self._silent = not capacity
         self._ring: deque[tuple[float, Kind, int, int, int, int, int, int, int, str]] = deque(maxlen=capacity)
-        if not capacity:
-            self.add = _nothing  # type: ignore[method-assign]
 
     def add(
         self,
@@ -76,11 +80,31 @@ class Recorder:
         text: str = "",
     ) -> None:
         """Records what happens now."""
+        if self._silent and self.spans is None:
+            return
         if len(text) > MAX_TEXT:
             text = text[:MAX_TEXT]
-        self._ring.append(
-            (self.clock(), kind, gateway, request, attempt, decode_try, number, size, step, text)
-        )
+        event = (self.clock(), kind, gateway, request, attempt, decode_try, number, size, step, text)
+        self._ring.append(event)
+        if self.spans is not None:
+            self.spans.take(Event(*event))
+
+    def begin_span(
+        self,
+        gateway: int,
+        request: int,
+        attempt: int = 0,
+        decode_try: int = 0,
+        *,
+        operation: str,
+        traceparent: str,
+        attributes: dict[str, Any] | None = None,
+    ) -> str:
+        """The process has got a request; before its event RECEIVED. Returns the trace context for the
+        processes that it asks; empty: the request is not traced."""
+        if self.spans is None:
+            return ""
+        return self.spans.begin((gateway, request, attempt, decode_try), operation, traceparent, attributes)
 
     def of(self, names: Collection[tuple[int, int]]) -> list[Event]:
         """Events of these requests (gateway, request), oldest first. Takes about a millisecond when full."""
@@ -98,7 +122,3 @@ class Recorder:
     def all(self) -> list[Event]:
         """All events, oldest first."""
         return [Event(*event) for event in list(self._ring)]
-
-
-def _nothing(*arguments: object, **more: object) -> None:
-    """Records nothing."""
