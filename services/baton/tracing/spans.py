@@ -1,8 +1,8 @@
 """OpenTelemetry: each process makes spans of the requests that it has recorded, and exports them by OTLP.
 
 Needs the extra `otel`. The trace context travels in fields `traceparent` (W3C Trace Context) of the messages
-between processes; a request that is not sampled has none, and costs nothing. Spans are made by a thread of their
-own, when a request ends.
+between processes; a request that is not sampled has none, and costs nothing. A thread makes the spans when a
+request has ended.
 """
 
 from __future__ import annotations
