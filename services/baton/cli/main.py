@@ -74,6 +74,7 @@ MEASUREMENTS: Commands = {
             "bench_step:step",
             "Decode steps of the engine, by batch size and context, against their floor.",
         ),
+        "quality": ("bench_quality:quality", "What quantization costs: perplexity, greedy tokens that stay."),
         "profile": ("bench_profile:profile", "What steps, pulls and messages cost, for `baton plan`."),
         "kv": ("bench_kv:kv", "Rates of the transports between two processes, by prompt length."),
     }
@@ -91,6 +92,7 @@ def bench() -> None:
       baton bench serve --requests 200 --concurrency 32     closed loop
       baton bench offline --requests 32                     all at once, tokens per second
       baton bench step --batch 1,8,64 --context 128,1024    the engine without processes
+      baton bench quality --model smollm2 --quantization int8
       baton bench profile --json profile.json               the input of `baton plan`
       baton bench kv --tokens 2048,16384                    pages between two processes
 

@@ -1,0 +1,79 @@
+"""What quantization costs: perplexity of a text, and the share of greedy tokens that stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.config import WorkerConfig
+from baton.engine.plan import PlanRow, StepPlan
+from baton.rpc.address import new_incarnation
+from baton.rpc.errors import failed_precondition
+from baton.worker.engine import build_engine
+
+WINDOW = 256
+"""Tokens that see each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of the tokens of all windows, the first of each excepted."""
+
+    logprobs: list[float]
+    """Of each token, natural logarithm."""
+    greedy: list[int]
+    """The likeliest token in its place."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-sum(self.logprobs) / len(self.logprobs))
+
+    def kept(self, reference: Scores) -> float:
+        """The share of places with the same likeliest token."""
+        same = sum(a == b for a, b in zip(self.greedy, reference.greedy, strict=True))
+        return same / len(self.greedy)
+
+
+def python_documentation() -> str:
+    """The chapters of Python's language reference that come with the interpreter. PSF licence."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def windows(path: Path, text: str, count: int) -> list[list[int]]:
+    """So many runs of WINDOW tokens of the text, evenly spaced. Raises BatonError for a text that is too
+    short."""
+    from baton.tokenizer.hf import load
+
+    (tokens,) = load(path).encode([text], False)
+    if len(tokens) < WINDOW * count:
+        raise failed_precondition(
+            f"the text has {len(tokens)} tokens; {count} windows of {WINDOW} need {WINDOW * count}"
+        )
+    step = (len(tokens) - WINDOW) // max(1, count - 1)
+    return [tokens[start : start + WINDOW] for start in range(0, step * count, step)][:count]
+
+
+def score(config: WorkerConfig, texts: list[list[int]], progress: Callable[[], None]) -> Scores:
+    """Loads the model, and computes one window at a time as a prompt is computed. Blocks. Raises
+    BatonError."""
+    engine = build_engine(config, new_incarnation(), "decode")
+    try:
+        pages = tuple(range(-(-WINDOW // engine.layout.page_size)))
+        found = Scores([], [])
+        for number, tokens in enumerate(texts):
+            row = PlanRow(0, tokens, 0, pages, (), tuple(tokens[1:]), prompt_top=1)
+            runner = engine.runner
+            (result,) = runner.read(runner.launch(StepPlan(number, (row,)))).rows
+            if result.error is not None:
+                raise failed_precondition(f"the model cannot compute the text: {result.error}")
+            for each in result.prompt_logprobs:
+                found.logprobs.append(each.logprob)
+                found.greedy.append(each.top[0][0])
+            progress()
+        return found
+    finally:
+        engine.close()

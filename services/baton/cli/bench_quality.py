@@ -1,0 +1,104 @@
+"""`baton bench quality`: what a quantized model loses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from baton.cli.bench_options import Report, engine_config, report_options, run_here
+from baton.cli.console import progress_bar, shown, table
+from baton.cli.options import COUNT, SectionedCommand, config_options, fields_of, option, options, take
+from baton.config import NodeConfig, WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The command's options."""
+
+    windows: int
+    text: Path | None
+
+
+def _quality(config: WorkerConfig, wanted: Measured, output: Report, console: Console) -> None:
+    with console.status("Loading torch"):
+        from baton.bench.quality import python_documentation, score, windows
+        from baton.checkpoint import resolve
+        from baton.models.weight_plan import describe
+        from baton.rpc.logs import configure
+
+        configure("bench", "warning")
+    report = output.begin("quality")
+    path = resolve(config.model)
+    text = python_documentation() if wanted.text is None else wanted.text.read_text()
+    texts = windows(path, text, wanted.windows)
+    plain = replace(config, quantization="none", quantize_head=False)
+    ways = [("reference", plain), (config.quantization, config)]
+    scores = []
+    with progress_bar(console) as progress:
+        for name, each in ways:
+            bar = progress.add_task(name, total=len(texts))
+            scores.append(score(each, texts, lambda bar=bar: progress.advance(bar)))  # type: ignore[misc]
+    reference, own = scores
+    change = own.perplexity / reference.perplexity - 1
+    report |= {
+        "model": config.model,
+        "quantization": config.quantization,
+        "quantize_head": config.quantize_head,
+        "tokens": len(own.greedy),
+        "perplexity": own.perplexity,
+        "reference_perplexity": reference.perplexity,
+        "perplexity_change": change,
+        "greedy_kept": own.kept(reference),
+    }
+    how = describe(path, _device(config), config.quantization) or "nothing is quantized"
+    source = "Python's language reference" if wanted.text is None else str(wanted.text)
+    console.print(f"{config.model}: {how}; {len(own.greedy):,} tokens of {source}", highlight=False)
+    rows = table("weights", "perplexity", "change", "greedy tokens kept")
+    rows.add_row("dequantized", shown(reference.perplexity, 3), "", "")
+    kept = f"{own.kept(reference):.2%}"
+    rows.add_row(config.quantization, shown(own.perplexity, 3), f"{change:+.2%}", kept)
+    console.print(rows)
+    output.save(report)
+
+
+def _device(config: WorkerConfig) -> Any:
+    import torch
+
+    automatic = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(automatic if config.device == "auto" else config.device)
+
+
+@click.command(cls=SectionedCommand)
+@options(
+    option("--windows", COUNT, 16, "Runs of 256 tokens of the text, evenly spaced."),
+    option(
+        "--text",
+        click.Path(exists=True, dir_okay=False, path_type=Path),
+        None,
+        "Text to measure with; by default Python's language reference, which comes with the interpreter.",
+        "FILE",
+    ),
+    report_options,
+    config_options(WorkerConfig, leave_out=fields_of(NodeConfig)),
+)
+def quality(**values: Any) -> None:
+    """Measure what quantization costs: perplexity of a text, and the share of greedy tokens that stay.
+
+    The model is loaded twice: with all weights dequantized (--quantization none), and as the options say.
+    Runs in this process. The share is that of the places in the text in which both find the same token
+    likeliest.
+
+    \b
+    Examples:
+      baton bench quality --model smollm2 --quantization int8
+      baton bench quality --model ./my-awq-model --text sample.txt
+    """
+    output, wanted = take(Report, values), take(Measured, values)
+    output.check_writable()
+    console = Console()
+    config = engine_config(values)
+    run_here(lambda: _quality(config, wanted, output, console))
