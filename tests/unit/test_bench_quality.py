@@ -1,0 +1,66 @@
+"""`baton bench quality` on the demo model, against transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+from baton.bench.quality import WINDOW, Scores, python_documentation, windows
+from baton.cli.bench_quality import quality
+from baton.demo import model_path
+from baton.layers.weights.method import quantize
+
+
+def scores(model, texts):
+    with torch.inference_mode():
+        logits = [model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1) for tokens in texts]
+    found = Scores([], [])
+    for each, tokens in zip(logits, texts, strict=True):
+        found.logprobs.extend(each[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].tolist())
+        found.greedy.extend(each.argmax(1).tolist())
+    return found
+
+
+@pytest.mark.slow
+def test_perplexity_and_greedy_tokens_are_those_of_transformers(tmp_path):
+    file = tmp_path / "quality.json"
+    words = (
+        "--model",
+        "demo",
+        "--quantization",
+        "int8",
+        "--windows",
+        "2",
+        "--threads",
+        "1",
+        "--json",
+        str(file),
+    )
+    result = CliRunner().invoke(quality, list(words))
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
+    texts = windows(model_path(), python_documentation(), 2)
+    assert [len(each) for each in texts] == [WINDOW, WINDOW] and texts[0] != texts[1]
+    plain = scores(model, texts)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".layers." in name and parameter.dim() == 2:
+                parameter.copy_(quantize(parameter, 8, parameter.shape[1]).dequantize())
+    rounded = scores(model, texts)
+    assert math.isclose(found["reference_perplexity"], plain.perplexity, rel_tol=1e-4)
+    assert math.isclose(found["perplexity"], rounded.perplexity, rel_tol=1e-3)
+    assert abs(found["greedy_kept"] - rounded.kept(plain)) <= 2 / found["tokens"]
+    assert found["tokens"] == 2 * (WINDOW - 1)
+
+
+def test_a_text_that_is_too_short_is_refused(tmp_path):
+    text = tmp_path / "text"
+    text.write_text("short")
+    result = CliRunner().invoke(quality, ["--text", str(text)])
+    assert result.exit_code == 1 and "need 4096" in result.output
