@@ -93,9 +93,9 @@ def quantize(weight: torch.Tensor, bits: int, group: int) -> QuantizedTensor:
         scale = parts.abs().amax(2).clamp_min_(1e-12).div_(127)
         codes = parts.div(scale[..., None]).round_().clamp_(-127, 127).to(torch.int8)
         return QuantizedTensor(codes.flatten(1), scale, group)
-    low, high = parts.amin(2).clamp_max_(0), parts.amax(2).clamp_min_(0)
+    low, high = parts.amin(2), parts.amax(2)
     scale = high.sub(low).clamp_min_(1e-12).div_(15)
-    zero = low.div(scale).neg_().round_()
+    zero = low.div(scale).neg_()
     codes = parts.div(scale[..., None]).add_(zero[..., None]).round_().clamp_(0, 15).to(torch.uint8)
     return QuantizedTensor(codes.flatten(1), scale, group, zero)
 
