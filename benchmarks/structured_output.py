@@ -1,0 +1,181 @@
+"""What constrained rows cost those beside them, and what a mask costs.
+
+    python benchmarks/structured_output.py --json benchmarks/results/structured_output.json
+
+One engine on one core of a CPU, driven as a decode node's step thread drives it, without other processes.
+Rounds of 64 free streams and rounds of 32 free ones beside 32 constrained by a JSON Schema take turns; the
+time between two tokens of a stream is the time of a step. A shared machine disturbs single steps: the medians
+of all rounds count, and the processor time of the process, the thread that computes masks included.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from shared import make_parser, save_results
+
+from baton.cli.console import table
+from baton.config import DecodeConfig
+from baton.decode.core import make_core
+from baton.decode.types import Key
+from baton.engine.request import Request
+from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import SchedulerConfig
+from baton.engine.step_loop import StepPipeline
+from baton.grammar.base import Grammar, GrammarError, GrammarSpec
+from baton.grammar.llguidance import LlguidanceMatcher
+from baton.worker.engine import build_engine
+
+ROWS, CONSTRAINED = 64, 32
+PROMPT = 64
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["function", "class", "module"]},
+        "line": {"type": "integer", "minimum": 1, "maximum": 9999},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{2,12}$"}, "maxItems": 4},
+    },
+    "required": ["name", "kind", "line", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = {"type": "array", "items": ITEM, "minItems": 10_000}
+"""Longer than any output here."""
+
+
+class TimedMatcher(LlguidanceMatcher):
+    """Notes what each mask took, the token before it included."""
+
+    seconds: list[float]
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self.began = time.perf_counter()
+        super().accept(tokens)
+
+    def fill(self, words: Any) -> None:
+        super().fill(words)
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+class TimedGrammar:
+    def __init__(self, grammar: Any, seconds: list[float]) -> None:
+        self.grammar, self.seconds = grammar, seconds
+
+    def matcher(self) -> TimedMatcher:
+        made = self.grammar.matcher()
+        timed = TimedMatcher(made._matcher, made._usable)
+        timed.seconds, timed.began = self.seconds, time.perf_counter()
+        return timed
+
+
+class Engine:
+    def __init__(self, model: str, tokens: int) -> None:
+        config = DecodeConfig(
+            model=model, threads=1, kv_tokens=2 * ROWS * (PROMPT + tokens), transports=("grpc",)
+        )
+        self.engine = build_engine(config, 1, "decode")
+        info = self.engine.model_info
+        limits = SchedulerConfig(info.context_length, self.engine.config.token_budget, ROWS)
+        self.core = make_core(self.engine.config, limits, self.engine.cache, lambda *_: None)
+        self.pipeline = StepPipeline(self.core, self.engine.runner, False, time.monotonic)
+        self.tokens, self.number = tokens, 0
+        assert self.engine.grammars is not None
+        spec = GrammarSpec("json_schema", json.dumps(SCHEMA))
+        outcome = self.engine.grammars.submit(spec).result(120)
+        assert not isinstance(outcome, GrammarError), outcome
+        self.spec, self.grammar = spec, outcome
+        self.mask_seconds: list[float] = []
+
+    def round(self, constrained: int) -> tuple[list[float], list[float], float]:
+        """Seconds of each step with all rows: elapsed, and the step thread's on a processor; the process's
+        mean on processors."""
+        grammar: Grammar = TimedGrammar(self.grammar, self.mask_seconds)
+        rng = np.random.default_rng(self.number)
+        for row in range(ROWS):
+            self.number += 1
+            bound = row < constrained
+            params = SamplingParams(
+                temperature=1.0,
+                seed=self.number,
+                max_tokens=self.tokens,
+                grammar=self.spec if bound else None,
+            )
+            prompt = tuple(rng.integers(10, self.engine.model_info.vocab_size, PROMPT).tolist())
+            key = Key("benchmark", self.number)
+            request = Request(key, prompt, params, grammar=grammar if bound else None)
+            self.core.start(key, 1, 0, request, (), time.monotonic())
+        times: list[float] = []
+        own: list[float] = []
+        used = 0.0
+        while self.core.requests:
+            full = len(self.core.scheduler.running) == ROWS
+            began, thread, cpu = time.perf_counter(), time.thread_time(), time.process_time()
+            due = self.pipeline.begin()
+            if due is not None:
+                self.pipeline.finish(due)
+            if full:
+                times.append(time.perf_counter() - began)
+                own.append(time.thread_time() - thread)
+                used += time.process_time() - cpu
+        return times, own, used / len(times)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=8, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=120, help="of each output")
+    args = parser.parse_args()
+    engine = Engine(args.model, args.tokens)
+    steps: dict[int, list[float]] = {0: [], CONSTRAINED: []}
+    threads: dict[int, list[float]] = {0: [], CONSTRAINED: []}
+    cpu: dict[int, list[float]] = {0: [], CONSTRAINED: []}
+    for kind in (0, CONSTRAINED):
+        engine.round(kind)  # warms up
+    engine.mask_seconds.clear()
+    stats = engine.engine.masks
+    masks, waited = stats.masks, stats.waited
+    for _ in range(args.rounds):
+        for kind in (0, CONSTRAINED):
+            times, own, used = engine.round(kind)
+            steps[kind] += times
+            threads[kind] += own
+            cpu[kind].append(used)
+    mask = np.array(engine.mask_seconds) * 1e6
+    names = {0: "64 free", CONSTRAINED: "32 free beside 32 constrained"}
+
+    def medians(found: dict[int, list[float]]) -> dict[str, float]:
+        milliseconds = {names[kind]: 1e3 * float(np.median(found[kind])) for kind in names}
+        return milliseconds | {"ratio": milliseconds[names[CONSTRAINED]] / milliseconds[names[0]]}
+
+    found = {
+        "itl_p50_ms": medians(steps),
+        "step_thread_cpu_p50_ms": medians(threads),
+        "process_cpu_ms_a_step": medians(cpu),
+        "mask_us": {
+            name: float(np.percentile(mask, q)) for name, q in (("p50", 50), ("p99", 99), ("max", 100))
+        },
+        "masks": stats.masks - masks,
+        "waited_us_a_step": 1e6 * (stats.waited - waited) / max(1, len(steps[CONSTRAINED])),
+        "vocabulary": engine.engine.model_info.vocab_size,
+    }
+    rows = table("figure", "value")
+    for name, value in found.items():
+        shown = value if not isinstance(value, dict) else {k: round(v, 2) for k, v in value.items()}
+        rows.add_row(name, str(round(shown, 4) if isinstance(shown, float) else shown))
+    Console().print(rows)
+    setting = {"model": args.model, "rounds": args.rounds, "tokens": args.tokens, "schema": SCHEMA}
+    save_results(args, {"setting": setting, "figures": found})
+
+
+if __name__ == "__main__":
+    main()
