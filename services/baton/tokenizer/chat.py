@@ -64,13 +64,15 @@ class ChatEncoder:
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
             if getattr(backend, part) is not None:
                 setattr(self._plain, part, getattr(backend, part))
+        tokens = []
         for _, token in sorted(added.items()):
             if token.content in special:
                 sides = {"single_word": token.single_word, "lstrip": token.lstrip, "rstrip": token.rstrip}
                 stand_in = self._stand_ins[token.content]
-                self._plain.add_tokens([AddedToken(stand_in, normalized=False, special=False, **sides)])
+                tokens.append(AddedToken(stand_in, normalized=False, special=False, **sides))
             else:
-                self._plain.add_tokens([token])
+                tokens.append(token)
+        self._plain.add_tokens(tokens)  # all at once: each call takes time for all that are there
         names = {id: self._stand_ins.get(token.content, token.content) for id, token in added.items()}
         self._ids = {self._plain.token_to_id(name): id for id, name in names.items()}
         """Of added tokens: the model's, by those of `_plain`."""
