@@ -104,7 +104,9 @@ def _fetch(model: str, files: tuple[str, ...]) -> Path:
     )
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(files)))
+        # Patterns match folders too: "original/" of some models holds all weights again, in another layout.
+        found = snapshot_download(model, allow_patterns=list(files), ignore_patterns=["*/*"])
+        return Path(found)
     except GatedRepoError as error:
         raise CheckpointError(f"model {model!r} is gated: accept its licence and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:

@@ -290,3 +290,16 @@ def test_layers_that_predict_further_tokens_are_ignored_where_the_family_has_the
                 load_model(path)
         else:
             load_model(path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_without_a_dtype_in_the_configuration_it_is_that_of_the_tensors(dtype, tmp_path):
+    model = save_checkpoint("qwen3", tmp_path / "plain")
+    model.to(getattr(torch, dtype))
+    model.model.norm.float()  # a few values of another dtype
+    model.save_pretrained(tmp_path)
+    for name in ("dtype", "torch_dtype"):
+        edit_config(tmp_path, **{name: None})
+    assert read_config(tmp_path).dtype == getattr(torch, dtype)
+    (tmp_path / "model.safetensors").unlink()
+    assert read_config(tmp_path).dtype == torch.bfloat16  # of random weights

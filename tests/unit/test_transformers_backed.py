@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.layers.mlp import ACTIVATIONS
 from baton.models.config import ModelError, read_config
-from baton.models.loader import load_model
+from baton.models.loader import kv_shape, load_model
 from baton.models.registry import FAMILIES
 
 WINDOW = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
@@ -94,7 +94,9 @@ def test_logits_and_greedy_tokens_equal_generate(tmp_path, name):
     model = save_checkpoint(name, tmp_path, variants=ARCHITECTURES)
     config = read_config(tmp_path, implementation="transformers")
     assert config.implementation == "transformers"
-    check(model, Driver(tmp_path, implementation="transformers"))
+    driver = Driver(tmp_path, implementation="transformers")
+    check(model, driver)
+    assert kv_shape(config) == driver.model.kv  # as `baton doctor` tells it, without weights
 
 
 def check(model, driver):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from baton.checkpoint import CheckpointError
 from baton.gguf_file import GgufFile
@@ -83,7 +85,7 @@ def read_config(path: Path, context_length: int | None = None, implementation: s
         else:
             hf = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             ends = _eos_token_ids(path, hf.get_text_config())
-        config = replace(_convert(hf, context_length, implementation), eos_token_ids=ends)
+        config = replace(_convert(hf, path, context_length, implementation), eos_token_ids=ends)
         if config.implementation == "baton":
             build(config, Parameters(config.dtype, torch.device("meta")))  # finds what the family refuses
         return config
@@ -108,7 +110,7 @@ def _eos_token_ids(path: Path, hf: Any) -> tuple[int, ...]:
     return tuple(sorted(set(found)))
 
 
-def _convert(hf: Any, context_length: int | None, implementation: str) -> ModelConfig:
+def _convert(hf: Any, path: Path, context_length: int | None, implementation: str) -> ModelConfig:
     name, implementation = _choose(hf, implementation)
     quantization = dict(getattr(hf, "quantization_config", None) or {})
     method = quantization.get("quant_method")
@@ -144,7 +146,7 @@ def _convert(hf: Any, context_length: int | None, implementation: str) -> ModelC
         rms_norm_eps=getattr(text, "rms_norm_eps", 0.0),
         context_length=text.max_position_embeddings,
         tied=bool(text.tie_word_embeddings),
-        dtype=_dtype(text),
+        dtype=_dtype(text, path),
         eos_token_ids=(),
         hf=hf if implementation == "transformers" else text,
         implementation=implementation,
@@ -191,11 +193,29 @@ def make_rope(config: ModelConfig, layer_type: str | None = None) -> Rope:
         raise ModelError(f"rope_parameters of config.json cannot be used: {first_line(error)}") from error
 
 
-def _dtype(hf: Any) -> torch.dtype:
+def _dtype(hf: Any, path: Path) -> torch.dtype:
+    """That which config.json states, else that of most values in the first of the files with tensors;
+    bfloat16 where neither says it: there are no tensors, or quantized ones alone."""
     dtype = getattr(hf, "dtype", None)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    counts = dict.fromkeys(_DTYPES, 0)
+    for file in sorted(path.glob("*.safetensors"))[:1]:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for part in (tensors.get_slice(name) for name in tensors.keys()):  # noqa: SIM118 (not a dict)
+                    if part.get_dtype() in counts:
+                        counts[part.get_dtype()] += math.prod(part.get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from error
+    most = max(counts, key=counts.__getitem__)
+    return _DTYPES[most] if counts[most] else torch.bfloat16
+
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""As safetensors files name them."""
 
 
 def first_line(error: BaseException) -> str:

@@ -263,7 +263,7 @@ def weight_bytes(
 def kv_shape(config: ModelConfig) -> KvShape:
     """What a layer keeps of a token."""
     if config.implementation == "transformers":
-        return KvShape(config.num_kv_heads, config.head_dim, 2)
+        return transformers_backed.kv_shape(config)
     return build(config, Parameters(config.dtype, torch.device("meta"))).kv
 
 

@@ -81,13 +81,27 @@ def problem(hf: Any, architecture: str) -> str | None:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    from transformers import AutoModelForCausalLM
+    return sum(parameter.nbytes for parameter in _without_memory(config, dtype).parameters())
 
+
+def kv_shape(config: ModelConfig) -> KvShape:
+    """Of each layer, learnt from the model's code without its weights; by the configuration where the code
+    needs values (dynamic rotation)."""
+    try:
+        # Products of experts are known without values in bfloat16 only.
+        return TransformersModel(config, _without_memory(config, torch.bfloat16)).kv
+    except ModelError:
+        return KvShape(config.num_kv_heads, config.head_dim, 2)
+
+
+def _without_memory(config: ModelConfig, dtype: torch.dtype) -> Any:
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(NAME, _attention)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config.hf, dtype=dtype
-        )
-    return sum(parameter.nbytes for parameter in model.parameters())
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config.hf, dtype=dtype, attn_implementation=NAME
+        ).eval()
 
 
 def load(
