@@ -14,9 +14,7 @@ from baton.tracing.recorder import Event, Kind, Recorder
 from baton.tracing.timeline import Phase, Timeline, parse_id, timeline
 
 SHOWN = 16
-ASKED = 8
-"""Requests that other processes are asked about at a time. Where more end, the bars of the others hold what
-the gateway knows itself."""
+"""The latest ones; where more come within a second, the others are never seen here."""
 BEGIN_SECONDS = 60.0
 """How far back the first page looks."""
 
@@ -33,12 +31,14 @@ class Requests:
         """Events up to this time are known."""
         self._events: dict[Name, list[Event]] = {}
         """The gateway's own, of the requests shown, oldest request first."""
+        self._asked: set[Name] = set()
+        """Of these, requests whose row holds what other processes know."""
         self._rows: dict[Name, Json] = {}
         self._changed: set[Name] = set()
 
     async def refresh(self) -> None:
         """Follows what has happened since the last call."""
-        ask: list[Name] = []
+        ask: set[Name] = set()
         touched: set[Name] = set()
         self._seen = max(self._seen, self._recorder.clock() - BEGIN_SECONDS)
         for event in self._recorder.since(self._seen):
@@ -49,19 +49,21 @@ class Requests:
             if name not in self._events:
                 continue
             self._events[name].append(event)
-            if event.kind is not Kind.TOKENS:
-                touched.add(name)
             if event.kind in (Kind.FIRST_TOKEN, Kind.ENDED):
-                ask.append(name)
+                ask.add(name)
+            elif event.kind is not Kind.TOKENS:
+                touched.add(name)
         for name in list(self._events)[:-SHOWN]:
             del self._events[name]
             self._rows.pop(name, None)
+            self._asked.discard(name)
+        ask &= self._events.keys()
         now = self._recorder.clock()
-        for name in touched & self._events.keys():
+        for name in (touched & self._events.keys()) - self._asked - ask:
             self._put(name, timeline(self._events[name], [], now))
-        wanted = [name for name in dict.fromkeys(reversed(ask)) if name in self._events][:ASKED]
-        if wanted:
-            for each in (await self._traces.timelines(wanted))[0]:
+        if ask:
+            self._asked |= ask
+            for each in (await self._traces.timelines(ask))[0]:
                 self._put((each.gateway, each.request), each)
 
     def _put(self, name: Name, found: Timeline | None) -> None:
