@@ -19,7 +19,7 @@ from ports import free_port
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/observability"
 PROMETHEUS = shutil.which("prometheus")
-SECONDS = 30.0
+SECONDS = 60.0
 
 pytestmark = [
     pytest.mark.skipif(PROMETHEUS is None, reason="needs Prometheus (Debian: prometheus)"),
