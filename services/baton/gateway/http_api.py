@@ -91,7 +91,13 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
         body = await bodies.read_starts(request, ChatRequest, lambda request: [chat_start(request)])
         ignored = body.ignored | _unread(gateway, body.made[0].chat)
         async with running(gateway, body.made, request) as job:
-            await job.wait_for_output()  # `n` has been checked by then
+            try:
+                await job.wait_for_output()  # `n` has been checked by then
+            except ApiError as error:
+                if (error.param or "").startswith("grammar") and body.request.tools:
+                    error.param = "tools"  # their schemas are a part of the grammar
+                    error.message = f"tools: their schemas cannot be enforced: {error.message}"
+                raise
             answer = ChatAnswer(job, body.request)
             return await respond(job, answer, bool(body.request.stream), ignored)
 

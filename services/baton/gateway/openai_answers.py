@@ -131,7 +131,6 @@ class Answer(ABC):
             "id": f"{self.prefix}-{job.name}",
             "created": int(time.time()),
             "model": request.model,
-            "system_fingerprint": None,
         }
         self._include_usage = request.usage_in_stream
         self._usage_in_chunks = request.usage_in_chunks
