@@ -52,6 +52,7 @@ COMMANDS: Commands = {
     },
     "Inspect": {
         "status": ("status:status", "Every process of a running deployment, with health and load."),
+        "trace": ("trace:trace", "Where requests waited: their phases through all processes."),
         "probe": ("health:probe", "One small request through a running deployment, as an exit code."),
         "health": ("health:health", "Whether one process serves; for the probes of containers."),
         "bench": ("main:bench", "Measure a deployment or the engine: serve, offline, step, profile, kv."),
