@@ -7,12 +7,14 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
 
@@ -40,9 +42,17 @@ def slowed(cost: StepCost, factor: float) -> StepCost:
 
 @contextmanager
 def timed(
-    cost: StepCost, prefill: int, decode: int, console: Console, *, kv_tokens: int = 131072, rows: int = 64
+    cost: StepCost,
+    prefill: int,
+    decode: int,
+    console: Console,
+    *,
+    kv_tokens: int = 131072,
+    rows: int = 64,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Deployment]:
-    """A deployment with default settings except for the steps, to be entered with `async with`."""
+    """A deployment with default settings except for the steps, to be entered with `async with`. settings:
+    more, of all processes."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_shape("tiny", folder / "model")
@@ -62,7 +72,12 @@ def timed(
             prefill=prefill,
             decode=decode,
             http_port=None,
-            settings={"tokenizer": model, "prefill": worker, "decode": worker},
+            settings={
+                "gateway": {**settings},
+                "tokenizer": {**model, **settings},
+                "prefill": {**worker, **settings},
+                "decode": {**worker, **settings},
+            },
             restart=False,
         )
         yield Deployment(plan, console)

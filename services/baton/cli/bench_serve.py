@@ -29,7 +29,7 @@ from baton.cli.bench_options import (
     run_with_progress,
     warnings,
 )
-from baton.cli.console import run_command, shown, table
+from baton.cli.console import UNLIMITED, run_command, shown, table
 from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import (
     COUNT,
@@ -141,15 +141,15 @@ def few_requests(run: dict[str, Any]) -> Iterator[str]:
 
 def show(workloads: Sequence[Workload], runs: list[dict[str, Any]], console: Console) -> None:
     """Latencies by run and percentile, then rates by run."""
+    if not console.is_terminal:  # a pipe: nothing is wrapped or cut
+        console = Console(file=console.file, width=UNLIMITED)
     results = table("req/s", "", *(f"{name}, ms" for name in LATENCIES.values()))
     for work, run in zip(workloads, runs, strict=True):
         for index, part in enumerate(("mean", "p50", "p90", "p99")):
             cells = [shown(run[f"{name}_ms"][part]) for name in LATENCIES]
             results.add_row("" if index else label(work), part, *cells)
     console.print(results)
-    rates = table(
-        "req/s", "done", "a second", "tok/s out", "cached", "goodput", "in flight", "late, ms", "client"
-    )
+    rates = table("req/s", "done", "a second", "tok/s", "cached", "goodput", "running", "late, ms", "client")
     for work, run in zip(workloads, runs, strict=True):
         rates.add_row(
             label(work),

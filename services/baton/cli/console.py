@@ -27,6 +27,9 @@ from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stre
 from baton.client.access import CA_VARIABLE
 from baton.latency import tpot
 
+UNLIMITED = 1000
+"""Columns of a line that nobody wraps, as in a pipe."""
+
 
 class Answer:
     """A running or ended request. Times are seconds of the client's monotonic clock."""

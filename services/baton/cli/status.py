@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from baton.cli.console import no_gateway
+from baton.cli.console import UNLIMITED, no_gateway
 from baton.cli.nodes import NodeReport, ask_deployment
 from baton.cli.options import fail, option
 from baton.cli.serve import DEFAULT_PORTS
@@ -116,7 +116,7 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     who = ("role", "address", "pid", "incarnation", "health", "peers", "model", "device")
     for column in (*who, "load", "leases", "pages"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, no_wrap=True)
     for report in reports:
         info = report.info
         if info is None:
@@ -137,6 +137,42 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
             _pages(report),
         )
     return table
+
+
+def status_lines(reports: Sequence[NodeReport]) -> list[str]:
+    """For narrow terminals: two lines for each process, the second one of details."""
+    roles = max((len(report.role) for report in reports), default=0)
+    addresses = max((len(report.address) for report in reports), default=0)
+    found = []
+    for report in reports:
+        info = report.info
+        start = f"[bold]{report.role:<{roles}}[/]  {report.address:<{addresses}}"
+        if info is None:
+            found.append(f"{start}  [red]unreachable[/]")
+            continue
+        found.append(f"{start}  {_HEALTH.get(report.health, report.health)}, {_load(report)}")
+        peers, leases, pages = _peers(report), _leases(report), _pages(report)
+        details = (
+            f"pid {info.pid}",
+            escape(f"{info.model.name} {info.model.dtype} {info.device}".strip()),
+            f"peers {peers}" if peers else "",
+            f"leases {leases}" if leases else "",
+            f"pages {pages}" if pages else "",
+        )
+        found.append(f"{'':<{roles}}  [dim]{', '.join(detail for detail in details if detail)}[/]")
+    return found
+
+
+def print_status(reports: Sequence[NodeReport], console: Console) -> None:
+    """A table where it fits, or where nobody says how wide a line may be, as in a pipe."""
+    table = status_table(reports)
+    if not console.is_terminal:
+        console = Console(file=console.file, width=UNLIMITED)
+    if console.measure(table, options=console.options.update(width=UNLIMITED)).maximum <= console.width:
+        console.print(table, highlight=False)
+        return
+    for line in status_lines(reports):
+        console.print(line, highlight=False, soft_wrap=False)
 
 
 @click.command()
@@ -165,7 +201,7 @@ def status(server: str, as_json: bool) -> None:
         fail(no_gateway(server, reports[0].error))
     else:
         console = Console()
-        console.print(status_table(reports), highlight=False)
+        print_status(reports, console)
         defaults = _default_sampling(reports[0])
         if defaults:
             console.print(f"where requests say nothing: {defaults} (--generation-config)", highlight=False)

@@ -57,6 +57,15 @@ class Event(NamedTuple):
     text: str = ""
 
 
+Kept = tuple[float, int, int, int, int, int, int, int, int, str]
+"""An event in the ring: the fields of Event."""
+
+
+def _event(kept: Kept) -> Event:
+    at, kind, *rest = kept
+    return Event(at, Kind(kind), *rest)  # type: ignore[arg-type]
+
+
 class Recorder:
     """Keeps the last `capacity` events; 0: none. Any thread may add: an event is one append to a deque."""
 
@@ -65,7 +74,7 @@ class Recorder:
         self.spans: Spans | None = None
         """Makes OpenTelemetry's spans of what is recorded; None: nobody wants them."""
         self._silent = not capacity
-        self._ring: deque[tuple[float, Kind, int, int, int, int, int, int, int, str]] = deque(maxlen=capacity)
+        self._ring: deque[Kept] = deque(maxlen=capacity)
 
     def add(
         self,
@@ -84,10 +93,11 @@ class Recorder:
             return
         if len(text) > MAX_TEXT:
             text = text[:MAX_TEXT]
-        event = (self.clock(), kind, gateway, request, attempt, decode_try, number, size, step, text)
+        # A plain number: the garbage collector need not look at tuples of such again.
+        event = (self.clock(), kind._value_, gateway, request, attempt, decode_try, number, size, step, text)
         self._ring.append(event)
         if self.spans is not None:
-            self.spans.take(Event(*event))
+            self.spans.take(_event(event))
 
     def begin_span(
         self,
@@ -109,7 +119,7 @@ class Recorder:
     def of(self, names: Collection[tuple[int, int]]) -> list[Event]:
         """Events of these requests (gateway, request), oldest first. Takes about a millisecond when full."""
         wanted = frozenset(names)
-        return [Event(*event) for event in list(self._ring) if event[2:4] in wanted]
+        return [_event(event) for event in list(self._ring) if event[2:4] in wanted]
 
     def since(self, at: float) -> list[Event]:
         """Events after this time, oldest first. Takes as long as there are such events."""
@@ -117,8 +127,8 @@ class Recorder:
         first = len(ring)
         while first and ring[first - 1][0] > at:
             first -= 1
-        return [Event(*event) for event in ring[first:]]
+        return [_event(event) for event in ring[first:]]
 
     def all(self) -> list[Event]:
         """All events, oldest first."""
-        return [Event(*event) for event in list(self._ring)]
+        return [_event(event) for event in list(self._ring)]
