@@ -248,6 +248,10 @@ class GatewayConfig(NodeConfig):
     """Running requests of one API key at most; its line in the file may say otherwise."""
     max_streams_per_key: int = 1024
     """Open streams of one API key at most; its line in the file may say otherwise."""
+    response_store_mib: int = 64
+    """Memory for responses that /v1/responses keeps, to continue or retrieve them; 0: none are kept."""
+    response_store_seconds: float = 3600.0
+    """How long they are kept at most."""
     tls_cert: str = ""
     """PEM file with the certificate chain for clients, over gRPC and HTTP; empty: no TLS."""
     tls_key: str = ""

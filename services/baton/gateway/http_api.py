@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from baton.gateway import openai_errors, traces_http
+from baton.gateway.anthropic_api import add_messages
 from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.embeddings_api import add_embeddings
 from baton.gateway.gateway import Gateway
@@ -26,6 +27,7 @@ from baton.gateway.openai_chat import ChatRequest, chat_start
 from baton.gateway.openai_completions import CompletionAnswer, Echo
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.openai_protocol import CompletionRequest, completion_starts
+from baton.gateway.responses_api import add_responses
 from baton.gateway.scores_api import add_scores
 from baton.rpc.errors import BatonError
 from baton.rpc.metrics import exposition
@@ -103,6 +105,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
 
     add_embeddings(app, gateway, bodies)
     add_scores(app, gateway, bodies)
+    add_messages(app, gateway, bodies)
+    add_responses(app, gateway, bodies)
 
     @app.api_route("/health", methods=READ)
     async def health() -> Response:

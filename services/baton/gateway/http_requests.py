@@ -101,7 +101,7 @@ async def running(gateway: Gateway, starts: _Starts, request: Request) -> AsyncI
     traceparent = request.headers.get("traceparent", "")
     job = RequestBatch(gateway, starts, request.state.api_key, traceparent)
     job.begin()
-    watch = asyncio.create_task(_cancel_on_disconnect(request.receive, job))
+    watch = asyncio.create_task(cancel_on_disconnect(request.receive, job))
     try:
         yield job
     except BaseException:
@@ -111,7 +111,7 @@ async def running(gateway: Gateway, starts: _Starts, request: Request) -> AsyncI
         watch.cancel()
 
 
-async def _cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:
+async def cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     job.cancel("the client has gone")
@@ -152,7 +152,7 @@ class EventStream(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(_cancel_on_disconnect(receive, self._job))
+        watch = asyncio.create_task(cancel_on_disconnect(receive, self._job))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in self._events():

@@ -14,6 +14,7 @@ from baton.gateway.openai_protocol import COMMON_HINTS, CommonRequest, common_sa
 from baton.rpc.validate import check_sampling
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
+EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_TEMPLATE_VALUES = 1024
 """In chat_template_kwargs; each takes fifty bytes and more on its way."""
 _CACHE_CONTROL = {"cache_control": "every prompt finds what is cached of it"}
@@ -148,7 +149,7 @@ class ChatRequest(CommonRequest):
     tools: Elements[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: EFFORTS | None = None
     modalities: Elements[Literal["text"]] | None = None
     # Beyond OpenAI's.
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,199 @@
+"""/v1/messages and /v1/messages/count_tokens of the Anthropic API: answers, events and errors in its form."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from baton.gateway.anthropic_protocol import CountRequest, MessagesRequest, chat_prompt, messages_start
+from baton.gateway.gateway import Gateway
+from baton.gateway.http_requests import BodyReader, name_ignored, running
+from baton.gateway.openai_answers import RequestBatch
+from baton.gateway.openai_errors import ApiError, from_baton
+from baton.gateway.typed_events import Json, TypedAnswer, naming_fields, respond
+from baton.rpc.errors import BatonError
+from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
+
+TAGGED = r"messages\[\d+\]\.content\[\d+\]"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_STOP = {
+    common_pb2.FINISH_REASON_STOP: "end_turn",
+    common_pb2.FINISH_REASON_LENGTH: "max_tokens",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_use",
+}
+
+
+def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
+    """Adds the routes."""
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        async def answer() -> Response:
+            with naming_fields(TAGGED):
+                body = await bodies.read_starts(request, MessagesRequest, lambda body: [messages_start(body)])
+            async with running(gateway, body.made, request) as job:
+                await job.wait_for_output()
+                made = MessagesAnswer(job, body.request.model)
+                return await respond(job, made, bool(body.request.stream), body.ignored)
+
+        return await _in_form(request, answer)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(request: Request) -> Response:
+        async def answer() -> Response:
+            with naming_fields(TAGGED):
+                body = await bodies.read(request, CountRequest, chat_prompt)
+            with gateway.call(request.state.api_key):
+                given = tokenizer_pb2.EncodeInput(chat=body.made)
+                encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
+            return name_ignored(JSONResponse({"input_tokens": len(encoded.token_ids)}), body.ignored)
+
+        return await _in_form(request, answer)
+
+
+async def _in_form(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
+    """Errors in Anthropic's form, with the name of the request."""
+    try:
+        return await answer()
+    except BatonError as error:
+        failed = from_baton(error)
+    except ApiError as error:
+        failed = error
+    headers = {}
+    if failed.status in (429, 503):
+        headers["Retry-After"] = str(max(1, math.ceil((failed.retry_after_ms or 1000) / 1000)))
+    return JSONResponse(error_body(failed), status_code=failed.status, headers=headers)
+
+
+def error_body(error: ApiError) -> Json:
+    kind = "invalid_request_error" if error.status < 499 else "api_error"
+    return {"type": "error", "error": {"type": _TYPES.get(error.status, kind), "message": error.message}}
+
+
+class MessagesAnswer(TypedAnswer):
+    """Content blocks in order: thinking, text and tool_use as the model writes them."""
+
+    def __init__(self, job: RequestBatch, model: str) -> None:
+        self._message: Json = {
+            "id": f"msg_{job.name}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "stop_details": None,
+            "container": None,
+        }
+        self._usage: Json = {
+            "input_tokens": job.prompt_tokens,
+            "output_tokens": 0,
+            "output_tokens_details": {"thinking_tokens": 0},
+            "cache_creation": None,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "inference_geo": None,
+            "server_tool_use": None,
+            "service_tier": "standard",
+        }
+        self._open = ""
+        """Type of the block that grows; empty: none."""
+        self._pieces: list[str] = []
+
+    def opening(self) -> list[Json]:
+        return [
+            {"type": "message_start", "message": {**self._message, "content": [], "usage": {**self._usage}}}
+        ]
+
+    def add(self, delta: inference_pb2.Delta) -> list[Json]:
+        events: list[Json] = []
+        if delta.reasoning:
+            events += self._grow("thinking", "thinking_delta", delta.reasoning)
+        if delta.text:
+            events += self._grow("text", "text_delta", delta.text)
+        for call in delta.tool_calls:
+            events += self._call(call)
+        if delta.finish_reason:
+            events += self._close()
+            self._message["stop_reason"] = _STOP.get(delta.finish_reason, "end_turn")
+            if delta.stop_matched:
+                self._message["stop_reason"] = "stop_sequence"
+                self._message["stop_sequence"] = delta.stop_matched
+        return events
+
+    def end(self, finished: inference_pb2.Finished) -> list[Json]:
+        cached = finished.usage.cached_tokens
+        self._usage["input_tokens"] = finished.usage.prompt_tokens - cached
+        self._usage["cache_read_input_tokens"] = cached
+        self._usage["output_tokens"] = finished.usage.output_tokens
+        self._usage["output_tokens_details"] = {"thinking_tokens": finished.usage.reasoning_tokens}
+        delta = {key: self._message[key] for key in ("stop_reason", "stop_sequence")}
+        return [{"type": "message_delta", "delta": delta, "usage": {**self._usage}}, {"type": "message_stop"}]
+
+    def fail(self, error: ApiError) -> list[Json]:
+        return [error_body(error)]
+
+    def whole(self) -> Json:
+        return {**self._message, "usage": self._usage}
+
+    @property
+    def _index(self) -> int:
+        return len(self._message["content"]) - 1
+
+    def _start(self, block: Json) -> Json:
+        self._message["content"].append(block)
+        return {"type": "content_block_start", "index": self._index, "content_block": {**block}}
+
+    def _grow(self, kind: str, delta: str, text: str) -> list[Json]:
+        events: list[Json] = []
+        if self._open != kind:
+            events += self._close()
+            block: Json = {"type": kind, kind: ""}
+            block |= {"signature": ""} if kind == "thinking" else {"citations": None}
+            events.append(self._start(block))
+            self._open = kind
+        self._pieces.append(text)
+        grown = {"type": delta, kind: text}
+        events.append({"type": "content_block_delta", "index": self._index, "delta": grown})
+        return events
+
+    def _call(self, call: tokenizer_pb2.ToolCall) -> list[Json]:
+        events = self._close()
+        arguments = call.arguments or "{}"
+        block: Json = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        block["caller"] = {"type": "direct"}
+        events.append(self._start(block))
+        block["input"] = _arguments(arguments)
+        grown = {"type": "input_json_delta", "partial_json": arguments}
+        events.append({"type": "content_block_delta", "index": self._index, "delta": grown})
+        events.append({"type": "content_block_stop", "index": self._index})
+        return events
+
+    def _close(self) -> list[Json]:
+        """Ends the block that grows."""
+        if not self._open:
+            return []
+        block = self._message["content"][-1]
+        block[self._open] = "".join(self._pieces)
+        self._open, self._pieces = "", []
+        return [{"type": "content_block_stop", "index": self._index}]
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {}  # the parsers of tool calls let nothing else through

@@ -1,0 +1,238 @@
+"""/v1/messages of the Anthropic API: its requests, and their conversion to baton.v1.Inference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Tag
+
+from baton.gateway.openai_errors import invalid_value
+from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
+from baton.rpc.validate import check_sampling
+from baton.v1 import inference_pb2, tokenizer_pb2
+
+_CACHE = {"cache_control": "every prompt finds what is cached of it"}
+
+
+class Text(Strict):
+    PLACE = "messages.content"
+    HINTS: ClassVar[Mapping[str, str]] = {**_CACHE, "citations": "are the client's own record"}
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUse(Strict):
+    PLACE = "messages.content"
+    HINTS: ClassVar[Mapping[str, str]] = {**_CACHE, "caller": "is the client's own record"}
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResult(Strict):
+    PLACE = "messages.content"
+    HINTS: ClassVar[Mapping[str, str]] = _CACHE
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Elements[Text] | None = None
+    is_error: bool | None = None
+
+
+class Thinking(Strict):
+    PLACE = "messages.content"
+    HINTS: ClassVar[Mapping[str, str]] = {"signature": "thinking is not signed here"}
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinking(Strict):
+    PLACE = "messages.content"
+    HINTS: ClassVar[Mapping[str, str]] = {"data": "no model here can read it"}
+
+    type: Literal["redacted_thinking"]
+
+
+KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
+    return kind if kind in KINDS else "text"
+
+
+Block = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[ToolUse, Tag("tool_use")]
+    | Annotated[ToolResult, Tag("tool_result")]
+    | Annotated[Thinking, Tag("thinking")]
+    | Annotated[RedactedThinking, Tag("redacted_thinking")],
+    Discriminator(_kind),
+]
+
+
+class Message(Strict):
+    PLACE = "messages"
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Elements[Block]
+
+
+class Tool(Strict):
+    PLACE = "tools"
+    HINTS: ClassVar[Mapping[str, str]] = {
+        **_CACHE,
+        "eager_input_streaming": "calls come whole",
+        "input_examples": "the schema says what fits",
+        "defer_loading": "all tools are shown to the model",
+        "allowed_callers": "the model calls them",
+    }
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str = ""
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingChoice(Strict):
+    PLACE = "thinking"
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "budget_tokens": "max_tokens bounds thinking and answer together",
+        "display": "thinking is shown",
+    }
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class CountRequest(Strict):
+    """POST /v1/messages/count_tokens, and what /v1/messages has in common with it."""
+
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "metadata": "is for the caller's own records",
+        "service_tier": "there is one",
+        "speed": "there is one",
+        "inference_geo": "requests stay where the gateway is",
+        "context_management": "the client keeps its context",
+        **_CACHE,
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "container": "is not supported: there are no containers",
+        "mcp_servers": "is not supported: give the tools themselves",
+        "output_config": "is not supported: give a tool with a schema",
+        "output_format": "is not supported: give a tool with a schema",
+    }
+
+    model: str
+    messages: Elements[Message]
+    system: str | Elements[Text] | None = None
+    tools: Elements[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingChoice | None = None
+
+
+class MessagesRequest(CountRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Int64
+    stream: bool | None = None
+    stop_sequences: Elements[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+
+
+_MODES = {
+    "auto": tokenizer_pb2.ToolChoice.MODE_AUTO,
+    "any": tokenizer_pb2.ToolChoice.MODE_REQUIRED,
+    "tool": tokenizer_pb2.ToolChoice.MODE_REQUIRED,
+    "none": tokenizer_pb2.ToolChoice.MODE_NONE,
+}
+
+
+def messages_start(request: MessagesRequest) -> inference_pb2.GenerateStart:
+    """Raises ApiError for what is not supported, BatonError for sampling parameters that are wrong."""
+    start = inference_pb2.GenerateStart(id="http", model=request.model, include_token_ids=False)
+    sampling = start.sampling
+    sampling.max_tokens = request.max_tokens
+    for name in ("temperature", "top_p", "top_k"):
+        value = getattr(request, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    sampling.stop.extend(request.stop_sequences or [])
+    check_sampling(sampling, None)
+    start.chat.CopyFrom(chat_prompt(request))
+    return start
+
+
+def chat_prompt(request: CountRequest) -> tokenizer_pb2.ChatPrompt:
+    """Raises ApiError."""
+    if not request.model:
+        raise invalid_value("model", "model is empty: name one of /v1/models")
+    if not request.messages:
+        raise invalid_value("messages", "messages is empty: give at least one")
+    chat = tokenizer_pb2.ChatPrompt()
+    if request.system:
+        chat.messages.add(role="system", content=_text(request.system))
+    for index, message in enumerate(request.messages):
+        _add_message(chat, message, f"messages[{index}]")
+    for tool in request.tools or ():
+        made = chat.tools.add(name=tool.name, description=tool.description)
+        made.parameters = json.dumps(tool.input_schema, ensure_ascii=False)
+        if tool.strict is not None:
+            made.strict = tool.strict
+    choice = request.tool_choice
+    if choice is not None:
+        if (choice.type == "tool") != bool(choice.name):
+            raise invalid_value("tool_choice.name", "tool_choice.name goes with type tool, and only with it")
+        chat.tool_choice.mode = _MODES[choice.type]
+        chat.tool_choice.name = choice.name or ""
+        if choice.disable_parallel_tool_use is not None:
+            chat.parallel_tool_calls = not choice.disable_parallel_tool_use
+    if request.thinking is not None:
+        chat.template_arguments.update({"enable_thinking": request.thinking.type != "disabled"})
+    return chat
+
+
+def _add_message(chat: tokenizer_pb2.ChatPrompt, message: Message, field: str) -> None:
+    """One message of the API may be several here: each tool result is one of its own."""
+    if isinstance(message.content, str):
+        chat.messages.add(role=message.role, content=message.content)
+        return
+    made = tokenizer_pb2.ChatMessage(role=message.role)
+    for index, block in enumerate(message.content):
+        place = f"{field}.content[{index}]"
+        if isinstance(block, ToolResult):
+            if message.role != "user":
+                raise invalid_value(place, f"{place}: a tool_result is of the user")
+            chat.messages.add(role="tool", content=_text(block.content), tool_call_id=block.tool_use_id)
+        elif isinstance(block, Text):
+            made.content += block.text
+        elif message.role != "assistant":
+            raise invalid_value(place, f"{place}: {block.type} is of the assistant")
+        elif isinstance(block, ToolUse):
+            arguments = json.dumps(block.input, ensure_ascii=False)
+            made.tool_calls.add(id=block.id, name=block.name, arguments=arguments)
+        elif isinstance(block, Thinking):
+            made.reasoning += block.thinking
+    results = any(isinstance(block, ToolResult) for block in message.content)
+    if made.content or made.tool_calls or made.reasoning or not results:
+        chat.messages.append(made)
+
+
+def _text(given: str | list[Text] | None) -> str:
+    if given is None or isinstance(given, str):
+        return given or ""
+    return "".join(block.text for block in given)

@@ -1,0 +1,215 @@
+"""Answers of /v1/responses: output items in order, whole or as typed events with sequence numbers."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from baton.gateway.openai_answers import RequestBatch
+from baton.gateway.openai_errors import ApiError
+from baton.gateway.responses_protocol import NamedTool, ResponsesRequest
+from baton.gateway.typed_events import Json, TypedAnswer
+from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
+
+
+def response_id() -> str:
+    return f"resp_{uuid.uuid4().hex}"
+
+
+class ResponseAnswer(TypedAnswer):
+    """`keep` is called with the response and the assistant's message, once the response is complete."""
+
+    def __init__(
+        self,
+        job: RequestBatch,
+        request: ResponsesRequest,
+        id: str,
+        keep: Callable[[Json, tokenizer_pb2.ChatMessage], None],
+    ) -> None:
+        self._response = _head(request, id)
+        self._output: list[Json] = self._response["output"]
+        self._prompt_tokens = job.prompt_tokens
+        self._keep = keep
+        self._message = tokenizer_pb2.ChatMessage(role="assistant")
+        self._sequence = 0
+        self._open = ""
+        """Type of the item that grows: message or reasoning; empty: none."""
+        self._pieces: list[str] = []
+        self._name = id.removeprefix("resp_")
+        self._finish = common_pb2.FINISH_REASON_UNSPECIFIED
+
+    def opening(self) -> list[Json]:
+        return [self._of_response("response.created"), self._of_response("response.in_progress")]
+
+    def add(self, delta: inference_pb2.Delta) -> list[Json]:
+        events: list[Json] = []
+        if delta.reasoning:
+            events += self._grow("reasoning", delta.reasoning)
+        if delta.text:
+            events += self._grow("message", delta.text)
+        for call in delta.tool_calls:
+            events += self._close("completed") + self._call(call)
+        if delta.finish_reason:
+            self._finish = delta.finish_reason
+            cut = delta.finish_reason == common_pb2.FINISH_REASON_LENGTH
+            events += self._close("incomplete" if cut else "completed")
+        return events
+
+    def end(self, finished: inference_pb2.Finished) -> list[Json]:
+        usage, response = finished.usage, self._response
+        response["usage"] = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.output_tokens,
+        }
+        response["status"] = "completed"
+        if self._finish == common_pb2.FINISH_REASON_LENGTH:
+            response["status"] = "incomplete"
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            response["completed_at"] = int(time.time())
+        self._keep(response, self._message)
+        return [self._of_response(f"response.{response['status']}")]
+
+    def fail(self, error: ApiError) -> list[Json]:
+        self._response["status"] = "failed"
+        self._response["error"] = {"code": "server_error", "message": error.message}
+        return [self._of_response("response.failed")]
+
+    def whole(self) -> Json:
+        return self._response
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        event = {"type": kind, "sequence_number": self._sequence, **fields}
+        self._sequence += 1
+        return event
+
+    def _of_response(self, kind: str) -> Json:
+        response = {**self._response, "output": [*self._output]}
+        return self._event(kind, response=response)
+
+    @property
+    def _index(self) -> int:
+        return len(self._output) - 1
+
+    def _add_item(self, item: Json, **shown: Any) -> Json:
+        """shown: what of the item differs in the event."""
+        self._output.append(item)
+        return self._event("response.output_item.added", output_index=self._index, item={**item, **shown})
+
+    def _place(self) -> Json:
+        return {"item_id": self._output[-1]["id"], "output_index": self._index, "content_index": 0}
+
+    def _grow(self, kind: str, text: str) -> list[Json]:
+        events: list[Json] = []
+        message = kind == "message"
+        if self._open != kind:
+            events += self._close("completed")
+            self._open = kind
+            if message:
+                item: Json = {"type": "message", "id": f"msg_{self._name}_{len(self._output)}"}
+                item |= {"status": "in_progress", "role": "assistant", "content": []}
+            else:
+                item = {"type": "reasoning", "id": f"rs_{self._name}_{len(self._output)}", "summary": []}
+                item |= {"status": "in_progress", "content": []}
+            events.append(self._add_item(item))
+            part = _part(message, "")
+            events.append(self._event("response.content_part.added", **self._place(), part=part))
+        self._pieces.append(text)
+        more: Json = {"logprobs": []} if message else {}
+        name = "response.output_text.delta" if message else "response.reasoning_text.delta"
+        events.append(self._event(name, **self._place(), delta=text, **more))
+        return events
+
+    def _close(self, status: str) -> list[Json]:
+        """Ends the item that grows."""
+        if not self._open:
+            return []
+        message, text = self._open == "message", "".join(self._pieces)
+        if message:
+            self._message.content += text
+        else:
+            self._message.reasoning += text
+        self._open, self._pieces = "", []
+        item, part = self._output[-1], _part(message, text)
+        item["status"], item["content"] = status, [part]
+        more: Json = {"logprobs": []} if message else {}
+        name = "response.output_text.done" if message else "response.reasoning_text.done"
+        return [
+            self._event(name, **self._place(), text=text, **more),
+            self._event("response.content_part.done", **self._place(), part=part),
+            self._event("response.output_item.done", output_index=self._index, item={**item}),
+        ]
+
+    def _call(self, call: tokenizer_pb2.ToolCall) -> list[Json]:
+        self._message.tool_calls.append(call)
+        item: Json = {"type": "function_call", "id": f"fc_{self._name}_{len(self._output)}"}
+        item |= {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+        events = [self._add_item(item, arguments="", status="in_progress")]
+        place = {"item_id": item["id"], "output_index": self._index}
+        arguments = "response.function_call_arguments"
+        events.append(self._event(f"{arguments}.delta", **place, delta=call.arguments))
+        events.append(self._event(f"{arguments}.done", **place, name=call.name, arguments=call.arguments))
+        events.append(self._event("response.output_item.done", output_index=self._index, item={**item}))
+        return events
+
+
+def _part(message: bool, text: str) -> Json:
+    if message:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": text}
+
+
+def _head(request: ResponsesRequest, id: str) -> Json:
+    given = request.model_dump(
+        include={"instructions", "previous_response_id", "max_output_tokens"}, exclude_none=False
+    )
+    format = request.text.format if request.text is not None else None
+    shown: Json = {"type": "text"}
+    if format is not None:
+        shown = {"type": format.type}
+        if format.schema_ is not None:
+            shown |= {"name": "schema", "schema": format.schema_, "strict": True, "description": None}
+    choice = request.tool_choice
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        **given,
+        "model": request.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "reasoning": {"effort": effort, "summary": None},
+        "store": request.store is not False,
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "presence_penalty": request.presence_penalty or 0.0,
+        "frequency_penalty": request.frequency_penalty or 0.0,
+        "top_logprobs": 0,
+        "text": {"format": shown},
+        "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
+        "tools": [_tool(tool) for tool in request.functions],
+        "max_tool_calls": None,
+        "truncation": "disabled",
+        "usage": None,
+        "user": None,
+        "safety_identifier": None,
+        "prompt_cache_key": None,
+        "service_tier": "default",
+        "metadata": request.metadata or {},
+    }
+
+
+def _tool(tool: Json) -> Json:
+    absent = {"description": None, "parameters": None, "strict": None}
+    return {**absent, **tool}

@@ -1,0 +1,95 @@
+"""/v1/responses: create, retrieve, delete and cancel."""
+
+from __future__ import annotations
+
+import json
+from weakref import WeakValueDictionary
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from baton.gateway.gateway import Gateway
+from baton.gateway.http_requests import BodyReader, running
+from baton.gateway.openai_answers import RequestBatch
+from baton.gateway.openai_errors import ApiError
+from baton.gateway.response_store import ResponseStore, StoredResponse
+from baton.gateway.responses_answers import ResponseAnswer, response_id
+from baton.gateway.responses_protocol import ResponsesRequest, input_messages, response_start
+from baton.gateway.typed_events import Json, naming_fields, respond
+from baton.v1 import inference_pb2, tokenizer_pb2
+
+
+def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
+    """Adds the routes. What is stored belongs to the API key that made it."""
+    config = gateway.config
+    store = ResponseStore(config.response_store_mib * 2**20, config.response_store_seconds)
+    under_way: WeakValueDictionary[tuple[str, str], RequestBatch] = WeakValueDictionary()
+
+    def find(id: str, key: str) -> StoredResponse:
+        found = store.get(id, key)
+        if found is None:
+            text = f"response {id[:80]!r} is not stored here"
+            raise ApiError(404, text, "response_id", "response_not_found")
+        return found
+
+    @app.post("/v1/responses")
+    async def create(request: Request) -> Response:
+        key, id = request.state.api_key.name, response_id()
+
+        def earlier(body: ResponsesRequest) -> list[tokenizer_pb2.ChatMessage]:
+            previous = body.previous_response_id
+            if previous is None:
+                return []
+            found = store.get(previous, key)
+            if found is None:
+                text = f"previous_response_id {previous[:80]!r} is not stored here: send its items as input"
+                raise ApiError(404, text, "previous_response_id", "previous_response_not_found")
+            return found.conversation
+
+        def starts(body: ResponsesRequest) -> list[inference_pb2.GenerateStart]:
+            return [response_start(body, earlier(body))]
+
+        with naming_fields(r"input\[\d+\]"):
+            body = await bodies.read_starts(request, ResponsesRequest, starts)
+        asked, ignored = body.request, set(body.ignored)
+        if len(asked.functions) < len(asked.tools or ()):
+            ignored.add("tools")
+
+        def keep(response: Json, message: tokenizer_pb2.ChatMessage) -> None:
+            under_way.pop((key, id), None)
+            if asked.store is False or not store.max_bytes:
+                response["store"] = False
+                return
+            conversation = [*earlier_messages, *input_messages(asked), message]
+            store.put(response, conversation, key, len(json.dumps(response)))
+
+        earlier_messages = earlier(asked) if asked.store is not False else []
+        async with running(gateway, body.made, request) as job:
+            await job.wait_for_output()
+            answer = ResponseAnswer(job, asked, id, keep)
+            under_way[key, id] = job
+            return await respond(job, answer, bool(asked.stream), ignored)
+
+    @app.get("/v1/responses/{id}")
+    async def retrieve(id: str, request: Request) -> Response:
+        return JSONResponse(find(id, request.state.api_key.name).response)
+
+    @app.delete("/v1/responses/{id}")
+    async def delete(id: str, request: Request) -> Response:
+        find(id, request.state.api_key.name)
+        store.delete(id, request.state.api_key.name)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    @app.post("/v1/responses/{name}")
+    async def unknown(name: str) -> Response:
+        raise ApiError(404, f"POST /v1/responses/{name[:80]} is not served here", None, "not_found")
+
+    @app.post("/v1/responses/{id}/cancel")
+    async def cancel(id: str, request: Request) -> Response:
+        job = under_way.get((request.state.api_key.name, id))
+        if job is None:
+            stored = find(id, request.state.api_key.name)
+            text = f"response {id} has ended: {stored.response['status']}"
+            raise ApiError(400, text, "response_id", "response_ended")
+        job.cancel("cancelled by the client")
+        return JSONResponse({"id": id, "object": "response", "status": "cancelled"})

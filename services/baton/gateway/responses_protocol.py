@@ -1,0 +1,267 @@
+"""/v1/responses of the OpenAI API: its requests, and their conversion to baton.v1.Inference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from baton.gateway.openai_chat import EFFORTS
+from baton.gateway.openai_errors import ApiError, invalid_value
+from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
+from baton.rpc.validate import check_sampling
+from baton.v1 import inference_pb2, tokenizer_pb2
+
+Messages = list[tokenizer_pb2.ChatMessage]
+
+
+class Part(Strict):
+    PLACE = "input.content"
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "annotations": "is what an answer carried beside its text",
+        "logprobs": "is what an answer carried beside its text",
+    }
+
+    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(Strict):
+    PLACE = "input"
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "id": "items are in order",
+        "status": "what is sent back is taken as it is",
+        "phase": "is the client's own record",
+    }
+
+
+class MessageItem(Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Elements[Part]
+
+
+class CallItem(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class OutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Elements[Part]
+
+
+class ReasoningItem(Item):
+    HINTS: ClassVar[Mapping[str, str]] = {
+        **Item.HINTS,
+        "encrypted_content": "the reasoning itself is sent",
+    }
+
+    type: Literal["reasoning"]
+    summary: Elements[Part] | None = None
+    content: Elements[Part] | None = None
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
+    return kind if kind in ("function_call", "function_call_output", "reasoning") else "message"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(_kind),
+]
+
+
+class Format(Strict):
+    PLACE = "text.format"
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "name": "names the schema",
+        "description": "is about the schema: say it in a message",
+        "strict": "every schema is enforced",
+    }
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextOptions(Strict):
+    PLACE = "text"
+    HINTS: ClassVar[Mapping[str, str]] = {"verbosity": "no model here is trained for it: say it in a message"}
+
+    format: Format | None = None
+
+
+class Reasoning(Strict):
+    PLACE = "reasoning"
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "summary": "the reasoning itself is shown",
+        "generate_summary": "the reasoning itself is shown",
+    }
+
+    effort: EFFORTS | None = None
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(Strict):
+    """POST /v1/responses."""
+
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "user": "names the caller's own user",
+        "safety_identifier": "names the caller's own user",
+        "service_tier": "there is one",
+        "prompt_cache_key": "every prompt finds what is cached of it",
+        "prompt_cache_retention": "pages are kept as long as there is room",
+        "include": "what there is, is included",
+        "stream_options": "answers are not padded",
+        "client_metadata": "is the client's own record",
+        "truncation": "a prompt that is too long is refused",
+        "max_tool_calls": "is of tools that run here: there are none",
+    }
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "background": "is not supported: stream the answer",
+        "conversation": "is not supported: give previous_response_id, or the items",
+        "prompt": "is not supported: give input and instructions",
+        "top_logprobs": "is not supported: /v1/chat/completions has it",
+    }
+
+    model: str
+    input: str | Elements[InputItem] = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: Int64 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    tools: Elements[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    metadata: dict[str, str] | None = None
+    # Beyond OpenAI's.
+    top_k: Int32 | None = None
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that clients run; all others are left out, as clients expect."""
+        return [tool for tool in self.tools or () if tool.get("type") == "function"]
+
+
+_MODES = {
+    "none": tokenizer_pb2.ToolChoice.MODE_NONE,
+    "auto": tokenizer_pb2.ToolChoice.MODE_AUTO,
+    "required": tokenizer_pb2.ToolChoice.MODE_REQUIRED,
+}
+
+
+def response_start(
+    request: ResponsesRequest, earlier: Iterable[tokenizer_pb2.ChatMessage]
+) -> inference_pb2.GenerateStart:
+    """earlier: the conversation of previous_response_id. Raises ApiError for what is not supported,
+    BatonError for sampling parameters that are wrong."""
+    if not request.model:
+        raise invalid_value("model", "model is empty: name one of /v1/models")
+    start = inference_pb2.GenerateStart(id="http", model=request.model, include_token_ids=False)
+    sampling = start.sampling
+    if request.max_output_tokens is not None:
+        sampling.max_tokens = request.max_output_tokens
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k"):
+        value = getattr(request, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    format = request.text.format if request.text is not None else None
+    if format is not None and format.type == "json_object":
+        sampling.grammar.json_object.SetInParent()
+    elif format is not None and format.type == "json_schema":
+        if format.schema_ is None:
+            param = "text.format.schema"
+            raise ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
+        sampling.grammar.json_schema = json.dumps(format.schema_, ensure_ascii=False)
+    check_sampling(sampling, None)
+    chat = start.chat
+    if request.instructions:
+        chat.messages.add(role="system", content=request.instructions)
+    chat.messages.extend(earlier)
+    messages = input_messages(request)
+    if not messages and not request.previous_response_id:
+        raise invalid_value("input", "input is empty: give a text, or at least one item")
+    chat.messages.extend(messages)
+    _add_tools(request, chat)
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        effort = request.reasoning.effort
+        chat.template_arguments.update({"reasoning_effort": effort})
+        if effort == "none":
+            chat.template_arguments.update({"enable_thinking": False})
+    return start
+
+
+def _add_tools(request: ResponsesRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
+    for index, tool in enumerate(request.functions):
+        name, parameters = tool.get("name"), tool.get("parameters")
+        if not isinstance(name, str) or not isinstance(parameters, dict | None):
+            raise invalid_value(
+                f"tools[{index}]", f"tools[{index}] needs a name, and parameters as an object"
+            )
+        made = chat.tools.add(name=name, description=str(tool.get("description") or ""))
+        if parameters is not None:
+            made.parameters = json.dumps(parameters, ensure_ascii=False)
+        if isinstance(tool.get("strict"), bool):
+            made.strict = tool["strict"]
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool):
+        chat.tool_choice.mode = tokenizer_pb2.ToolChoice.MODE_REQUIRED
+        chat.tool_choice.name = choice.name
+    elif choice is not None and chat.tools:
+        chat.tool_choice.mode = _MODES[choice]
+    if request.parallel_tool_calls is not None:
+        chat.parallel_tool_calls = request.parallel_tool_calls
+
+
+def input_messages(request: ResponsesRequest) -> Messages:
+    """What an assistant wrote in one turn (reasoning, text, calls) is one message."""
+    if isinstance(request.input, str):
+        return [tokenizer_pb2.ChatMessage(role="user", content=request.input)] if request.input else []
+    messages: Messages = []
+    turn: tokenizer_pb2.ChatMessage | None = None
+    for item in request.input:
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append(tokenizer_pb2.ChatMessage(role=item.role, content=_text(item.content)))
+            turn = None
+        elif isinstance(item, OutputItem):
+            content = _text(item.output)
+            messages.append(
+                tokenizer_pb2.ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
+            )
+            turn = None
+        else:
+            if turn is None:
+                turn = tokenizer_pb2.ChatMessage(role="assistant")
+                messages.append(turn)
+            if isinstance(item, MessageItem):
+                turn.content += _text(item.content)
+            elif isinstance(item, CallItem):
+                turn.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
+            elif isinstance(item, ReasoningItem):
+                turn.reasoning += _text(item.content or item.summary or [])
+    return messages
+
+
+def _text(given: str | list[Part]) -> str:
+    return given if isinstance(given, str) else "".join(part.text or part.refusal or "" for part in given)

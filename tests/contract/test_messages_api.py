@@ -1,0 +1,141 @@
+"""/v1/messages as Anthropic's clients use it: text, thinking, tools, streams, errors, and counting."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import pytest
+from gateway_rig import gateway, until
+from scripted_decode import STOP, ScriptedDecode, endless, saying, silent
+from test_inference import say
+
+TOOL = {
+    "name": "weather",
+    "description": "Says how it is there.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
+ASK = {"model": "scripted", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+async def post(rig, body, path="messages"):
+    headers = {"anthropic-version": "2023-06-01", "x-api-key": "none"}
+    async with httpx.AsyncClient(trust_env=False, timeout=20) as http:
+        return await http.post(f"{rig.http}/v1/{path}", json=body, headers=headers)
+
+
+def events_of(answer: httpx.Response) -> list[dict]:
+    events = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+async def test_text():
+    async with ScriptedDecode(silent) as node, gateway(node) as rig:
+        await say(rig, node, text="Hello there.", cached=3, finish=STOP)
+        answer = (await post(rig, {**ASK, "system": [{"type": "text", "text": "Be kind."}]})).json()
+        assert answer["type"] == "message" and answer["stop_reason"] == "end_turn"
+        assert answer["content"][0]["type"] == "text"
+        assert answer["usage"]["cache_read_input_tokens"] == 3 and answer["usage"]["input_tokens"] > 0
+        counted = (
+            await post(rig, {"model": "scripted", "messages": ASK["messages"]}, "messages/count_tokens")
+        ).json()
+        plain = (await post(rig, ASK)).json()["usage"]
+        assert counted == {"input_tokens": plain["input_tokens"] + plain["cache_read_input_tokens"]}
+        node.script = saying([40], [41])
+        assert (await post(rig, {**ASK, "max_tokens": 2})).json()["stop_reason"] == "max_tokens"
+        await say(rig, node, text="one two three", finish=STOP)
+        stopped = (await post(rig, {**ASK, "stop_sequences": ["two"]})).json()
+        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "two")
+        await rig.idle()
+
+
+async def test_thinking_and_tools_whole_and_streamed():
+    async with ScriptedDecode(silent, context=2000) as node, gateway(node, **PARSERS) as rig:
+        await say(rig, node, text=f"<think>hm</think>Let me see.{CALL} ", finish=STOP)
+        asked = {**ASK, "tools": [TOOL], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+        whole = (await post(rig, asked)).json()
+        assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
+        assert whole["content"][0]["thinking"] == "hm" and whole["stop_reason"] == "tool_use"
+        assert whole["content"][2]["input"] == {"city": "Oslo"}
+        events = events_of(await post(rig, {**asked, "stream": True}))
+        assert events[0]["type"] == "message_start" and events[-1]["type"] == "message_stop"
+        assert events[-2]["delta"]["stop_reason"] == "tool_use"
+        blocks: dict[int, dict] = {}
+        for event in events:
+            if event["type"] == "content_block_start":
+                blocks[event["index"]] = {**event["content_block"], "json": ""}
+            elif event["type"] == "content_block_delta":
+                delta = {**event["delta"]}
+                kind = delta.pop("type")
+                ((name, value),) = delta.items()
+                block = blocks[event["index"]]
+                if kind == "input_json_delta":
+                    block["json"] += value
+                else:
+                    block[name] += value
+        assert sum(event["type"] == "content_block_stop" for event in events) == len(blocks) == 3
+        blocks[2]["input"] = json.loads(blocks[2].pop("json"))
+        for index, block in enumerate(whole["content"]):
+            blocks[index].pop("json", None)
+            assert blocks[index] == {**block, **({"id": blocks[index]["id"]} if "id" in block else {})}
+
+
+async def test_an_agent_sends_back_what_it_got():
+    async with ScriptedDecode(silent, context=2000) as node, gateway(node, **PARSERS) as rig:
+        await say(rig, node, text=f"<think>hm</think>{CALL} ", finish=STOP)
+        first = (await post(rig, {**ASK, "tools": [TOOL]})).json()
+        use = next(block for block in first["content"] if block["type"] == "tool_use")
+        result = {
+            "type": "tool_result",
+            "tool_use_id": use["id"],
+            "content": [{"type": "text", "text": "Snow."}],
+        }
+        history = [
+            *ASK["messages"],
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
+        ]
+        await say(rig, node, text="Snow.", finish=STOP)
+        second = await post(rig, {**ASK, "tools": [TOOL], "messages": history})
+        assert second.json()["content"][0]["text"], second.text
+
+
+@pytest.mark.parametrize(
+    "fields, word",
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "assistant"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+async def test_errors_have_its_form(fields, word):
+    async with ScriptedDecode(silent) as node, gateway(node) as rig:
+        answer = await post(rig, {**ASK, **fields})
+        error = answer.json()
+        assert (answer.status_code, error["type"]) == (400, "error"), answer.text
+        assert error["error"]["type"] == "invalid_request_error" and word in error["error"]["message"]
+        other = await post(rig, {**ASK, "model": "other"})
+        assert (other.status_code, other.json()["error"]["type"]) == (404, "not_found_error")
+        assert not node.starts
+
+
+async def test_a_client_that_leaves():
+    async with ScriptedDecode(endless, context=200_000) as node, gateway(node) as rig:
+        async with (
+            httpx.AsyncClient(trust_env=False) as http,
+            http.stream("POST", f"{rig.http}/v1/messages", json={**ASK, "stream": True}) as stream,
+        ):
+            await anext(stream.aiter_lines())
+        await until(lambda: node.cancels, 5)
+        await rig.idle()

@@ -1,0 +1,181 @@
+"""/v1/responses by OpenAI's client: text, reasoning, calls, streams, the store, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import openai
+import pytest
+from gateway_rig import gateway, until
+from scripted_decode import STOP, ScriptedDecode, endless, saying, silent
+from test_inference import say
+
+from baton.gateway.response_store import ResponseStore
+
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "Says how it is there.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
+
+
+def client(rig, **options) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{rig.http}/v1", api_key="none", max_retries=0, **options)
+
+
+def script(rig, node, text):
+    return say(rig, node, text=text, finish=STOP)
+
+
+async def test_text_and_usage():
+    async with ScriptedDecode(silent) as node, gateway(node) as rig, client(rig) as api:
+        await script(rig, node, "Hello there.")
+        answer = await api.responses.create(
+            model="scripted", input="Hi", instructions="Be kind.", store=False
+        )
+        assert answer.output_text and answer.output_text in "Hello there."
+        assert answer.status == "completed" and answer.output[0].type == "message" and not answer.store
+        assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens > 0
+        node.script = saying([40], [41])
+        short = await api.responses.create(model="scripted", input="Hi", max_output_tokens=2)
+        assert short.max_output_tokens == 2 and node.starts[-1].sampling.max_tokens == 2
+        await rig.idle()
+
+
+async def test_a_cut_answer_is_incomplete():
+    async with ScriptedDecode(saying([40], [41])) as node, gateway(node) as rig, client(rig) as api:
+        answer = await api.responses.create(model="scripted", input="Hi")
+        assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_reasoning_and_calls_whole_and_streamed():
+    async with (
+        ScriptedDecode(silent, context=2000) as node,
+        gateway(node, **PARSERS) as rig,
+        client(rig) as api,
+    ):
+        await script(rig, node, f"<think>hm</think>Let me see.{CALL} ")
+        asked = {"model": "scripted", "input": "Weather?", "tools": [TOOL, {"type": "web_search"}]}
+        whole = await api.responses.with_raw_response.create(**asked)
+        assert whole.headers["x-baton-ignored"] == "tools"
+        items = whole.parse().output
+        assert [item.type for item in items] == ["reasoning", "message", "function_call"]
+        assert items[0].content[0].text == "hm"
+        assert items[2].name == "weather" and json.loads(items[2].arguments) == {"city": "Oslo"}
+        events = [event async for event in await api.responses.create(**asked, stream=True)]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = [event.type for event in events]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.completed"
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == items[1].content[0].text
+        (done,) = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert done.arguments == items[2].arguments
+        for kind in ("reasoning_text", "output_text", "function_call_arguments"):
+            assert f"response.{kind}.delta" in kinds and f"response.{kind}.done" in kinds
+        assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+        streamed = events[-1].response.output
+        assert [item.type for item in streamed] == [item.type for item in items]
+        assert streamed[1].content[0].text == text
+
+
+async def test_a_conversation_goes_on_stored_or_sent_back():
+    """The next turn's prompt is the same, whichever way."""
+    async with (
+        ScriptedDecode(silent, context=2000) as node,
+        gateway(node, **PARSERS) as rig,
+        client(rig) as api,
+    ):
+        await script(rig, node, f"One moment.{CALL} ")
+        asked = {"model": "scripted", "tools": [TOOL]}
+        first = await api.responses.create(**asked, input="Weather?")
+        call = next(item for item in first.output if item.type == "function_call")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "Snow."}
+        await script(rig, node, "Snow.")
+        second = await api.responses.create(**asked, previous_response_id=first.id, input=[result])
+        assert second.previous_response_id == first.id
+        sent = [item.model_dump(exclude_none=True) for item in first.output]
+        await api.responses.create(
+            **asked, store=False, input=[{"role": "user", "content": "Weather?"}, *sent, result]
+        )
+        stored, stateless = node.starts[-2:]
+        assert list(stored.token_ids) == list(stateless.token_ids)
+        found = await api.responses.retrieve(second.id)
+        assert found.output_text == second.output_text
+        await api.responses.delete(second.id)
+        for use in (
+            api.responses.retrieve(second.id),
+            api.responses.delete(second.id),
+            api.responses.create(model="scripted", previous_response_id=second.id, input="And?"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await use
+
+
+async def test_cancel_while_it_streams():
+    async with ScriptedDecode(endless, context=200_000) as node, gateway(node) as rig, client(rig) as api:
+        stream = await api.responses.create(model="scripted", input="x", stream=True)
+        events = aiter(stream)
+        id = (await anext(events)).response.id
+        assert (await api.responses.cancel(id)).status == "cancelled"
+        kinds = [event.type async for event in events]
+        assert kinds[-1] == "response.failed"
+        await rig.idle()
+        left = await api.responses.create(model="scripted", input="x", stream=True)
+        await anext(aiter(left))
+        await left.close()
+        await until(lambda: len(node.cancels) == 2, 5)
+        await rig.idle()
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"surprise": 1}, "surprise"),
+        ({"input": ""}, "input"),
+    ],
+)
+async def test_what_is_not_supported_is_refused_by_name(fields, param):
+    async with ScriptedDecode(silent) as node, gateway(node) as rig:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            body = {"model": "scripted", "input": "x", **fields}
+            answer = await http.post(f"{rig.http}/v1/responses", json=body)
+        assert answer.status_code == 400, answer.text
+        assert param in answer.json()["error"]["param"], answer.text
+        assert not node.starts
+
+
+def test_the_store_is_bounded():
+    now = 0.0
+    store = ResponseStore(1000, 10.0, lambda: now)
+    for number in range(5):
+        store.put({"id": str(number)}, [], "alice", 300)
+    assert [number for number in range(5) if store.get(str(number), "alice")] == [2, 3, 4]
+    assert store.get("4", "bob") is None and not store.delete("4", "bob")
+    assert store.delete("3", "alice") and not store.delete("3", "alice")
+    store.put({"id": "large"}, [], "alice", 1001)
+    assert store.get("large", "alice") is None and store.get("4", "alice")
+    now = 10.0
+    assert store.get("4", "alice") is None
+    store.put({"id": "new"}, [], "alice", 900)
+    assert store.get("new", "alice")
+
+
+async def test_without_a_store():
+    async with ScriptedDecode(silent) as node, gateway(node, response_store_mib=0) as rig, client(rig) as api:
+        await script(rig, node, "Hello.")
+        answer = await api.responses.create(model="scripted", input="Hi", store=True)
+        assert answer.store is False
+        with pytest.raises(openai.NotFoundError):
+            await api.responses.retrieve(answer.id)
