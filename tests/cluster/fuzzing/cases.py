@@ -99,7 +99,15 @@ TARGETS = {
     for target, role in zip(method.targets, method.roles, strict=True)
 }
 
-HTTP = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
+HTTP = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
+    "/v1/responses",
+    "/v1/messages",
+)
 RAW = ("http", "gateway", "tokenizer", "decode", "prefill")
 """Bytes on a bare connection: to the HTTP port, or to the gRPC port of that process."""
 

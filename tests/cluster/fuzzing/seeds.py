@@ -156,6 +156,35 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "stream": True,
         },
     ],
+    "/v1/responses": [
+        {"model": "model", "input": "hello", "max_output_tokens": 4},
+        {
+            "model": "model",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "1", "output": "b"},
+            ],
+            "tools": [{"type": "function", "name": "f", "parameters": {}}],
+            "max_output_tokens": 4,
+            "stream": True,
+        },
+    ],
+    "/v1/messages": [
+        {"model": "model", "max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]},
+        {
+            "model": "model",
+            "max_tokens": 4,
+            "system": [{"type": "text", "text": "a"}],
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "b"}]},
+            ],
+            "tools": [{"name": "f", "input_schema": {}}],
+            "stream": True,
+        },
+    ],
     "/v1/embeddings": [
         {"model": "model", "input": ["hello", "the pages"], "encoding_format": "base64"},
         {"model": "model", "input": [PROMPT], "dimensions": 3, "pooling": "mean", "normalize": False},
