@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.gateway import openai_chat, openai_protocol
+from baton.gateway import (
+    anthropic_protocol,
+    embeddings_api,
+    openai_chat,
+    openai_protocol,
+    responses_protocol,
+    scores_api,
+)
 
 TABLE = re.compile(r"^\| ([a-z_., ]+) \| `(\w+)` \| (served|hint|refused) \|", re.MULTILINE)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
@@ -18,6 +25,11 @@ MODELS = {
     "messages.tool_calls": openai_chat.CalledTool,
     "tools": openai_chat.Tool,
     "tools.function": openai_chat.Function,
+    "responses": responses_protocol.ResponsesRequest,
+    "anthropic": anthropic_protocol.MessagesRequest,
+    "embeddings": embeddings_api.EmbeddingsRequest,
+    "score": scores_api.ScoreRequest,
+    "rerank": scores_api.RerankRequest,
 }
 
 

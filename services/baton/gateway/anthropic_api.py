@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from baton.gateway.anthropic_protocol import CountRequest, MessagesRequest, chat_prompt, messages_start
 from baton.gateway.gateway import Gateway
-from baton.gateway.http_requests import BodyReader, name_ignored, running
+from baton.gateway.http_requests import BodyReader, name_ignored, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError, from_baton
 from baton.gateway.typed_events import Json, TypedAnswer, naming_fields, respond
@@ -44,10 +44,13 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         async def answer() -> Response:
             with naming_fields(TAGGED):
                 body = await bodies.read_starts(request, MessagesRequest, lambda body: [messages_start(body)])
+            ignored = (
+                body.ignored | {"thinking"} if unread_arguments(gateway, body.made[0].chat) else body.ignored
+            )
             async with running(gateway, body.made, request) as job:
                 await job.wait_for_output()
                 made = MessagesAnswer(job, body.request.model)
-                return await respond(job, made, bool(body.request.stream), body.ignored)
+                return await respond(job, made, bool(body.request.stream), ignored)
 
         return await _in_form(request, answer)
 

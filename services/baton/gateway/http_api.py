@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from importlib.metadata import version
 from typing import Any
@@ -21,7 +20,7 @@ from baton.gateway.embeddings_api import add_embeddings
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_authentication import HttpAuthentication, RequestIds
 from baton.gateway.http_record import REFUSAL, HttpRecord
-from baton.gateway.http_requests import IGNORED_HEADER, BodyReader, respond, running
+from baton.gateway.http_requests import IGNORED_HEADER, BodyReader, respond, running, unread_arguments
 from baton.gateway.openai_answers import ChatAnswer, Json
 from baton.gateway.openai_chat import ChatRequest, chat_start
 from baton.gateway.openai_completions import CompletionAnswer, Echo
@@ -31,7 +30,7 @@ from baton.gateway.responses_api import add_responses
 from baton.gateway.scores_api import add_scores
 from baton.rpc.errors import BatonError
 from baton.rpc.metrics import exposition
-from baton.v1 import inference_pb2, tokenizer_pb2
+from baton.v1 import inference_pb2
 
 ECHO_SECONDS = 10.0
 READ = ["GET", "HEAD"]
@@ -91,7 +90,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         body = await bodies.read_starts(request, ChatRequest, lambda request: [chat_start(request)])
-        ignored = body.ignored | _unread(gateway, body.made[0].chat)
+        ignored = body.ignored | unread_arguments(gateway, body.made[0].chat)
         async with running(gateway, body.made, request) as job:
             try:
                 await job.wait_for_output()  # `n` has been checked by then
@@ -150,19 +149,6 @@ async def _error(request: Request, error: Any) -> Response:
 _EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
     (ApiError, BatonError, HTTPException, Exception), _error
 )
-
-
-def _unread(gateway: Gateway, chat: tokenizer_pb2.ChatPrompt) -> set[str]:
-    """Arguments of the chat template that it does not read, as fields of the body."""
-    model = gateway.model_or_last()
-    if model is None or not chat.HasField("template_arguments"):
-        return set()
-    names = chat.template_arguments.fields.keys() - set(model.template_variables)
-    return {
-        "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
-        for name in names
-        if re.fullmatch("[a-zA-Z0-9_]{1,64}", name)
-    }
 
 
 async def _text(gateway: Gateway, start: inference_pb2.GenerateStart) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -22,7 +23,7 @@ from baton.gateway.json_body import Body, Made, Model, parse_body
 from baton.gateway.openai_answers import Answer, RequestBatch
 from baton.gateway.openai_errors import ApiError, of_prompt
 from baton.rpc.errors import BatonError
-from baton.v1 import inference_pb2
+from baton.v1 import inference_pb2, tokenizer_pb2
 
 BODY_SECONDS = 30.0
 """Time for a body to arrive."""
@@ -137,6 +138,19 @@ def name_ignored(response: Response, ignored: set[str]) -> Response:
     if ignored:
         response.headers[IGNORED_HEADER] = ", ".join(sorted(ignored)[:MAX_IGNORED])
     return response
+
+
+def unread_arguments(gateway: Gateway, chat: tokenizer_pb2.ChatPrompt) -> set[str]:
+    """Arguments of the chat template that it does not read, as fields of the body."""
+    model = gateway.model_or_last()
+    if model is None or not chat.HasField("template_arguments"):
+        return set()
+    names = chat.template_arguments.fields.keys() - set(model.template_variables)
+    return {
+        "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+        for name in names
+        if re.fullmatch("[a-zA-Z0-9_]{1,64}", name)
+    }
 
 
 class EventStream(Response):

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from baton.gateway.gateway import Gateway
-from baton.gateway.http_requests import BodyReader, running
+from baton.gateway.http_requests import BodyReader, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.response_store import ResponseStore, StoredResponse
@@ -54,6 +54,9 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         asked, ignored = body.request, set(body.ignored)
         if len(asked.functions) < len(asked.tools or ()):
             ignored.add("tools")
+
+        if unread_arguments(gateway, body.made[0].chat):
+            ignored.add("reasoning.effort")
 
         def keep(response: Json, message: tokenizer_pb2.ChatMessage) -> None:
             under_way.pop((key, id), None)
