@@ -21,6 +21,7 @@ from baton.v1 import trace_pb2, trace_pb2_grpc
 SHIFTS = {"tokenizer": 10, "prefill": 5, "decode": 15}
 """Seconds by which a process's monotonic clock is ahead of the gateway's."""
 DELAY = 0.6
+TRIES = 6
 TOKENS = 5
 DELAYS = """
 import json, os, time
@@ -78,7 +79,11 @@ def _time_namespaces() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-pytestmark = pytest.mark.skipif(not _time_namespaces(), reason="time namespaces need CAP_SYS_ADMIN")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.times,
+    pytest.mark.skipif(not _time_namespaces(), reason="time namespaces need CAP_SYS_ADMIN"),
+]
 
 
 class Traced:
@@ -160,21 +165,25 @@ def check_phases(trace: trace_pb2.Trace) -> None:
     ],
 )
 def test_a_delay_is_found_in_its_phase(traced, what, phase):
+    """Whatever else the machine does only adds time: of several requests the least counts."""
     traced.delay()
     traced.ask()  # costs of first times
-    base = traced.ask()
-    traced.delay(**{what: DELAY})
-    try:
-        slow = traced.ask()
-    finally:
-        traced.delay()
-    for trace in (base, slow):
-        check_phases(trace)
-    usual, found = lengths(base.phases), lengths(slow.phases)
-    assert found.get(phase, 0.0) - usual.get(phase, 0.0) == pytest.approx(DELAY, rel=0.1), (
-        f"{usual}\n{found}\n{slow}"
-    )
-    assert max(found, key=found.__getitem__) == phase
+    usual: dict[tuple[str, str], float] = {}
+    found: dict[tuple[str, str], float] = {}
+    for _ in range(TRIES):
+        for seconds, least in ((0.0, usual), (DELAY, found)):
+            traced.delay(**{what: seconds})
+            try:
+                trace = traced.ask()
+            finally:
+                traced.delay()
+            check_phases(trace)
+            for name, value in lengths(trace.phases).items():
+                least[name] = min(value, least.get(name, value))
+        grown = {name: value - usual.get(name, 0.0) for name, value in found.items()}
+        if grown.get(phase, 0.0) == pytest.approx(DELAY, rel=0.1) and max(grown, key=grown.get) == phase:
+            return
+    raise AssertionError(f"{phase} was to grow by {DELAY:g} s: {grown}")
 
 
 def test_clocks_that_are_apart_are_matched(traced):

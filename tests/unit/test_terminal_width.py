@@ -13,7 +13,8 @@ from baton.bench.workload import Workload
 from baton.cli import bench_serve
 from baton.cli.nodes import NodeReport
 from baton.cli.status import print_status
-from baton.v1 import node_pb2
+from baton.cli.top import Sample, frame
+from baton.v1 import node_pb2, trace_pb2
 
 WORDS = ("gateway", "prefill", "decode", "tokenizer", "unreachable", "serving")
 
@@ -69,4 +70,20 @@ def test_bench_serve(terminal, monkeypatch):
     assert "…" not in text, text
     for word in ("TTFT, ms", "ITL, ms", "goodput", "client", "12,345.6", "31%"):
         assert word in text, f"{word}:\n{text}"
+    assert max(map(cell_len, lines)) <= 80, text
+
+
+def test_top():
+    first, second = reports(), reports()
+    second[0].load.finished, second[3].load.output_tokens = 20, 3000
+    traces = [
+        trace_pb2.Trace(id="00000000000000ff-1", total_us=5000, phases=[trace_pb2.TracePhase(name="queue")]),
+        trace_pb2.Trace(id="00000000000000ff-2", ttft_us=900, total_us=9_000_000, outcome="finished"),
+    ]
+    before, now = Sample(10.0, first, []), Sample(12.0, second, traces)
+    lines = shown(True, 80, lambda console: console.print(frame(before, now)))
+    text = "\n".join(lines)
+    assert lines[0].startswith("10.0 requests/s, 0.0 failed/s, 1,500 output tokens/s")
+    for word in (*WORDS, "runs: queue", "9.000 s", "0.9 ms", "refused"):
+        assert word in text, text
     assert max(map(cell_len, lines)) <= 80, text

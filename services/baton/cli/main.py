@@ -52,6 +52,7 @@ COMMANDS: Commands = {
     },
     "Inspect": {
         "status": ("status:status", "Every process of a running deployment, with health and load."),
+        "top": ("top:top", "The same live: rates, processes, the latest requests."),
         "trace": ("trace:trace", "Where requests waited: their phases through all processes."),
         "probe": ("health:probe", "One small request through a running deployment, as an exit code."),
         "health": ("health:health", "Whether one process serves; for the probes of containers."),
