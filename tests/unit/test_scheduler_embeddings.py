@@ -120,3 +120,16 @@ def test_a_failed_step_fails_it():
     (failed,) = engine.scheduler.take_embedded()
     assert isinstance(failed, FailedEvent) and failed.reason == "STEP_FAILED"
     assert engine.scheduler.take_events() == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pooling", Pooling)
+def test_one_that_is_retracted_half_way_begins_anew(overlap, pooling):
+    engine = Engine(budget=8, overlap=overlap)
+    r = embed("a", range(40), pooling)
+    engine.scheduler.submit(r)
+    while r.pooled is None:
+        engine.turn()
+    engine.scheduler.requeue(r.sequences[0])
+    engine.run()
+    check(engine, [r])
