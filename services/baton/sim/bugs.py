@@ -7,9 +7,10 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from baton.engine.batch import Step
+from baton.engine.batch import Step, StepBuilder
 from baton.engine.plan import StepResult
 from baton.engine.request import Phase, TokenEvent
+from baton.engine.request import Sequence as EngineSequence
 from baton.engine.scheduler import Scheduler
 from baton.engine.scheduler_state import Slots
 from baton.gateway.attempts import Attempts
@@ -281,6 +282,14 @@ def _(announced: Wrong, side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounce
             chunk, pages=other.pages, generations=other.generations, more=(swapped, *chunk.more[1:])
         )
     announced(side, handoff, chunk, now)
+
+
+@_bug("lost-matcher", "a sequence that gets a slot begins its grammar anew", 25, StepBuilder, "_init_slot")
+def _(init: Wrong, builder: StepBuilder, sequence: EngineSequence, last_token: int | None) -> None:
+    """Whether it comes from a prefill node, is resumed, or has been retracted."""
+    init(builder, sequence, last_token)
+    if sequence.request.grammar is not None:
+        builder._inits[-1] = replace(builder._inits[-1], output=())
 
 
 # --- resumes ------------------------------------------------------------------------------------------------

@@ -148,7 +148,8 @@ class Ledger:
 
 def _account(spec: RequestSpec, windows: Windows) -> _Account:
     params = spec.params
-    options = (params.max_tokens, params.stop_token_ids, params.penalized, windows)
+    constrained = params.grammar is not None
+    options = (params.max_tokens, params.stop_token_ids, params.penalized, windows, constrained)
     full = (reference(spec.prompt, params.seed + i, *options) for i in range(spec.n))
     expected = tuple(_until_stop(choice, spec.stop) for choice in full)
     return _Account(spec, expected, [[] for _ in expected], ["" for _ in expected])

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from baton.engine.plan import Logprobs, PlanRow, RowResult, StepPlan, StepResult
+from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit, StepPlan, StepResult
 from baton.kvcache import GONE
+from baton.sim.grammar import SimGrammar, SimMatcher
 from baton.sim.world import Violation
 
 VOCAB = 997
@@ -89,14 +90,16 @@ def reference(
     stop: frozenset[int] = frozenset(),
     penalized: bool = False,
     windows: Windows = ONE,
+    constrained: bool = False,
 ) -> tuple[int, ...]:
     """The output tokens, computed without pages."""
-    history = History(windows)
+    history, matcher = History(windows), SimMatcher() if constrained else None
     output: list[int] = []
     for token in prompt:
         history.append(token)
     for _ in range(count):
         token = sample(history.seen, seed, (*prompt, *output) if penalized else ())
+        token = matcher.choose(token) if matcher is not None else token
         output.append(token)
         if token in stop:
             break
@@ -116,6 +119,15 @@ def prompt_logprobs(prompt: Sequence[int], windows: Windows = ONE) -> tuple[Logp
 def _logprob(seen: Sequence[bytes]) -> float:
     """A number that a message holds exactly, in 32 bits."""
     return -float(zlib.crc32(b"".join(seen)) >> 8)
+
+
+def _matcher(init: SlotInit) -> SimMatcher | None:
+    if init.grammar is None:
+        return None
+    assert isinstance(init.grammar, SimGrammar)
+    matcher = init.grammar.matcher()
+    matcher.accept(init.output)
+    return matcher
 
 
 class SimPool:
@@ -192,6 +204,7 @@ class SimRunner:
         self._seeds = [0] * max_slots
         self._penalized: list[list[int] | None] = [None] * max_slots
         """Prompt and output, as far as sampled; None: without penalties."""
+        self._matchers: list[SimMatcher | None] = [None] * max_slots
 
     def launch(self, plan: StepPlan) -> Flight:
         if self.fail_next_launch:
@@ -225,6 +238,7 @@ class SimRunner:
         for init in plan.inits:
             self._seeds[init.slot] = init.seed
             self._penalized[init.slot] = [*init.prompt, *init.output] if init.params.penalized else None
+            self._matchers[init.slot] = _matcher(init)
             if init.last_token is not None:
                 self._last[init.slot] = init.last_token
         inputs = [row.tokens if row.tokens is not None else (self._last[row.slot],) for row in plan.rows]
@@ -270,7 +284,8 @@ class SimRunner:
         samples = []
         for slot in row.sample:
             penalized = self._penalized[slot]
-            token = self._last[slot] = sample(seen, self._seeds[slot], penalized or ())
+            token, matcher = sample(seen, self._seeds[slot], penalized or ()), self._matchers[slot]
+            token = self._last[slot] = matcher.choose(token) if matcher is not None else token
             if penalized is not None:
                 penalized.append(token)
             samples.append(token)

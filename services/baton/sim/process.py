@@ -11,11 +11,13 @@ from baton.engine.batch import Step
 from baton.engine.plan import PlanRow, StepPlan
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_loop import StepPipeline
+from baton.grammar.base import Grammar, GrammarError, GrammarSpec
 from baton.kvcache import GONE, KvCache, KvGroup, PageAllocator, PrefixTree
 from baton.kvcache.groups import peak
 from baton.kvcache.page_allocator import PageState
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
+from baton.sim.grammar import SimGrammar
 from baton.sim.model import ONE, VOCAB, Flight, SimPool, SimRunner, Windows
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.streams import SimStreams
@@ -128,7 +130,7 @@ class Worker(Process, WorkerShell[C]):
         self.pool = SimPool(pages, config.page_size)
         self.allocator = PageAllocator(pages, self.pool.generations)
         self.cache = KvCache(self.allocator, PrefixTree(config.page_size, config.eviction, groups))
-        self.model_info = node_pb2.ModelInfo(context_length=config.kv_tokens, vocab_size=VOCAB)
+        self.model_info = node_pb2.ModelInfo(context_length=config.kv_tokens, vocab_size=VOCAB, grammars=True)
         self.layout = common_pb2.Layout(page_size=config.page_size)
         self.page_bytes = self.pool.page_bytes
         self.device = "cpu"
@@ -161,6 +163,9 @@ class Worker(Process, WorkerShell[C]):
 
     def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> Task:
         return Task(self.world, self.loop, work)
+
+    def compile_grammar(self, spec: GrammarSpec, done: Callable[[Grammar | GrammarError], None]) -> None:
+        done(SimGrammar())
 
     def endpoints(self) -> list[common_pb2.Endpoint]:
         return []

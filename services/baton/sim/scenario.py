@@ -9,6 +9,7 @@ from typing import Any
 from baton.config import DecodeConfig, PrefillConfig
 from baton.engine.sampling import SamplingParams
 from baton.rpc.validate import MAX_STOP_TOKENS
+from baton.sim.grammar import SPEC
 from baton.sim.model import ONE, POISON, VOCAB, Windows, reference
 from baton.sim.process import Machine
 from baton.sim.transport import SLOWEST_PACE
@@ -240,6 +241,8 @@ def _with_options(rng: random.Random, spec: RequestSpec) -> RequestSpec:
         spec = replace(spec, params=replace(spec.params, frequency_penalty=1.0))
     if rng.random() < 0.2:
         spec = replace(spec, params=replace(spec.params, prompt_logprobs=0))
+    if spec.params.seed % 5 == 0 and not spec.stop and not spec.params.stop_token_ids:
+        spec = replace(spec, params=replace(spec.params, grammar=SPEC))
     return spec
 
 
