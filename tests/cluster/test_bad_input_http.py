@@ -121,14 +121,7 @@ WRONG_CHATS = [
     ("top_logprobs", 5, "top_logprobs"),
     ("tools", [{}], "tools[0].type"),
     ("response_format", {"type": "yaml"}, "response_format.type"),
-    (
-        "response_format",
-        {
-            "type": "json_schema",
-            "json_schema": {"name": "n", "schema": {"type": "array", "uniqueItems": True}},
-        },
-        "response_format",
-    ),
+    ("response_format", {"type": "json_object"}, "ignore_eos"),  # which the good one has
 ]
 BROKEN = {
     "empty": (b"", "invalid_json"),
