@@ -20,8 +20,9 @@ from baton.gateway.page.window import KEPT_SECONDS, ROLLING_SECONDS, SAMPLE_SECO
 from baton.rpc.errors import exhausted
 from baton.rpc.tasks import Tasks
 
-FRAME_SECONDS = 0.5
-REQUESTS_SECONDS = 1.0
+FRAME_SECONDS = 1.0
+REQUESTS_SECONDS = 2.0
+"""Each time other processes are asked for what they have recorded."""
 TILE_SECONDS = 60.0
 """Figures beside the charts are of the last minute."""
 MAX_PAGES = 64

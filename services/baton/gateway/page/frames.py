@@ -104,7 +104,7 @@ def reasons_json(metrics: GatewayMetrics, processes: Iterable[Process]) -> Json:
 
 
 def _short(value: float | None) -> float | None:
-    """Few digits: each frame goes to every open page twice a second."""
+    """Few digits: each frame goes to every open page once a second."""
     if value is None:
         return None
     return round(value, 3) if abs(value) >= 10 else float(f"{value:.{DIGITS}g}")

@@ -14,8 +14,8 @@ from baton.rpc.health import serves
 from baton.rpc.tasks import Tasks
 from baton.v1 import node_pb2, node_pb2_grpc
 
-INTERVAL_MS = 500
-SILENT_SECONDS = 1.5
+INTERVAL_MS = 1000
+SILENT_SECONDS = 2.5
 """A process that sends nothing for this time is taken for lost. It sends every INTERVAL_MS."""
 RETRY_SECONDS = 0.5
 MAX_CELLS = 4096

@@ -8,7 +8,7 @@ import { showReasons } from "./reasons.js";
 import { showRequests } from "./requests.js";
 import { showTry } from "./try.js";
 
-const LATE_SECONDS = 3;
+const LATE_SECONDS = 5;
 let heard = performance.now();
 
 function show(frame) {
