@@ -1,0 +1,65 @@
+"""What nodes record of requests is in order, under all faults of the simulator."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from baton.sim.cluster import Cluster
+from baton.sim.process import Worker
+from baton.sim.scenario import make_scenario
+from baton.tracing.recorder import Event, Kind
+
+SEEDS = range(12)
+
+
+def stories(worker: Worker) -> list[list[Event]]:
+    """Events of each attempt, at a prefill node of each try. There a name may come again after it has ended,
+    from a caller that uses another's."""
+    found: dict[tuple[int, ...], list[Event]] = {}
+    prefill = hasattr(worker, "side")
+    for event in worker.recorder.all():
+        name = (event.gateway, event.request, event.attempt, event.decode_try if prefill else 0)
+        found.setdefault(name, []).append(event)
+    return [life for story in found.values() for life in lives(story)]
+
+
+def lives(story: list[Event]) -> list[list[Event]]:
+    found: list[list[Event]] = [[]]
+    for event in story:
+        found[-1].append(event)
+        if event.kind is Kind.ENDED:
+            found.append([])
+    return [life for life in found if life]
+
+
+def check(story: list[Event]) -> None:
+    kinds = [event.kind for event in story]
+    assert all(one.at <= other.at for one, other in pairwise(story)), story
+    assert kinds[0] is Kind.RECEIVED and kinds[-1] is Kind.ENDED, kinds
+    assert kinds.count(Kind.QUEUED) <= 1, kinds  # more RECEIVED: a name in use, refused
+    assert kinds.count(Kind.FIRST_TOKEN) <= 1, kinds
+    for later, earlier in ((Kind.ADMITTED, Kind.QUEUED), (Kind.CHUNK_BEGUN, Kind.ADMITTED)):
+        if later in kinds:
+            assert kinds.index(earlier) < kinds.index(later), kinds
+    steps = [event.step for event in story if event.kind is Kind.CHUNK_BEGUN]
+    for event in story:
+        if event.kind is Kind.CHUNK_ENDED:
+            assert event.step in steps, story
+    pulls = 0
+    for kind in kinds:
+        pulls += (kind is Kind.PULL_BEGUN) - (kind is Kind.PULL_ENDED)
+        assert pulls >= 0, kinds
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_events_are_in_order(seed):
+    cluster = Cluster(make_scenario(seed))
+    cluster.run()
+    told = 0
+    for worker in [process for process in cluster.processes.values() if isinstance(process, Worker)]:
+        for story in stories(worker):
+            check(story)
+            told += 1
+    assert told
