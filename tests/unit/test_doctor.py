@@ -77,3 +77,21 @@ def test_a_model_is_said_to_be_served_by_whose_code(tmp_path):
     assert code == 0 and "Baton has none of its own" in found["architecture"]
     code, found = ask("--model", str(tmp_path), "--model-impl", "baton")
     assert code == 1 and "not one of Baton's own" in next(iter(found.values()))
+
+
+def test_what_becomes_of_quantized_weights_is_said(tmp_path):
+    def ask(*arguments):
+        result = CliRunner().invoke(doctor, ["--json", *arguments])
+        return {check["name"]: check["detail"] for check in json.loads(result.output)["checks"]}
+
+    save_checkpoint("qwen3", tmp_path)
+    model = ("--model", str(tmp_path))
+    assert "quantization" not in ask(*model)
+    assert "int8 while loading" in ask(*model, "--quantization", "int8")["quantization"]
+    scheme = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+    assert ask(*model)["quantization"] == "FP8 in blocks of 128 x 128 (fp8), dequantized while loading"
+    config["quantization_config"] = {"quant_method": "bitsandbytes"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "'bitsandbytes' are not supported" in next(iter(ask(*model).values()))

@@ -20,6 +20,8 @@ from baton.layers.weights.method import QuantizedWeight
 TYPICAL_ROWS = (1, 16)
 """Rows of decode steps. With hundreds of rows all layouts are equally fast."""
 REPEATS = 40
+SAMPLE = 2**23
+"""Weights at most that products are tried with: in float64 they take 8 bytes each."""
 BUDGET_SECONDS = 0.02
 """Time for measuring all layouts with one number of rows; each is measured at least twice."""
 
@@ -82,8 +84,10 @@ def fastest_layout(weight: torch.Tensor) -> type[CpuLayout]:
 
 
 def fastest_product(weight: QuantizedWeight, dtype: torch.dtype) -> type[Product]:
-    """For quantized weights of this kind in a model of this dtype, by measuring likewise."""
-    made = exact_products(weight, dtype)
+    """For quantized weights of this kind in a model of this dtype, by measuring likewise, with a part of a
+    large one."""
+    outputs, inputs = weight.shape
+    made = exact_products(weight.rows(0, min(outputs, max(64, SAMPLE // inputs // 64 * 64))), dtype)
     return type(made[_fastest(made, weight.shape[1], dtype)])
 
 
