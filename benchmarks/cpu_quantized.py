@@ -2,13 +2,19 @@
 
     python benchmarks/cpu_quantized.py --model smollm2 --json benchmarks/results/cpu_quantized.json
 
-The engine alone, greedy, in this process. All ways of holding the weights are in memory at the same time and
-take turns, a few steps each, so that a busy machine disturbs all; medians. "8x512" is a random Qwen3 of 8
-layers and 512 hidden. With llama-cpp-python installed, llama.cpp computes the same GGUF file with as many
-threads.
+The engine alone, greedy, in this process, by the processor's time divided by the number of threads. All ways
+of holding the weights are in memory at the same time and take turns, a few steps each, so that a busy machine
+disturbs all; medians. "8x512" is a random Qwen3 of 8 layers and 512 hidden. With llama-cpp-python installed,
+llama.cpp computes the same GGUF file with as many threads.
 """
 
 from __future__ import annotations
+
+import os
+
+# Threads spin little while they wait: what `baton up` sets for its workers (cli/supervisor.py).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import gc
 import importlib.util
@@ -61,9 +67,9 @@ class Engine:
 
     def _run(self, rows: list[PlanRow], inits: list[SlotInit] | None = None) -> float:
         self.number += 1
-        started = time.perf_counter()
+        started = time.process_time()
         self.runner.read(self.runner.launch(StepPlan(self.number, tuple(rows), tuple(inits or ()))))
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     def steps(self, rows: int, count: int) -> list[float]:
         """Seconds of each of so many decode steps."""
@@ -106,18 +112,18 @@ def measure(name: str, path: Path, threads: int, turns: int) -> dict[str, Any]:
                     times[way][rows] += found
         if other is not None and turn:
             for _ in range(TURN):
-                started = time.perf_counter()
+                started = time.process_time()
                 other.eval([1])
-                times["llama.cpp"][1].append(time.perf_counter() - started)
+                times["llama.cpp"][1].append(time.process_time() - started)
     results: dict[str, Any] = {}
     for way, by_rows in times.items():
         if by_rows[1]:
-            rates = {rows: rows / statistics.median(own) for rows, own in by_rows.items() if own}
+            rates = {rows: threads * rows / statistics.median(own) for rows, own in by_rows.items() if own}
             results[way] = {
                 "tokens_per_second": rates,
                 "ratio": {
-                    rows: rate * statistics.median(times["float32"][rows]) / rows
-                    for rows, rate in rates.items()
+                    n: rate / results.get("float32", {"tokens_per_second": rates})["tokens_per_second"][n]
+                    for n, rate in rates.items()
                 },
                 "mib": engines[way].mib if way in engines else path.stat().st_size / 2**20,
             }
@@ -127,7 +133,7 @@ def measure(name: str, path: Path, threads: int, turns: int) -> dict[str, Any]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", action="append", help="8x512, or what `baton up --model` takes")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of tensor operations")
     parser.add_argument("--turns", type=int, default=12)
     args = parser.parse_args()
     results = []

@@ -80,6 +80,7 @@ class EngineBench:
             "parameters": info.parameters,
             "dtype": info.dtype,
             "load_format": self.config.load_format,
+            "quantization": self.config.quantization,
             "device": str(self.engine.device),
             "attention": self.engine.attention,
             "overlap": self.engine.overlap,

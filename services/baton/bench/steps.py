@@ -14,6 +14,7 @@ import torch
 from baton.bench.engine import EngineBench, EngineRun
 from baton.bench.workload import Job
 from baton.checkpoint import resolve
+from baton.models import loader
 from baton.models.config import read_config
 from baton.rpc.errors import internal
 
@@ -46,12 +47,23 @@ def _seconds(source: torch.Tensor, target: torch.Tensor) -> float:
         return float(before.elapsed_time(after)) / 1e3
 
 
-def weight_bytes(path: Path, parameters: int, dtype: torch.dtype) -> int:
+def weight_bytes(bench: EngineBench) -> int:
     """Bytes of weights that a step reads: all but an embedding that is not also the output projection; of
     that it reads one row per token."""
-    config = read_config(path)
-    unread = 0 if config.tied else config.vocab_size * config.hidden_size
-    return (parameters - unread) * dtype.itemsize
+    config, dtype = bench.config, bench.engine.pool.layout.dtype
+    held = loader.weight_bytes(
+        bench.path,
+        dtype,
+        config.context_length or None,
+        config.model_impl,
+        quantization=config.quantization,
+        quantize_head=config.quantize_head,
+        device=bench.engine.device,
+        load_format=config.load_format,
+    )
+    model = read_config(bench.path)
+    read = model.tied and not config.quantize_head
+    return held - (0 if read else model.vocab_size * model.hidden_size * dtype.itemsize)
 
 
 LARGEST_PAGE = 256
@@ -154,9 +166,8 @@ def measure(
         on_progress(repeat)
     del runs[0]
     chosen = sorted(runs, key=_step)[len(runs) // 2]
-    layout, info = bench.engine.pool.layout, bench.engine.model_info
-    kv_bytes = chosen.attended * layout.bytes_per_token
-    weights = weight_bytes(bench.path, info.parameters, layout.dtype)
+    kv_bytes = chosen.attended * bench.engine.pool.layout.bytes_per_token
+    weights = weight_bytes(bench)
     return StepTimes(
         batch=point.batch,
         context=point.context,

@@ -137,8 +137,7 @@ def _step(config: WorkerConfig, wanted: Measurement, output: Report, console: Co
     report = output.begin("step")
     with open_engine(config, console) as bench:
         bandwidth = copy_bandwidth(bench.engine.device)
-        info, layout = bench.engine.model_info, bench.engine.pool.layout
-        weights = weight_bytes(bench.path, info.parameters, layout.dtype)
+        weights = weight_bytes(bench)
         found, skipped = measure_all(bench, wanted, bandwidth, console)
         report |= {"engine": bench.facts(), "bandwidth_bytes_per_second": bandwidth, "weight_bytes": weights}
         report |= {"steps": wanted.steps, "temperature": wanted.temperature}
