@@ -64,6 +64,20 @@ def test_one_request_takes_the_time_that_can_be_computed():
     assert (record.output_tokens, record.prompt_tokens, record.pulled_pages) == (5, 100, 7)
 
 
+def test_of_a_window_only_the_pages_that_are_still_seen_are_pulled():
+    """100 tokens are 7 pages; behind the border at 96 a window of 32 sees from 65 on, which is in the fifth."""
+    pull = PullCost(bytes_per_second=1e6)
+
+    def second_token(*windows):
+        arrivals = traffic((1.0, 100, 2))
+        (record,) = simulate(Layout(1, 1), setup(pull=pull, windows=windows), arrivals).records
+        return record.e2e - record.ttft
+
+    whole = second_token(0)
+    assert second_token(0, 0) - whole == pytest.approx(7 * ENGINE.page_bytes / 1e6, abs=1e-3)
+    assert second_token(0, 32) - whole == pytest.approx(3 * ENGINE.page_bytes / 1e6, abs=1e-3)
+
+
 def test_without_shared_generations_the_answer_to_the_release_is_waited_for():
     host, pull = HostCost(hop=4e-3), PullCost(latency=1e-3)
     seen, unseen = (

@@ -102,13 +102,14 @@ def _facts(bench: Any) -> EngineFacts:
     pool, config = bench.engine.pool, bench.config
     return EngineFacts(
         page_size=pool.layout.page_size,
-        kv_tokens=pool.num_pages * pool.layout.page_size,
+        kv_tokens=pool.num_pages // len(pool.layout.groups) * pool.layout.page_size,
         context_length=bench.context,
         max_rows=config.max_rows,
         token_budget=config.token_budget,
         page_bytes=pool.layout.page_bytes,
         overlap=bench.engine.overlap,
         device=bench.engine.device.type,
+        windows=tuple(group.window or 0 for group in pool.layout.groups),
     )
 
 

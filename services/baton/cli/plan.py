@@ -102,7 +102,7 @@ def traffic_of(
 ) -> Traffic:
     """Raises UsageError or ClickException."""
     engine = setup.profile.engine
-    context = min(engine.context_length, engine.kv_tokens // engine.page_size * engine.page_size)
+    context = engine.longest
     if trace is not None:
         if rate is not None or prompt is not None or output is not None:
             raise click.UsageError("--trace has times and lengths: leave out --rate, --prompt and --output")

@@ -60,13 +60,13 @@ class SimNode(WorkerShell[C]):
         self.actor = Actor(name)
         self.profile = profile
         self.config = replace(config, token_budget=engine.token_budget, max_rows=engine.max_rows)
-        self.pages = engine.kv_tokens // engine.page_size
-        self.cache = KvCache(PageAllocator(self.pages), PrefixTree(engine.page_size))
+        self.pages = engine.pages
+        tree = PrefixTree(engine.page_size, groups=engine.groups)
+        self.cache = KvCache(PageAllocator(self.pages), tree)
         self._changes = TreeEvents()
         self._tree = TreeLog(engine.page_size)
         self.cache.observe(self._changes)
-        context = min(engine.context_length, self.pages * engine.page_size)
-        self.model_info = node_pb2.ModelInfo(context_length=context, vocab_size=2**31)
+        self.model_info = node_pb2.ModelInfo(context_length=engine.longest, vocab_size=2**31)
         self.layout = common_pb2.Layout(page_size=engine.page_size)
         self.page_bytes, self.device = engine.page_bytes, engine.device
         self.runner = TimedRunner(

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from baton.kvcache import KvGroup
+from baton.kvcache.groups import longest
 from baton.stepcost import StepCost, read_cost
 
 Count = Annotated[int, Field(ge=1)]
@@ -27,6 +29,21 @@ class EngineFacts:
     page_bytes: Count = 49152
     overlap: bool = False
     device: str = "cpu"
+    windows: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    """Of the model's KV groups; 0: none."""
+
+    @property
+    def groups(self) -> tuple[KvGroup, ...]:
+        return tuple(KvGroup(window or None) for window in self.windows)
+
+    @property
+    def pages(self) -> int:
+        return self.kv_tokens // self.page_size * len(self.windows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return longest(self.groups, self.pages, self.context_length, self.page_size, 2 * self.token_budget)
 
 
 @dataclass(frozen=True, slots=True)
