@@ -29,8 +29,10 @@ from baton.attention.registry import resolve
 from baton.engine.model_runner import Flight, ModelRunner
 from baton.engine.plan import PlanRow, RowResult, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
-from baton.kvcache.pool import KvLayout, KvPool
+from baton.kvcache import GONE
+from baton.kvcache.pool import KvPool
 from baton.models.loader import load_model
+from baton.worker.engine import kv_layout
 
 VOCAB = 160
 GREEDY = SamplingParams(temperature=0.0)
@@ -245,10 +247,13 @@ class Track:
     computed: int = 0
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
     """Of each position that sampled."""
+    more: list[tuple[int, ...]] = field(default_factory=list)
+    """Page tables of the further KV groups."""
 
 
 class Driver:
-    """Launches each step before it reads the one before; records the logits of all sampled positions."""
+    """Launches each step before it reads the one before; records the logits of all sampled positions. With
+    several KV groups a row's page tables name only what it sees."""
 
     def __init__(
         self,
@@ -261,8 +266,8 @@ class Driver:
         **options: object,
     ) -> None:
         self.model = load_model(path, dtype, **options)
-        kv = self.model.kv
-        layout = KvLayout(self.model.config.num_layers, kv.heads, kv.dim, page_size, dtype, kv.parts)
+        layout = kv_layout(self.model, page_size, self.model.config.context_length, torch.device("cpu"))
+        num_pages *= len(layout.groups)
         self.pool = KvPool(layout, num_pages)
         self.pool.pages.fill_(math.nan)  # memory that nothing may read before it is written
         features = frozenset[str]().union(*(options.features for options in self.model.attention_options))
@@ -293,20 +298,34 @@ class Driver:
         self, slot: int, prompt: Sequence[int], room: int, cached: Track | None = None, prefix: int = 0
     ) -> Track:
         """A new sequence; the first `prefix` tokens' pages are those of `cached`."""
-        shared = () if cached is None else cached.pages[: prefix // self.pool.layout.page_size]
-        pages = shared + self.take(len(prompt) + room - prefix)
-        self.tracks[slot] = Track(slot, list(prompt), pages, prefix)
+        count = prefix // self.pool.layout.page_size
+        shared = [()] * len(self.pool.layout.groups)
+        if cached is not None:
+            shared = [table[:count] for table in (cached.pages, *cached.more)]
+        pages, *more = (each + self.take(len(prompt) + room - prefix) for each in shared)
+        self.tracks[slot] = Track(slot, list(prompt), pages, prefix, more=more)
         return self.tracks[slot]
+
+    def tables(self, track: Track, start: int) -> list[tuple[int, ...]]:
+        """Page tables for a row that begins at `start`."""
+        layout, found = self.pool.layout, []
+        for group, table in zip(layout.groups, (track.pages, *track.more), strict=True):
+            first = group.sees(start, layout.page_size)
+            found.append((GONE,) * first + table[first:])
+        return found
 
     def chunk(self, track: Track, count: int, *, sample: bool = False) -> PlanRow:
         start = track.computed
         track.computed += count
         tokens = tuple(track.tokens[start : start + count])
-        return PlanRow(track.slot, tokens, start, track.pages, (track.slot,) if sample else ())
+        pages, *more = self.tables(track, start)
+        sampling = (track.slot,) if sample else ()
+        return PlanRow(track.slot, tokens, start, pages, sampling, more_pages=tuple(more))
 
     def decode(self, track: Track) -> PlanRow:
         track.computed += 1
-        return PlanRow(track.slot, None, track.computed - 1, track.pages, (track.slot,))
+        pages, *more = self.tables(track, track.computed - 1)
+        return PlanRow(track.slot, None, track.computed - 1, pages, (track.slot,), more_pages=tuple(more))
 
     def init(self, track: Track, params: SamplingParams = GREEDY, prompt: int | None = None) -> SlotInit:
         cut = len(track.tokens) if prompt is None else prompt

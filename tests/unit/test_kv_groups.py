@@ -108,8 +108,13 @@ class GroupsMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=16))
     def hold_to_pull(self, tokens: list[int]) -> None:
         """As a decode node: everything up to the last token comes from elsewhere."""
-        holding = self.cache.hold(tokens, "", len(tokens) // PAGE, position=len(tokens))
+        rows, position = len(tokens) // PAGE, len(tokens)
+        holding = self.cache.hold(tokens, "", rows, position)
         before = len(holding)
+        self.cache.release(holding, 0)
+        fewer, available = self.cache.unlocked(tokens, "", before, position), self.cache.available
+        holding = self.cache.hold(tokens, "", rows, position)
+        assert (len(holding), available - self.cache.available) == (before, fewer)
         try:
             self.cache.extend(holding, -(-len(tokens) // PAGE))
         except OutOfPages:

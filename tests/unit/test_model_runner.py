@@ -71,6 +71,17 @@ def test_logits_and_greedy_tokens_equal_transformers(checkpoints, variant, chunk
         check_greedy(model, prompt, track.tokens[len(prompt) :])
 
 
+@pytest.mark.parametrize("variant", ["gemma3", "gpt-oss", "mistral-window"])
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 3), (4, 4), (8, 5), (16, 16)])
+def test_window_groups_with_page_tables_of_what_is_seen(checkpoints, variant, page_size, chunk):
+    """Around the borders of windows of 24 and 32, and of pages."""
+    path, model = checkpoints(variant)
+    driver = Driver(path, page_size=page_size, num_pages=512 // page_size)
+    assert any(group.window for group in driver.pool.layout.groups)
+    for track in run_mixed(driver, random_prompts(23, 24, 25, 31, 33, 70), chunk, 12):
+        assert largest_difference(model, track) < 1e-4
+
+
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 3), (4, 4), (16, 7), (64, 23)])
 def test_page_size_and_chunks_do_not_matter(checkpoints, page_size, chunk):
     path, model = checkpoints("qwen3")

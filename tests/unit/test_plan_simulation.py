@@ -65,7 +65,7 @@ def test_one_request_takes_the_time_that_can_be_computed():
 
 
 def test_of_a_window_only_the_pages_that_are_still_seen_are_pulled():
-    """100 tokens are 7 pages; behind the border at 96 a window of 32 sees from 65 on, which is in the fifth."""
+    """100 tokens are 7 pages; at the border at 96 a window of 32 sees from 65 on, which is in the fifth."""
     pull = PullCost(bytes_per_second=1e6)
 
     def second_token(*windows):
