@@ -81,8 +81,10 @@ class Scenario:
 
     @property
     def calm(self) -> float:
-        """Time when the last fault has been over for a while."""
-        return max((fault.at + fault.seconds for fault in self.faults), default=0.0) + CALM_SECONDS
+        """Time when the last fault, or poisonous request, has been over for a while."""
+        ends = [fault.at + fault.seconds for fault in self.faults]
+        ends += [request.at for request in self.requests if request.params.seed == POISON]
+        return max(ends, default=0.0) + CALM_SECONDS
 
     @property
     def end(self) -> float:
