@@ -161,14 +161,15 @@ class Cluster:
             self.world.at(seconds, self._fate, lambda: self._start(name))
 
     def _poisoned(self, process: Process) -> None:
-        """A poison request ends a process. It ends two, and others only where faults hide what happened."""
+        """A poison request ends a process. It ends two, and two others for each fault that may hide an
+        attempt's result."""
         self._ended_by_poison += 1
         self.world.note(process.name, "an error has escaped the core")
         struck = sum(fault.at <= self.world.now for fault in self.scenario.faults)
         # A retraction gives up a hand-off, perhaps before the failure of its prefill node is heard of.
         nodes = [node for node in self.processes.values() if isinstance(node, SimDecode)]
         retracted = self._retracted + sum(node.scheduler.retractions for node in nodes)
-        if self._ended_by_poison > 2 + struck + retracted:
+        if self._ended_by_poison > 2 + 2 * struck + retracted:
             raise Violation(f"poison: a request has ended {self._ended_by_poison} processes")
         self.world.at(_FAILED_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
