@@ -26,10 +26,8 @@ from baton.bench.machine import machine
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.client import AsyncClient
 
-REQUESTS_PER_SECOND = 4.0
 
-
-async def load(address: str) -> None:
+async def load(address: str, rate: float) -> None:
     """The same all the time."""
 
     async def one(client: AsyncClient, number: int) -> None:
@@ -41,7 +39,7 @@ async def load(address: str) -> None:
         while True:
             group.create_task(one(client, number))
             number += 1
-            await asyncio.sleep(1 / REQUESTS_PER_SECOND)
+            await asyncio.sleep(1 / rate)
 
 
 async def watch(address: str) -> None:
@@ -72,7 +70,7 @@ async def measure(process: psutil.Process, address: str, pages: int, seconds: fl
     return used
 
 
-async def main(pages: int, seconds: float, turns: int) -> dict[str, Any]:
+async def main(pages: int, seconds: float, turns: int, rate: float) -> dict[str, Any]:
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         plan = DeploymentPlan(prefill=1, decode=1, log_folder=Path(folder))
@@ -80,7 +78,7 @@ async def main(pages: int, seconds: float, turns: int) -> dict[str, Any]:
             gateway = next(child for child in deployment.children if child.role == "gateway")
             assert gateway.pid is not None
             process = psutil.Process(gateway.pid)
-            sending = asyncio.create_task(load(deployment.address))
+            sending = asyncio.create_task(load(deployment.address, rate))
             found: dict[int, list[float]] = {0: [], pages: []}
             for _ in range(turns):
                 for number in found:
@@ -92,7 +90,14 @@ async def main(pages: int, seconds: float, turns: int) -> dict[str, Any]:
                 await sending
     cost = mean(found[pages]) - mean(found[0])
     console.print(f"{pages} pages cost {100 * cost:.2f} % of a core", highlight=False)
-    return {"machine": machine(), "pages": pages, "seconds": seconds, "cores": found, "cost": cost}
+    return {
+        "machine": machine(),
+        "pages": pages,
+        "seconds": seconds,
+        "rate": rate,
+        "cores": found,
+        "cost": cost,
+    }
 
 
 if __name__ == "__main__":
@@ -102,8 +107,9 @@ if __name__ == "__main__":
     parser.add_argument("--pages", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    result = asyncio.run(main(given.pages, given.seconds, given.turns))
+    result = asyncio.run(main(given.pages, given.seconds, given.turns, given.rate))
     if given.output is not None:
         given.output.write_text(json.dumps(result, indent=2) + "\n")
