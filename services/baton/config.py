@@ -22,7 +22,7 @@ class NodeConfig:
     log_format: str = "text"
     """text: key=value lines; json: a JSON object a line."""
     recorder_events: int = 32768
-    """Events of recent requests that the recorder keeps, about 300 bytes each; 0: none. `baton trace` shows
+    """Events of recent requests that the recorder keeps, about 340 bytes each; 0: none. `baton trace` shows
     them."""
     otel_endpoint: str = ""
     """URL of an OpenTelemetry collector (OTLP over gRPC), such as http://127.0.0.1:4317; empty: no spans.
