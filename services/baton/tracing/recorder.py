@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from baton.tracing.spans import Spans
 
 CAPACITY = 32_768
-"""Events. About 340 bytes each, so about 11 MB a process (benchmarks/recorder_cost.py); a request has 10 to 30."""
+"""Events. About 340 bytes each, so 11 MB a process (benchmarks/recorder_cost.py); a request has 10 to 30."""
 MAX_TEXT = 200
 TOKENS_EVERY = 16
 """Output tokens between two events TOKENS."""
