@@ -144,7 +144,7 @@ _HEADERS: dict[str, Callable[[Right], Headers]] = {
     ),
     "near name": lambda right: ((f"{right.name}s", right.full), (f"x-{right.name}", right.full)),
     "underscores": lambda right: ((right.name.replace("-", "_") + "_", right.full),),
-    "proxy's": lambda right: (("proxy-authorization", f"Bearer {right.value}"), ("x-api-key", right.value)),
+    "proxy's": lambda right: (("proxy-authorization", f"Bearer {right.value}"), ("x-auth", right.value)),
     "cookie": lambda right: (("cookie", f"{right.name}={right.value}"),),
     "forwarded": lambda right: (
         ("x-forwarded-for", "127.0.0.1"),
