@@ -113,3 +113,9 @@ $(VENV)/installed-test: $(VENV)/torch pyproject.toml requirements.lock $(wildcar
 $(VENV)/audit: $(VENV)/base
 	@$(PYTHON) -m venv $@
 	@$@/bin/python -m pip --disable-pip-version-check install -q pip-audit || { rm -rf $@; exit 1; }
+
+# Other people's clients and suites, for tests/cluster/test_client_suites.py: 600 MB that Baton itself does not need.
+$(VENV)/clients: tests/clients/requirements.lock $(VENV)/base
+	@$(PYTHON) -m venv $@
+	@$@/bin/python -m pip --disable-pip-version-check install -q -r $< || { rm -rf $@; exit 1; }
+	@touch $@
