@@ -197,10 +197,10 @@ def test_what_is_leased_is_counted_until_it_ends():
     assert side.counters.cached_tokens == 0 and side.scheduler.cache.counts().owned == 0
 
 
-def complete(side, number, keep_pages=True):
+def complete(side, number, keep_pages=True, priority=0):
     """Another prompt of "holder", computed at time 2."""
     name = AttemptName(7, number, 0, 0)
-    side.start("holder", name, Request(name, PROMPT, SamplingParams()), keep_pages, 2.0)
+    side.start("holder", name, Request(name, PROMPT, SamplingParams(), priority=priority), keep_pages, 2.0)
     step = side.plan(2.0)
     side.commit(step, StepResult(step.plan.number, (RowResult((50,)),)), 2.0)
     return name
@@ -270,3 +270,17 @@ def test_heartbeats_of_who_is_connected_are_answered():
     side.disconnect("holder", 102.0)
     side.heartbeat("holder", 103.0)
     assert side.outputs == [("holder", Alive())]
+
+
+def test_a_prompt_that_waits_for_pages_costs_the_idle_lease_of_the_lowest_priority():
+    side = computed()
+    names = {priority: complete(side, 2 + priority, priority=priority) for priority in (5, 0)}
+    waiting = AttemptName(7, 99, 0, 0)
+    side.start("holder", waiting, Request(waiting, PROMPT, SamplingParams()), True, 2.0)
+    side.outputs.clear()  # and no step takes it up
+    for now, lost in (2.0, []), (3.9, []), (4.0, [names[0]]):  # the youngest of the lowest priority
+        side.heartbeat("holder", now)
+        side.tick(now)
+        failed = [output for _, output in side.outputs if isinstance(output, PrefillFailed)]
+        assert [(output.name, output.reason) for output in failed] == [(n, "LEASE_REVOKED") for n in lost]
+    assert side.counters.revoked == 1 and side.knows(names[5]) and side.knows(NAME)

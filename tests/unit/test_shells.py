@@ -202,7 +202,7 @@ def test_a_prefill_node_reports_its_leases_and_counters():
     assert node.load() == node_pb2.Load(rows=5)
     counters = PrefillCounters(1, 2, 3, 4, 5, 6, 7, 8)
     side = SimpleNamespace(leases=10, requests=11, oldest_lease=lambda now: now - 98.5, counters=counters)
-    node.core_or_none = SimpleNamespace(side=side)
+    node.core_or_none = SimpleNamespace(side=side, requests=side.requests)
     names = ("finished", "failed", "cancelled", "prompt_tokens", "cached_tokens", "output_tokens")
     reported = {name: getattr(counters, name) for name in names}
     assert node.load() == node_pb2.Load(
