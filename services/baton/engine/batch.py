@@ -54,8 +54,10 @@ class StepBuilder:
         assert sequence.slot is not None and sequence.holding is not None
         if not sequence.slot_ready:
             self._init_slot(sequence, sequence.tokens[-1])
-        (pages, *more), slot = map(tuple, sequence.holding.tables), sequence.slot
-        row = PlanRow(slot, None, sequence.computed, pages, (slot,), more_pages=tuple(more))
+        tables, slot = sequence.holding.tables, sequence.slot
+        row = PlanRow(slot, None, sequence.computed, tuple(tables[0]), (slot,))
+        if len(tables) > 1:
+            row.more_pages = tuple(map(tuple, tables[1:]))
         self._rows.append(row)
         self.records.append(Record(sequence, sequence.epoch, sequence.computed + 1, (sequence,)))
 

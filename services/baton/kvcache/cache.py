@@ -92,15 +92,12 @@ class KvCache:
         self._retired = 0
         self._pending = 0
         self._windows = [(i, group) for i, group in enumerate(self.groups) if group.window is not None]
+        self.has_windows = bool(self._windows)
+        """Whether `drop` ever has anything to do."""
 
     def encode(self, tokens: Sequence[int]) -> bytes:
         """Encodes tokens that are looked up several times: see PrefixTree.encode."""
         return self._tree.encode(tokens)
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether `drop` ever has anything to do."""
-        return bool(self._windows)
 
     @property
     def version(self) -> int:
