@@ -235,8 +235,7 @@ def test_wrong_content_type(connection: Connection, kind: str | None):
 def test_wrong_method_and_path(connection: Connection):
     connection.refuses(405, None, "GET", "/v1/completions", None)
     connection.refuses(405, None, "DELETE", "/v1/models", None)
-    connection.refuses(404, None, "POST", "/v1/embeddings", b"{}")
-    connection.refuses(404, None, "GET", "/", None)
+    connection.refuses(404, None, "POST", "/v1/images", b"{}")
     connection.refuses(404, None, "GET", "/v1/%ff%00", None)
 
 

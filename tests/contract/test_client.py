@@ -94,7 +94,7 @@ async def test_errors_name_code_and_field():
     ):
         for call, field in [
             (client.generate("x", temperature=-1), "sampling.temperature"),
-            (client.generate(""), "text"),
+            (client.generate("x", n=0), "n"),
             (client.generate("x", model="other"), "model"),
         ]:
             with pytest.raises(BatonError) as error:
