@@ -16,7 +16,7 @@ class NodeConfig:
     advertise: str = ""
     """host:port that others reach this process at; empty: as bound."""
     http_port: int | None = 0
-    """Port of the HTTP server with /metrics (and the gateway's OpenAI API); 0: a free one; none: off."""
+    """Port of the HTTP server with /metrics (and the gateway's HTTP APIs); 0: a free one; none: off."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "text"

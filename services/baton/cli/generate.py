@@ -23,7 +23,7 @@ from baton.client import BatonError, Client, Message, Options, Session, Stream
 
 sampling_options = options(
     option("--max-tokens", int, 256, "Output tokens at most.", "N"),
-    option("--temperature", float, None, "0 is greedy; higher is more varied.  [default: the model's, else 1]", "X"),
+    option("--temperature", float, None, "0 is greedy.  [default: the model's, else 1]", "X"),
     option("--top-p", float, None, "Keep the likeliest tokens up to this total probability.", "X"),
     option("--top-k", int, None, "Keep the N likeliest tokens.", "N"),
     option("--seed", int, None, "The same seed gives the same text.", "N"),

@@ -56,7 +56,7 @@ COMMANDS: Commands = {
         "trace": ("trace:trace", "Where requests waited: their phases through all processes."),
         "probe": ("health:probe", "One small request through a running deployment, as an exit code."),
         "health": ("health:health", "Whether one process serves; for the probes of containers."),
-        "bench": ("main:bench", "Measure a deployment or the engine: serve, offline, step, quality, profile, kv."),
+        "bench": ("main:bench", "A deployment or the engine: serve, offline, step, quality, profile, kv."),
         "plan": ("plan:plan", "How many prefill and decode nodes a given traffic needs."),
         "verify": ("verify:verify", "Compare split with aggregated, token for token."),
         "sim": ("sim:sim", "Run the core of all processes in simulated time, with faults, from a seed."),

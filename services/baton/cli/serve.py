@@ -42,7 +42,7 @@ DEFAULT_PORTS = {
 """Role -> gRPC port, HTTP port."""
 
 ABOUT = {
-    "gateway": """Serves clients: baton.v1.Inference over gRPC and the OpenAI API over HTTP.
+    "gateway": """Serves clients: baton.v1.Inference over gRPC, OpenAI's and Anthropic's APIs over HTTP.
 
     \b
     Example, with all processes on one machine:
