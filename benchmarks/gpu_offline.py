@@ -94,8 +94,7 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
             batch_invariant=options.batch_invariant,
         )
         bench = EngineBench(config)
-        info, dtype = bench.engine.model_info, bench.engine.pool.layout.dtype
-        weights = weight_bytes(Path(folder), info.parameters, dtype)
+        weights = weight_bytes(bench)
     bandwidth = copy_bandwidth(bench.engine.device)
     facts |= bench.facts() | {"model": model, "floor_ms": weights / bandwidth * 1e3, "bandwidth": bandwidth}
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()}, flush=True)
