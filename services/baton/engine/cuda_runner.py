@@ -155,6 +155,9 @@ class CudaRunner:
     @torch.inference_mode()
     def read(self, flight: CudaFlight) -> StepResult:
         """Waits for the step and returns its tokens."""
+        # Whatever fails here, the sampling that waited for these tokens must not run later: its slots and its
+        # logits may then be another step's.
+        late, self._late = self._late, None
         if flight.late is not None:
             raise RuntimeError("the step before it failed")
         if flight.failed is not None:
@@ -168,7 +171,8 @@ class CudaRunner:
             finite = np.isfinite(result[:, 1].view(np.float32)).tolist()
         if flight.masks is not None:
             flight.masks.sampled(tokens[row] for row in flight.masks.rows)
-        self._sample_late()
+        if late is not None:
+            _sample_late(late)
         logprobs: dict[int, Logprobs] = {}
         samples = flight.samples
         if samples is not None and samples.logprobs is not None:
@@ -176,18 +180,6 @@ class CudaRunner:
         errors = flight.masks.errors if flight.masks is not None else {}
         rows = row_results(flight.rows, tokens, finite, logprobs, flight.prompts, errors)
         return StepResult(flight.number, rows)
-
-    def _sample_late(self) -> None:
-        """Enqueues the sampling that waited for the tokens now read."""
-        flight, self._late = self._late, None
-        if flight is None or flight.late is None:
-            return
-        try:
-            flight.late()
-            flight.done.record()
-        except Exception as error:
-            flight.failed = error
-        flight.late = None
 
     def _init_slots(self, plan: StepPlan) -> Fresh:
         fresh: Fresh = {}
@@ -365,6 +357,18 @@ class CudaRunner:
         if samples.logprobs is not None:
             samples.logprobs = logprobs_to_host(samples.logprobs)
             flight.samples = samples
+
+
+def _sample_late(flight: CudaFlight) -> None:
+    """Enqueues the sampling that waited for the tokens now read."""
+    if flight.late is None:
+        return
+    try:
+        flight.late()
+        flight.done.record()
+    except Exception as error:
+        flight.failed = error
+    flight.late = None
 
 
 def _is_decode(rows: Sequence[PlanRow]) -> bool:
