@@ -145,3 +145,18 @@ def test_it_reaches_the_prefill_node_as_it_came():
         message = sampling_to(params)
         check_sampling(message, 10, allow_stop=False)
         assert sampling_from(message, [3], 100) == params
+
+
+def test_one_that_waits_for_its_grammar_delays_nobody():
+    """Its vocabulary may be loading for a long time, and the rows are free meanwhile."""
+    node = Node()
+    node.start(9)
+    node.run(110)  # a measure of how long requests take
+    start(node, 1, seconds=1e4)
+    start(node, 2, seconds=1e4)
+    node.run(2)
+    for number in range(10, 13):
+        node.start(number, max_tokens=40, seconds=2.0)
+    node.run(60)
+    assert not node.refused
+    assert [type(end) for end in ends(node, 12)] == [Done]

@@ -107,8 +107,13 @@ class OverloadControl:
             self.step_stats.planned(step, now)
 
     def _waiting(self) -> list[Sequence]:
-        """Sequences that wait for rows or pages, not for another suspect of a failed step."""
-        return [sequence for sequence in self._scheduler.waiting if not sequence.request.failed_steps]
+        """Sequences that wait for rows or pages: not for another suspect of a failed step, nor for their
+        grammar."""
+        return [
+            sequence
+            for sequence in self._scheduler.waiting
+            if not sequence.request.failed_steps and not sequence.request.awaits_grammar
+        ]
 
     def late(self, now: float) -> list[tuple[Sequence, float]]:
         """Waiting sequences that would end after their deadline, and by how much. Called in each iteration of
