@@ -209,5 +209,5 @@ class ModelRunner:
 
 
 def _pool(pooling: Pooling, states: torch.Tensor) -> torch.Tensor:
-    """states: final hidden states of a row [tokens, hidden]."""
-    return states[-1].float() if pooling is Pooling.LAST else states.float().sum(0)
+    """states: final hidden states of a row [tokens, hidden], which the result does not keep in memory."""
+    return states[-1].to(torch.float32, copy=True) if pooling is Pooling.LAST else states.float().sum(0)
