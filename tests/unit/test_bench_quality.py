@@ -8,10 +8,12 @@ import math
 import pytest
 import torch
 from click.testing import CliRunner
+from random_checkpoints import random_prompts, save_checkpoint
 from transformers import AutoModelForCausalLM
 
-from baton.bench.quality import WINDOW, Scores, python_documentation, windows
+from baton.bench.quality import WINDOW, Scores, python_documentation, score, windows
 from baton.cli.bench_quality import quality
+from baton.config import WorkerConfig
 from baton.demo import model_path
 from baton.layers.weights.method import quantize
 
@@ -64,3 +66,13 @@ def test_a_text_that_is_too_short_is_refused(tmp_path):
     text.write_text("short")
     result = CliRunner().invoke(quality, ["--text", str(text)])
     assert result.exit_code == 1 and "need 4096" in result.output
+
+
+def test_a_model_whose_layers_see_windows(tmp_path):
+    """It has several page tables."""
+    model = save_checkpoint("gemma3", tmp_path)
+    texts = [tokens[:100] for tokens in random_prompts(100, 100)]
+    config = WorkerConfig(model=str(tmp_path), threads=1, kv_tokens=2048, device="cpu")
+    found, expected = score(config, texts, lambda: None), scores(model, texts)
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+    assert found.greedy == expected.greedy
