@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from baton.engine.plan import Pooling
 from baton.engine.request import FailedEvent, Phase, Request, TokenEvent
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
@@ -171,3 +172,15 @@ def test_a_session_goes_on_where_its_last_turn_ended():
         engine.run()
         assert again.cached_tokens == (len(turn) - 1) // SIZE * SIZE
         engine.expect(2, [*turn, 7, 8], 5)
+
+
+def test_an_embedding_that_lacks_pages_on_a_prefill_node_waits_for_them():
+    """Nothing of it was announced: it need not fail."""
+    engine = Engine((None,), 30, prompt_only=True)
+    asked = engine.submit(1, range(100), 1, pooling=Pooling.LAST)
+    assert engine.scheduler.plan() is not None
+    squeeze = engine.cache.hold([])
+    engine.cache.extend(squeeze, engine.cache.available)
+    assert engine.scheduler.plan() is None
+    assert asked.retractions == 1 and asked.sequences[0].phase is Phase.WAITING
+    assert not engine.scheduler.take_embedded()

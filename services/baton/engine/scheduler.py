@@ -235,9 +235,9 @@ class Scheduler(SchedulerState):
         leased = len(self.requests) - len(self.waiting) - len(self.prompts)
         if self.cache.pending or (self.config.prompt_only and leased):
             return False
-        if self.config.prompt_only:
+        last = max(self.prompts, key=lambda s: s.rank)
+        if self.config.prompt_only and last.request.pooling is None:
             # Its pages have been announced: it is computed again as another attempt.
-            last = max(self.prompts, key=lambda s: s.rank)
             self.fail(last.request, "NO_PAGES", "the prompt ran out of pages; try again")
         else:
             self.retract_last()
