@@ -75,9 +75,10 @@ class Masks:
 
 
 def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """bool [rows, vocab_size] of int32 [rows, words], on the words' device."""
-    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
+    """bool [rows, vocab_size] of int32 [rows, words], on the words' device. Byte by byte: by words it would
+    take as much memory as the logits, twice."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
+    return ((words.view(torch.uint8)[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
 
 
 class GrammarMasks:
