@@ -130,6 +130,24 @@ async def test_errors_have_its_form(fields, word):
         assert not node.starts
 
 
+async def test_counting_refuses_what_a_request_would_be_refused_for():
+    async with ScriptedDecode(silent) as node, gateway(node, max_prompt_bytes=100) as rig:
+        asked = {"model": "scripted", "messages": ASK["messages"]}
+        other = await post(rig, {**asked, "model": "other"}, "messages/count_tokens")
+        assert (other.status_code, other.json()["error"]["type"]) == (404, "not_found_error")
+        long = {**asked, "messages": [{"role": "user", "content": "word " * 100}]}
+        refused = await post(rig, long, "messages/count_tokens")
+        assert refused.status_code == 400 and "more than the 100 allowed here" in refused.text
+
+
+async def test_what_no_template_shows_is_named():
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "x", "is_error": True}
+    asked = {"model": "scripted", "messages": [{"role": "user", "content": [result]}]}
+    async with ScriptedDecode(silent) as node, gateway(node) as rig:
+        counted = await post(rig, asked, "messages/count_tokens")
+        assert counted.headers["x-baton-ignored"] == "messages.content.is_error", counted.text
+
+
 async def test_a_client_that_leaves():
     async with ScriptedDecode(endless, context=200_000) as node, gateway(node) as rig:
         async with (

@@ -12,6 +12,8 @@ from scripted_decode import STOP, ScriptedDecode, endless, saying, silent
 from test_inference import say
 
 from baton.gateway.response_store import ResponseStore
+from baton.gateway.responses_protocol import ResponsesRequest, input_messages
+from baton.v1 import tokenizer_pb2
 
 TOOL = {
     "type": "function",
@@ -139,7 +141,13 @@ async def test_cancel_while_it_streams():
         ({"conversation": "c"}, "conversation"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{**TOOL, "surprise": 1}]}, "tools[0].surprise"),
+        ({"tools": [{**TOOL, "strict": "yes"}]}, "tools[0].strict"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"temperature": -1.0}, "temperature"),
         ({"surprise": 1}, "surprise"),
@@ -160,16 +168,35 @@ def test_the_store_is_bounded():
     now = 0.0
     store = ResponseStore(1000, 10.0, lambda: now)
     for number in range(5):
-        store.put({"id": str(number)}, [], "alice", 300)
+        store.put(str(number), bytes(300), [], "alice")
     assert [number for number in range(5) if store.get(str(number), "alice")] == [2, 3, 4]
     assert store.get("4", "bob") is None and not store.delete("4", "bob")
     assert store.delete("3", "alice") and not store.delete("3", "alice")
-    store.put({"id": "large"}, [], "alice", 1001)
+    store.put("large", bytes(1001), [], "alice")
     assert store.get("large", "alice") is None and store.get("4", "alice")
     now = 10.0
     assert store.get("4", "alice") is None
-    store.put({"id": "new"}, [], "alice", 900)
+    store.put("new", bytes(900), [], "alice")
     assert store.get("new", "alice")
+    store.put("messages", b"", [tokenizer_pb2.ChatMessage()] * 2, "alice")  # which take memory too
+    assert store.get("messages", "alice") is None
+
+
+async def test_a_lone_surrogate_is_refused_before_the_stream():
+    async with ScriptedDecode(silent) as node, gateway(node) as rig:
+        body = '{"model": "scripted", "input": "x", "stream": true, "metadata": {"a": "\\ud800"}}'
+        async with httpx.AsyncClient(trust_env=False) as http:
+            headers = {"content-type": "application/json"}
+            answer = await http.post(f"{rig.http}/v1/responses", content=body, headers=headers)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_the_pieces_of_a_turn_are_put_together():
+    said = {"type": "message", "role": "assistant", "content": "a"}
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]}
+    asked = {"model": "scripted", "input": [said, thought, said, {"role": "user", "content": "c"}, thought]}
+    messages = input_messages(ResponsesRequest.model_validate(asked))
+    assert [(each.content, each.reasoning) for each in messages] == [("aa", "b"), ("c", ""), ("", "b")]
 
 
 async def test_without_a_store():

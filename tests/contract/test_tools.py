@@ -4,10 +4,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 from gateway_rig import Stream, tokenizer
+from openai import InternalServerError
 from scripted_decode import STOP, saying
 from test_openai_api import CHAT, api
 
 from baton.demo import model_path
+from baton.gateway.parsed_output import ParsedOutput
 from baton.rpc.errors import BatonError
 from baton.v1 import common_pb2, tokenizer_pb2
 
@@ -68,6 +70,16 @@ async def test_calls_and_reasoning_streamed_and_whole():
         text = f"One moment.\n{CALL}\n{CALL}"
         assert (await whole(rig, **CHAT))[0] == (text, "Let me see.", [], "stop")  # without tools
         assert (await whole(rig, **ASKED, tool_choice="none"))[0] == (text, "Let me see.", [], "stop")
+
+
+async def test_a_parser_that_fails_fails_its_request_alone(monkeypatch):
+    """Other requests share the connection that its tokens came by."""
+    async with thinking(SAID) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(ParsedOutput, "add", lambda *_args, **_more: 1 / 0)
+            with pytest.raises(InternalServerError, match="ZeroDivisionError"):
+                await rig.openai.chat.completions.create(**ASKED)
+        assert (await rig.openai.chat.completions.create(**ASKED)).choices[0].message.tool_calls
 
 
 async def test_one_call_at_most():

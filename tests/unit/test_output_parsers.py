@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.gateway.parsers.reader import Call, Reasoning, Text
+from baton.gateway.parsers.reader import Call, Malformed, Reasoning, Text
 from baton.gateway.parsers.registry import TOOL_PARSERS, make_parser
 
 SCHEMA = json.dumps({"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}}})
@@ -215,3 +215,37 @@ def test_long_arguments_cost_little():
     """Quadratic time would take minutes."""
     text = said("hermes", [("f", {"s": "word " * 40_000})])
     assert parse("hermes", [text[i : i + 4] for i in range(0, len(text), 4)])[2][0][0] == "f"
+
+
+@pytest.mark.parametrize("value", ["b'a'", "{1, 2}", "{[1]}", "...", "1j"])
+def test_values_that_json_has_not_make_no_call(value):
+    assert parse("pythonic", [f"[f(x={value})]"]) == (f"[f(x={value})]", "", [])
+
+
+@pytest.mark.parametrize(
+    "form, opening",
+    [
+        ("hermes", "<tool_call>{"),
+        ("qwen3_coder", "<tool_call>{"),
+        ("llama3_json", "<|python_tag|>{"),
+        ("mistral", "[TOOL_CALLS]{"),
+        ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>{<|end|><|start|>"),
+    ],
+)
+def test_marks_within_marks_are_soon_plain_text(form, opening, monkeypatch):
+    """Each may read up to the end: quadratic time would stop the gateway."""
+    tried = 0
+
+    def loads(text):
+        nonlocal tried
+        tried += 1
+        raise Malformed
+
+    for name in ("hermes", "llama", "mistral", "gpt_oss"):
+        monkeypatch.setattr(f"baton.gateway.parsers.{name}.loads", loads)
+    text = opening * 5000 + "}" * 5000
+    parser = make_parser(form, "", TOOLS, opened=False)
+    events = [*parser.feed(text), *parser.finish()]
+    assert 1 <= tried < 10 and not any(isinstance(event, Call) for event in events)
+    if form != "gpt_oss":
+        assert "".join(event.text for event in events) == text

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from baton.gateway.anthropic_protocol import CountRequest, MessagesRequest, chat_prompt, messages_start
+from baton.gateway.anthropic_protocol import CountRequest, MessagesRequest, count_start, messages_start
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_requests import BodyReader, name_ignored, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
@@ -58,9 +58,9 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
     async def count_tokens(request: Request) -> Response:
         async def answer() -> Response:
             with naming_fields(TAGGED):
-                body = await bodies.read(request, CountRequest, chat_prompt)
+                body = await bodies.read_starts(request, CountRequest, lambda body: [count_start(body)])
             with gateway.call(request.state.api_key):
-                given = tokenizer_pb2.EncodeInput(chat=body.made)
+                given = tokenizer_pb2.EncodeInput(chat=body.made[0].chat)
                 encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
             return name_ignored(JSONResponse({"input_tokens": len(encoded.token_ids)}), body.ignored)
 

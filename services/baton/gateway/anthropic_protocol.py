@@ -36,12 +36,14 @@ class ToolUse(Strict):
 
 class ToolResult(Strict):
     PLACE = "messages.content"
-    HINTS: ClassVar[Mapping[str, str]] = _CACHE
+    HINTS: ClassVar[Mapping[str, str]] = {
+        **_CACHE,
+        "is_error": "no template here shows it: say it in the content",
+    }
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | Elements[Text] | None = None
-    is_error: bool | None = None
 
 
 class Thinking(Strict):
@@ -162,6 +164,11 @@ _MODES = {
 }
 
 
+def count_start(request: CountRequest) -> inference_pb2.GenerateStart:
+    """A request that is checked and never runs. Raises ApiError."""
+    return inference_pb2.GenerateStart(model=request.model, chat=chat_prompt(request))
+
+
 def messages_start(request: MessagesRequest) -> inference_pb2.GenerateStart:
     """Raises ApiError for what is not supported, BatonError for sampling parameters that are wrong."""
     start = inference_pb2.GenerateStart(id="http", model=request.model, include_token_ids=False)
@@ -212,6 +219,8 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: Message, field: str) -
         chat.messages.add(role=message.role, content=message.content)
         return
     made = tokenizer_pb2.ChatMessage(role=message.role)
+    texts: list[str] = []
+    thoughts: list[str] = []
     for index, block in enumerate(message.content):
         place = f"{field}.content[{index}]"
         if isinstance(block, ToolResult):
@@ -219,14 +228,15 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: Message, field: str) -
                 raise invalid_value(place, f"{place}: a tool_result is of the user")
             chat.messages.add(role="tool", content=_text(block.content), tool_call_id=block.tool_use_id)
         elif isinstance(block, Text):
-            made.content += block.text
+            texts.append(block.text)
         elif message.role != "assistant":
             raise invalid_value(place, f"{place}: {block.type} is of the assistant")
         elif isinstance(block, ToolUse):
             arguments = json.dumps(block.input, ensure_ascii=False)
             made.tool_calls.add(id=block.id, name=block.name, arguments=arguments)
         elif isinstance(block, Thinking):
-            made.reasoning += block.thinking
+            thoughts.append(block.thinking)
+    made.content, made.reasoning = "".join(texts), "".join(thoughts)
     results = any(isinstance(block, ToolResult) for block in message.content)
     if made.content or made.tool_calls or made.reasoning or not results:
         chat.messages.append(made)

@@ -301,7 +301,12 @@ class Request:
         if wrong:
             self.fail(internal(f"decode node {address} sent {wrong}", "BAD_PEER"))
             return
-        self.log.choices[number].push(token_ids, logprobs, delta.finish_reason)
+        try:
+            self.log.choices[number].push(token_ids, logprobs, delta.finish_reason)
+        except Exception as error:  # must not reach the connection, which other requests share
+            _log.exception("request failed", request=self.name)
+            self.fail(internal(f"{type(error).__name__} while reading the output"))
+            return
         self._unrecorded += len(token_ids)
         if self._unrecorded >= TOKENS_EVERY:
             self._unrecorded = 0

@@ -7,14 +7,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any
 
 from baton.v1 import tokenizer_pb2
+
+MESSAGE_BYTES = 600
+"""That an empty message takes, about."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    response: dict[str, Any]
+    response: bytes
+    """JSON: as Python objects it may take thirty times as much."""
     conversation: list[tokenizer_pb2.ChatMessage]
     """All messages, the answer included; without instructions, which are of one response."""
     key: str
@@ -36,17 +39,14 @@ class ResponseStore:
         self._bytes = 0
         self._lock = RLock()
 
-    def put(
-        self, response: dict[str, Any], conversation: list[tokenizer_pb2.ChatMessage], key: str, size: int
-    ) -> None:
-        """size: bytes of the response; those of the conversation are added."""
-        size += sum(message.ByteSize() for message in conversation)
+    def put(self, id: str, response: bytes, conversation: list[tokenizer_pb2.ChatMessage], key: str) -> None:
+        size = len(response) + sum(message.ByteSize() + MESSAGE_BYTES for message in conversation)
         if size > self.max_bytes:
             return
         now = self._clock()
         with self._lock:
             stored = StoredResponse(response, conversation, key, size, now + self._seconds)
-            self._stored[response["id"]] = stored
+            self._stored[id] = stored
             self._bytes += size
             while self._stored:
                 oldest = next(iter(self._stored))

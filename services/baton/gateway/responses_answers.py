@@ -198,7 +198,7 @@ def _head(request: ResponsesRequest, id: str) -> Json:
         "top_logprobs": 0,
         "text": {"format": shown},
         "tool_choice": choice.model_dump() if isinstance(choice, NamedTool) else choice or "auto",
-        "tools": [_tool(tool) for tool in request.functions],
+        "tools": [tool.model_dump() for tool in request.functions],
         "max_tool_calls": None,
         "truncation": "disabled",
         "usage": None,
@@ -208,8 +208,3 @@ def _head(request: ResponsesRequest, id: str) -> Json:
         "service_tier": "default",
         "metadata": request.metadata or {},
     }
-
-
-def _tool(tool: Json) -> Json:
-    absent = {"description": None, "parameters": None, "strict": None}
-    return {**absent, **tool}

@@ -49,7 +49,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         def starts(body: ResponsesRequest) -> list[inference_pb2.GenerateStart]:
             return [response_start(body, earlier(body))]
 
-        with naming_fields(r"input\[\d+\]"):
+        with naming_fields(r"(?:input|tools)\[\d+\]"):
             body = await bodies.read_starts(request, ResponsesRequest, starts)
         asked, ignored = body.request, set(body.ignored)
         if len(asked.functions) < len(asked.tools or ()):
@@ -64,7 +64,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
                 response["store"] = False
                 return
             conversation = [*earlier_messages, *input_messages(asked), message]
-            store.put(response, conversation, key, len(json.dumps(response)))
+            store.put(id, json.dumps(response, ensure_ascii=False).encode(), conversation, key)
 
         earlier_messages = earlier(asked) if asked.store is not False else []
         async with running(gateway, body.made, request) as job:
@@ -75,7 +75,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
     @app.get("/v1/responses/{id}")
     async def retrieve(id: str, request: Request) -> Response:
-        return JSONResponse(find(id, request.state.api_key.name).response)
+        return Response(find(id, request.state.api_key.name).response, media_type="application/json")
 
     @app.delete("/v1/responses/{id}")
     async def delete(id: str, request: Request) -> Response:
@@ -92,7 +92,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         job = under_way.get((request.state.api_key.name, id))
         if job is None:
             stored = find(id, request.state.api_key.name)
-            text = f"response {id} has ended: {stored.response['status']}"
+            text = f"response {id} has ended: {json.loads(stored.response)['status']}"
             raise ApiError(400, text, "response_id", "response_ended")
         job.cancel("cancelled by the client")
         return JSONResponse({"id": id, "object": "response", "status": "cancelled"})

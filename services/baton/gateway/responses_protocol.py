@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -15,6 +16,7 @@ from baton.rpc.validate import check_sampling
 from baton.v1 import inference_pb2, tokenizer_pb2
 
 Messages = list[tokenizer_pb2.ChatMessage]
+MAX_METADATA = 16
 
 
 class Part(Strict):
@@ -116,6 +118,28 @@ class NamedTool(Strict):
     name: str
 
 
+class FunctionTool(Strict):
+    PLACE = "tools"
+    HINTS: ClassVar[Mapping[str, str]] = {"defer_loading": "all tools are shown to the model"}
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+def _tool_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
+    return "function" if kind == "function" else "other"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[dict[str, Any], Tag("other")],
+    Discriminator(_tool_kind),
+]
+
+
 class ResponsesRequest(Strict):
     """POST /v1/responses."""
 
@@ -149,7 +173,7 @@ class ResponsesRequest(Strict):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    tools: Elements[dict[str, Any]] | None = None
+    tools: Elements[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -159,9 +183,9 @@ class ResponsesRequest(Strict):
     top_k: Int32 | None = None
 
     @property
-    def functions(self) -> list[dict[str, Any]]:
+    def functions(self) -> list[FunctionTool]:
         """The tools that clients run; all others are left out, as clients expect."""
-        return [tool for tool in self.tools or () if tool.get("type") == "function"]
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
 
 _MODES = {
@@ -178,6 +202,7 @@ def response_start(
     BatonError for sampling parameters that are wrong."""
     if not request.model:
         raise invalid_value("model", "model is empty: name one of /v1/models")
+    _check_metadata(request.metadata or {})
     start = inference_pb2.GenerateStart(id="http", model=request.model, include_token_ids=False)
     sampling = start.sampling
     if request.max_output_tokens is not None:
@@ -194,6 +219,8 @@ def response_start(
             param = "text.format.schema"
             raise ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
         sampling.grammar.json_schema = json.dumps(format.schema_, ensure_ascii=False)
+    if format is not None and format.type != "json_schema" and format.schema_ is not None:
+        raise invalid_value("text.format.schema", "text.format.schema goes with type json_schema only")
     check_sampling(sampling, None)
     chat = start.chat
     if request.instructions:
@@ -212,26 +239,39 @@ def response_start(
     return start
 
 
+def _check_metadata(metadata: Mapping[str, str]) -> None:
+    """Each answer and event of a response has them."""
+    longest = max(map(len, metadata.values()), default=0)
+    if len(metadata) > MAX_METADATA or max(map(len, metadata), default=0) > 64 or longest > 512:
+        text = f"metadata: {MAX_METADATA} keys of 64 characters, with values of 512, at most"
+        raise invalid_value("metadata", text)
+    "".join(metadata.values()).encode()  # raises UnicodeEncodeError for a lone surrogate
+
+
 def _add_tools(request: ResponsesRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
-    for index, tool in enumerate(request.functions):
-        name, parameters = tool.get("name"), tool.get("parameters")
-        if not isinstance(name, str) or not isinstance(parameters, dict | None):
-            raise invalid_value(
-                f"tools[{index}]", f"tools[{index}] needs a name, and parameters as an object"
-            )
-        made = chat.tools.add(name=name, description=str(tool.get("description") or ""))
-        if parameters is not None:
-            made.parameters = json.dumps(parameters, ensure_ascii=False)
-        if isinstance(tool.get("strict"), bool):
-            made.strict = tool["strict"]
+    for tool in request.functions:
+        made = chat.tools.add(name=tool.name, description=tool.description or "")
+        if tool.parameters is not None:
+            made.parameters = json.dumps(tool.parameters, ensure_ascii=False)
+        if tool.strict is not None:
+            made.strict = tool.strict
     choice = request.tool_choice
     if isinstance(choice, NamedTool):
         chat.tool_choice.mode = tokenizer_pb2.ToolChoice.MODE_REQUIRED
         chat.tool_choice.name = choice.name
-    elif choice is not None and chat.tools:
+    elif choice is not None and (chat.tools or choice == "required"):
         chat.tool_choice.mode = _MODES[choice]
     if request.parallel_tool_calls is not None:
         chat.parallel_tool_calls = request.parallel_tool_calls
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A message, and pieces of it: put together once, however many there are."""
+
+    message: tokenizer_pb2.ChatMessage
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
 
 
 def input_messages(request: ResponsesRequest) -> Messages:
@@ -239,7 +279,8 @@ def input_messages(request: ResponsesRequest) -> Messages:
     if isinstance(request.input, str):
         return [tokenizer_pb2.ChatMessage(role="user", content=request.input)] if request.input else []
     messages: Messages = []
-    turn: tokenizer_pb2.ChatMessage | None = None
+    turn: _Turn | None = None
+    turns: list[_Turn] = []
     for item in request.input:
         if isinstance(item, MessageItem) and item.role != "assistant":
             messages.append(tokenizer_pb2.ChatMessage(role=item.role, content=_text(item.content)))
@@ -252,14 +293,17 @@ def input_messages(request: ResponsesRequest) -> Messages:
             turn = None
         else:
             if turn is None:
-                turn = tokenizer_pb2.ChatMessage(role="assistant")
-                messages.append(turn)
+                turn = _Turn(tokenizer_pb2.ChatMessage(role="assistant"))
+                turns.append(turn)
+                messages.append(turn.message)
             if isinstance(item, MessageItem):
-                turn.content += _text(item.content)
+                turn.texts.append(_text(item.content))
             elif isinstance(item, CallItem):
-                turn.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
+                turn.message.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
             elif isinstance(item, ReasoningItem):
-                turn.reasoning += _text(item.content or item.summary or [])
+                turn.thoughts.append(_text(item.content or item.summary or []))
+    for turn in turns:
+        turn.message.content, turn.message.reasoning = "".join(turn.texts), "".join(turn.thoughts)
     return messages
 
 

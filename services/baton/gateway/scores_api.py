@@ -6,6 +6,7 @@ query is how well the query goes after the document (query likelihood: Ponte and
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from baton.gateway.admission import check_room
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_requests import BodyReader, name_ignored, running
 from baton.gateway.openai_errors import ApiError, invalid_value
@@ -115,6 +117,7 @@ def score_pairs(body: ScoreRequest) -> list[Pair]:
     names = ["text_1" if isinstance(body.text_1, str) else "text_1[{}]", "text_2"]
     names[1] += "" if isinstance(body.text_2, str) else "[{}]"
     return _pairs(
+        body,
         [
             Pair(one, other, (names[0].format(min(index, len(first) - 1)), names[1].format(index)))
             for index, (one, other) in enumerate(zip(first, second, strict=True))
@@ -128,6 +131,7 @@ def rerank_pairs(body: RerankRequest) -> list[Pair]:
     if body.top_n is not None and body.top_n < 1:
         raise invalid_value("top_n", f"top_n must be at least 1, not {body.top_n}")
     return _pairs(
+        body,
         [
             Pair(f"{document}\n", body.query, (f"documents[{index}]", "query"))
             for index, document in enumerate(body.documents)
@@ -136,11 +140,13 @@ def rerank_pairs(body: RerankRequest) -> list[Pair]:
     )
 
 
-def _pairs(pairs: list[Pair], field: str) -> list[Pair]:
+def _pairs(body: ScoreCommon, pairs: list[Pair], field: str) -> list[Pair]:
+    f"{body.model}{body.cache_salt}".encode()  # raises UnicodeEncodeError for a lone surrogate
     if not 1 <= len(pairs) <= MAX_PROMPTS:
         raise invalid_value(field, f"{field}: give 1 to {MAX_PROMPTS} texts, not {len(pairs)}")
     for pair in pairs:
         for text, name in zip((pair.first, pair.second), pair.fields, strict=True):
+            text.encode()  # likewise
             if not text.strip("\n"):
                 raise invalid_value(name, f"{name} is empty: give at least one character")
     return pairs
@@ -154,7 +160,16 @@ async def _starts(
     first = await _encode(gateway, {pair.first: pair.fields[0] for pair in pairs}, special=True)
     second = await _encode(gateway, {pair.second: pair.fields[1] for pair in pairs}, special=False)
     starts = []
+    model = gateway.model_or_last()
     for pair in pairs:
+        if model is not None:
+            tokens = len(first[pair.first]) + len(second[pair.second])
+            try:
+                check_room(tokens, model.context_length, pair.fields[0])
+            except BatonError as error:
+                error.message = f"{error.field}, with what is scored after it: {error.message}"
+                raise
+        await asyncio.sleep(0)  # each may be as long as the context, and there may be hundreds
         start = inference_pb2.GenerateStart(
             id="http", model=body.model, include_token_ids=False, namespace=body.cache_salt or ""
         )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Generator
 
 from baton.gateway.parsers.reader import Cut, Malformed, Reasoning, Text, find, may_begin
-from baton.gateway.parsers.tools import ToolParser, loads
+from baton.gateway.parsers.tools import MAX_VAIN, ToolParser, loads
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -31,7 +31,7 @@ class GptOss(ToolParser):
         begun = yield from self.accept(_CHANNEL, _START, "to=")
         if not begun:
             self.at -= len(space)
-            yield from self.pass_text("\0\0\0")  # no messages: plain text
+            yield from self.pass_text()  # no messages: plain text
             if self._space:
                 self.events.append(Text(self._space))
             return
@@ -49,18 +49,20 @@ class GptOss(ToolParser):
         channels = re.findall(r"<\|channel\|>\s*([a-z]+)", header)
         recipient = re.search(r"to=([^\s<]+)", header)
         self.in_reasoning = channels[-1:] == ["analysis"] and recipient is None
-        if recipient is not None and recipient[1].startswith("functions."):
+        call = recipient is not None and recipient[1].startswith("functions.")
+        if recipient is not None and call and self.vain < MAX_VAIN:
             self._begin = self.at
             yield from self.space()
             try:
                 arguments = loads((yield from self.json()))
                 self.call(recipient[1].removeprefix("functions."), arguments)
             except Malformed:
+                self.vain += self.at - self._begin
                 self.at = self._begin
                 yield from self._body(Text)
                 return
             yield from self._body(None)
-        elif recipient is not None and recipient[1] != "assistant":
+        elif recipient is not None and not call and recipient[1] != "assistant":
             yield from self._body(None)  # for a tool of its own, which nobody offers
         else:
             yield from self._body(Reasoning if self.in_reasoning else Text)

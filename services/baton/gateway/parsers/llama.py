@@ -83,7 +83,7 @@ def _calls(text: str) -> list[tuple[str, dict[str, Any]]]:
         if not isinstance(listed, ast.List):
             raise Malformed
         return [_one(each) for each in listed.elts]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         raise Malformed from None
 
 

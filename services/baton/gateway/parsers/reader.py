@@ -196,7 +196,7 @@ def find(text: str, marks: Sequence[str], start: int) -> tuple[int, str] | None:
 
 def may_begin(text: str, marks: Sequence[str]) -> int:
     """Characters at the end of the text that a mark may begin with."""
-    for size in range(min(len(text), max(map(len, marks)) - 1), 0, -1):
+    for size in range(min(len(text), max(map(len, marks), default=0) - 1), 0, -1):
         if any(mark.startswith(text[-size:]) for mark in marks):
             return size
     return 0

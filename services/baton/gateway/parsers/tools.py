@@ -19,12 +19,19 @@ Tools = Mapping[str, str]
 empty)."""
 
 
+MAX_VAIN = 2**16
+"""After so many characters that were read as calls and are none, all is text: marks within marks would take
+time that grows with the square of their number."""
+
+
 class ToolParser(Reader):
     MARKS: tuple[str, ...] = ()
     """What a call begins with, or several in a row."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
+        self.vain = 0
+        """Characters read as calls that are none."""
         self.called = False
         self._begin = 0
         """Where what may be a call begins."""
@@ -38,17 +45,21 @@ class ToolParser(Reader):
         """Reads what follows a mark, and gives out the calls in it. Raises Malformed or Cut."""
 
     def run(self) -> Generator[None, None, None]:
-        while (mark := (yield from self.pass_text(*self.MARKS))) is not None:
+        while (mark := (yield from self.pass_text(*self._marks()))) is not None:
             self._begin = self.at - len(mark)
             try:
                 yield from self.calls(mark)
             except Malformed:
+                self.vain += self.at - self._begin
                 self.at = self._begin + len(mark)
                 self.put(self.text[self._begin : self.at])
             except Cut:
                 self.left_over(len(mark))
         if self._space and not self.called:
             self.events.append(Text(self._space))
+
+    def _marks(self) -> tuple[str, ...]:
+        return self.MARKS if self.vain < MAX_VAIN else ()
 
     def left_over(self, mark: int) -> None:
         """The text has ended in a call. It is text unless it was cut off, or is no more than its mark."""
@@ -113,7 +124,7 @@ class ToolParser(Reader):
         """Arguments that came as plain text, with the types that the tool's schema gives them."""
         try:
             schema = json.loads(self.tools.get(name) or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             schema = {}
         properties = schema.get("properties")
         properties = properties if isinstance(properties, dict) else {}
@@ -134,7 +145,7 @@ def dumps(value: Any) -> str:
         text.encode()
     except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(value)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):  # TypeError: a value of Python that JSON has not
         raise Malformed from None
     return text
 
