@@ -249,3 +249,12 @@ def test_marks_within_marks_are_soon_plain_text(form, opening, monkeypatch):
     assert 1 <= tried < 10 and not any(isinstance(event, Call) for event in events)
     if form != "gpt_oss":
         assert "".join(event.text for event in events) == text
+
+
+def test_a_schema_is_read_once_however_many_calls(monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        "baton.gateway.parsers.tools._properties", lambda schema: read.append(schema) or {"n": {}}
+    )
+    assert len(parse("glm", [said("glm", [("f", {"n": 1})] * 50)])[2]) == 50
+    assert len(read) == 1

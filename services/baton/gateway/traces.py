@@ -95,8 +95,13 @@ class Traces:
             for process, recorded in await self._ask_all(second, missing):
                 _sort(others, process, *recorded)
         now = self._recorder.clock()
-        found = (timeline(own[name], others[name], now) for name in names)
-        return [each for each in found if each is not None], sorted(missing)
+        found: list[Timeline] = []
+        for name in names:
+            each = timeline(own[name], others[name], now)
+            if each is not None:
+                found.append(each)
+            await asyncio.sleep(0)  # each may have thousands of events
+        return found, sorted(missing)
 
     async def _ask_all(
         self, asked: dict[Process, set[Name]], missing: list[str]
@@ -194,7 +199,11 @@ async def answer(traces: Traces, request: trace_pb2.GetTracesRequest) -> trace_p
     else:
         names = traces.recent(limit, request.slowest)
     found, missing = await traces.timelines(names, request.gateway_only)
-    return trace_pb2.GetTracesResponse(traces=[to_message(each) for each in found], missing=missing)
+    response = trace_pb2.GetTracesResponse(missing=missing)
+    for each in found:
+        response.traces.append(to_message(each))
+        await asyncio.sleep(0)  # each may have thousands of events
+    return response
 
 
 def to_message(found: Timeline) -> trace_pb2.Trace:

@@ -33,6 +33,8 @@ class ToolParser(Reader):
         self.vain = 0
         """Characters read as calls that are none."""
         self.called = False
+        self._properties: dict[str, Mapping[str, Any]] = {}
+        """Of the tools that have been called: a schema may be large, and calls many."""
         self._begin = 0
         """Where what may be a call begins."""
         self._space = ""
@@ -122,13 +124,18 @@ class ToolParser(Reader):
 
     def typed(self, name: str, texts: Mapping[str, str]) -> dict[str, Any]:
         """Arguments that came as plain text, with the types that the tool's schema gives them."""
-        try:
-            schema = json.loads(self.tools.get(name) or "{}")
-        except (ValueError, RecursionError):
-            schema = {}
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, dict) else {}
+        properties = self._properties.get(name)
+        if properties is None:
+            properties = self._properties[name] = _properties(self.tools.get(name) or "{}")
         return {key: _typed(text, properties.get(key)) for key, text in texts.items()}
+
+
+def _properties(schema: str) -> Mapping[str, Any]:
+    try:
+        properties = json.loads(schema).get("properties")
+    except (ValueError, RecursionError):
+        return {}
+    return properties if isinstance(properties, dict) else {}
 
 
 def loads(text: str) -> Any:
