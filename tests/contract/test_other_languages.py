@@ -1,7 +1,7 @@
 """The contract in other languages: `buf lint`, a client of Node, stubs for Go.
 
 Each needs its own tools and is skipped without them: npm with node; Debian's golang-go,
-golang-google-grpc-dev, protoc-gen-go and protoc-gen-go-grpc.
+golang-google-grpc-dev, golang-google-protobuf-dev, protoc-gen-go and protoc-gen-go-grpc.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
+from baton.gateway import request_log as module
 from baton.gateway.request_log import EndedRequest, RequestLog
 
 
@@ -15,7 +17,9 @@ def ending(name, seconds=0.5):
 
 
 @pytest.fixture
-def lines():
+def lines(monkeypatch):
+    """A logger keeps its processors from its first line on: the module's may have written one before."""
+    monkeypatch.setattr(module, "_log", structlog.get_logger())
     with capture_logs() as found:
         yield found
 
