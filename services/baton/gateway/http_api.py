@@ -39,7 +39,12 @@ READ = ["GET", "HEAD"]
 def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI:
     """The HTTP application of one gateway."""
     app = FastAPI(
-        title="Baton", docs_url=None, redoc_url=None, openapi_url=None, exception_handlers=_EXCEPTION_HANDLERS
+        title="Baton",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        exception_handlers=_EXCEPTION_HANDLERS,
     )
     app.add_middleware(
         HttpAuthentication, authentication=authentication, max_header_bytes=gateway.config.max_header_bytes

@@ -86,6 +86,8 @@ class Request:
         self._vocabulary: Vocabulary | None = None
         self._max_tokens = self._vocabulary_size = 0
         self._with_logprobs = False
+        self._grammar_field = "sampling.grammar"
+        """What the client has given that the grammar comes from."""
         self._stats: decode_pb2.RequestStats | None = None
         config = gateway.config
         limit = start.timeout_ms / 1000 if start.HasField("timeout_ms") else config.request_seconds
@@ -197,6 +199,8 @@ class Request:
             if start.HasField("chat") and not start.raw_output:
                 outputs = OutputParsers(start.chat, self._prompt.end, model)
                 outputs.constrain(self._template.sampling, vocabulary)
+                if not start.sampling.HasField("grammar"):
+                    self._grammar_field = "chat.tools"
                 require_grammars(self._template.sampling, model.grammars)
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
@@ -349,6 +353,8 @@ class Request:
         try:
             self._attempts.ended(error, time.monotonic(), lost=lost)
         except BatonError as last:
+            if last.field == "sampling.grammar":
+                last.field = self._grammar_field
             self.fail(last)
             return
         if self._attempts.resumed > resumed:
