@@ -171,6 +171,7 @@ async def test_logprobs():
 
 
 COMPLETION = {"model": MODEL, "prompt": "x"}
+NESTED = json.loads("[" * 60 + "]" * 60)
 CHAT = {"model": MODEL, "messages": HELLO}
 BAD = [
     ("completions", {**COMPLETION, "bogus": 1}, "bogus"),
@@ -215,6 +216,7 @@ BAD = [
     ("chat/completions", {**CHAT, "tool_choice": "sometimes"}, "tool_choice"),
     ("chat/completions", {**CHAT, "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
     ("chat/completions", {**CHAT, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ("chat/completions", {**CHAT, "chat_template_kwargs": {"a": NESTED}}, "chat_template_kwargs"),
     ("chat/completions", {**CHAT, "messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ("chat/completions", {**CHAT, "response_format": {"type": "yaml"}}, "response_format.type"),
     ("chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),

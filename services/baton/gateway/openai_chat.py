@@ -17,6 +17,8 @@ from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 EFFORTS = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_TEMPLATE_VALUES = 1024
 """In chat_template_kwargs; each takes fifty bytes and more on its way."""
+MAX_TEMPLATE_DEPTH = 16
+"""Protocol buffers may be nested a hundred levels deep, and each level here is two or three of those."""
 _CACHE_CONTROL = {"cache_control": "every prompt finds what is cached of it"}
 _TOOLS_INSTEAD = "is not supported: functions are called tools now, give tools"
 _ANNOTATIONS = {
@@ -256,13 +258,16 @@ def _template_arguments(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) ->
         chat.template_arguments.update(given)
 
 
-def _count(value: Any, limit: int) -> int:
-    """Values in `value`; at most a few more than `limit`."""
+def _count(value: Any, limit: int, depth: int = 0) -> int:
+    """Values in `value`; at most a few more than `limit`. Raises ApiError if it is nested too deeply."""
+    if depth > MAX_TEMPLATE_DEPTH:
+        text = f"chat_template_kwargs is nested more than {MAX_TEMPLATE_DEPTH} levels deep"
+        raise invalid_value("chat_template_kwargs", text)
     if not isinstance(value, dict | list):
         return 1
     count = 0
     for each in value.values() if isinstance(value, dict) else value:
-        count += _count(each, limit)
+        count += _count(each, limit, depth + 1)
         if count > limit:
             break
     return count
