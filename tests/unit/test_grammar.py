@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from baton.checkpoint import resolve
-from baton.grammar.base import GrammarError, GrammarSpec
+from baton.grammar.base import GrammarBusy, GrammarError, GrammarSpec
 from baton.grammar.compiler import GrammarCompiler
 from baton.grammar.llguidance import LlguidanceBackend
 from baton.tokenizer.hf import load
@@ -212,6 +212,25 @@ def test_compiled_once_and_kept():
     assert compiled == ["good", "bad", "panic", "good"]
     assert loads == [1]
     assert compiler.stats.compiled == 4
+
+
+def test_few_wait_to_be_compiled():
+    compiling, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def compile(self, spec):
+            compiling.set()
+            assert go_on.wait(60)
+            return spec.text
+
+    compiler = GrammarCompiler(Slow, capacity=2, threads=1)
+    first = compiler.submit(GrammarSpec("regex", "0"))
+    assert compiling.wait(60)
+    futures = [compiler.submit(GrammarSpec("regex", str(number))) for number in range(1, 5)]
+    assert [isinstance(f.result(0), GrammarBusy) for f in futures if f.done()] == [True, True]
+    go_on.set()
+    assert [future.result(60) for future in (first, *futures[:2])] == ["0", "1", "2"]
+    assert compiler.submit(GrammarSpec("regex", "4")).result(60) == "4"
 
 
 def test_a_vocabulary_that_cannot_be_loaded():

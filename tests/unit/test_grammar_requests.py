@@ -7,7 +7,7 @@ from baton.decode.types import Done, Failed, Key, Peer
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
-from baton.grammar.base import GrammarError, GrammarSpec
+from baton.grammar.base import GrammarBusy, GrammarError, GrammarSpec
 from baton.handoff.messages import AttemptName, PrefillFailed
 from baton.handoff.prefill_side import PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
@@ -49,6 +49,15 @@ def test_it_waits_and_others_overtake():
     assert [type(end) for end in ends(node, 1)] == [Done]
     assert {init.grammar for init in inits} == {grammar}
     node.core.scheduler.cache.check(idle=True)
+
+
+def test_where_too_many_are_to_be_compiled_it_may_be_asked_again():
+    node = Node()
+    key, request = start(node, 1)
+    node.core.compiled(key, request, GrammarBusy("128 others wait"))
+    node.run(2)
+    (end,) = ends(node, 1)
+    assert (end.code, end.reason, end.retry_after_ms) == ("RESOURCE_EXHAUSTED", "GRAMMARS_BUSY", 1000)
 
 
 def test_one_that_cannot_be_compiled_names_the_field():

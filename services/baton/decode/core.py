@@ -35,7 +35,7 @@ from baton.engine.request import (
 )
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.engine.step_stats import StepStats
-from baton.grammar.base import Grammar, GrammarError
+from baton.grammar.base import Grammar, GrammarBusy, GrammarError
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import AttemptName, DecodeEffect, HandoffNames, PrefillOutput, ReleaseLease
 from baton.kvcache import KvCache
@@ -167,7 +167,9 @@ class DecodeCore:
         state = self.unfinished.get(key)
         if state is None or state.request is not request:
             return
-        if isinstance(outcome, GrammarError):
+        if isinstance(outcome, GrammarBusy):
+            self._fail(state, "RESOURCE_EXHAUSTED", "GRAMMARS_BUSY", f"the grammar: {outcome}", retry=1.0)
+        elif isinstance(outcome, GrammarError):
             field = "sampling.grammar"
             self._fail(state, "INVALID_ARGUMENT", "INVALID_GRAMMAR", f"{field}: {outcome}", field)
         else:

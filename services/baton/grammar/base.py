@@ -29,6 +29,10 @@ class GrammarError(Exception):
     """A grammar cannot be compiled, or an output cannot be followed through it; says why in one line."""
 
 
+class GrammarBusy(GrammarError):
+    """Too many others are to be compiled: asking again later makes sense."""
+
+
 class Matcher(Protocol):
     """Follows one output through a grammar. Used by one thread at a time."""
 

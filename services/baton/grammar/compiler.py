@@ -10,10 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from baton.grammar.base import Backend, Grammar, GrammarError, GrammarSpec
+from baton.grammar.base import Backend, Grammar, GrammarBusy, GrammarError, GrammarSpec
 
 CAPACITY = 128
-"""Grammars that are kept."""
+"""Grammars that are kept, and that may wait to be compiled."""
 THREADS = 2
 STACK_BYTES = 2**28
 """Of a compiling thread; address space, which takes memory only when it is used. The library recurses once
@@ -47,6 +47,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._kept: OrderedDict[GrammarSpec, Future[Outcome]] = OrderedDict()
         self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[Outcome]]] = queue.SimpleQueue()
+        self._waiting = 0
         self._unstarted = threads
 
     def submit(self, spec: GrammarSpec) -> Future[Outcome]:
@@ -55,6 +56,13 @@ class GrammarCompiler:
         with self._lock:
             future = self._kept.get(spec)
             if future is None:
+                if self._waiting >= self._capacity:
+                    busy: Future[Outcome] = Future()
+                    busy.set_result(
+                        GrammarBusy(f"{self._waiting} others wait to be compiled: ask again later")
+                    )
+                    return busy
+                self._waiting += 1
                 future = self._kept[spec] = Future()
                 self._jobs.put((spec, future))
                 self._start_thread()
@@ -78,6 +86,8 @@ class GrammarCompiler:
         while True:
             spec, future = self._jobs.get()
             backend = self._ready()
+            with self._lock:
+                self._waiting -= 1
             future.set_running_or_notify_cancel()
             began = time.perf_counter()
             outcome = backend if isinstance(backend, GrammarError) else _compile(backend, spec)

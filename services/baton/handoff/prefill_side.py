@@ -31,7 +31,7 @@ from baton.engine.request import (
     TokenEvent,
 )
 from baton.engine.scheduler import Scheduler
-from baton.grammar.base import Grammar, GrammarError
+from baton.grammar.base import Grammar, GrammarBusy, GrammarError
 from baton.handoff.messages import (
     Alive,
     AttemptName,
@@ -163,7 +163,11 @@ class PrefillSide:
             return
         if isinstance(outcome, GrammarError):
             self.counters.failed += 1
-            self._fail(attempt, "INVALID_ARGUMENT", "INVALID_GRAMMAR", str(outcome))
+            busy = isinstance(outcome, GrammarBusy)
+            code, reason = (
+                ("RESOURCE_EXHAUSTED", "GRAMMARS_BUSY") if busy else ("INVALID_ARGUMENT", "INVALID_GRAMMAR")
+            )
+            self._fail(attempt, code, reason, str(outcome))
         else:
             request.grammar = outcome
 

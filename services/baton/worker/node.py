@@ -15,7 +15,7 @@ import grpc.aio
 from baton.config import WorkerConfig
 from baton.discovery.etcd import Registration, register
 from baton.engine.step_loop import StepLoop
-from baton.grammar.base import Grammar, GrammarError, GrammarSpec
+from baton.grammar.base import Grammar, GrammarBusy, GrammarError, GrammarSpec
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.page_map import page_map
 from baton.rpc.address import new_incarnation
@@ -228,7 +228,7 @@ class WorkerNode(WorkerShell[C]):
         elif future.running():
             done(GrammarError(f"it takes longer than {COMPILE_SECONDS:g} s to compile: make it smaller"))
         else:
-            done(GrammarError(f"others were being compiled for {COMPILE_SECONDS:g} s: ask again later"))
+            done(GrammarBusy(f"others were being compiled for {COMPILE_SECONDS:g} s: ask again later"))
 
     # --- what others are told ---------------------------------------------------------------------------
 
