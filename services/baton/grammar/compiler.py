@@ -51,8 +51,8 @@ class GrammarCompiler:
         self._unstarted = threads
 
     def submit(self, spec: GrammarSpec) -> Future[Outcome]:
-        """The outcome; `running()` is true from when a thread compiles it. It cannot be interrupted. From any
-        thread."""
+        """The outcome; `running()` is true from when a thread compiles it, which cannot be interrupted.
+        GrammarBusy where too many wait. From any thread."""
         with self._lock:
             future = self._kept.get(spec)
             if future is None:

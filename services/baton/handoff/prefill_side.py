@@ -163,11 +163,10 @@ class PrefillSide:
             return
         if isinstance(outcome, GrammarError):
             self.counters.failed += 1
-            busy = isinstance(outcome, GrammarBusy)
-            code, reason = (
-                ("RESOURCE_EXHAUSTED", "GRAMMARS_BUSY") if busy else ("INVALID_ARGUMENT", "INVALID_GRAMMAR")
-            )
-            self._fail(attempt, code, reason, str(outcome))
+            words = ("INVALID_ARGUMENT", "INVALID_GRAMMAR")
+            if isinstance(outcome, GrammarBusy):
+                words = ("RESOURCE_EXHAUSTED", "GRAMMARS_BUSY")
+            self._fail(attempt, *words, str(outcome))
         else:
             request.grammar = outcome
 
@@ -322,7 +321,7 @@ class PrefillSide:
             if attempt.leased_since is None:
                 attempt.leased_since = now
             self.outputs.append((attempt.holder, chunk))
-            self._note(attempt.name, Kind.ANNOUNCED, len(pages), step)
+            self._note(attempt.name, Kind.ANNOUNCED, sum(len(each.pages) for each in chunks), step)
 
     def _first_token(self, attempt: Attempt, event: TokenEvent, now: float) -> None:
         request = attempt.request
