@@ -94,3 +94,10 @@ def test_a_failed_turn_leaves_no_trace():
     session.end()
     session.begin(chat=False, n=1)  # not even of its kind
     assert session.token_ids == []
+
+
+def test_a_turn_renders_its_own_tools_and_arguments():
+    chat = ChatPrompt(messages=[{"role": "user", "content": "a"}], tools=[{"name": "f"}])
+    chat.template_arguments.update({"enable_thinking": False})
+    chat.parallel_tool_calls = False
+    assert Session().conversation(chat) == chat

@@ -51,10 +51,11 @@ class Session:
         self._busy = False
 
     def conversation(self, chat: tokenizer_pb2.ChatPrompt) -> tokenizer_pb2.ChatPrompt:
-        """All messages so far, and the new ones."""
-        whole = tokenizer_pb2.ChatPrompt(messages=[*self._messages, *chat.messages])
-        if chat.HasField("add_generation_prompt"):
-            whole.add_generation_prompt = chat.add_generation_prompt
+        """All messages so far, and the new ones; all else, such as tools, is this turn's."""
+        whole = tokenizer_pb2.ChatPrompt()
+        whole.CopyFrom(chat)
+        del whole.messages[:]
+        whole.messages.extend([*self._messages, *chat.messages])
         return whole
 
     def commit(
