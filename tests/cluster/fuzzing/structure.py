@@ -63,9 +63,13 @@ def messages(draw: Callable[..., Any], descriptor: Descriptor, depth: int = DEPT
     for field in draw(st.lists(st.sampled_from(fields), max_size=4, unique_by=lambda field: field.name)):
         if field.type == _F.TYPE_MESSAGE and field.message_type.GetOptions().map_entry:
             key, value = field.message_type.fields
-            getattr(message, field.name).update(
-                draw(st.dictionaries(_scalar(key), _scalar(value), max_size=3))
-            )
+            entries = getattr(message, field.name)
+            if value.type != _F.TYPE_MESSAGE:
+                entries.update(draw(st.dictionaries(_scalar(key), _scalar(value), max_size=3)))
+            elif depth:
+                inner = messages(value.message_type, depth - 1)
+                for name, each in draw(st.dictionaries(_scalar(key), inner, max_size=3)).items():
+                    entries[name].CopyFrom(each)
         elif field.type == _F.TYPE_MESSAGE:
             if depth:
                 inner = messages(field.message_type, depth - 1)
