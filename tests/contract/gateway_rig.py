@@ -97,6 +97,7 @@ async def gateway(*decode: ScriptedDecode, tokenizer_address: str = "", **config
             registry=node.gateway.metrics.registry,
             ready=ready,
             stop=stop,
+            on_refused=node.refused,
         )
     )
     await asyncio.wait_for(ready.wait(), 30)

@@ -58,8 +58,10 @@ async def test_the_loopback_needs_no_key_but_an_address(rig):
         assert [await status(http, path) for path in PATHS] == [200, 200, 200, 404, 404]
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", ""):
             assert await status(http, "/", host=host) == 403, host
+            assert await status(http, "/traces", host=host) == 403, host
         for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000", "10.0.0.1"):
             assert await status(http, "/", host=host) == 200, host
+            assert await status(http, "/traces", host=host) == 200, host
 
 
 async def test_with_keys_it_is_for_operators(tmp_path):
@@ -136,6 +138,32 @@ async def test_a_page_gets_everything_then_what_is_new_and_nothing_runs_after_it
         assert page._collecting
         await stream.aclose()
     await until(lambda: not page._collecting and not list(page._processes), 5)
+
+
+async def test_pages_that_miss_a_frame_share_what_they_get(rig, monkeypatch):
+    page = rig.node._page.feed
+    made: list[int] = []
+    encode = page._encode
+
+    def counted(*, whole: bool) -> bytes:
+        made.append(page._number if whole else -1)
+        return encode(whole=whole)
+
+    monkeypatch.setattr(page, "_encode", counted)
+    async with client(rig) as http:
+        slow = [page.follow() for _ in range(4)]
+        for each in slow:
+            assert json.loads(await anext(each))["whole"]
+        async with asyncio.timeout(10):
+            watching = frames(http)
+            for _ in range(4):
+                await anext(watching)
+        for each in slow:  # none of them has read for some frames
+            assert json.loads(await anext(each))["whole"]
+            await each.aclose()
+        await watching.aclose()
+    whole = [number for number in made if number >= 0]
+    assert len(whole) == len(set(whole)) < 8, "made once for all"
 
 
 async def test_open_pages_are_few(rig, monkeypatch):

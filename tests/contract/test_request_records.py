@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import grpc
 import httpx
 import pytest
 from gateway_rig import Stream, gateway, until
 from prometheus_client.parser import text_string_to_metric_families
-from scripted_decode import ScriptedDecode, saying
+from scripted_decode import ScriptedDecode, endless, saying
 from structlog.testing import capture_logs
-from test_gateway_authentication import ALICE, BODY, SECRET, key_file, post, private
+from test_gateway_authentication import ALICE, BOB, BODY, SECRET, bearer, key_file, post, private
 
+from baton.gateway import request_log
+from baton.gateway.page.window import values
+from baton.rpc.channel import open_channel
+from baton.rpc.errors import from_rpc_error
 from baton.v1 import inference_pb2
 
 SECRETS = ("hello", "zyzzyva", ALICE, SECRET)
@@ -123,3 +130,83 @@ async def test_a_message_that_starts_nothing_has_a_line_too():
             stream.call.cancel()
     (line,) = [line for line in lines if line["event"] == "refused"]
     assert (line["api"], line["reason"]) == ("grpc", "UNKNOWN_ID") and "zyzzyva" not in str(line)
+
+
+async def test_calls_over_grpc_that_are_refused_have_a_line_and_a_count_by_reason(tmp_path):
+    keys = key_file(tmp_path, f"{ALICE} name=alice streams=1\n{BOB}\n")
+    start = inference_pb2.GenerateStart(text="hello", sampling={"max_tokens": 2})
+    ask = inference_pb2.CompleteRequest(start=start)
+    in_session = inference_pb2.CompleteRequest(start={"text": "hello", "session": "zyzzyva"})
+    with capture_logs() as lines:
+        async with (
+            ScriptedDecode(endless) as decode,
+            gateway(decode, api_keys=keys) as rig,
+            open_channel(rig.node.address) as channel,
+        ):
+
+            async def refused(call) -> str:
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    await call
+                return from_rpc_error(error.value).reason
+
+            def raw(method: str):
+                return channel.unary_unary(f"/baton.v1.{method}")
+
+            alice, bob = bearer(ALICE), bearer(BOB)
+            assert await refused(rig.stub.Complete(ask, metadata=bearer("zyzzyva"))) == "INVALID_API_KEY"
+            assert await refused(rig.stub.Complete(ask)) == "MISSING_API_KEY"
+            assert await refused(raw("Inference/Complete")(b"zyzzyva", metadata=bob)) == "MALFORMED_MESSAGE"
+            assert await refused(raw("Inference/Zyzzyva")(b"", metadata=bob)) == "UNKNOWN_METHOD"
+            assert await refused(raw("Node/Drain")(b"", metadata=bob)) == "CLUSTER_SECRET"
+            assert await refused(rig.stub.Complete(in_session, metadata=bob)) == "INVALID_FIELD"
+            embed = inference_pb2.EmbedRequest(model="zyzzyva")
+            assert await refused(rig.stub.Embed(embed, metadata=bob)) == "MODEL_NOT_FOUND"
+            held = rig.stub.Generate(metadata=alice)
+            await held.write(inference_pb2.GenerateRequest(start={"id": "a", "text": "hello"}))
+            await until(lambda: decode.running, 10)
+            assert await refused(rig.stub.Complete(ask, metadata=alice)) == "KEY_STREAMS"
+            # A request that began has a line of its own, and no second one.
+            late = inference_pb2.CompleteRequest(start={"text": "hello", "timeout_ms": 50})
+            assert await refused(rig.stub.Complete(late, metadata=bob)) == "DEADLINE_EXCEEDED"
+            held.cancel()
+            await rig.idle()
+            values_by_reason = values(rig.node.gateway.metrics.refusals)
+    found = [
+        (line["reason"], line.get("field"), line.get("key")) for line in lines if line["event"] == "refused"
+    ]
+    assert found == [
+        ("INVALID_API_KEY", None, None),
+        ("MISSING_API_KEY", None, None),
+        ("MALFORMED_MESSAGE", "message", "line 2"),
+        ("UNKNOWN_METHOD", None, "line 2"),
+        ("CLUSTER_SECRET", None, "line 2"),
+        ("INVALID_FIELD", "start.session", "line 2"),
+        ("MODEL_NOT_FOUND", "model", "line 2"),
+        ("KEY_STREAMS", None, "alice"),
+    ]
+    assert {line["client"] for line in lines if line["event"] == "refused"} == {"127.0.0.1"}
+    assert [line["reason"] for line in lines if line["event"] == "failed"] == ["DEADLINE_EXCEEDED"]
+    assert values_by_reason == {("grpc", reason): found.count((reason, *rest)) for reason, *rest in found}
+    assert "zyzzyva" not in str(lines) and BOB not in str(lines)
+
+
+async def test_a_client_that_gets_nothing_but_refusals_leaves_few_lines(monkeypatch):
+    monkeypatch.setattr(request_log, "REPEAT_SECONDS", 0.2)
+    with capture_logs() as lines:
+        async with ScriptedDecode(saying([5, 6])) as decode, gateway(decode) as rig:
+            async with httpx.AsyncClient(base_url=rig.http, trust_env=False) as http:
+                for _ in range(50):
+                    assert (await http.post("/v1/completions", json={"model": 1})).status_code == 400
+            reader, writer = await asyncio.open_connection(*rig.node.info().http_address.rsplit(":", 1))
+            writer.write(b"zyzzyva\r\n\r\n")
+            assert b"400" in await reader.readline()
+            writer.close()
+            found = await scrape(rig)
+        seen = [line for line in lines if line["event"] == "refused"]
+    of_bodies = [line for line in seen if line["reason"] != "INVALID_HTTP"]
+    assert sum(line.get("requests", 1) for line in of_bodies) == 50 and len(of_bodies) < 25
+    assert "requests" not in of_bodies[0], "the first has its line at once"
+    assert (len(seen) - len(of_bodies), seen[-1]["client"]) == (1, "127.0.0.1")
+    assert found["baton_gateway_refusals_total", "api=http", f"reason={of_bodies[0]['reason']}"] == 50
+    assert found["baton_gateway_refusals_total", "api=http", "reason=INVALID_HTTP"] == 1
+    assert found["baton_gateway_requests_total", "outcome=refused"] == 51

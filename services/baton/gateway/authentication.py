@@ -26,6 +26,7 @@ from pathlib import Path
 import grpc
 
 from baton.config import GatewayConfig
+from baton.rpc.address import is_literal, is_loopback
 from baton.rpc.authentication import (
     HEADER,
     Cluster,
@@ -219,6 +220,7 @@ class GatewayAuthentication(ClusterAuthentication):
     def __init__(self, config: GatewayConfig) -> None:
         super().__init__(Cluster.load(config))
         self._config = config
+        self._local = is_loopback(config.host)
         self._tls = _read_tls(config)
         limits = Limits(config.max_requests_per_key, config.max_streams_per_key, config.max_prompt_tokens)
         self._metrics_token = read_metrics_token(config)
@@ -236,6 +238,13 @@ class GatewayAuthentication(ClusterAuthentication):
         if api_key is None:
             raise unauthenticated("this API key is not known here", "INVALID_API_KEY")
         return api_key
+
+    def check_host(self, host: str) -> None:
+        """Raises BatonError if a gateway that only this machine can reach is asked by another name: one that
+        somebody's DNS points here would let their scripts read the answer. host: the `Host` header."""
+        if self._local and not is_literal(host):
+            text = "ask by address: http://127.0.0.1:PORT/"
+            raise BatonError(grpc.StatusCode.PERMISSION_DENIED, "HOST_NAME", text)
 
     def check_operator(self, secret: str) -> None:
         """Raises BatonError unless this is the cluster secret."""

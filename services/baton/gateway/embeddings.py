@@ -31,7 +31,7 @@ async def embed(
             embeddings = await gateway.embedder.compute(prompts, template, began + seconds)
             outcome = "finished"
         except BatonError as error:
-            outcome, reason = "failed", error.reason
+            outcome, reason, error.recorded = "failed", error.reason, True
             if error.field is not None and error.field.startswith("["):
                 error.message = error.message.replace(error.field, "")
                 error.field = f"inputs{error.field}"

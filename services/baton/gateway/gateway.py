@@ -161,6 +161,7 @@ class Gateway:
         await self.embedder.close()
         await self.nodes.close()
         await self.traces.close()
+        self.request_log.close()
 
     # Requests.
 
@@ -222,11 +223,13 @@ class Gateway:
                 )
         self._rest()
 
-    def refused(self, api: str, error: BatonError, api_key: ApiKey) -> None:
-        """A client's message became no request."""
-        self.metrics.requests.labels("refused").inc()
-        more = {"key": api_key.name} if api_key.name else {}
-        self.request_log.refused(api, error.reason, error.field, **more)
+    def refused(
+        self, api: str, reason: str, field: str | None, client: str, key: str = "", **more: object
+    ) -> None:
+        """A client's message or call became no request. client: its address. key: the API key's name."""
+        self.metrics.refused(api, reason)
+        named = {"key": key} if key else {}
+        self.request_log.refused(api, reason, field, client=client, **named, **more)
 
     def routing(
         self, number: int, tokens: Sequence[int], namespace: str, session: Session | None

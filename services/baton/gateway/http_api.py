@@ -19,7 +19,7 @@ from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.embeddings_api import add_embeddings
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_authentication import HttpAuthentication, RequestIds
-from baton.gateway.http_record import REFUSAL, HttpRecord
+from baton.gateway.http_record import BEGUN, REFUSAL, HttpRecord
 from baton.gateway.http_requests import IGNORED_HEADER, BodyReader, respond, running, unread_arguments
 from baton.gateway.openai_answers import ChatAnswer, Json
 from baton.gateway.openai_chat import ChatRequest, chat_start
@@ -49,7 +49,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     app.add_middleware(
         HttpAuthentication, authentication=authentication, max_header_bytes=gateway.config.max_header_bytes
     )
-    app.add_middleware(HttpRecord, metrics=gateway.metrics, log=gateway.request_log)
+    app.add_middleware(HttpRecord, gateway=gateway)
     app.add_middleware(RequestIds)
     if gateway.config.cors_origins:  # outermost: browsers ask without credentials first
         app.add_middleware(
@@ -139,6 +139,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
 
 async def _error(request: Request, error: Any) -> Response:
     if isinstance(error, BatonError):
+        if error.recorded:
+            setattr(request.state, BEGUN, True)
         error = openai_errors.from_baton(error)
     if isinstance(error, ApiError):
         setattr(request.state, REFUSAL, (error.code or "", error.param))

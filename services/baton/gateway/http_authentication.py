@@ -69,6 +69,8 @@ class HttpAuthentication:
         if path in OPERATOR_PATHS:
             if self._authentication.keys is not None:
                 self._authentication.check_operator(bearer(_credentials(headers)))
+            else:
+                self._authentication.check_host(headers.get("host", ""))
             return None
         if path in PUBLIC_PATHS:
             return None

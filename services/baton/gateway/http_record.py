@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.gateway.metrics import GatewayMetrics
-from baton.gateway.request_log import RequestLog
+from baton.gateway.gateway import Gateway
 
 REFUSAL = "refusal"
 """Key of the scope's `state`: (reason, field) of the error that was answered."""
@@ -15,10 +14,9 @@ BEGUN = "begun"
 
 
 class HttpRecord:
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, log: RequestLog) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
-        self._metrics = metrics
-        self._log = log
+        self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,12 +35,20 @@ class HttpRecord:
             await self._app(scope, receive, send_seen)
         finally:
             route = getattr(scope.get("route"), "path", "") or "other"
-            self._metrics.http_requests.labels(route, str(status)).inc()
+            self._gateway.metrics.http_requests.labels(route, str(status)).inc()
             if status >= 400 and not state.get(BEGUN):
                 reason, field = state.get(REFUSAL, ("", None))
-                key = getattr(state.get("api_key"), "name", "")
-                more = {"key": key} if key else {}
-                self._metrics.requests.labels("refused").inc()
-                self._log.refused(
-                    "http", reason or f"status_{status}", field, status=status, route=route, **more
+                self._gateway.refused(
+                    "http",
+                    reason.upper() or f"STATUS_{status}",
+                    field,
+                    client_of(scope),
+                    getattr(state.get("api_key"), "name", ""),
+                    status=status,
+                    route=route,
                 )
+
+
+def client_of(scope: Scope) -> str:
+    """The address of the client, or of the proxy in front."""
+    return str((scope.get("client") or ("",))[0])

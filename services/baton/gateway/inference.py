@@ -18,6 +18,7 @@ from baton.gateway.gateway import Gateway
 from baton.gateway.prompts import Session
 from baton.gateway.requests import Request
 from baton.gateway.single_request import SingleRequest
+from baton.rpc.address import peer_host
 from baton.rpc.authentication import as_mapping
 from baton.rpc.errors import BatonError, abort, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
@@ -44,7 +45,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         api_key = self._authentication.api_key(metadata.get("authorization", ""))
         api_key.open_stream()
         try:
-            stream = _ClientStream(self._gateway, api_key, metadata.get("traceparent", ""))
+            client = peer_host(context.peer())
+            stream = _ClientStream(self._gateway, api_key, client, metadata.get("traceparent", ""))
             await self._generate(stream, requests, context)
         finally:
             api_key.close_stream()
@@ -78,6 +80,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             single = SingleRequest(self._gateway, start, api_key, metadata.get("traceparent", ""))
             try:
                 yield single
+            except BatonError as error:
+                error.recorded = True  # with the request
+                raise
             finally:
                 single.leave()
         finally:
@@ -92,6 +97,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async with limited(context.write, seconds) as write:
                 await stream.write_all(write)
             await reading
+        except BatonError as error:
+            error.recorded = True  # nothing was asked
+            raise
         except TimeoutError:
             # Its requests have failed or ended; their output is dropped.
             await abort(context, not_read())
@@ -119,9 +127,11 @@ class _ClientStream:
     their token logs since its last write, so that a slow client delays nobody and costs no memory.
     """
 
-    def __init__(self, gateway: Gateway, api_key: ApiKey, traceparent: str = "") -> None:
+    def __init__(self, gateway: Gateway, api_key: ApiKey, client: str, traceparent: str = "") -> None:
+        """client: its address, for the log."""
         self._gateway = gateway
         self._api_key = api_key
+        self._client = client
         self._traceparent = traceparent
         self._open: dict[str, Request] = {}  # by the client's id, until the terminal event has been taken
         self._changed: dict[str, None] = {}  # ids whose logs may have something new, oldest first
@@ -144,7 +154,8 @@ class _ClientStream:
                 except BatonError as error:
                     rejected = inference_pb2.Rejected(message=number, status=to_status(error))
                     self._rejected.append(inference_pb2.GenerateResponse(rejected=rejected))
-                    self._gateway.refused("grpc", error, self._api_key)
+                    key = self._api_key.name
+                    self._gateway.refused("grpc", error.reason, error.field, self._client, key)
                     self._wake.set()
                 number += 1
                 while len(self._open) + len(self._rejected) >= MAX_UNREAD:

@@ -98,6 +98,13 @@ class GatewayMetrics:
             "outcome",
             ("finished", "failed", "cancelled", "refused"),
         )
+        self.refusals = Counter(
+            "baton_gateway_refusals",
+            "Requests refused before they became one, by API and reason.",
+            ["api", "reason"],
+            registry=registry,
+        )
+        self._refusal_reasons: set[str] = set()
         self.http_requests = Counter(
             "baton_http_requests",
             "HTTP requests that were answered, by route and status.",
@@ -202,10 +209,12 @@ class GatewayMetrics:
     def failed(self, reason: str) -> None:
         """Counts a failed request. Decode nodes may name any reason: those beyond MAX_REASONS count as
         OTHER."""
-        if reason not in self._reasons and len(self._reasons) >= MAX_REASONS:
-            reason = "OTHER"
-        self._reasons.add(reason)
-        self.failures.labels(reason).inc()
+        self.failures.labels(_bounded(reason, self._reasons, MAX_REASONS)).inc()
+
+    def refused(self, api: str, reason: str) -> None:
+        """Counts a request that was refused before it became one. api: grpc or http."""
+        self.requests.labels("refused").inc()
+        self.refusals.labels(api, _bounded(reason, self._refusal_reasons, MAX_REASONS)).inc()
 
     def ended(self, outcome: str, key: str, prompt: int, output: int, seconds: float) -> None:
         """Counts a request. key: name of the API key; empty: there are no keys."""
@@ -216,9 +225,7 @@ class GatewayMetrics:
             self.output_lengths.observe(output)
         if not key:
             return
-        if key not in self._keys and len(self._keys) >= MAX_KEYS:
-            key = "OTHER"
-        self._keys.add(key)
+        key = _bounded(key, self._keys, MAX_KEYS)
         self.key_requests.labels(key, outcome).inc()
         self.key_tokens.labels(key, "prompt").inc(prompt)
         self.key_tokens.labels(key, "output").inc(output)
@@ -228,6 +235,14 @@ class GatewayMetrics:
         self.cached.labels("expected").inc(expected)
         self.cached.labels("found").inc(found)
         self.cached.labels("wrong").inc(abs(expected - found))
+
+
+def _bounded(value: str, known: set[str], most: int) -> str:
+    """The value of a label, or OTHER if there are `most` others already."""
+    if value not in known and len(known) >= most:
+        return "OTHER"
+    known.add(value)
+    return value
 
 
 class RequestTimer:

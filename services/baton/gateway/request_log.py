@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,10 @@ from baton.rpc.tasks import CoalescedCall
 
 _FIELD = re.compile(r"[\w.\[\]]{1,80}")
 """Names of fields that are logged: others may be anything that a client has sent."""
+REPEAT_SECONDS = 10.0
+"""Refusals that differ in nothing share a line for this time."""
+MAX_REFUSALS = 64
+"""Different refusals in this time; further ones share a line."""
 
 _log = get_logger()
 
@@ -47,6 +52,9 @@ class RequestLog:
     def __init__(self) -> None:
         self._cancelled: list[EndedRequest] = []
         self._write_soon = CoalescedCall(self._write)
+        self._refused: dict[tuple[tuple[str, object], ...], int] = {}
+        """Refusals of the last REPEAT_SECONDS, and how many more of each there were than have a line."""
+        self._timer: asyncio.TimerHandle | None = None
 
     def add(self, outcome: str, request: EndedRequest, reason: str) -> None:
         """outcome: finished, cancelled or failed. reason: of requests that did not finish."""
@@ -57,9 +65,37 @@ class RequestLog:
         _log.info(outcome, **_story(request), **({"reason": reason} if reason else {}))
 
     def refused(self, api: str, reason: str, field: str | None, **more: object) -> None:
-        """A request was refused before it had a name."""
+        """A request was refused before it had a name. The first of its like has a line at once, those of the
+        next seconds share one."""
         shown = {"field": field} if field and _FIELD.fullmatch(field) else {}
-        _log.info("refused", api=api, reason=reason, **shown, **more)
+        line = {"api": api, "reason": reason, **shown, **more}
+        what = tuple(line.items())
+        if what in self._refused:
+            self._refused[what] += 1
+        elif len(self._refused) < MAX_REFUSALS:
+            self._refused[what] = 0
+            _log.info("refused", **line)
+        else:
+            others = (("reason", "OTHER"),)
+            self._refused[others] = self._refused.get(others, 0) + 1
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(REPEAT_SECONDS, self._write_refused)
+
+    def close(self) -> None:
+        """Writes what is still to be written."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._write_refused()
+
+    def _write_refused(self) -> None:
+        self._timer = None
+        again = {what: count for what, count in self._refused.items() if count}
+        for what, count in again.items():
+            _log.info("refused", **dict(what), requests=count)
+        # These may go on: they have no line before the next one.
+        self._refused = dict.fromkeys(again, 0)
+        if again:
+            self._timer = asyncio.get_running_loop().call_later(REPEAT_SECONDS, self._write_refused)
 
     def _write(self) -> None:
         ended, self._cancelled = self._cancelled, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import ssl
 from collections.abc import Sequence
@@ -16,9 +17,10 @@ from baton.gateway.http_api import make_app
 from baton.gateway.inference import WRITE_SECONDS, InferenceServicer
 from baton.gateway.page.app import PageApp
 from baton.gateway.traces import TRACES, TracesServicer
-from baton.rpc.address import is_loopback, join_address
+from baton.rpc.address import is_loopback, join_address, peer_host
+from baton.rpc.authentication import as_mapping
 from baton.rpc.bind import bind_http, host_and_port
-from baton.rpc.errors import failed_precondition
+from baton.rpc.errors import BatonError, failed_precondition
 from baton.rpc.http_server import HttpServer
 from baton.rpc.logs import get_logger
 from baton.rpc.node import run_node
@@ -49,6 +51,7 @@ async def serve(
             registry=node.gateway.metrics.registry,
             ready=ready,
             stop=stop,
+            on_refused=node.refused,
         )
     finally:
         if stop is None:
@@ -110,7 +113,13 @@ class GatewayNode:
             sockets.append(bind_http(*where, flag, shared=True, unread_seconds=unread_seconds))
         api = make_app(self.gateway, self.authentication)
         self._page = PageApp(api, self.gateway, self.authentication, self.address)
-        return HttpServer(self._page, sockets, tls, max_header_bytes=config.max_header_bytes)
+        return HttpServer(
+            self._page,
+            sockets,
+            tls,
+            max_header_bytes=config.max_header_bytes,
+            on_malformed=lambda client: self.gateway.refused("http", "INVALID_HTTP", None, client),
+        )
 
     async def drain(self, seconds: float) -> int:
         return await self.gateway.drain(seconds)
@@ -120,6 +129,15 @@ class GatewayNode:
         if self._http is not None:
             await self._page.feed.close()
             await self._http.stop()
+
+    def refused(self, error: BatonError, context: grpc.aio.ServicerContext) -> None:
+        """A gRPC call has ended before it became a request."""
+        key = ""
+        if self.authentication.keys is not None:
+            with contextlib.suppress(BatonError):
+                given = as_mapping(context.invocation_metadata()).get("authorization", "")
+                key = self.authentication.api_key(given).name
+        self.gateway.refused("grpc", error.reason, error.field, peer_host(context.peer()), key)
 
     def reload(self) -> None:
         """Reads the API keys again."""

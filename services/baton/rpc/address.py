@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import secrets
 import socket
+from urllib.parse import unquote
 
 
 def join_address(host: str, port: int) -> str:
@@ -33,6 +34,24 @@ def loopback() -> str:
         except OSError:
             return "::1"
     return "127.0.0.1"
+
+
+def peer_host(peer: str) -> str:
+    """The address in what gRPC calls the peer of a call: ipv4:127.0.0.1:53210, ipv6:%5B::1%5D:53210."""
+    kind, _, rest = peer.partition(":")
+    return unquote(rest).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else kind
+
+
+def is_literal(host: str) -> bool:
+    """Whether this `Host` header, with or without a port, is an IP address or localhost."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback_address(address: str) -> bool:

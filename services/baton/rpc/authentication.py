@@ -23,7 +23,7 @@ import grpc.aio
 from baton.config import NodeConfig
 from baton.rpc.address import is_loopback, is_loopback_address
 from baton.rpc.channel import MAX_MESSAGE_BYTES, Metadata, Options, open_channel
-from baton.rpc.errors import BatonError, failed_precondition, refusing, unauthenticated
+from baton.rpc.errors import BatonError, OnRefused, failed_precondition, refusing, unauthenticated
 from baton.rpc.logs import get_logger
 
 MAX_BYTES = 2**20
@@ -227,8 +227,9 @@ class ClusterAuthentication:
 class AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Ends refused calls before a message of them is read. Must be the first interceptor."""
 
-    def __init__(self, authentication: ClusterAuthentication) -> None:
+    def __init__(self, authentication: ClusterAuthentication, on_refused: OnRefused | None = None) -> None:
         self._authentication = authentication
+        self._on_refused = on_refused
 
     async def intercept_service(
         self,
@@ -241,7 +242,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[mis
                 service, as_mapping(handler_call_details.invocation_metadata)
             )
             if error is not None:
-                return refusing(error)
+                return refusing(error, self._on_refused)
         return await continuation(handler_call_details)
 
 

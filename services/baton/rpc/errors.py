@@ -7,6 +7,7 @@ many requests share a stream, and in a call's trailing metadata (grpcio-status) 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -44,9 +45,15 @@ class BatonError(Exception):
         self.message = message
         self.field = field
         self.retry_after_ms = retry_after_ms
+        self.recorded = False
+        """A request that failed with it has been logged and counted already."""
 
     def __repr__(self) -> str:
         return f"BatonError({self.code.name}, {self.reason}, {self.message!r}, field={self.field!r})"
+
+
+OnRefused = Callable[[BatonError, grpc.aio.ServicerContext], None]
+"""Called for a call that ends with an error, before that is sent, unless the error is `recorded`."""
 
 
 def invalid(field: str, message: str, reason: str = "INVALID_FIELD") -> BatonError:
@@ -151,10 +158,12 @@ async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoRetur
     raise AssertionError("context.abort returned")
 
 
-def refusing(error: BatonError) -> Any:
+def refusing(error: BatonError, on_refused: OnRefused | None) -> Any:
     """A handler for any call, which ends with the error before a message is read."""
 
     async def end(_requests: Any, context: grpc.aio.ServicerContext) -> None:
+        if on_refused is not None:
+            on_refused(error, context)
         await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(end)

@@ -7,6 +7,8 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, cast
 
 import h11
 import uvicorn
@@ -46,15 +48,17 @@ class HttpServer:
         *,
         max_header_bytes: int = MAX_HEADER_BYTES,
         keep_alive: bool = True,
+        on_malformed: Callable[[str], None] | None = None,
     ) -> None:
         """max_header_bytes: the application answers 431 to more; beyond twice as many the answer is 400.
-        keep_alive False: a connection is closed after its first answer."""
+        keep_alive False: a connection is closed after its first answer. on_malformed: called with the
+        client's address for what is no HTTP request and never reaches the application."""
         self._sockets = list(sockets)
         context = tls
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=cast(type[asyncio.Protocol], partial(_Protocol, on_malformed=on_malformed)),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -154,6 +158,15 @@ class _Protocol(H11Protocol):
     uvicorn's keep-alive timer begins with the first answer and ends with the next byte. This one begins with
     the connection, and ends when the headers are complete.
     """
+
+    def __init__(self, *args: Any, on_malformed: Callable[[str], None] | None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._on_malformed = on_malformed
+
+    def send_400_response(self, msg: str) -> None:
+        if self._on_malformed is not None:
+            self._on_malformed((self.client or ("",))[0])
+        super().send_400_response(msg)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

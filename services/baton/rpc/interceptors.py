@@ -19,7 +19,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.rpc.errors import BatonError, abort, invalid, refusing, unavailable
+from baton.rpc.errors import BatonError, OnRefused, abort, invalid, refusing, unavailable
 
 MAX_SEARCHED_BYTES = 2**14
 """In larger messages the field is not named: the search runs on the event loop, and takes about a microsecond
@@ -32,7 +32,8 @@ _STREAMS = {False: "unary", True: "stream"}
 class ReadinessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Closed until open(): calls to guarded services end with UNAVAILABLE (NOT_READY)."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_refused: OnRefused | None = None) -> None:
+        self._on_refused = on_refused
         self._guarded: frozenset[str] = frozenset()
         self._open = False
 
@@ -50,12 +51,16 @@ class ReadinessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         service = handler_call_details.method.rpartition("/")[0].removeprefix("/")
         if self._open or service not in self._guarded:
             return await continuation(handler_call_details)
-        return refusing(unavailable("still loading; try again in a second", "NOT_READY", 1000))
+        error = unavailable("still loading; try again in a second", "NOT_READY", 1000)
+        return refusing(error, self._on_refused)
 
 
 class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Applies to every service of a server. Must be the last interceptor. A BatonError that a servicer
     raises ends the call."""
+
+    def __init__(self, on_refused: OnRefused | None = None) -> None:
+        self._on_refused = on_refused
 
     async def intercept_service(
         self,
@@ -63,7 +68,9 @@ class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_deserializer is None:
+        if handler is None:
+            return refusing(_unknown_method(handler_call_details.method), self._on_refused)
+        if handler.request_deserializer is None:
             return handler
         kind = f"{_STREAMS[handler.request_streaming]}_{_STREAMS[handler.response_streaming]}"
         behaviour = getattr(handler, kind)
@@ -71,7 +78,7 @@ class MalformedMessages(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return handler  # runs in a thread: gRPC's own reflection
         message = getattr(handler.request_deserializer, "__self__", None)
         lenient = _lenient(handler.request_deserializer, getattr(message, "DESCRIPTOR", None))
-        checked = _checked(behaviour, handler.request_streaming)
+        checked = _checked(behaviour, handler.request_streaming, self._on_refused)
         return handler._replace(request_deserializer=lenient, **{kind: checked})
 
 
@@ -87,12 +94,22 @@ def _lenient(parse: Callable[[bytes], Message], descriptor: Descriptor | None) -
     return deserialize
 
 
-def _checked(behaviour: Any, streaming: bool) -> Any:
+def _unknown_method(method: str) -> BatonError:
+    text = f"{method[:200]} is not served here"
+    return BatonError(grpc.StatusCode.UNIMPLEMENTED, "UNKNOWN_METHOD", text)
+
+
+def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> Any:
     """Wraps `behaviour` in a function of the same kind, from which gRPC decides how to call it. streaming:
     a stream of requests."""
 
     def given(request: Any, context: grpc.aio.ServicerContext) -> Any:
         return _Requests(context) if streaming else _message(request)
+
+    async def refuse(error: BatonError, context: grpc.aio.ServicerContext) -> None:
+        if on_refused is not None and not error.recorded:
+            on_refused(error, context)
+        await abort(context, error)
 
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
@@ -100,13 +117,13 @@ def _checked(behaviour: Any, streaming: bool) -> Any:
                 async for response in responses:
                     yield response
         except BatonError as error:
-            await abort(context, error)
+            await refuse(error, context)
 
     async def run(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
             return await behaviour(given(request, context), context)
         except BatonError as error:
-            await abort(context, error)
+            await refuse(error, context)
 
     return generate if inspect.isasyncgenfunction(behaviour) else run
 

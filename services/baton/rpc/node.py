@@ -26,7 +26,7 @@ from baton.rpc.authentication import (
 )
 from baton.rpc.bind import bind_grpc, bind_http, host_and_port
 from baton.rpc.channel import MAX_MESSAGE_BYTES, server_options
-from baton.rpc.errors import BatonError
+from baton.rpc.errors import BatonError, OnRefused
 from baton.rpc.health import HealthMonitor, HealthServicer, serves
 from baton.rpc.http_server import HttpServer, metrics_app
 from baton.rpc.interceptors import MalformedMessages, ReadinessInterceptor
@@ -97,6 +97,7 @@ async def run_node(
     registry: CollectorRegistry | None = None,
     ready: asyncio.Event | None = None,
     stop: asyncio.Event | None = None,
+    on_refused: OnRefused | None = None,
 ) -> int:
     """Serves until SIGTERM, SIGINT or `stop`; then drains and stops. Returns the process's exit code.
 
@@ -104,7 +105,7 @@ async def run_node(
     70: broken, such as a worker whose GPU is lost; it has handed back what it had.
     With `stop` given, signals are left alone. `registry` holds the node's own metrics; the load is added.
     A second signal during the drain stops at once. `authentication`: who may call; without one, whom the
-    configuration's cluster secret and certificates let in.
+    configuration's cluster secret and certificates let in. `on_refused`: for a log of refused calls.
     """
     if not logs.is_configured():
         try:
@@ -119,6 +120,7 @@ async def run_node(
             authentication or ClusterAuthentication(Cluster.load(config)),
             serve_metrics_http,
             registry or CollectorRegistry(auto_describe=False),
+            on_refused,
         )
     except BatonError as error:
         print(f"baton {node.role}: {error.message}", file=sys.stderr, flush=True)
@@ -196,6 +198,7 @@ class _Shell:
         authentication: ClusterAuthentication,
         serve_metrics_http: bool,
         registry: CollectorRegistry,
+        on_refused: OnRefused | None,
     ) -> None:
         self._node = node
         self._config = config
@@ -203,7 +206,7 @@ class _Shell:
         self._serve_http = serve_metrics_http and config.http_port is not None
         self._registry = registry
         self._metrics_token = read_metrics_token(config)
-        self._gate = ReadinessInterceptor()
+        self._gate = ReadinessInterceptor(on_refused)
         self._health = HealthServicer()
         self._draining = False
         self._started = False
@@ -219,7 +222,11 @@ class _Shell:
         options = dict(server_options(limit)) | dict(authentication.options())
         self._server = grpc.aio.server(
             options=list(options.items()),
-            interceptors=[AuthenticationInterceptor(authentication), self._gate, MalformedMessages()],
+            interceptors=[
+                AuthenticationInterceptor(authentication, on_refused),
+                self._gate,
+                MalformedMessages(on_refused),
+            ],
         )
 
     async def bind(self) -> None:

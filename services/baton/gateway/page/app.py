@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -18,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.gateway import Gateway
+from baton.gateway.http_record import client_of
 from baton.gateway.page.feed import Feed
-from baton.rpc.address import is_loopback
 from baton.rpc.authentication import bearer
 from baton.rpc.errors import BatonError
 from baton.rpc.http_server import authorization
@@ -48,8 +47,8 @@ class PageApp:
         """address: host:port of the gateway's gRPC server."""
         self.feed = Feed(gateway, address, authentication.keys is not None)
         self._api = api
+        self._gateway = gateway
         self._authentication = authentication
-        self._local = is_loopback(gateway.config.host)
         files = {path.name: path.read_bytes() for path in STATIC.iterdir() if path.suffix in TYPES}
         self._files = {name: (data, hashlib.sha256(data).hexdigest()[:16]) for name, data in files.items()}
         self._router = Router(
@@ -72,15 +71,19 @@ class PageApp:
                 message["headers"] = [*message["headers"], *extra]
             await send(message)
 
-        answer = self._refusal(Headers(scope=scope)) or self._router
-        await answer(scope, receive, send_safely)
+        headers = Headers(scope=scope)
+        answer = self._refusal(headers)
+        if answer is not None:
+            self._gateway.refused("http", "PAGE_CLOSED", None, client_of(scope), status=answer.status_code)
+        await (answer or self._router)(scope, receive, send_safely)
 
     def _refusal(self, headers: Headers) -> Response | None:
         """For callers that may not see the page."""
         if self._authentication.keys is None:
-            if self._local and not _literal(headers.get("host", "")):
-                # A name that somebody else's DNS points here would make the page readable to their scripts.
-                return PlainTextResponse("open the page as http://127.0.0.1:PORT/\n", 403)
+            try:
+                self._authentication.check_host(headers.get("host", ""))
+            except BatonError as error:
+                return PlainTextResponse(f"{error.message}\n", 403)
             return None
         try:
             self._authentication.check_operator(_secret(authorization(headers)))
@@ -135,15 +138,3 @@ def _secret(credentials: str) -> str:
         return base64.b64decode(rest.strip(), validate=True).decode().partition(":")[2]
     except (binascii.Error, UnicodeDecodeError):
         return ""
-
-
-def _literal(host: str) -> bool:
-    """Whether this `Host` is an IP address or localhost."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if name.lower() == "localhost":
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

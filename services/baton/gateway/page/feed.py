@@ -50,6 +50,9 @@ class Feed:
         self._open = 0
         self._number = 0
         self._frame = b""
+        self._whole = b""
+        """A frame with everything, for pages that have missed the one before `_frame`; empty: none is made
+        yet. What has changed since is in the next frame too."""
         self._next = asyncio.Event()
         self._closed = False
         self._process = psutil.Process()
@@ -81,8 +84,11 @@ class Feed:
             while not self._closed:
                 number, following = self._number, self._next
                 if known != number:
-                    missed = known is None or known != number - 1
-                    yield self._encode(whole=True) if missed else self._frame
+                    if known is None or known != number - 1:
+                        self._whole = self._whole or self._encode(whole=True)
+                        yield self._whole
+                    else:
+                        yield self._frame
                     known = number
                 else:
                     await following.wait()
@@ -111,7 +117,7 @@ class Feed:
     async def _collect(self) -> None:
         while True:
             self._processes.refresh()
-            self._frame = self._encode(whole=False)
+            self._frame, self._whole = self._encode(whole=False), b""
             self._new_points = 0
             self.requests.sent()
             self._maps = {each.address: each.pages_version for each in self._processes}

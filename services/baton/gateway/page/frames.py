@@ -97,6 +97,7 @@ def reasons_json(metrics: GatewayMetrics, processes: Iterable[Process]) -> Json:
             decisions[way][why] = count
     return {
         "failures": {reason: count for (reason,), count in values(metrics.failures).items()},
+        "refusals": {f"{reason} ({api})": count for (api, reason), count in values(metrics.refusals).items()},
         "retries": dict(retries),
         "resumes": values(metrics.resumes)[()],
         "prompts": decisions,

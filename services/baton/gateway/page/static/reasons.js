@@ -7,7 +7,8 @@ const WHYS = {
   cost: "expected to be sooner", mode: "--split says so", client: "the client asked for it", unknown: "costs not known yet",
 };
 
-export function showReasons({ failures, retries, resumes, prompts }) {
+export function showReasons({ refusals, failures, retries, resumes, prompts }) {
+  list($("refusals"), refusals);
   list($("failures"), failures);
   list($("retries"), resumes ? { ...retries, "resumed at another decode node": resumes } : retries);
   const text = JSON.stringify(prompts);
