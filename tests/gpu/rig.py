@@ -79,7 +79,7 @@ def make(
     device = torch.device("cpu") if kind == "cpu" else CUDA
     model = load_model(path, dtype, device)
     config = model.config
-    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, dtype)
+    layout = KvLayout(config.num_layers, model.kv.heads, model.kv.dim, page_size, dtype, model.kv.parts)
     pool = KvPool(layout, num_pages, device, spare=1)
     pool.pages.fill_(poison)
     kind, _, pair = kind.partition(":")
@@ -97,7 +97,8 @@ def make(
             batch_invariant=kind == "invariant",
         )
     else:
-        backend = BACKENDS[kind if kind in ("fa3", "triton") else "torch"]
+        torch_name = "torch" if model.kv.parts == 2 else "torch-latent"
+        backend = BACKENDS[kind if kind in ("fa3", "triton") else torch_name]
         runner = ModelRunner(
             model, pool, max_slots=slots, prefill_attention=backend, decode_attention=backend, device=device
         )
@@ -150,14 +151,17 @@ def reference_logits(path: Path, tokens: list[int]) -> torch.Tensor:
     """float32 on the CPU: logits [tokens, vocab] of the whole sequence in one pass."""
     model = load_model(path, torch.float32, "cpu")
     config = model.config
-    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim, CONTEXT, torch.float32)
-    backend = BACKENDS["torch"](KvPool(layout, 1), config.num_heads)
+    kv, options = model.kv, model.attention_options
+    layout = KvLayout(config.num_layers, kv.heads, kv.dim, CONTEXT, torch.float32, kv.parts)
+    name = "torch" if kv.parts == 2 else "torch-latent"
+    backend = BACKENDS[name](KvPool(layout, 1), config.num_heads, options)
     from baton.attention.base import AttentionRow
 
     backend.prepare([AttentionRow(0, len(tokens), (0,))])
 
     def attend(layer, q, k, v):
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        latent = options[layer].latent
+        out = q.new_empty(*q.shape[:2], q.shape[2] if latent is None else latent.value_dim)
         backend.forward(layer, q, k, v, out)
         return out.flatten(1)
 

@@ -22,6 +22,7 @@ class MixedAttention(PagedAttention):
     """The Triton kernel for a few rows of one token, FA3 for more and for chunks."""
 
     name = "mixed"
+    features = Fa3Attention.features & TritonAttention.features
 
     @staticmethod
     def available(

@@ -11,7 +11,7 @@ from baton.attention.paged import PagedAttention, PagedRows, gpu_problem
 from baton.kvcache.pool import KvPool
 from baton.layers.attention import AttentionOptions
 
-_HEAD_DIMS = (64, 128)
+_HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LEAST_CAPABILITY = (8, 0)
 _PROGRAMS = 2
@@ -22,6 +22,7 @@ class TritonAttention(PagedAttention):
     """One launch for rows of one token, one for chunks. Reads nothing behind a row's end."""
 
     name = "triton"
+    features = frozenset({"scale", "window", "softcap", "sinks"})
 
     @staticmethod
     def available(
@@ -46,7 +47,7 @@ class TritonAttention(PagedAttention):
 
         super().__init__(pool, num_heads, options)
         self._chunks, self._singles = chunk_attention, decode_attention
-        self._most = most_splits(num_heads // pool.layout.num_kv_heads)
+        self._most = most_splits(num_heads // pool.layout.num_kv_heads, pool.layout.head_dim)
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._programs = _PROGRAMS * processors
         # Zero between any two launches. Above this many rows nothing is split, so nothing is counted.
@@ -68,10 +69,10 @@ class TritonAttention(PagedAttention):
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, rows: PagedRows) -> None:
         keys, values = self._layers[layer]
+        options = self._options[layer]
         if rows.starts is not None:
-            self._chunks(q, keys, values, rows.table, rows.lengths, rows.starts, out)
+            self._chunks(q, keys, values, rows.table, rows.lengths, rows.starts, out, options)
         else:
             splits, scratch = rows.plan
-            self._singles(
-                q, keys, values, rows.table, rows.lengths, out, scratch, self._counters, splits, self._pdl
-            )
+            where = rows.table, rows.lengths, out, scratch, self._counters, splits, self._pdl
+            self._singles(q, keys, values, *where, options)

@@ -1,4 +1,4 @@
-"""Executes step plans on an NVIDIA GPU: fused kernels, paged attention, CUDA graphs for decode steps.
+"""Executes step plans on an NVIDIA GPU: a model's body, paged attention, CUDA graphs for decode steps.
 
 Nothing in `launch` waits for the device. Sampled token ids, page tables and all results stay on the device.
 The mask of a row with a grammar depends on the token before it: where the step before has not been read,
@@ -21,10 +21,12 @@ from baton.engine.cuda_graphs import ChunkGraphs, ChunkInputs, DecodeGraphs, Inp
 from baton.engine.cuda_sampler import CudaSampler, logprobs_to_host, prompt_logprobs
 from baton.engine.device_batch import Changes, DeviceSlots, Ints, Ragged
 from baton.engine.grammar_masks import Masks, MaskStats
+from baton.engine.model_runner import add_pooled, pool_states
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Samples, TokenLogprobs, row_results
 from baton.kvcache.pool import KvPool
 from baton.layers.transfer import Upload, to_host
+from baton.models.body import make_body
 from baton.models.decoder import Decoder
 
 Fresh = dict[int, int]
@@ -43,6 +45,8 @@ class CudaFlight:
     samples: Samples | None = None
     """Samples whose log-probabilities are needed too."""
     prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[int, torch.Tensor] = field(default_factory=dict)
+    """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
     masks: Masks | None = None
     """Of its rows with a grammar, whose matchers learn their tokens when it is read."""
     late: Callable[[], None] | None = None
@@ -74,22 +78,19 @@ class CudaRunner:
         batch-invariant attention, a sequence's tokens depend on the sequence alone. `progress` is called
         as graphs are captured. Raises ValueError for a pool without a spare page."""
         from baton.layers.kernels.sampling import sample
-        from baton.models.fused import FusedDecoder
 
         if not pool.spare:
             raise ValueError("the pool needs a spare page for rows that pad a batch")
         self.max_slots = max_slots
         self.vocab_size = model.config.vocab_size
-        self._model = model
         self._pool = pool
         self._device = pool.device
         width = -(-context_length // pool.layout.page_size)
         self._slots = DeviceSlots(max_slots, width, pool.num_pages, self._device)
-        self._decoder = FusedDecoder(
-            model, pool, self._slots.tables, context_length, invariant=batch_invariant
-        )
-        self._chunks: PagedAttention = prefill_attention(pool, model.config.num_heads)
-        self._singles: PagedAttention = decode_attention(pool, model.config.num_heads)
+        self._body = make_body(model, pool, self._slots.tables, context_length, batch_invariant)
+        heads, options = model.config.num_heads, model.attention_options
+        self._chunks: PagedAttention = prefill_attention(pool, heads, options)
+        self._singles: PagedAttention = decode_attention(pool, heads, options)
         self._choose = sample
         self._sampler = CudaSampler(max_slots, self.vocab_size, self._device)
         self._late: CudaFlight | None = None
@@ -179,6 +180,7 @@ class CudaRunner:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
         errors = flight.masks.errors if flight.masks is not None else {}
         rows = row_results(flight.rows, tokens, finite, logprobs, flight.prompts, errors)
+        add_pooled(rows, flight.pooled)
         return StepResult(flight.number, rows)
 
     def _init_slots(self, plan: StepPlan) -> Fresh:
@@ -227,8 +229,8 @@ class CudaRunner:
             self._singles.attend(layer, q, out, paged)
 
         tokens = self._slots.last_token.index_select(0, inputs.slots)
-        hidden = self._decoder.forward(tokens, inputs.positions, inputs.slots, attend, decode=True)
-        self._project_head(hidden, inputs.logits)
+        hidden = self._body.forward(tokens, inputs.positions, inputs.slots, attend, decode=True)
+        self._body.logits(hidden, inputs.logits)
 
     def _sample_plain(self, inputs: Inputs) -> None:
         """Sampling after it with a temperature only. Captured in a graph."""
@@ -239,7 +241,7 @@ class CudaRunner:
 
     def _launch_ragged(self, rows: Sequence[PlanRow], fresh: Fresh, flight: CudaFlight) -> None:
         step = Ragged.of(rows)
-        wholly = any(row.prompt_logprobs for row in rows)
+        wholly = any(row.prompt_logprobs or row.pooling is not None for row in rows)
         shape = self.chunk_graphs.shape(step) if self.chunk_graphs is not None and not wholly else None
         simple = self._sampler.simple(step.slots, step.targets) if step.slots.size else None
         temperatures, keys = simple or (np.zeros(0, np.float32), np.zeros(0, np.int64))
@@ -271,20 +273,15 @@ class CudaRunner:
             self._chunks.attend(layer, q, out, paged)
 
         tokens = self._tokens(inputs.ids, inputs.token_slots)
-        hidden = self._decoder.forward(
-            tokens, inputs.positions, inputs.token_slots, attend, wanted=inputs.last
-        )
-        self._project_head(hidden, inputs.logits)
-
-    def _project_head(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._decoder.project(self._model.head, hidden, out)
+        hidden = self._body.forward(tokens, inputs.positions, inputs.token_slots, attend, wanted=inputs.last)
+        self._body.logits(hidden, inputs.logits)
 
     def _tokens(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return torch.where(ids < 0, self._slots.last_token.index_select(0, slots), ids)
 
     def _eager(self, step: Ragged, wholly: bool, flight: CudaFlight) -> torch.Tensor:
         """Returns the logits [samples, vocab] of a step of any size. `wholly`: also computes prompt
-        log-probabilities, into `flight`."""
+        log-probabilities and what is pooled, into `flight`."""
         single = step.single
         upload = Upload()
         for array in (
@@ -316,7 +313,7 @@ class CudaRunner:
             if chunks is not None:
                 self._chunks.attend(layer, q[single:], out[single:], chunks)
 
-        hidden = self._decoder.forward(
+        hidden = self._body.forward(
             self._tokens(ids, token_slots),
             positions,
             token_slots,
@@ -325,10 +322,12 @@ class CudaRunner:
             decode=single == len(step.rows),
         )
         for i, row, start in zip(step.order, step.rows, step.starts.tolist(), strict=False):
+            states = hidden[start : start + row.count] if wholly else hidden
+            if row.pooling is not None:
+                flight.pooled[i] = to_host(pool_states(row.pooling, states))
             if row.prompt_logprobs:
-                states = hidden[start : start + row.count]
-                flight.prompts[i] = prompt_logprobs(self._project_head, states, row)
-        return self._project_head(hidden.index_select(0, last) if wholly else hidden)
+                flight.prompts[i] = prompt_logprobs(self._body.logits, states, row)
+        return self._body.logits(hidden.index_select(0, last) if wholly else hidden)
 
     # --- what takes more than a temperature -------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 
 from baton.attention.base import AttentionBackend, AttentionRow
 from baton.engine.grammar_masks import Masks, MaskStats
-from baton.engine.plan import Logprobs, PlanRow, Pooling, StepPlan, StepResult
+from baton.engine.plan import Logprobs, PlanRow, Pooling, RowResult, StepPlan, StepResult
 from baton.engine.sampler import BAD_LOGITS, Sampler, Samples, TokenLogprobs, row_results, token_logprobs
 from baton.kvcache.pool import KvPool
 from baton.layers.forward_batch import ForwardBatch
@@ -96,7 +96,7 @@ class ModelRunner:
             if row.prompt_logprobs
         }
         pooled = {
-            i: _pool(row.pooling, hidden[end - row.count : end])
+            i: pool_states(row.pooling, hidden[end - row.count : end])
             for i, row, end in zip(order, rows, ends, strict=True)
             if row.pooling is not None
         }
@@ -201,13 +201,18 @@ class ModelRunner:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
         errors = {} if samples is None else samples.errors
         rows = row_results(flight.rows, tokens, finite, logprobs, flight.prompts, errors)
-        for i, state in flight.pooled.items():
-            vector = rows[i].pooled = state.cpu().numpy()
-            if not np.isfinite(vector).all():
-                rows[i].error = BAD_LOGITS
+        add_pooled(rows, flight.pooled)
         return StepResult(flight.number, rows)
 
 
-def _pool(pooling: Pooling, states: torch.Tensor) -> torch.Tensor:
+def add_pooled(rows: Sequence[RowResult], pooled: dict[int, torch.Tensor]) -> None:
+    """Adds what was pooled, float32 [hidden] by the rows' places, to their results."""
+    for i, state in pooled.items():
+        vector = rows[i].pooled = state.cpu().numpy()
+        if not np.isfinite(vector).all():
+            rows[i].error = BAD_LOGITS
+
+
+def pool_states(pooling: Pooling, states: torch.Tensor) -> torch.Tensor:
     """states: final hidden states of a row [tokens, hidden], which the result does not keep in memory."""
     return states[-1].to(torch.float32, copy=True) if pooling is Pooling.LAST else states.float().sum(0)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from baton.layers.forward_batch import ForwardBatch
+from baton.layers.forward_batch import ForwardBatch, Paged
 from baton.layers.norm import add_one
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope
@@ -47,6 +47,9 @@ class AttentionOptions:
         """Those in use, by name."""
         names = ("scale", "window", "softcap", "sinks", "latent")
         return frozenset(name for name in names if getattr(self, name) is not None)
+
+
+NONE = AttentionOptions()
 
 
 class Attention:
@@ -107,9 +110,22 @@ class Attention:
     def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         heads, rotated = self.heads, self.heads + self.kv_heads
         qkv = self.qkv(x).view(x.shape[0], rotated + self.kv_heads, self.head_dim)
+        if batch.paged is not None and self.rope is not None:
+            return self._attend_paged(qkv, batch.paged, self.rope)
         qk = qkv[:, :rotated]
         if self.qk_norm is not None:
             qk = F.rms_norm(qk, (self.head_dim,), None, self.norm_eps).mul_(self.qk_norm)
         if self.rope is not None:
             qk = apply_rope(qk, *batch.rotation(self.rope))
         return batch.attend(self.index, qk[:, :heads], qk[:, heads:], qkv[:, rotated:])
+
+    def _attend_paged(self, qkv: torch.Tensor, paged: Paged, rope: Rope) -> torch.Tensor:
+        """qkv [tokens, heads + 2 * kv heads, head_dim]. Norms, rotation and the write are one kernel."""
+        from baton.layers.kernels.qkv import write_qkv
+
+        rotation, cache = paged.rotation(rope), paged.caches[self.index]
+        of_slots = paged.positions, paged.slots, paged.tables
+        write_qkv(qkv, self.qk_norm, rotation, *of_slots, cache, self.heads, self.norm_eps)
+        out = torch.empty_like(qkv[:, : self.heads], memory_format=torch.contiguous_format)
+        paged.attend(self.index, qkv[:, : self.heads], out)
+        return out.flatten(1)

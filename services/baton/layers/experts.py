@@ -181,6 +181,15 @@ class Experts:
                 start += size
         return total
 
+    def dense(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The same, each expert for all tokens: more products, but their sizes do not depend on the data."""
+        table = torch.zeros(len(x), self.count, dtype=torch.float32, device=x.device)
+        table.scatter_(1, experts, weights)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in range(self.count):
+            total.addcmul_(self._one(expert, x).float(), table[:, expert, None])
+        return total
+
     def _one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         if self.quantized is not None:
             gate_up, down = self.quantized[expert]
@@ -233,9 +242,13 @@ class Mixture:
 
     def __init__(self, router: Router, experts: Experts, shared: GatedMlp | None = None) -> None:
         self.router, self.experts, self.shared = router, experts, shared
+        self.kernels: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """The same function where it must not wait for the host: `models.device_mixture`."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
+        if self.kernels is not None:
+            return self.kernels(x)
         out = self.experts(x, *self.router(x)).to(x.dtype)
         return out if self.shared is None else self.shared.add_to(out, x)
 

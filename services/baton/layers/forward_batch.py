@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,15 +19,52 @@ class Attend(Protocol):
         ...
 
 
+class Paged(Protocol):
+    """Where a step's keys and values go, for layers whose own kernels write them. All of it is on the device
+    and stays valid in a CUDA graph."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int32 [tokens]"""
+        ...
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int32 [tokens]: batch slots."""
+        ...
+
+    @property
+    def tables(self) -> torch.Tensor:
+        """int32 [slots, pages]: their page tables."""
+        ...
+
+    @property
+    def caches(self) -> Sequence[torch.Tensor]:
+        """Of each layer: [pages, parts, page_size, kv heads, dim]"""
+        ...
+
+    @property
+    def attend(self) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
+        """(layer, q [tokens, heads, head_dim], out [tokens, heads, value dim]), once the layer's keys and
+        values are in the pool."""
+        ...
+
+    def rotation(self, rope: Rope) -> torch.Tensor:
+        """float32 [positions, rotary dim]: cosines of the pairs, then their sines."""
+        ...
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """A ragged batch: the tokens of all rows, one row behind the other."""
 
     tokens: torch.Tensor
-    """int64 [tokens]"""
+    """int [tokens]"""
     positions: torch.Tensor
-    """int64 [tokens]"""
+    """int [tokens]"""
     attend: Attend
+    paged: Paged | None = None
+    """Not None where kernels of the layers may write into the pool."""
     _rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:

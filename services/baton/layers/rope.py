@@ -27,6 +27,13 @@ class Rope:
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
         return table.to(device=device, dtype=dtype)
 
+    def halves(self, positions: int, device: torch.device) -> torch.Tensor:
+        """For kernels: float32 [positions, dim], the cosines of the pairs, then their sines."""
+        table = self.table(positions, torch.float32, device)
+        half = self.dim // 2
+        # The sines of the second half are the positive ones.
+        return torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
+
     def prepare(self, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         """Computes the table that `at` looks up."""
         self._table = self.table(positions, dtype, device)

@@ -9,7 +9,6 @@ Needs a GPU: import it where one is in use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +25,9 @@ from baton.layers.kernels.norm import fused_add_rmsnorm, rmsnorm
 from baton.layers.kernels.qkv import write_qkv
 from baton.layers.linear import Linear
 from baton.layers.mlp import GatedMlp
+from baton.models.body import Attend
 from baton.models.decoder import Decoder, DecoderLayer, plain_layers
 from baton.models.fused_mixture import FusedMixture
-
-Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""(layer, q [tokens, heads, head_dim], out of that shape); keys and values are in the pool."""
 
 
 @dataclass(slots=True)
@@ -59,7 +56,7 @@ class _Weights:
 
 
 class FusedDecoder:
-    """Bound to one pool and the page tables of its batch slots."""
+    """Implements `body.Body`."""
 
     def __init__(
         self,
@@ -82,10 +79,7 @@ class FusedDecoder:
         self._layers = [_Weights.of(layer, invariant) for layer in layers]
         dense = [w.feed_forward for w in self._layers if isinstance(w.feed_forward, GatedMlp)]
         self._inner = max((mlp.inner for mlp in dense), default=0)
-        table = rope.table(context_length, torch.float32, model.device)
-        half = model.config.head_dim // 2
-        # Cosines, then the sines of the second half, which are the positive ones.
-        self._rope = torch.cat((table[:, 0, :half], table[:, 1, half:]), 1).contiguous()
+        self._rope = rope.halves(context_length, model.device)
         linears = [w.output for w in self._layers]
         linears += [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
         self._few = not invariant and all(fits(linear) for linear in linears)
@@ -100,9 +94,7 @@ class FusedDecoder:
         *,
         decode: bool = False,
     ) -> torch.Tensor:
-        """Token ids, positions and batch slots, int32 [tokens] -> final normalized hidden states
-        [tokens, hidden], or only those of the tokens `wanted` [n]: what follows the last layer's attention is
-        not computed for others. `decode`: every token is a row's only one."""
+        """What follows the last layer's attention is not computed for tokens that are not wanted."""
         config, model = self.model.config, self.model
         heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         residual = F.embedding(tokens, model.embedding)
@@ -113,7 +105,7 @@ class FusedDecoder:
         norms = [w.input_norm for w in self._layers[1:]] + [model.norm.weight]
         x = rmsnorm(residual, self._layers[0].input_norm, eps)
         for index, (w, following) in enumerate(zip(self._layers, norms, strict=True)):
-            qkv = self.project(w.qkv, x)
+            qkv = self._project(w.qkv, x)
             self._write(index, qkv, positions, slots)
             if wanted is not None and following is model.norm.weight and not wanted.shape[0]:
                 return x[:0]
@@ -123,13 +115,13 @@ class FusedDecoder:
             attended = attended.flatten(1)
             if wanted is not None and following is model.norm.weight:
                 attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
-            x = self.project(w.output, attended)
+            x = self._project(w.output, attended)
             fused_add_rmsnorm(x, residual, w.post_norm, eps)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
                 add_norm(residual, mlp.parts(x), following, x, eps)
             else:
-                x = self.project(mlp.down, silu_and_mul(self.project(mlp.gate_up, x)))
+                x = self._project(mlp.down, silu_and_mul(self._project(mlp.gate_up, x)))
                 fused_add_rmsnorm(x, residual, following, eps)
         return x
 
@@ -178,7 +170,10 @@ class FusedDecoder:
             add_norm(residual, parts, following, x, eps)
         return x if wanted is None else x.index_select(0, wanted)
 
-    def project(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._project(self.model.head, hidden, out)
+
+    def _project(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[rows, in] -> [rows, out], into `out` if given, which is for layers without bias."""
         if self._invariant:
             return matmul(x, linear, out)

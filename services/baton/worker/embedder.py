@@ -113,7 +113,7 @@ class Embedder:
 def check(message: embed_pb2.EmbedPrompts, info: node_pb2.ModelInfo) -> None:
     """Raises BatonError naming the field."""
     if not info.embedding_size:
-        text = "this node computes no embeddings: nodes with fused kernels on a GPU do not yet"
+        text = "this node computes no embeddings: with --step-profile it computes nothing"
         raise BatonError(grpc.StatusCode.UNIMPLEMENTED, "NO_EMBEDDINGS", text)
     if message.fingerprint not in ("", info.fingerprint):
         raise failed_precondition(f"this node serves another model, {info.name!r}", "MODEL_MISMATCH")

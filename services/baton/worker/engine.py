@@ -151,7 +151,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         dtype=str(model.dtype).removeprefix("torch."),
         parameters=model.num_parameters,
         grammars=not config.step_profile,
-        embedding_size=0 if isinstance(runner, CudaRunner | TimedRunner) else shape.hidden_size,
+        embedding_size=0 if isinstance(runner, TimedRunner) else shape.hidden_size,
     )
     _log.info(
         "engine ready",

@@ -11,7 +11,8 @@ from baton.attention.paged import PagedAttention
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
 from baton.kvcache.pool import KvPool
-from baton.models.decoder import Decoder, Model, plain_layers
+from baton.models.body import why_not_fused
+from baton.models.decoder import Decoder, Model
 from baton.rpc.logs import get_logger
 
 _log = get_logger()
@@ -26,14 +27,14 @@ def make_runner(
     context_length: int,
     batch_invariant: bool = False,
 ) -> ModelRunner | CudaRunner:
-    """CudaRunner (fused kernels and CUDA graphs) if it supports the model and device, else ModelRunner.
-    Raises ValueError if `batch_invariant` is set and CudaRunner cannot be used."""
+    """CudaRunner (CUDA graphs) if it supports the model and device, else ModelRunner. Raises ValueError if
+    `batch_invariant` is set and the model has no fused body there."""
     problem = unsuited(model, prefill, decode)
     if problem is not None:
         if batch_invariant:
             raise ValueError(problem)
         if pool.device.type == "cuda":
-            _log.warning("no fused kernels and no CUDA graphs: slow", reason=problem)
+            _log.warning("no CUDA graphs: slow", reason=problem)
         return ModelRunner(
             model,
             pool,
@@ -47,6 +48,8 @@ def make_runner(
         and issubclass(prefill, PagedAttention)
         and issubclass(decode, PagedAttention)
     )
+    if not batch_invariant and (reason := why_not_fused(model)) is not None:
+        _log.info("the layers run as modules, in CUDA graphs", reason=reason)
     last = time.monotonic()
 
     def report(done: int, total: int) -> None:
@@ -77,16 +80,16 @@ def make_runner(
 
 
 def unsuited(model: Model, prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> str | None:
-    """Why this model cannot be computed with fused kernels and CUDA graphs; None: it can."""
+    """Why this model cannot be computed with CUDA graphs; None: it can."""
     for backend in (prefill, decode):
         if not issubclass(backend, PagedAttention):
             return f"attention backend {backend.name!r} does not follow page tables on the device"
-    if plain_layers(model) is None:
-        return f"{model.config.architecture} has layers that they do not know"
+    if not isinstance(model, Decoder):
+        return f"{model.config.architecture} is computed by the code of transformers"
     if not (torch.cuda.is_available() and torch.cuda.get_device_capability(model.device) == (9, 0)):
         return "its kernels have been made for, and run on, Hopper GPUs alone"
-    if model.dtype not in (torch.bfloat16, torch.float16):
-        return f"its kernels compute bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')}"
+    if why_not_fused(model) is not None and model.dtype == torch.float32:
+        return None  # in Triton and torch alone
     try:
         import sgl_kernel  # noqa: F401
     except (ImportError, OSError) as error:

@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.layers.attention import NONE, AttentionOptions
+from baton.layers.kernels.decode_attention import LOG2E, capped
+
 _LOG2E = 1.4426950408889634
 _ROWS = 256
 """Up to this many rows one compiled kernel serves all."""
@@ -29,6 +32,8 @@ def _pass(
     page_stride,
     first,
     last,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -36,7 +41,7 @@ def _pass(
     STAGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Takes in the keys first .. last - 1; MASKED: each query those up to its limit."""
+    """Takes in the keys first .. last - 1; MASKED: each query those up to its limit, in its window."""
     columns = tl.arange(0, DIM)
     for start in tl.range(first, last, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
@@ -51,10 +56,14 @@ def _pass(
             entry = (page * page_stride + (at % PAGE) * (KV_HEADS * DIM))[:, None] + columns[None, :]
             k = tl.load(keys + entry)
             v = tl.load(values + entry)
-        scores = tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale
+        scores = capped(tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale, CAP)
         if MASKED:
             scores = tl.where(at[None, :] <= limit[:, None], scores, -float("inf"))
+            if WINDOW:
+                scores = tl.where(at[None, :] > limit[:, None] - WINDOW, scores, -float("inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
+        if WINDOW:  # a query may not see any of these keys
+            highest = tl.maximum(highest, -1e30)
         weights = tl.exp2(scores - highest[:, None])
         fade = tl.exp2(peak - highest)
         total = total * fade + tl.sum(weights, 1)
@@ -68,6 +77,7 @@ def _chunk(
     q,
     keys,
     values,
+    sinks,
     table,
     lengths,
     starts,
@@ -77,6 +87,9 @@ def _chunk(
     q_stride,
     table_stride,
     page_stride,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_UP: tl.constexpr,
@@ -113,9 +126,35 @@ def _chunk(
     peak = tl.full((TOKENS * GROUP_UP,), -float("inf"), tl.float32)
     total = tl.zeros((TOKENS * GROUP_UP,), tl.float32)
     result = tl.zeros((TOKENS * GROUP_UP, DIM), tl.float32)
-    # All queries of the tile see the keys up to `whole`; none sees those from `end` on.
+    # All queries of the tile see the keys from `clear` up to `whole`; none sees those from `end` on.
     whole = (length - count + offset + 1) // BLOCK * BLOCK
     end = tl.minimum(length - count + offset + TOKENS, length)
+    clear = 0
+    if WINDOW:
+        begin = tl.maximum(length - count + offset + 1 - WINDOW, 0) // BLOCK * BLOCK
+        clear = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK) * BLOCK, whole)
+        peak, total, result = _pass(
+            query,
+            peak,
+            total,
+            result,
+            keys,
+            values,
+            pages,
+            limit,
+            scale,
+            page_stride,
+            begin,
+            clear,
+            WINDOW,
+            CAP,
+            KV_HEADS,
+            DIM,
+            PAGE,
+            BLOCK,
+            1,
+            True,
+        )
     peak, total, result = _pass(
         query,
         peak,
@@ -127,8 +166,10 @@ def _chunk(
         limit,
         scale,
         page_stride,
-        0,
+        clear,
         whole,
+        WINDOW,
+        CAP,
         KV_HEADS,
         DIM,
         PAGE,
@@ -149,6 +190,8 @@ def _chunk(
         page_stride,
         whole,
         end,
+        WINDOW,
+        CAP,
         KV_HEADS,
         DIM,
         PAGE,
@@ -156,6 +199,12 @@ def _chunk(
         1,
         True,
     )
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2E
+        highest = tl.maximum(peak, sink)
+        fade = tl.exp2(peak - highest)
+        total = total * fade + tl.exp2(sink - highest)
+        result = result * fade[:, None]
     result = result / total[:, None]
     tl.store(out + where * (KV_HEADS * GROUP * DIM) + of_head, result, mask=valid)
 
@@ -168,6 +217,7 @@ def chunk_attention(
     lengths: torch.Tensor,
     starts: torch.Tensor,
     out: torch.Tensor,
+    options: AttentionOptions = NONE,
     tile: tuple[int, int, int, int] | None = None,
 ) -> None:
     """Consecutive tokens of each row, q [tokens, heads, head_dim], over the row's keys and values up to their
@@ -175,29 +225,33 @@ def chunk_attention(
 
     keys, values: a layer's [pages, page_size, kv heads, head_dim], each page's contiguous; table: int32
     [rows, pages]; lengths: int32 [rows], the chunk included; starts: int32 [rows + 1], where each row's
-    tokens start in q. head_dim is a power of two. Scores are scaled by 1 / sqrt(head_dim). Reads nothing
-    behind a row's end. `tile`: queries (tokens times heads of a group), keys, warps, stages.
+    tokens start in q. head_dim is a power of two. `options`: all but `latent`. Reads nothing behind a
+    row's end. `tile`: queries (tokens times heads of a group), keys, warps, stages.
     """
     tokens, heads, dim = q.shape
     rows = lengths.shape[0]
     _, page_size, kv_heads, _ = keys.shape
     group = heads // kv_heads
     up = triton.next_power_of_2(group)
-    queries, block, warps, stages = tile or _tile(q.dtype, q.device)
+    queries, block, warps, stages = tile or _tile(q.dtype, dim, q.device)
     per_tile = max(queries // up, 1)
     _chunk[(kv_heads, tokens // per_tile + rows)](
         q,
         keys,
         values,
+        q if options.sinks is None else options.sinks,
         table,
         lengths,
         starts,
         out,
         rows,
-        _LOG2E / dim**0.5,
+        _LOG2E * (dim**-0.5 if options.scale is None else options.scale),
         q.stride(0),
         table.stride(0),
         keys.stride(0),
+        WINDOW=options.window or 0,
+        CAP=_LOG2E * (options.softcap or 0.0),
+        SINKS=options.sinks is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_UP=up,
@@ -211,10 +265,12 @@ def chunk_attention(
     )
 
 
-def _tile(dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, int]:
+def _tile(dtype: torch.dtype, dim: int, device: torch.device) -> tuple[int, int, int, int]:
     """Queries, keys, warps and stages: on Hopper the best of those tried; elsewhere such as need less shared
     memory and registers, never tried."""
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    if dim > 128:
+        return (64, 32, 8, 2) if dtype != torch.float32 else (32, 16, 4, 1)
     if dtype == torch.float32:
         return 64, 32, 4, 2 if hopper else 1
     return (64, 64, 4, 3) if hopper else (64, 32, 4, 3)

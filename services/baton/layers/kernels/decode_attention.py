@@ -11,9 +11,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from baton.layers.attention import NONE, AttentionOptions
+
 _MERGED = 128
-"""Parts times heads that one program merges; its registers hold no more."""
+"""Parts times heads of `_DIM` that one program merges; its registers hold no more."""
+_DIM = 128
 _LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(_LOG2E)
+
+
+@triton.jit
+def capped(scores, CAP: tl.constexpr):
+    """CAP * tanh(scores / CAP); scores and CAP in units of a power of two."""
+    if CAP > 0:
+        return CAP * (2 * tl.sigmoid(scores * (2 / CAP)) - 1)
+    else:
+        return scores
 
 
 @triton.jit
@@ -28,6 +41,7 @@ def _decode(
     q,
     keys,
     values,
+    sinks,
     table,
     lengths,
     out,
@@ -39,6 +53,9 @@ def _decode(
     q_stride,
     table_stride,
     page_stride,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_UP: tl.constexpr,
@@ -54,11 +71,12 @@ def _decode(
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     # All keys but the last were there before this step.
     before = tl.load(lengths + row) - 1
-    share = tl.maximum(tl.cdiv(tl.cdiv(before, splits), BLOCK), 1) * BLOCK
-    parts = tl.maximum(tl.cdiv(before, share), 1)
+    low = tl.maximum(before + 1 - WINDOW, 0) if WINDOW else 0
+    share = tl.maximum(tl.cdiv(tl.cdiv(before - low, splits), BLOCK), 1) * BLOCK
+    parts = tl.maximum(tl.cdiv(before - low, share), 1)
     if split >= parts:
         return
-    first = split * share
+    first = low + split * share
     last = tl.minimum(first + share, before)
     columns = tl.arange(0, DIM)
     pages = table + row * table_stride
@@ -83,16 +101,22 @@ def _decode(
     # The softmax begins with the row's own token, in the first part.
     mine = tl.load(keys + own + columns, mask=columns < (split == 0) * DIM, other=0.0)
     theirs = tl.load(values + own + columns, mask=columns < (split == 0) * DIM, other=0.0)
-    score = tl.sum(query.to(tl.float32) * mine.to(tl.float32)[None, :], 1) * scale
+    score = capped(tl.sum(query.to(tl.float32) * mine.to(tl.float32)[None, :], 1) * scale, CAP)
     peak = tl.where(split == 0, score, -float("inf"))
     total = tl.zeros((GROUP_UP,), tl.float32) + tl.where(split == 0, 1.0, 0.0)
     result = tl.zeros((GROUP_UP, DIM), tl.float32) + theirs.to(tl.float32)[None, :]
+    if SINKS:
+        sink = tl.load(sinks + head * GROUP + member, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2E
+        peak = tl.where(split == 0, tl.maximum(score, sink), -float("inf"))
+        own_weight = tl.where(split == 0, tl.exp2(score - peak), 0.0)
+        total = own_weight + tl.where(split == 0, tl.exp2(sink - peak), 0.0)
+        result = result * own_weight[:, None]
     for start in range(first, last, BLOCK):
         inside = (start + BLOCK + offsets < last)[:, None]
         k_next = tl.load(keys + entry[:, None] + columns[None, :], mask=inside, other=0.0)
         v_next = tl.load(values + entry[:, None] + columns[None, :], mask=inside, other=0.0)
         entry = _entries(pages, start + 2 * BLOCK + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
-        scores = tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale
+        scores = capped(tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale, CAP)
         scores = tl.where((start + offsets < last)[None, :], scores, -float("inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - highest[:, None])
@@ -134,9 +158,10 @@ def _decode(
             tl.store(counters + slot, 0)
 
 
-def most_splits(group: int) -> int:
-    """Most parts that a row's keys can be split into, for `group` heads per KV head; a power of two."""
-    return max(1, min(32, _MERGED // (1 << (group - 1).bit_length())))
+def most_splits(group: int, dim: int = _DIM) -> int:
+    """Most parts that a row's keys can be split into, for `group` heads of `dim` per KV head; a power of
+    two."""
+    return max(1, min(32, _MERGED * _DIM // max(dim, _DIM) // (1 << (group - 1).bit_length())))
 
 
 def decode_attention(
@@ -150,14 +175,15 @@ def decode_attention(
     counters: torch.Tensor,
     splits: int,
     pdl: bool,
-    block: tuple[int, int] = (64, 4),
+    options: AttentionOptions = NONE,
+    block: tuple[int, int] | None = None,
 ) -> None:
     """Rows' last tokens q [rows, heads, head_dim] over their keys and values into `out`, contiguous, of q's
     shape.
 
     keys, values: a layer's [pages, page_size, kv heads, head_dim], each page's contiguous; table: int32
-    [rows, pages]; lengths: int32 [rows], the row's own token included. head_dim is a power of two. Scores are
-    scaled by 1 / sqrt(head_dim). Reads nothing behind a row's end.
+    [rows, pages]; lengths: int32 [rows], the row's own token included. head_dim is a power of two.
+    `options`: all but `latent`. Reads nothing behind a row's end, nor before its window.
 
     `splits`: parts at most that a row's keys are divided into, up to `most_splits`. If more than one,
     `scratch`: float32 [rows * heads * splits * (head_dim + 1)], and `counters`: int32 [rows * kv heads] of
@@ -171,10 +197,12 @@ def decode_attention(
     group = heads // kv_heads
     parts = rows * heads * splits if splits > 1 else 0
     partial, sums = scratch[: parts * dim], scratch[parts * dim :]
+    keys_of_tile, warps = block or ((64, 4) if dim <= _DIM else (32 if q.element_size() == 2 else 16, 4))
     _decode[(splits, kv_heads, rows)](
         q,
         keys,
         values,
+        q if options.sinks is None else options.sinks,
         table,
         lengths,
         out,
@@ -182,19 +210,22 @@ def decode_attention(
         sums,
         counters,
         splits,
-        _LOG2E / dim**0.5,
+        _LOG2E * (dim**-0.5 if options.scale is None else options.scale),
         q.stride(0),
         table.stride(0),
         keys.stride(0),
+        WINDOW=options.window or 0,
+        CAP=_LOG2E * (options.softcap or 0.0),
+        SINKS=options.sinks is not None,
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_UP=max(16, triton.next_power_of_2(group)),
         DIM=dim,
         PAGE=page_size,
-        BLOCK=block[0],
-        SPLITS_UP=most_splits(group),
+        BLOCK=keys_of_tile,
+        SPLITS_UP=most_splits(group, dim),
         MERGED=triton.next_power_of_2(group),
         PDL=pdl,
-        num_warps=block[1],
+        num_warps=warps,
         launch_pdl=pdl,
     )

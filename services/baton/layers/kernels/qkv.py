@@ -28,16 +28,18 @@ def _write_qkv(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    half: tl.constexpr = DIM // 2
+    half: tl.constexpr = ROTARY // 2
     token = tl.program_id(0)
     heads = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     columns = tl.arange(0, HALF_BLOCK)
@@ -53,11 +55,23 @@ def _write_qkv(
     # Queries and keys are normalized and rotated, values are only copied.
     turned = (heads < HEADS + KV_HEADS)[:, None]
     x, y = low, high
+    if ROTARY < DIM:
+        # What follows the rotated values of a head.
+        more = ROTARY + tl.arange(0, REST_BLOCK)
+        beyond = (heads < HEADS + 2 * KV_HEADS)[:, None] & (more < DIM)[None, :]
+        rest_at = heads[:, None] * DIM + more[None, :]
+        rest = tl.load(row + rest_at, mask=beyond, other=0.0).to(tl.float32)
     if NORM:
-        scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / DIM + eps)[:, None]
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        if ROTARY < DIM:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        if ROTARY < DIM:
+            factor = tl.load(weight + rest_at, mask=beyond & turned, other=0.0).to(tl.float32)
+            rest = tl.where(turned, rest * scale * factor, rest)
         x = low * scale * tl.load(weight + at, mask=mask & turned, other=0.0).to(tl.float32)
         y = high * scale * tl.load(weight + at + half, mask=mask & turned, other=0.0).to(tl.float32)
-    angle = rope + position.to(tl.int64) * DIM + columns
+    angle = rope + position.to(tl.int64) * ROTARY + columns
     cos = tl.load(angle, mask=inside, other=0.0)[None, :]
     sin = tl.load(angle + half, mask=inside, other=0.0)[None, :]
     low = tl.where(turned, x * cos - y * sin, low)
@@ -71,6 +85,11 @@ def _write_qkv(
     target = cache + page * page_stride + offset[:, None] + columns[None, :]
     tl.store(target, low, mask=mask & (query == 0))
     tl.store(target + half, high, mask=mask & (query == 0))
+    if ROTARY < DIM:
+        if NORM:
+            tl.store(row + rest_at, rest, mask=beyond & query)
+        target = cache + page * page_stride + offset[:, None] + more[None, :]
+        tl.store(target, rest, mask=beyond & (query == 0))
 
 
 def write_qkv(
@@ -88,10 +107,10 @@ def write_qkv(
     """Normalizes (where there is a weight) and rotates queries in place; keys too, into the pool, as values.
 
     qkv: [tokens, (heads + 2 kv heads) * head_dim], contiguous; weight: [heads + kv heads, head_dim];
-    rope: float32 [positions, head_dim], cosines and then sines; positions, slots: int32 [tokens];
-    tables: int32 [slots, pages]; cache: a layer's pages, [pages, 2, page_size, kv heads, head_dim], each page
-    contiguous. Computes in float32 and rounds once. `pdl`: starts while the kernel before
-    ends, and waits for it.
+    rope: float32 [positions, rotary], cosines and then sines for the first values of each head; positions,
+    slots: int32 [tokens]; tables: int32 [slots, pages]; cache: a layer's pages, [pages, 2, page_size,
+    kv heads, head_dim], each page contiguous. Computes in float32 and rounds once. `pdl`: starts while the
+    kernel before ends, and waits for it.
     """
     _, _, page_size, kv_heads, dim = cache.shape
     blocks = triton.cdiv(num_heads + 2 * kv_heads, _HEAD_BLOCK)
@@ -109,10 +128,12 @@ def write_qkv(
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
+        ROTARY=rope.shape[1],
         PAGE=page_size,
         NORM=weight is not None,
         HEAD_BLOCK=_HEAD_BLOCK,
-        HALF_BLOCK=triton.next_power_of_2(dim // 2),
+        HALF_BLOCK=triton.next_power_of_2(rope.shape[1] // 2),
+        REST_BLOCK=triton.next_power_of_2(max(dim - rope.shape[1], 1)),
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

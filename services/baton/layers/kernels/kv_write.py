@@ -1,0 +1,84 @@
+"""Triton: writes a layer's keys and values, or latents, of all tokens into the pool, in one launch.
+
+Needs a GPU: import it where one is in use.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _write(
+    k,
+    v,
+    positions,
+    slots,
+    tables,
+    keys,
+    values,
+    table_stride,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    page_stride,
+    token_stride,
+    head_stride,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    VALUES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token).to(tl.int64)
+    page = tl.load(tables + slot * table_stride + position // PAGE).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < DIM
+    at = page * page_stride + (position % PAGE) * token_stride + head * head_stride + columns
+    tl.store(keys + at, tl.load(k + token * k_token + head * k_head + columns, mask=inside), mask=inside)
+    if VALUES:
+        value = tl.load(v + token * v_token + head * v_head + columns, mask=inside)
+        tl.store(values + at, value, mask=inside)
+
+
+def write_kv(
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    tables: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """k, v [tokens, kv heads, head_dim], views with a contiguous last axis (v None: latents, in k) into a
+    layer's keys and values [pages, page_size, kv heads, head_dim], at the positions int32 [tokens] of their
+    batch slots int32 [tokens], whose page tables are `tables` int32 [slots, pages]."""
+    tokens, heads, dim = k.shape
+    second = k if v is None else v
+    assert k.stride(2) == second.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
+    _write[(tokens, heads)](
+        k,
+        second,
+        positions,
+        slots,
+        tables,
+        keys,
+        values,
+        tables.stride(0),
+        k.stride(0),
+        k.stride(1),
+        second.stride(0),
+        second.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        DIM=dim,
+        PAGE=keys.shape[1],
+        VALUES=v is not None,
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=1 if dim <= 128 else 4,
+    )

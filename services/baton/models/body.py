@@ -1,0 +1,68 @@
+"""What `engine.cuda_runner` needs of a model: its forward pass over a step's tokens, in a form that a CUDA
+graph can hold. Two bodies: `fused.FusedDecoder` for plain layers, `module_body.ModuleBody` for all others.
+
+Everything that differs between steps is in tensors on the device, and nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from baton.kvcache.pool import KvPool
+from baton.models.decoder import Decoder, plain_layers
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""(layer, q [tokens, heads, head_dim], out [tokens, heads, value dim]), once keys and values are in the
+pool."""
+
+
+class Body(Protocol):
+    """Bound to one pool and the page tables of its batch slots."""
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+        *,
+        decode: bool = False,
+    ) -> torch.Tensor:
+        """Token ids, positions and batch slots, int32 [tokens] -> final normalized hidden states
+        [tokens, hidden], or only those of the tokens `wanted` [n]. `decode`: every token is a row's only
+        one. Writes keys and values of all tokens into the pool."""
+        ...
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, hidden] -> [rows, vocab] in the model's dtype, into `out` if given."""
+        ...
+
+
+def make_body(
+    model: Decoder, pool: KvPool, tables: torch.Tensor, context_length: int, invariant: bool = False
+) -> Body:
+    """`tables`: int32 [slots, pages]; `context_length`: positions that will be used; `invariant`: a token is
+    computed in the same order whatever else is in the step. Raises ValueError if that cannot be."""
+    problem = why_not_fused(model)
+    if problem is None:
+        from baton.models.fused import FusedDecoder
+
+        return FusedDecoder(model, pool, tables, context_length, invariant)
+    if invariant:
+        raise ValueError(problem)
+    from baton.models.module_body import ModuleBody
+
+    return ModuleBody(model, pool, tables, context_length)
+
+
+def why_not_fused(model: Decoder) -> str | None:
+    """Why `FusedDecoder` does not take the model; None: it does."""
+    if plain_layers(model) is None:
+        return f"{model.config.architecture} has layers that fused kernels do not know"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"fused kernels compute bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')}"
+    return None
