@@ -43,14 +43,14 @@ class Recorded:
 
     def __init__(self, runner) -> None:
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
-        self._runner, self._launch, self._project = runner, runner.launch, runner._decoder.project
+        self._runner, self._launch, self._project = runner, runner.launch, runner._body.logits
         self._seeds: dict[int, int] = {}
         self._seen = None
-        runner.launch, runner._decoder.project = self.launch, self.project
+        runner.launch, runner._body.logits = self.launch, self.project
 
-    def project(self, linear, x, out=None):
-        result = self._project(linear, x, out)
-        if linear is self._runner._model.head and not torch.cuda.is_current_stream_capturing():
+    def project(self, hidden, out=None):
+        result = self._project(hidden, out)
+        if not torch.cuda.is_current_stream_capturing():
             self._seen = result
         return result
 
@@ -75,7 +75,7 @@ def run(path, requests, *, slots=64, budget=256, rounds=1, **options):
         outputs = generate(
             runner, cache, [prompt for prompt, _ in requests], [own for _, own in requests], budget=budget
         )
-        runner.launch, runner._decoder.project = recorded._launch, recorded._project
+        runner.launch, runner._body.logits = recorded._launch, recorded._project
     return outputs, recorded.logits
 
 

@@ -19,7 +19,7 @@ from random_checkpoints import (
     save_checkpoint,
 )
 
-from baton.engine.model_runner import _pool
+from baton.engine.model_runner import pool_states
 from baton.engine.plan import PlanRow, Pooling, StepPlan
 from baton.engine.sampling import SamplingParams
 
@@ -261,5 +261,5 @@ def test_an_embedding_keeps_no_other_hidden_states_in_memory():
     for dtype in (torch.float32, torch.bfloat16):
         states = torch.randn(50, 8).to(dtype)
         for pooling, expected in ((Pooling.LAST, states[-1]), (Pooling.MEAN, states.float().sum(0))):
-            found = _pool(pooling, states)
+            found = pool_states(pooling, states)
             assert torch.equal(found, expected.float()) and found.untyped_storage().nbytes() == 8 * 4
