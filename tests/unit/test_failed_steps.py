@@ -7,14 +7,14 @@ from decode_node import PAGES, SIZE, Node, Runner
 from test_attempts import A, B, attempts, placed
 
 from baton.decode.core import MAX_FAILED_STEPS
-from baton.decode.types import Done, Failed
+from baton.decode.types import Done, Failed, Key, Peer
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import MAX_FAILED_STEPS as MAX_IN_A_ROW
 from baton.engine.step_loop import StepPipeline
 from baton.gateway.attempts import PROVEN_TOKENS
-from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled
+from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, PrefillFailed, StartPrefill
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.prefill.core import PrefillCore
 from baton.rpc.errors import BatonError, unavailable
@@ -100,6 +100,28 @@ def test_a_node_that_ends_names_the_requests_that_it_had_admitted():
         (1, "UNAVAILABLE", "NODE_FAILED"),
         (2, "INTERNAL", "REPEATED_STEP_FAILURE"),
     ]
+
+
+def test_a_failed_step_counts_although_its_hand_off_was_just_given_up():
+    node = Node()
+    core, request = node.core, Request(Key("caller", 1), tuple(range(8)), SamplingParams(max_tokens=9))
+    asked = []
+    core.flush_to = lambda step, outputs, effects: asked.extend(
+        (each.address, each.name) for each in effects if isinstance(each, StartPrefill)
+    )
+    for address in "pq":
+        core.peer_changed(address, Peer(True, 0.0, "shm"), "", 0.0)
+    core.start(request.key, 7, 0, request, ("p", "q"), 0.0, local_tokens=0)
+    node.run(2)
+    [(_, name)] = asked
+    core.scheduler.requeue(core.scheduler.handoffs[0])
+    failed = PrefillFailed(name, "UNAVAILABLE", "NODE_FAILED", "it ended")
+    core.receive("q", [failed], 0.0)
+    assert request.failed_steps == 0, "another node's word"
+    core.receive("p", [failed, failed], 0.0)
+    assert request.failed_steps == 1
+    node.run(2)
+    assert [address for address, _ in asked] == ["p", "q"], "not again there"
 
 
 @pytest.mark.parametrize(

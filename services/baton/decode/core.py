@@ -98,6 +98,7 @@ class DecodeCore:
             name_of=self._name,
             pulled=self._pulled,
             failed=self._handoff_failed,
+            failed_late=self._given_up_failed,
             record=self._record_pull,
         )
         self.overload = OverloadControl(self.scheduler)
@@ -366,6 +367,20 @@ class DecodeCore:
         state.last_failure = f"{address}: {reason}: {message}"
         state.enter(PHASES[Kind.RETRIED], self.recorder.clock())
         self._record_state(state, Kind.RETRIED, text=reason)
+        self._count_try(state, address, reason)
+
+    def _given_up_failed(self, name: AttemptName, address: str, reason: str) -> None:
+        """A retraction gave the hand-off up just before its step failed there. This counts as well: else
+        the request would go there again."""
+        if reason in STEP_FAILURES:
+            key = (name.gateway, name.request, name.attempt)
+            for state in self.unfinished.values():
+                if (state.gateway, state.key.request, state.attempt) == key and address in state.candidates:
+                    self._count_try(state, address, reason)
+
+    @staticmethod
+    def _count_try(state: DecodeRequest, address: str, reason: str) -> None:
+        """The candidate at `address` has failed."""
         tried = state.candidates.index(address) + 1
         # Choices that are computed each by itself may have been in the same step there: it counts once.
         if reason in STEP_FAILURES and tried > state.tried:

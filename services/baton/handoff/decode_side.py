@@ -92,7 +92,8 @@ class HandoffCounters:
 
 
 class DecodeSide:
-    """All hand-offs of one decode node. Effects gather in `effects`; failures go to `failed`."""
+    """All hand-offs of one decode node. Effects gather in `effects`; failures go to `failed`, those of
+    hand-offs that had been given up to `failed_late`."""
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class DecodeSide:
         name_of: Callable[[Sequence, str], AttemptName],
         pulled: Callable[[Sequence, int], None],
         failed: Callable[[Sequence, str, str, str], None],
+        failed_late: Callable[[AttemptName, str, str], None] = lambda name, address, reason: None,
         record: RecordPull = lambda kind, name, address, pages, step, error: None,
     ) -> None:
         self._scheduler = scheduler
@@ -110,6 +112,7 @@ class DecodeSide:
         self._name_of = name_of
         self._pulled = pulled
         self._failed = failed
+        self._failed_late = failed_late
         self._record = record
         self.effects: list[DecodeEffect] = []
         self.counters = HandoffCounters()
@@ -189,6 +192,8 @@ class DecodeSide:
                 self.counters.unknown += 1
                 if not isinstance(message, LeaseFinished | PrefillFailed):
                     self.effects.append(CancelPrefill(address, message.name))
+            elif isinstance(message, PrefillFailed) and self._ended.awaited_from(message.name, address):
+                self._failed_late(message.name, address, message.reason)
             return
         handoff.heard = now
         if isinstance(message, ChunkAnnounced):
@@ -341,6 +346,7 @@ class DecodeSide:
         handoff = self._by_leader.get(leader)
         if handoff is not None:
             self._forget(handoff)
+            self._ended.add(handoff.name, handoff.address)
             if not handoff.released:
                 self.effects.append(CancelPrefill(handoff.address, handoff.name))
 
