@@ -122,7 +122,7 @@ async def respond(job: RequestBatch, answer: Answer, stream: bool, ignored: set[
     """ignored: fields of the body that have no effect."""
     response: Response
     if stream:
-        response = EventStream(job, answer)
+        response = EventStream(job, _events(job, answer))
     else:
         async for index, event in job.events():
             if isinstance(event, inference_pb2.Delta):
@@ -154,23 +154,24 @@ def unread_arguments(gateway: Gateway, chat: tokenizer_pb2.ChatPrompt) -> set[st
 
 
 class EventStream(Response):
-    """Server-sent events. While a client reads slowly, only the token logs grow."""
+    """Server-sent events. While a client reads slowly, only the token logs grow. The requests are cancelled
+    when the client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: RequestBatch, answer: Answer) -> None:
+    def __init__(self, job: RequestBatch, events: AsyncIterator[bytes]) -> None:
         super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self._job = job
-        self._answer = answer
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(cancel_on_disconnect(receive, self._job))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self._events():
-                await send({"type": "http.response.body", "body": b"data: %b\n\n" % event, "more_body": True})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
             pass  # the client has gone; the requests are cancelled below
@@ -178,22 +179,28 @@ class EventStream(Response):
             watch.cancel()
             self._job.cancel("the client has gone")
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        try:
-            for chunk in self._answer.opening():
-                yield _encode(chunk)
-            async for index, event in self._job.events():
-                if isinstance(event, inference_pb2.Delta):
-                    for chunk in self._answer.chunks_of(index, event):
-                        yield _encode(chunk)
-                else:
-                    self._answer.add_end(event)
-            for chunk in self._answer.closing():
-                yield _encode(chunk)
-            yield b"[DONE]"
-        except ApiError as error:
-            yield _encode(openai_errors.body(error))
+
+async def _events(job: RequestBatch, answer: Answer) -> AsyncIterator[bytes]:
+    try:
+        for chunk in answer.opening():
+            yield _encode(chunk)
+        async for index, event in job.events():
+            if isinstance(event, inference_pb2.Delta):
+                for chunk in answer.chunks_of(index, event):
+                    yield _encode(chunk)
+            else:
+                answer.add_end(event)
+        for chunk in answer.closing():
+            yield _encode(chunk)
+        yield b"data: [DONE]\n\n"
+    except ApiError as error:
+        yield _encode(openai_errors.body(error))
 
 
 def _encode(event: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % to_json(event)
+
+
+def to_json(event: dict[str, Any]) -> bytes:
+    """In one line."""
     return json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
