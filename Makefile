@@ -46,7 +46,7 @@ ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
 	@code=0; \
-	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --durations=40 -m "not alone" || code=$$?; \
+	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations=40 -m "not alone" || code=$$?; \
 	$(BIN)/python -m pytest --durations=20 -m alone $$(grep -rlE 'mark\.alone' tests --include='test_*.py') || code=$$?; \
 	exit $$code
 endif

@@ -17,6 +17,36 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(StolenTime(), "stolen time")
 
 
+LONGEST = (
+    "compose/",
+    "cluster/test_exactness.py",
+    "cluster/test_client_suites.py",
+    "cluster/test_chaos.py",
+    "unit/test_cli_up.py",
+    "sim/test_simulator.py",
+    "cluster/test_tools_enforced.py",
+    "cluster/test_accounting.py",
+    "cluster/test_hosts.py",
+    "cluster/test_bench.py",
+    "sim/test_planted_bugs.py",
+    "cluster/test_closed_deployment.py",
+    "cluster/test_strangers.py",
+    "cluster/test_smollm2.py",
+    "cluster/test_discovery_etcd.py",
+    "cluster/test_page.py",
+    "cluster/test_health.py",
+    "cluster/test_cache_stream.py",
+    "cluster/test_up.py",
+    "contract/test_resume.py",
+    "cluster/test_memory_pressure.py",
+    "contract/test_slow_readers.py",
+    "contract/test_inference.py",
+)
+"""Files that take longest: lanes begin with them, so that none is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The image is built first, which takes minutes, while other lanes go on."""
-    items.sort(key=lambda item: "tests/compose/" not in item.nodeid)
+    def rank(item: pytest.Item) -> int:
+        return next((i for i, name in enumerate(LONGEST) if f"tests/{name}" in item.nodeid), len(LONGEST))
+
+    items.sort(key=rank)
