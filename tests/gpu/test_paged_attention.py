@@ -68,7 +68,7 @@ def test_equals_the_torch_backend(name, dtype, shape, page_size, singles, chunks
     for row in rows:
         for p in range(0, row.start, page_size):
             used = min(page_size, row.start - p)
-            pools[0].pages[row.pages[p // page_size], :, :, :used].normal_()
+            pools[0].pages[row.pages[p // page_size], :, :, :, :used].normal_()
     pools[1].pages.copy_(pools[0].pages)
     total = sum(row.count for row in rows)
     q, k, v = (torch.randn(total, h, dim, device=CUDA).to(dtype) for h in (heads, kv_heads, kv_heads))
@@ -94,7 +94,7 @@ def test_equals_the_torch_backend(name, dtype, shape, page_size, singles, chunks
     assert (out.float() - want).abs().max().item() < largest
     for row in rows:
         for p in (row.start, row.start + row.count - 1):
-            at = row.pages[p // page_size], layer, slice(None), p % page_size
+            at = row.pages[p // page_size], slice(None), layer, slice(None), p % page_size
             assert torch.equal(pools[0].pages[at].float(), pools[1].pages[at])
 
 

@@ -116,9 +116,9 @@ def test_pool_views_are_of_one_allocation():
     pool = KvPool(layout, 7, "cpu", memoryview(storage))
     assert layout.page_bytes == 2 * 5 * layout.bytes_per_token_per_layer == 2 * 2 * 5 * 3 * 4 * 2
     pool.raw.zero_()
-    pool.layer(1)[1][4, 2, 0, 3] = 1.5
-    assert pool.pages[4, 1, 1, 2, 0, 3].item() == 1.5
-    at = ((1 * 2 + 1) * 5 + 2) * 3 * 4 + 3
+    pool.layer(1)[1][4, 2, 1, 3] = 1.5
+    assert pool.pages[4, 1, 1, 1, 2, 3].item() == 1.5
+    at = ((1 * 2 + 1) * 2 + 1) * 5 * 4 + 2 * 4 + 3
     page = pool.page_bytes(4)
     assert page.nbytes == layout.page_bytes and not page.readonly
     assert torch.frombuffer(page, dtype=torch.bfloat16)[at].item() == 1.5

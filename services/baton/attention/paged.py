@@ -78,6 +78,8 @@ class PagedAttention(ABC):
         self._layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
         """Keys and values: strided views [pages, page_size, kv heads, head_dim]."""
         self._stride = pool.layout.num_layers * 2 * pool.layout.page_size
+        self._heads = torch.arange(pool.layout.num_kv_heads, device=pool.device) * self._stride
+        """In `KvPool.vectors`: where each head of a page begins."""
         self._entries: torch.Tensor | None = None
         self._rows: PagedRows | None = None
 
@@ -91,7 +93,7 @@ class PagedAttention(ABC):
         contiguous; q may be a view with another stride between tokens."""
 
     def prepare(self, rows: Sequence[AttentionRow]) -> None:
-        size = self._layout.page_size
+        size, page = self._layout.page_size, self._layout.num_kv_heads * self._stride
         counts = np.array([row.count for row in rows], np.int32)
         lengths = np.array([row.start + row.count for row in rows], np.int32)
         table = np.zeros((len(rows), -(-int(lengths.max()) // size)), np.int32)
@@ -100,13 +102,14 @@ class PagedAttention(ABC):
             used = -(-(row.start + row.count) // size)
             table[at, :used] = row.pages[:used]
             positions = np.arange(row.start, row.start + row.count)
-            entries.append(table[at, positions // size].astype(np.int64) * self._stride + positions % size)
+            entries.append(table[at, positions // size].astype(np.int64) * page + positions % size)
         upload = Upload()
         upload.add(table)
         upload.add(lengths)
         upload.add(np.concatenate(([0], np.cumsum(counts))).astype(np.int32))
         upload.add(np.concatenate(entries))
-        table_there, lengths_there, starts, self._entries = upload.send(self._pool.device)
+        table_there, lengths_there, starts, tokens = upload.send(self._pool.device)
+        self._entries = (tokens[:, None] + self._heads).flatten()
         longest = int(counts.max())
         self._rows = PagedRows(
             table_there, lengths_there, None if longest == 1 else starts, longest, HostRows(counts, lengths)
@@ -118,6 +121,7 @@ class PagedAttention(ABC):
     ) -> None:
         assert self._entries is not None and self._rows is not None
         keys = self._entries + layer * 2 * self._layout.page_size
-        self._pool.tokens.index_copy_(0, keys, k)
-        self._pool.tokens.index_copy_(0, keys + self._layout.page_size, v)
+        vectors, dim = self._pool.vectors, self._layout.head_dim
+        vectors.index_copy_(0, keys, k.reshape(-1, dim))
+        vectors.index_copy_(0, keys + self._layout.page_size, v.reshape(-1, dim))
         self.attend(layer, q, out, self._rows)

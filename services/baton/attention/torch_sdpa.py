@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -32,7 +34,7 @@ class _Group:
     lengths: torch.Tensor | None
     """int64 [rows, 1, 1, 1]: keys of each row; None where nothing is padded."""
     padding: torch.Tensor | None
-    """Entries of the gathered tokens that belong to no row."""
+    """Entries of the gathered vectors that belong to no row."""
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     """By window: [rows, 1, 1, length], 0 or -inf; None: all keys of every row are seen."""
 
@@ -72,6 +74,8 @@ class TorchAttention:
         self._layout = pool.layout
         self._num_heads = num_heads
         self._layers = torch.arange(pool.layout.num_layers, device=pool.device)[:, None]
+        self._heads = np.arange(pool.layout.num_kv_heads) * (2 * pool.layout.num_layers)
+        """Where each head of a page begins, in `KvPool.halves`."""
         self._buffer = torch.empty(0, dtype=pool.layout.dtype, device=pool.device)
         page_bytes = pool.layout.page_bytes // pool.layout.num_layers
         self._pages_at_once = _GROUP_BYTES // page_bytes if pool.device.type == "cpu" else sys.maxsize
@@ -79,7 +83,7 @@ class TorchAttention:
         self._order: torch.Tensor | None = None
         self._groups: list[_Group] = []
         self._group_pages: tuple[tuple[torch.Tensor, ...], ...] = ()
-        """Of each layer and group: entries of `KvPool.halves`, all rows' keys and then all rows' values."""
+        """Of each layer and group: entries of `KvPool.halves`, [2, rows, kv heads, pages] flattened."""
         self._chunks: list[_Chunk] = []
         self._keys: tuple[torch.Tensor, ...] = ()
         self._values: tuple[torch.Tensor, ...] = ()
@@ -87,7 +91,7 @@ class TorchAttention:
     def prepare(self, rows: Sequence[AttentionRow]) -> None:
         """Rows of one token come before all others."""
         size, layers = self._layout.page_size, self._layout.num_layers
-        stride = layers * 2 * size
+        stride = self._layout.num_kv_heads * layers * 2 * size
         entries: list[int] = []
         for row in rows:
             if row.count == 1:
@@ -95,7 +99,8 @@ class TorchAttention:
             else:
                 positions = range(row.start, row.start + row.count)
                 entries += [row.pages[p // size] * stride + p % size for p in positions]
-        keys = self._tensor(entries) + self._layers * (2 * size)
+        vectors = np.add.outer(np.array(entries, np.int64), self._heads * size).ravel()
+        keys = self._there(vectors) + self._layers * (2 * size)
         self._keys, self._values = keys.unbind(0), (keys + size).unbind(0)
         self._single = next((i for i, row in enumerate(rows) if row.count > 1), len(rows))
         self._group(rows[: self._single])
@@ -108,8 +113,9 @@ class TorchAttention:
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
-        self._pool.tokens.index_copy_(0, self._keys[layer], k)
-        self._pool.tokens.index_copy_(0, self._values[layer], v)
+        vectors, dim = self._pool.vectors, self._layout.head_dim
+        vectors.index_copy_(0, self._keys[layer], k.reshape(-1, dim))
+        vectors.index_copy_(0, self._values[layer], v.reshape(-1, dim))
         if self._groups:
             self._decode(layer, q[: self._single], out[: self._single])
         options = self._options[layer]
@@ -154,8 +160,8 @@ class TorchAttention:
         kv_heads, dim = self._layout.num_kv_heads, self._layout.head_dim
         if padding is not None:
             # Unwritten memory may hold NaN, and 0 times NaN is NaN.
-            buffer.view(-1, kv_heads * dim).index_fill_(0, padding, 0)
-        return buffer.view(2, rows, -1, kv_heads, dim).transpose(2, 3)
+            buffer.view(-1, dim).index_fill_(0, padding, 0)
+        return buffer.view(2, rows, kv_heads, -1, dim)
 
     def _group(self, rows: Sequence[AttentionRow]) -> None:
         """Groups rows of one token, sorted by length; `_order` is None where they come so."""
@@ -175,20 +181,17 @@ class TorchAttention:
             total = needed
         self._order = None if order == list(range(len(order))) else self._tensor(order)
         self._groups = []
-        pages: list[int] = []
-        sizes: list[int] = []
+        entries: list[npt.NDArray[np.int64]] = []
         first = 0
         for part in parts:
-            table = self._padded_table(part)
-            keys = [page * (2 * self._layout.num_layers) for page in table]
-            pages += keys
-            pages += [key + 1 for key in keys]
-            sizes.append(2 * len(keys))
+            entries.append(self._halves(self._padded_table(part), len(part)))
             lengths, padding = self._lengths(part)
             self._groups.append(_Group(slice(first, first + len(part)), part[0].start + 1, lengths, padding))
             first += len(part)
-        entries = self._tensor(pages) + 2 * self._layers
-        self._group_pages = tuple(torch.split(layer, sizes) for layer in entries.unbind(0))
+        if parts:
+            of_layers = self._there(np.concatenate(entries)) + 2 * self._layers
+            sizes = [len(part) for part in entries]
+            self._group_pages = tuple(torch.split(layer, sizes) for layer in of_layers.unbind(0))
 
     def _padded_table(self, rows: Sequence[AttentionRow]) -> list[int]:
         """The rows' pages one after the other, each with as many as the first has."""
@@ -209,7 +212,8 @@ class TorchAttention:
         width = -(-longest // size)
         lengths = self._tensor([row.start + 1 for row in rows])
         beyond = torch.arange(width * size, device=self._pool.device) >= lengths[:, None]
-        return lengths.view(-1, 1, 1, 1), beyond.repeat(2, 1).flatten().nonzero().squeeze(1)
+        beyond_all = beyond[:, None].expand(2, -1, self._layout.num_kv_heads, -1)
+        return lengths.view(-1, 1, 1, 1), beyond_all.flatten().nonzero().squeeze(1)
 
     def _group_mask(self, group: _Group, window: int | None) -> torch.Tensor | None:
         if window is not None and window >= group.length:
@@ -230,7 +234,10 @@ class TorchAttention:
     def _chunk(self, row: AttentionRow, first: int) -> _Chunk:
         tokens, end = slice(first, first + row.count), row.start + row.count
         pages = row.pages[: -(-end // self._layout.page_size)] if row.start else None
-        return _Chunk(tokens, end, None if pages is None else self._halves(pages))
+        if pages is None:
+            return _Chunk(tokens, end, None)
+        of_layers = self._there(self._halves(pages, 1)) + 2 * self._layers
+        return _Chunk(tokens, end, of_layers.unbind(0))
 
     def _chunk_mask(self, chunk: _Chunk, window: int | None) -> torch.Tensor | None:
         if window is not None and window >= chunk.end:
@@ -248,10 +255,15 @@ class TorchAttention:
                 chunk.masks[window] = mask.masked_fill_(hidden, -torch.inf)
         return chunk.masks[window]
 
-    def _halves(self, pages: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Of each layer: the entries of `KvPool.halves` with the pages' keys, then with their values."""
-        keys = self._tensor(pages) * (2 * self._layout.num_layers) + 2 * self._layers
-        return torch.cat((keys, keys + 1), 1).unbind(0)
+    def _halves(self, pages: Sequence[int], rows: int) -> npt.NDArray[np.int64]:
+        """Entries of `KvPool.halves` in the first layer, [2, rows, kv heads, pages] flattened, of rows with
+        equally many pages, one after the other."""
+        page = len(self._heads) * 2 * self._layout.num_layers
+        keys = np.array(pages, np.int64).reshape(rows, 1, -1) * page + self._heads[:, None]
+        return np.stack((keys, keys + 1)).ravel()
+
+    def _there(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._pool.device)
 
     def _tensor(self, values: Sequence[int]) -> torch.Tensor:
         return torch.tensor(values, device=self._pool.device)

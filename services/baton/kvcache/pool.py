@@ -16,7 +16,8 @@ def default_page_size(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """What the bytes of a page mean: [layer, part, token, head, dim], contiguous."""
+    """What the bytes of a page mean: [kv head, layer, part, token, dim], contiguous. So a range of heads is
+    one piece of a page."""
 
     num_layers: int
     """Layers of a page: as many as the largest KV group has."""
@@ -46,7 +47,7 @@ class KvLayout:
 
 
 class KvPool:
-    """`num_pages` pages in one allocation: [page, layer, part, token, head, dim].
+    """`num_pages` pages in one allocation: [page, kv head, layer, part, token, dim].
 
     On a CPU the pool can lie in `storage`, a writable buffer of at least num_pages * page_bytes bytes (a
     shared mapping, say), which must outlive it. `spare` more pages follow the last one: no sequence owns
@@ -79,21 +80,21 @@ class KvPool:
         self.raw = raw.view(total, layout.page_bytes)
         """uint8 [num_pages + spare, page_bytes]."""
         self.pages = raw.view(layout.dtype).view(
-            total, layout.num_layers, layout.parts, layout.page_size, layout.num_kv_heads, layout.head_dim
+            total, layout.num_kv_heads, layout.num_layers, layout.parts, layout.page_size, layout.head_dim
         )
-        self.tokens = self.pages.view(-1, layout.num_kv_heads, layout.head_dim)
-        """[num_pages * num_layers * 2 * page_size, num_kv_heads, head_dim], of two parts: one entry per
-        token, layer and part. The key of `page`, `layer`, `offset` is entry
-        ((page * num_layers + layer) * 2) * page_size + offset; its value follows page_size entries later."""
-        self.halves = self.pages.view(total * layout.num_layers * layout.parts, -1)
-        """[num_pages * num_layers * 2, page_size * num_kv_heads * head_dim]: a page's keys in a layer are
-        entry (page * num_layers + layer) * 2, its values the next."""
+        self.vectors = self.pages.view(-1, layout.head_dim)
+        """[num_pages * num_kv_heads * num_layers * 2 * page_size, head_dim], of two parts. The key of `page`,
+        `head`, `layer`, `offset` is entry (((page * num_kv_heads + head) * num_layers + layer) * 2) *
+        page_size + offset; its value follows page_size entries later."""
+        self.halves = self.pages.view(-1, layout.page_size * layout.head_dim)
+        """[num_pages * num_kv_heads * num_layers * 2, page_size * head_dim]: a page's keys of a head in a
+        layer are entry ((page * num_kv_heads + head) * num_layers + layer) * 2, its values the next."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer: strided views [num_pages, page_size, num_kv_heads, head_dim]. Of
         latents both are the same."""
-        view = self.pages[:, index]
-        return view[:, 0], view[:, -1]
+        view = self.pages[:, :, index].transpose(1, 3)
+        return view[:, :, 0], view[:, :, -1]
 
     def page_bytes(self, page: int) -> memoryview:
         """The bytes of a page, writable (CPU only)."""

@@ -40,7 +40,7 @@ class Paged(Protocol):
 
     @property
     def caches(self) -> Sequence[torch.Tensor]:
-        """Of each layer: [pages, parts, page_size, kv heads, dim]"""
+        """Of each layer: [pages, kv heads, parts, page_size, dim]"""
         ...
 
     @property

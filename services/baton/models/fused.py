@@ -71,7 +71,7 @@ class FusedDecoder:
         self.model = model
         self._invariant = invariant
         self._tables = tables
-        self._caches = [pool.pages[:, index] for index in range(pool.layout.num_layers)]
+        self._caches = [pool.pages[:, :, index] for index in range(pool.layout.num_layers)]
         layers = plain_layers(model)
         assert layers is not None
         rope = layers[0].attention.rope

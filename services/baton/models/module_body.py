@@ -42,7 +42,7 @@ class ModuleBody:
         get a form that does not wait for the host."""
         self._model = model
         self._tables = tables
-        self._caches = [pool.pages[:, index] for index in range(pool.layout.num_layers)]
+        self._caches = [pool.pages[:, :, index] for index in range(pool.layout.num_layers)]
         self._layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
         self._options = model.attention_options
         ropes = {layer.attention.rope for layer in model.layers}

@@ -44,7 +44,7 @@ from baton.worker.runners import make_runner
 
 _log = get_logger()
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PROGRESS_SECONDS = 1.0
 

@@ -34,7 +34,6 @@ def _pass(
     last,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -48,12 +47,12 @@ def _pass(
         if MASKED:
             inside = at < last
             page = tl.load(pages + at // PAGE, mask=inside, other=0).to(tl.int64)
-            entry = (page * page_stride + (at % PAGE) * (KV_HEADS * DIM))[:, None] + columns[None, :]
+            entry = (page * page_stride + (at % PAGE) * DIM)[:, None] + columns[None, :]
             k = tl.load(keys + entry, mask=inside[:, None], other=0.0)
             v = tl.load(values + entry, mask=inside[:, None], other=0.0)
         else:
             page = tl.load(pages + at // PAGE).to(tl.int64)
-            entry = (page * page_stride + (at % PAGE) * (KV_HEADS * DIM))[:, None] + columns[None, :]
+            entry = (page * page_stride + (at % PAGE) * DIM)[:, None] + columns[None, :]
             k = tl.load(keys + entry)
             v = tl.load(values + entry)
         scores = capped(tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale, CAP)
@@ -87,6 +86,7 @@ def _chunk(
     q_stride,
     table_stride,
     page_stride,
+    head_stride,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -120,8 +120,8 @@ def _chunk(
     query = tl.load(q + where * q_stride + of_head, mask=valid, other=0.0)
     limit = length - count + token
     pages = table + row.to(tl.int64) * table_stride
-    keys += head * DIM
-    values += head * DIM
+    keys += head * head_stride
+    values += head * head_stride
 
     peak = tl.full((TOKENS * GROUP_UP,), -float("inf"), tl.float32)
     total = tl.zeros((TOKENS * GROUP_UP,), tl.float32)
@@ -148,7 +148,6 @@ def _chunk(
             clear,
             WINDOW,
             CAP,
-            KV_HEADS,
             DIM,
             PAGE,
             BLOCK,
@@ -170,7 +169,6 @@ def _chunk(
         whole,
         WINDOW,
         CAP,
-        KV_HEADS,
         DIM,
         PAGE,
         BLOCK,
@@ -192,7 +190,6 @@ def _chunk(
         end,
         WINDOW,
         CAP,
-        KV_HEADS,
         DIM,
         PAGE,
         BLOCK,
@@ -223,7 +220,7 @@ def chunk_attention(
     """Consecutive tokens of each row, q [tokens, heads, head_dim], over the row's keys and values up to their
     own into `out`, contiguous, of q's shape.
 
-    keys, values: a layer's [pages, page_size, kv heads, head_dim], each page's contiguous; table: int32
+    keys, values: a layer's [pages, page_size, kv heads, head_dim], a head's tokens contiguous; table: int32
     [rows, pages]; lengths: int32 [rows], the chunk included; starts: int32 [rows + 1], where each row's
     tokens start in q. head_dim is a power of two. `options`: all but `latent`. Reads nothing behind a
     row's end. `tile`: queries (tokens times heads of a group), keys, warps, stages.
@@ -249,6 +246,7 @@ def chunk_attention(
         q.stride(0),
         table.stride(0),
         keys.stride(0),
+        keys.stride(2),
         WINDOW=options.window or 0,
         CAP=_LOG2E * (options.softcap or 0.0),
         SINKS=options.sinks is not None,

@@ -30,10 +30,10 @@ def capped(scores, CAP: tl.constexpr):
 
 
 @triton.jit
-def _entries(pages, at, last, page_stride, TOKEN: tl.constexpr, PAGE: tl.constexpr):
-    """Where the positions `at` below `last` lie in a layer; TOKEN: elements of a token."""
+def _entries(pages, at, last, page_stride, DIM: tl.constexpr, PAGE: tl.constexpr):
+    """Where the positions `at` below `last` lie in a head of a layer."""
     page = tl.load(pages + at // PAGE, mask=at < last, other=0).to(tl.int64)
-    return page * page_stride + (at % PAGE) * TOKEN
+    return page * page_stride + (at % PAGE) * DIM
 
 
 @triton.jit(do_not_specialize=["table", "lengths", "splits", "table_stride"])
@@ -53,6 +53,7 @@ def _decode(
     q_stride,
     table_stride,
     page_stride,
+    head_stride,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -80,18 +81,18 @@ def _decode(
     last = tl.minimum(first + share, before)
     columns = tl.arange(0, DIM)
     pages = table + row * table_stride
-    keys += head * DIM
-    values += head * DIM
+    keys += head * head_stride
+    values += head * head_stride
 
     # So the first keys are fetched while the previous kernel, which writes the last key and the query, ends.
     # The pages of each tile are looked up one tile ahead.
     offsets = tl.arange(0, BLOCK)
-    entry = _entries(pages, first + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
+    entry = _entries(pages, first + offsets, last, page_stride, DIM, PAGE)
     inside = (first + offsets < last)[:, None]
     k = tl.load(keys + entry[:, None] + columns[None, :], mask=inside, other=0.0)
     v = tl.load(values + entry[:, None] + columns[None, :], mask=inside, other=0.0)
-    entry = _entries(pages, first + BLOCK + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
-    own = tl.load(pages + before // PAGE).to(tl.int64) * page_stride + (before % PAGE) * (KV_HEADS * DIM)
+    entry = _entries(pages, first + BLOCK + offsets, last, page_stride, DIM, PAGE)
+    own = tl.load(pages + before // PAGE).to(tl.int64) * page_stride + (before % PAGE) * DIM
     if PDL:
         gdc_wait()
     member = tl.arange(0, GROUP_UP)
@@ -115,7 +116,7 @@ def _decode(
         inside = (start + BLOCK + offsets < last)[:, None]
         k_next = tl.load(keys + entry[:, None] + columns[None, :], mask=inside, other=0.0)
         v_next = tl.load(values + entry[:, None] + columns[None, :], mask=inside, other=0.0)
-        entry = _entries(pages, start + 2 * BLOCK + offsets, last, page_stride, KV_HEADS * DIM, PAGE)
+        entry = _entries(pages, start + 2 * BLOCK + offsets, last, page_stride, DIM, PAGE)
         scores = capped(tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale, CAP)
         scores = tl.where((start + offsets < last)[None, :], scores, -float("inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
@@ -181,7 +182,7 @@ def decode_attention(
     """Rows' last tokens q [rows, heads, head_dim] over their keys and values into `out`, contiguous, of q's
     shape.
 
-    keys, values: a layer's [pages, page_size, kv heads, head_dim], each page's contiguous; table: int32
+    keys, values: a layer's [pages, page_size, kv heads, head_dim], a head's tokens contiguous; table: int32
     [rows, pages]; lengths: int32 [rows], the row's own token included. head_dim is a power of two.
     `options`: all but `latent`. Reads nothing behind a row's end, nor before its window.
 
@@ -214,6 +215,7 @@ def decode_attention(
         q.stride(0),
         table.stride(0),
         keys.stride(0),
+        keys.stride(2),
         WINDOW=options.window or 0,
         CAP=_LOG2E * (options.softcap or 0.0),
         SINKS=options.sinks is not None,

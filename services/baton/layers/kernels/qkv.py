@@ -24,6 +24,7 @@ def _write_qkv(
     cache,
     table_stride,
     page_stride,
+    head_stride,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -81,7 +82,7 @@ def _write_qkv(
     tl.store(row + at + half, high, mask=mask & query)
     kv = heads - HEADS
     value = (kv >= KV_HEADS).to(tl.int32)
-    offset = (value * PAGE + position % PAGE) * (KV_HEADS * DIM) + (kv - value * KV_HEADS) * DIM
+    offset = (value * PAGE + position % PAGE) * DIM + (kv - value * KV_HEADS) * head_stride
     target = cache + page * page_stride + offset[:, None] + columns[None, :]
     tl.store(target, low, mask=mask & (query == 0))
     tl.store(target + half, high, mask=mask & (query == 0))
@@ -108,11 +109,11 @@ def write_qkv(
 
     qkv: [tokens, (heads + 2 kv heads) * head_dim], contiguous; weight: [heads + kv heads, head_dim];
     rope: float32 [positions, rotary], cosines and then sines for the first values of each head; positions,
-    slots: int32 [tokens]; tables: int32 [slots, pages]; cache: a layer's pages, [pages, 2, page_size,
-    kv heads, head_dim], each page contiguous. Computes in float32 and rounds once. `pdl`: starts while the
+    slots: int32 [tokens]; tables: int32 [slots, pages]; cache: a layer's pages, [pages, kv heads, 2,
+    page_size, head_dim], each head contiguous. Computes in float32 and rounds once. `pdl`: starts while the
     kernel before ends, and waits for it.
     """
-    _, _, page_size, kv_heads, dim = cache.shape
+    _, kv_heads, _, page_size, dim = cache.shape
     blocks = triton.cdiv(num_heads + 2 * kv_heads, _HEAD_BLOCK)
     _write_qkv[(qkv.shape[0], blocks)](
         qkv,
@@ -124,6 +125,7 @@ def write_qkv(
         cache,
         tables.stride(0),
         cache.stride(0),
+        cache.stride(1),
         eps,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
