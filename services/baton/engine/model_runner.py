@@ -53,7 +53,7 @@ class ModelRunner:
         self._model = model
         self._pool = pool
         self._device = torch.device(device) if device is not None else model.device
-        heads, options = model.config.num_heads, model.attention_options
+        heads, options = model.heads, model.attention_options
         self._groups = pool.layout.groups
         self._places: list[tuple[int, int]] = [(0, layer) for layer in range(len(options))]
         """Of each layer: its KV group, and its place in the group's pages."""
@@ -65,12 +65,14 @@ class ModelRunner:
         ]
         self._prefill = [prefill_attention(pool, heads, each) for each in of_groups]
         self._decode = [decode_attention(pool, heads, each) for each in of_groups]
-        self._sampler = Sampler(max_slots, self.vocab_size, self._device)
+        self._communicator = model.communicator
+        self._sampler = Sampler(max_slots, self.vocab_size, self._device) if model.shard.rank == 0 else None
+        """Of several ranks only rank 0 samples, and has results."""
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
 
     @property
     def mask_stats(self) -> MaskStats:
-        return self._sampler.grammars.stats
+        return MaskStats() if self._sampler is None else self._sampler.grammars.stats
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight:
@@ -78,7 +80,8 @@ class ModelRunner:
         for source, destination in plan.copies:
             self._pool.copy_page(source, destination)
         for init in plan.inits:
-            self._sampler.init(init)
+            if self._sampler is not None:
+                self._sampler.init(init)
             if init.last_token is not None:
                 self._last_token[init.slot] = init.last_token
         if not plan.rows:
@@ -87,7 +90,9 @@ class ModelRunner:
         order = sorted(range(len(plan.rows)), key=lambda i: plan.rows[i].count > 1)
         rows = [plan.rows[i] for i in order]
         # Masks are computed while the forward pass runs.
-        masks = self._sampler.begin_masks([slot for row in plan.rows for slot in row.sample])
+        masks = None
+        if self._sampler is not None:
+            masks = self._sampler.begin_masks([slot for row in plan.rows for slot in row.sample])
         hidden, ends = self._forward(rows)
         samples = self._sample(plan.rows, hidden, dict(zip(order, ends, strict=True)), masks)
         prompts = {
@@ -98,7 +103,7 @@ class ModelRunner:
         pooled = {
             i: pool_states(row.pooling, hidden[end - row.count : end])
             for i, row, end in zip(order, rows, ends, strict=True)
-            if row.pooling is not None
+            if row.pooling is not None and self._sampler is not None
         }
         return Flight(plan.number, plan.rows, samples, prompts, pooled)
 
@@ -172,21 +177,28 @@ class ModelRunner:
         if not slots:
             return None
         logits = self._model.logits(hidden[torch.tensor(last, device=self._device)])
-        samples = self._sampler.sample(logits, np.array(slots), np.array(positions), masks)
-        self._last_token[torch.tensor(slots, device=self._device)] = samples.tokens
+        samples = None
+        if self._sampler is not None:
+            samples = self._sampler.sample(logits, np.array(slots), np.array(positions), masks)
+        tokens = self._last_token.new_empty(len(slots)) if samples is None else samples.tokens
+        if self._communicator is not None:
+            self._communicator.broadcast(tokens)
+        self._last_token[torch.tensor(slots, device=self._device)] = tokens
         return samples
 
     def _prompt_logprobs(self, row: PlanRow, hidden: torch.Tensor) -> list[TokenLogprobs]:
         assert row.prompt_logprobs is not None
         targets = torch.tensor(row.prompt_logprobs, device=self._device)
-        return [
-            token_logprobs(self._model.logits(states), wanted, row.prompt_top)
-            for states, wanted in zip(
-                torch.split(hidden[: len(targets)], _LOGITS_ROWS),
-                torch.split(targets, _LOGITS_ROWS),
-                strict=True,
-            )
-        ]
+        found = []
+        for states, wanted in zip(
+            torch.split(hidden[: len(targets)], _LOGITS_ROWS),
+            torch.split(targets, _LOGITS_ROWS),
+            strict=True,
+        ):
+            logits = self._model.logits(states)
+            if self._sampler is not None:
+                found.append(token_logprobs(logits, wanted, row.prompt_top))
+        return found
 
     def done(self, flight: Flight) -> bool:
         return True

@@ -13,6 +13,7 @@ from baton.layers.forward_batch import ForwardBatch, Paged
 from baton.layers.norm import add_one
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope
+from baton.layers.shard import times
 
 if TYPE_CHECKING:
     from baton.layers.latent_attention import LatentProjections
@@ -76,21 +77,30 @@ class Attention:
         """`index`: of the layer; `rope` None: no rotation; `norm_eps`: queries and keys of each head are
         normalized; `convert`: of the weights of queries and of keys; `merged`: the checkpoint's name for
         queries, keys and values in one tensor."""
-        self.index, self.heads, self.kv_heads, self.head_dim = index, heads, kv_heads, head_dim
-        self.kv = KvShape(kv_heads, head_dim, 2)
+        shard = parameters.shard
+        own, own_kv = shard.split(heads, "attention heads"), shard.kv_heads(kv_heads)
+        self.index, self.head_dim = index, head_dim
+        self.heads, self.kv_heads = own[1], own_kv[1]
+        """Of this rank."""
+        self.kv = KvShape(self.kv_heads, head_dim, 2)
         self.rope = rope
         self.options = options or AttentionOptions()
         q, kv = heads * head_dim, kv_heads * head_dim
         parts = {merged: q + 2 * kv} if merged else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         conversions = {"q_proj": convert, "k_proj": convert} if convert else None
-        self.qkv = parameters.linear(parts, hidden, qkv_bias, conversions)
-        self.output = parameters.linear({"o_proj": hidden}, q, output_bias)
+        queries, keys = times(own, head_dim), times(own_kv, head_dim)
+        rows = {"q_proj": [queries], "k_proj": [keys], "v_proj": [keys]}
+        if merged:
+            rows = {merged: [queries, times(own_kv, head_dim, q), times(own_kv, head_dim, q + kv)]}
+        self.qkv = parameters.linear(parts, hidden, qkv_bias, conversions, rows=rows)
+        self.output = parameters.linear({"o_proj": hidden}, q, output_bias, columns=queries)
         self.qk_norm: torch.Tensor | None = None
         """[heads + kv heads, head_dim]: the weight of each head's norm."""
         self.norm_eps = norm_eps or 0.0
         if norm_eps is not None:
-            self.qk_norm = parameters.empty(heads + kv_heads, head_dim)
-            for name, part in (("q_norm", self.qk_norm[:heads]), ("k_norm", self.qk_norm[heads:])):
+            self.qk_norm = parameters.empty(self.heads + self.kv_heads, head_dim)
+            of_queries, of_keys = self.qk_norm.split((self.heads, self.kv_heads))
+            for name, part in (("q_norm", of_queries), ("k_norm", of_keys)):
                 parameters.add(
                     f"{name}.weight",
                     part,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from baton.layers.linear import Linear
 from baton.layers.mlp import ACTIVATIONS, GatedMlp
 from baton.layers.parameters import Parameters
+from baton.layers.shard import Span, times
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,11 @@ class Experts:
     ) -> None:
         """`projections`: names of an expert's gate, up and down projections in the checkpoint; None: it has
         all experts in one tensor, transposed, gate and up interleaved, as gpt-oss has."""
-        self.count, self.inner = count, inner
+        own = parameters.shard.split(inner, "inner values of an expert")
+        self.count, self.inner = count, own[1]
+        """`inner`: of this rank."""
+        self.communicator = parameters.communicator
+        """With several ranks what comes out is this rank's part of a sum."""
         self.activation = activation
         self.quantized: list[tuple[Linear, Linear]] | None = None
         """Each expert's gate_up and down where they stay quantized; the tensors below are then empty."""
@@ -128,42 +133,64 @@ class Experts:
                 for expert in range(count)
             ]
             count = 0
-        self.gate_up = parameters.empty(count, 2 * inner, hidden)
-        self.down = parameters.empty(count, hidden, inner)
-        self.gate_up_bias = parameters.empty(count, 2 * inner) if bias else None
+        self.gate_up = parameters.empty(count, 2 * self.inner, hidden)
+        self.down = parameters.empty(count, hidden, self.inner)
+        self.gate_up_bias = parameters.empty(count, 2 * self.inner) if bias else None
         self.down_bias = parameters.empty(count, hidden) if bias else None
         if projections is None:
-            self._declare_merged(parameters)
+            self._declare_merged(parameters, inner, own)
         else:
             for expert in range(count):
-                self._declare(parameters.under(str(expert)), expert, projections)
+                self._declare(parameters.under(str(expert)), expert, projections, inner, own)
+        if self.down_bias is not None and parameters.shard.rank:
+            self.down_bias = None  # rank 0 adds it
 
-    def _declare(self, parameters: Parameters, expert: int, projections: tuple[str, str, str]) -> None:
+    def _declare(
+        self, parameters: Parameters, expert: int, projections: tuple[str, str, str], inner: int, own: Span
+    ) -> None:
+        """`inner`: of all ranks; `own`: the part of this one."""
         gate, up, down = projections
-        for kind, gate_up, out in (
-            ("weight", self.gate_up, self.down),
-            ("bias", self.gate_up_bias, self.down_bias),
+        hidden, rows = self.down.shape[1], parameters.shard.cut(0, own)
+        for name, target, shape, cut in (
+            (gate, self.gate_up[expert, : self.inner], torch.Size([inner, hidden]), rows),
+            (up, self.gate_up[expert, self.inner :], torch.Size([inner, hidden]), rows),
+            (down, self.down[expert], torch.Size([hidden, inner]), parameters.shard.cut(1, own)),
         ):
-            if gate_up is not None and out is not None:
-                fill: Literal["normal", "zeros"] = "normal" if kind == "weight" else "zeros"
-                convert = parameters.plan.rounding(None) if kind == "weight" else None
-                for name, target in (
-                    (gate, gate_up[expert, : self.inner]),
-                    (up, gate_up[expert, self.inner :]),
-                    (down, out[expert]),
-                ):
-                    parameters.add(f"{name}.{kind}", target, fill=fill, convert=convert)
-
-    def _declare_merged(self, parameters: Parameters) -> None:
-        for name, target, convert in (
-            ("gate_up_proj", self.gate_up, _halves),
-            ("down_proj", self.down, None),
-        ):
-            count, rows, columns = target.shape
-            shape = torch.Size([count, columns, rows])
-            parameters.add(name, target, shape=shape, convert=_transposed(convert))
+            convert = parameters.plan.rounding(None)
+            parameters.add(f"{name}.weight", target, shape=shape, convert=convert, cut=cut)
         if self.gate_up_bias is not None and self.down_bias is not None:
-            parameters.add("gate_up_proj_bias", self.gate_up_bias, fill="zeros", convert=_halves)
+            inners, gate_up = torch.Size([inner]), self.gate_up_bias[expert]
+            parameters.add(f"{gate}.bias", gate_up[: self.inner], shape=inners, fill="zeros", cut=rows)
+            parameters.add(f"{up}.bias", gate_up[self.inner :], shape=inners, fill="zeros", cut=rows)
+            parameters.add(f"{down}.bias", self.down_bias[expert], fill="zeros")
+
+    def _declare_merged(self, parameters: Parameters, inner: int, own: Span) -> None:
+        """Gate and up of an inner value are neighbours."""
+        count, hidden, _ = self.down.shape
+        pairs = times(own, 2)
+        parameters.add(
+            "gate_up_proj",
+            self.gate_up,
+            shape=torch.Size([count, hidden, 2 * inner]),
+            convert=_transposed(_halves),
+            cut=parameters.shard.cut(2, pairs),
+        )
+        parameters.add(
+            "down_proj",
+            self.down,
+            shape=torch.Size([count, inner, hidden]),
+            convert=_transposed(None),
+            cut=parameters.shard.cut(1, own),
+        )
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            parameters.add(
+                "gate_up_proj_bias",
+                self.gate_up_bias,
+                shape=torch.Size([count, 2 * inner]),
+                fill="zeros",
+                convert=_halves,
+                cut=parameters.shard.cut(1, pairs),
+            )
             parameters.add("down_proj_bias", self.down_bias, fill="zeros")
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -219,7 +246,9 @@ def _quantized(
 ) -> tuple[Linear, Linear]:
     """Of one expert."""
     gate, up, down = projections
-    return parameters.linear({gate: inner, up: inner}, hidden), parameters.linear({down: hidden}, inner)
+    own = parameters.shard.split(inner, "inner values of an expert")
+    gate_up = parameters.linear({gate: inner, up: inner}, hidden, rows={gate: [own], up: [own]})
+    return gate_up, parameters.linear({down: hidden}, inner, columns=own, reduce=False)
 
 
 def _halves(interleaved: torch.Tensor) -> torch.Tensor:
@@ -241,14 +270,18 @@ class Mixture:
     """A feed-forward layer: a token's experts, and a shared expert if there is one, which has every token."""
 
     def __init__(self, router: Router, experts: Experts, shared: GatedMlp | None = None) -> None:
+        """`shared`: made with `reduce` false."""
         self.router, self.experts, self.shared = router, experts, shared
         self.kernels: Callable[[torch.Tensor], torch.Tensor] | None = None
         """The same function where it must not wait for the host: `models.device_mixture`."""
+        self._communicator = experts.communicator
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""
-        if self.kernels is not None:
-            return self.kernels(x)
+        out = self._part(x) if self.kernels is None else self.kernels(x)
+        return out if self._communicator is None else self._communicator.all_reduce(out)
+
+    def _part(self, x: torch.Tensor) -> torch.Tensor:
         out = self.experts(x, *self.router(x)).to(x.dtype)
         return out if self.shared is None else self.shared.add_to(out, x)
 

@@ -8,7 +8,7 @@ that reads far less for a query that attends to many positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from baton.layers.forward_batch import ForwardBatch
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope, half_split
+from baton.layers.shard import Span, times
 
 _NORM_EPS = 1e-6
 """Of the latents' norms; config.json does not name it."""
@@ -91,34 +92,49 @@ class LatentAttention:
         interleaved: bool = True,
     ) -> None:
         """`interleaved`: the checkpoint's rotation pairs neighbours."""
-        self.index, self.shape = index, shape
-        self.rope = rope
+        own = parameters.shard.split(shape.heads, "attention heads")
+        self.shape = replace(shape, heads=own[1])
+        """Of this rank."""
+        self.index, self.rope = index, rope
         self.kv = KvShape(1, shape.rank + shape.rotated, 1)
         size = shape.plain + shape.rotated
         latent = shape.rank + shape.rotated
         of_query = half_split(size, shape.plain) if interleaved else None
         of_key = half_split(latent, shape.rank) if interleaved else None
         down = {"kv_a_proj_with_mqa": latent}
+        rows: dict[str, list[Span]] = {}
         conversions = {"kv_a_proj_with_mqa": of_key} if of_key else {}
         self.query_norm: RmsNorm | None = None
         if shape.query_rank is None:
             down = {"q_proj": shape.heads * size, **down}
+            rows = {"q_proj": [times(own, size)]}
             conversions |= {"q_proj": of_query} if of_query else {}
         else:
             down = {"q_a_proj": shape.query_rank, **down}
             self.query_norm = RmsNorm(parameters, "q_a_layernorm", shape.query_rank, _NORM_EPS)
             up = {"q_b_proj": of_query} if of_query else None
-            self.query_up = parameters.linear({"q_b_proj": shape.heads * size}, shape.query_rank, convert=up)
-        self.down = parameters.linear(down, hidden, bias, conversions)
+            self.query_up = parameters.linear(
+                {"q_b_proj": shape.heads * size},
+                shape.query_rank,
+                convert=up,
+                rows={"q_b_proj": [times(own, size)]},
+            )
+        self.down = parameters.linear(down, hidden, bias, conversions, rows=rows)
         self.latent_norm = RmsNorm(parameters, "kv_a_layernorm", shape.rank, _NORM_EPS)
+        up_size = shape.plain + shape.value
         up_projection = parameters.tensor(
-            "kv_b_proj.weight", shape.heads * (shape.plain + shape.value), shape.rank
-        ).view(shape.heads, -1, shape.rank)
+            "kv_b_proj.weight",
+            shape.heads * up_size,
+            shape.rank,
+            cut=parameters.shard.cut(0, times(own, up_size)),
+        ).view(self.shape.heads, -1, shape.rank)
         self.options = AttentionOptions(
             scale=scale,
             latent=LatentProjections(up_projection[:, : shape.plain], up_projection[:, shape.plain :]),
         )
-        self.output = parameters.linear({"o_proj": hidden}, shape.heads * shape.value, bias)
+        self.output = parameters.linear(
+            {"o_proj": hidden}, shape.heads * shape.value, bias, columns=times(own, shape.value)
+        )
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""

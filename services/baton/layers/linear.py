@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from baton.layers.shard import Communicator
 from baton.layers.weights.cpu import Product, exact_products
 from baton.layers.weights.method import QuantizedWeight
 
@@ -136,9 +137,15 @@ def blocked_available(dtype: torch.dtype) -> bool:
 class Linear:
     """y = x W^T + b. Made from weight [out, in] and bias [out] or None, which can be filled until `pack`."""
 
-    __slots__ = ("_packed", "bias", "quantized", "weight")
+    __slots__ = ("_communicator", "_packed", "bias", "quantized", "weight")
 
-    def __init__(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor | QuantizedWeight,
+        bias: torch.Tensor | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        """`communicator`: x are this rank's inputs, and y is the sum over all ranks."""
         self.weight: torch.Tensor | None = None
         self.quantized: QuantizedWeight | None = None
         """The weight, where it stays quantized; until `pack`."""
@@ -147,6 +154,7 @@ class Linear:
         else:
             self.weight = weight
         self.bias = bias
+        self._communicator = communicator
         self._packed: CpuLayout | Product | None = None
 
     def pack(self, layout: type[CpuLayout]) -> None:
@@ -163,6 +171,10 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out]"""
+        y = self._product(x)
+        return y if self._communicator is None else self._communicator.all_reduce(y)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return self._packed.apply(x, self.bias)
         assert self.weight is not None
@@ -175,6 +187,6 @@ class Linear:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, [rows, out]; `residual` may be overwritten."""
-        if self._packed is not None:
+        if self._packed is not None and self._communicator is None:
             return self._packed.add_to(residual, x, self.bias)
         return residual.add_(self(x))

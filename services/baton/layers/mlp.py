@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.parameters import Parameters
+from baton.layers.shard import times
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -33,15 +34,22 @@ class GatedMlp:
         bias: bool = False,
         activation: str = "silu",
         merged: str | None = None,
+        reduce: bool = True,
     ) -> None:
-        """`merged`: the checkpoint's name for gate and up in one tensor. Raises KeyError for an activation
-        that is not in ACTIVATIONS."""
+        """`merged`: the checkpoint's name for gate and up in one tensor. `reduce` false: with several ranks
+        the result is this rank's part of a sum. Raises KeyError for an activation that is not in
+        ACTIVATIONS."""
         parts = {merged: 2 * inner} if merged else {"gate_proj": inner, "up_proj": inner}
         self.activation = activation
         self._activation = ACTIVATIONS[activation]
-        self.inner = inner
-        self.gate_up = parameters.linear(parts, hidden, bias)
-        self.down = parameters.linear({"down_proj": hidden}, inner, bias)
+        own = parameters.shard.split(inner, "inner values of a feed-forward layer")
+        self.inner = own[1]
+        """Of this rank."""
+        rows = {name: [own] for name in parts}
+        if merged:
+            rows = {merged: [own, times(own, 1, inner)]}
+        self.gate_up = parameters.linear(parts, hidden, bias, rows=rows)
+        self.down = parameters.linear({"down_proj": hidden}, inner, bias, columns=own, reduce=reduce)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] -> [tokens, hidden]"""

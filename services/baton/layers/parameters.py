@@ -6,14 +6,15 @@ On the `meta` device nothing is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from baton.layers.linear import Linear
-from baton.layers.weights.method import QuantizedWeight, WeightPlan
+from baton.layers.shard import ONE_RANK, Communicator, Cut, Shard, Span
+from baton.layers.weights.method import Method, QuantizedWeight, WeightPlan
 
 Fill = Literal["normal", "ones", "zeros"]
 
@@ -31,6 +32,9 @@ class Parameter:
     convert: Callable[[torch.Tensor], torch.Tensor] | None = None
     """From the checkpoint's tensor, on the host, to what is copied to `target`. That of a matrix only
     reorders its rows."""
+    cut: Cut | None = None
+    """The part of the checkpoint's tensor that is read and, if `convert` says so, converted; None: all of
+    it."""
 
 
 @dataclass(slots=True)
@@ -46,6 +50,9 @@ class Parameters:
     ignored: list[str] = field(default_factory=list)
     """How names start of tensors that a checkpoint may hold and the model does not use."""
     plan: WeightPlan = field(default_factory=WeightPlan)
+    shard: Shard = ONE_RANK
+    communicator: Communicator | None = None
+    """Of the ranks that share the model; None: there is one."""
 
     def under(self, name: str) -> Parameters:
         """Those below `name`."""
@@ -67,14 +74,17 @@ class Parameters:
         shape: torch.Size | None = None,
         fill: Fill = "normal",
         convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        cut: Cut | None = None,
     ) -> None:
         """`shape`: in the checkpoint, where it is not the target's."""
-        self.table[self.prefix + name] = Parameter(target, shape or torch.Size(target.shape), fill, convert)
+        own = shape or torch.Size(target.shape)
+        self.table[self.prefix + name] = Parameter(target, own, fill, convert, cut)
 
-    def tensor(self, name: str, *shape: int, fill: Fill = "normal") -> torch.Tensor:
-        """A tensor that lies in memory as it does in the checkpoint."""
-        target = self.empty(*shape)
-        self.add(name, target, fill=fill)
+    def tensor(self, name: str, *shape: int, fill: Fill = "normal", cut: Cut | None = None) -> torch.Tensor:
+        """A tensor that lies in memory as it does in the checkpoint, where it has this shape."""
+        whole = torch.Size(shape)
+        target = self.empty(*(whole if cut is None else cut.shape(whole)))
+        self.add(name, target, shape=whole, fill=fill, cut=cut)
         return target
 
     def linear(
@@ -85,39 +95,71 @@ class Parameters:
         convert: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
         *,
         quantize: bool = True,
+        rows: Mapping[str, Sequence[Span]] | None = None,
+        columns: Span | None = None,
+        reduce: bool = True,
     ) -> Linear:
         """Projections of one input, merged: name -> outputs. `convert`: reorders the rows of a part's weight
-        and bias, by name. `quantize`: may be quantized while loading."""
-        sizes, convert = list(parts.values()), convert or {}
+        and bias, by name. `quantize`: may be quantized while loading.
+
+        With several ranks: `rows`: those of each part that this rank holds, where it does not hold all.
+        `columns`: the inputs that it has, of whose products the sum over all ranks is taken unless `reduce`
+        is false; the bias is then rank 0's.
+        """
+        single = self.shard.size == 1
+        cuts = {name: None if single else Cut(0, tuple(spans)) for name, spans in (rows or {}).items()}
+        sizes = [
+            size if (cut := cuts.get(name)) is None else cut.shape(torch.Size([size]))[0]
+            for name, size in parts.items()
+        ]
+        shapes = {name: torch.Size([size, inputs]) for name, size in parts.items()}
+        if columns is not None and not single:
+            assert rows is None
+            cuts = dict.fromkeys(parts, Cut(1, (columns,)))
+            inputs = columns[1]
         plan = self.plan if quantize or self.plan.stored is not None else WeightPlan()
         method = plan.method_of([f"{self.prefix}{name}.weight" for name in parts], inputs)
-        if method is not None:
-            quantized, first = QuantizedWeight(method, sum(sizes), inputs, self.device), 0
-            for name, size in parts.items():
-                self.add(f"{name}.weight", quantized.rows(first, size), convert=convert.get(name))
-                first += size
-            return self._linear(quantized, parts, bias, convert)
-        weight = self.empty(sum(sizes), inputs)
-        for name, view in zip(parts, torch.split(weight, sizes), strict=True):
-            self.add(f"{name}.weight", view, convert=plan.rounding(convert.get(name)))
-        return self._linear(weight, parts, bias, convert)
-
-    def _linear(
-        self,
-        weight: torch.Tensor | QuantizedWeight,
-        parts: Mapping[str, int],
-        bias: bool,
-        convert: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
-    ) -> Linear:
-        """With its bias declared."""
-        sizes = list(parts.values())
-        biases = self.empty(sum(sizes)) if bias else None
-        if biases is not None:
-            for name, view in zip(parts, torch.split(biases, sizes), strict=True):
-                self.add(f"{name}.bias", view, fill="zeros", convert=convert.get(name))
-        linear = Linear(weight, biases)
+        convert, weight = convert or {}, self._weight(method, sum(sizes), inputs)
+        first = 0
+        for (name, shape), size in zip(shapes.items(), sizes, strict=True):
+            own = convert.get(name)
+            if isinstance(weight, QuantizedWeight):
+                part: torch.Tensor | QuantizedWeight = weight.rows(first, size)
+            else:
+                part, own = weight[first : first + size], plan.rounding(own)
+            self.add(f"{name}.weight", part, shape=shape, convert=own, cut=cuts.get(name))
+            first += size
+        summed = columns is not None and not single
+        biases = self._biases(shapes, sizes, convert, {} if summed else cuts) if bias else None
+        if summed and self.shard.rank:
+            biases = None  # rank 0 adds it
+        linear = Linear(weight, biases, self.communicator if summed and reduce else None)
         self.linears.append(linear)
         return linear
+
+    def _weight(self, method: Method | None, outputs: int, inputs: int) -> torch.Tensor | QuantizedWeight:
+        if method is None:
+            return self.empty(outputs, inputs)
+        return QuantizedWeight(method, outputs, inputs, self.device)
+
+    def _biases(
+        self,
+        shapes: Mapping[str, torch.Size],
+        sizes: Sequence[int],
+        convert: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+        cuts: Mapping[str, Cut | None],
+    ) -> torch.Tensor:
+        biases = self.empty(sum(sizes))
+        for (name, shape), view in zip(shapes.items(), torch.split(biases, list(sizes)), strict=True):
+            self.add(
+                f"{name}.bias",
+                view,
+                shape=shape[:1],
+                fill="zeros",
+                convert=convert.get(name),
+                cut=cuts.get(name),
+            )
+        return biases
 
     @property
     def nbytes(self) -> int:

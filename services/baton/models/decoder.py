@@ -16,6 +16,7 @@ from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
+from baton.layers.shard import Communicator, Shard
 from baton.layers.weights.cpu import Product
 from baton.layers.weights.method import QuantizedWeight
 from baton.models.config import ModelConfig
@@ -27,12 +28,20 @@ class Model(Protocol):
     config: ModelConfig
     device: torch.device
     dtype: torch.dtype
+    shard: Shard
+    communicator: Communicator | None
+    """Of the ranks that share the model; None: there is one."""
 
     @property
     def num_parameters(self) -> int: ...
 
     @property
     def attention_options(self) -> Sequence[AttentionOptions]: ...
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of each layer, on this rank."""
+        ...
 
     @property
     def kv(self) -> KvShape: ...
@@ -117,17 +126,26 @@ class Decoder:
             torch.tensor(embedding_scale).to(self.dtype).item() if embedding_scale else None
         )
         size, hidden = config.vocab_size, config.hidden_size
-        self.embedding = parameters.tensor("model.embed_tokens.weight", size, hidden)
+        self.shard, self.communicator = parameters.shard, parameters.communicator
+        self._own_tokens = own = self.shard.vocabulary(size)
+        rows, cut = self.shard.vocabulary_rows(size), self.shard.cut(0, own)
+        self.embedding = parameters.empty(rows, hidden)
+        self.embedding[own[1] :].zero_()
+        parameters.add(
+            "model.embed_tokens.weight", self.embedding[: own[1]], shape=torch.Size([size, hidden]), cut=cut
+        )
         self.norm = RmsNorm(parameters, "model.norm", hidden, config.rms_norm_eps, norm_plus_one)
         if config.tied:
             method = parameters.plan.method_of([], hidden) if parameters.plan.head else None
-            quantized = QuantizedWeight(method, size, hidden, self.device) if method is not None else None
+            quantized = QuantizedWeight(method, rows, hidden, self.device) if method is not None else None
             self.head = Linear(self.embedding if quantized is None else quantized)
             """Its weight is the embedding if the checkpoint ties them, or made of that."""
             parameters.linears.append(self.head)
             parameters.ignore("lm_head.weight")
         else:
-            self.head = parameters.linear({"lm_head": size}, hidden, head_bias, quantize=parameters.plan.head)
+            self.head = parameters.linear(
+                {"lm_head": size}, hidden, head_bias, quantize=parameters.plan.head, rows={"lm_head": [own]}
+            )
 
     @property
     def attention_options(self) -> list[AttentionOptions]:
@@ -135,8 +153,13 @@ class Decoder:
         return [layer.attention.options for layer in self.layers]
 
     @property
+    def heads(self) -> int:
+        """Attention heads of each layer, on this rank."""
+        return self.config.num_heads // self.shard.size
+
+    @property
     def kv(self) -> KvShape:
-        """Of each layer."""
+        """Of each layer, on this rank."""
         return self.layers[0].attention.kv
 
     @property
@@ -183,22 +206,38 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """-> final normalized hidden states [tokens, hidden]"""
-        hidden = F.embedding(batch.tokens, self.embedding)
+        hidden = self._embed(batch.tokens)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
         for layer in self.layers:
             hidden = layer(hidden, batch)
         return self.norm(hidden)
 
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.communicator is None:
+            return F.embedding(tokens, self.embedding)
+        first, count = self._own_tokens
+        own = tokens - first
+        others = (own < 0) | (own >= count)
+        hidden = F.embedding(own.masked_fill(others, 0), self.embedding).masked_fill_(others[:, None], 0)
+        return self.communicator.all_reduce(hidden)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> float32 [rows, vocab]."""
-        return self.head(hidden).float()
+        """[rows, hidden] -> float32 [rows, vocab]; with several ranks on rank 0, [rows, 0] on others."""
+        logits = self.head(hidden).float()
+        if self.communicator is None:
+            return logits
+        rows = self.shard.vocabulary_rows(self.config.vocab_size)
+        padded = F.pad(logits, (0, rows - logits.shape[1]))
+        return self.communicator.gather(padded)[:, : self.config.vocab_size]
 
 
 def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
-    """The layers if all are those of Llama: attention to all positions, whole heads rotated alike, a gated
-    SiLU layer or a mixture of such; else None."""
+    """The layers if all are those of Llama, and whole: attention to all positions, whole heads rotated alike,
+    a gated SiLU layer or a mixture of such; else None."""
     if not isinstance(decoder, Decoder) or decoder.parameters.plan.method is not None:
+        return None
+    if decoder.shard.size > 1:
         return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
     same = len({id(layer.attention.rope) for layer in layers}) == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import torch
 
 from baton.checkpoint import CheckpointError
 from baton.gguf_file import PIECE, GgufFile
+from baton.layers.shard import NO_CUTS, Cut
 from baton.models.gguf_families import LAYER, OTHERS, common, family_of, layers
 
 _CONFIGURATION = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -141,14 +142,17 @@ class GgufTensors:
     def shapes(self) -> dict[str, list[int]]:
         return {name: list(source.shape) for name, source in self._sources.items()}
 
-    def read(self, names: Collection[str], whole: Collection[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    def read(
+        self, names: Collection[str], whole: Collection[str], cuts: Mapping[str, Cut] = NO_CUTS
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
         for name in names:
             source = self._sources[name]
             count, *inner = source.shape
             step = count if name in whole else max(1, PIECE // math.prod(inner))
             for start in range(0, count, step):
                 piece = source.read(slice(start, start + step))
-                yield name, start, torch.from_numpy(np.require(piece, requirements="W"))
+                tensor = torch.from_numpy(np.require(piece, requirements="W"))
+                yield name, start, cuts[name].of(tensor) if name in cuts else tensor
 
     def sample(self, update: Callable[[bytes], None]) -> None:
         for name in sorted(self._file.tensors):

@@ -34,5 +34,5 @@ def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Fee
     return Mixture(
         Router(own, "gate", hidden, count, routing, correction=True, float32=True),
         Experts(own.under("experts"), count, hidden, inner),
-        GatedMlp(own.under("shared_experts"), hidden, inner * hf.n_shared_experts),
+        GatedMlp(own.under("shared_experts"), hidden, inner * hf.n_shared_experts, reduce=False),
     )

@@ -18,7 +18,8 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
 
 def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
     bias = config.hf.attention_bias
-    sinks = parameters.tensor("sinks", config.num_heads)
+    own = parameters.shard.split(config.num_heads, "attention heads")
+    sinks = parameters.tensor("sinks", config.num_heads, cut=parameters.shard.cut(0, own))
     return Attention(
         parameters,
         index,

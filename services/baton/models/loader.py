@@ -15,6 +15,7 @@ import torch
 from baton.gguf_file import GgufFile
 from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
+from baton.layers.shard import ONE_RANK, Communicator, Shard
 from baton.layers.weights.method import QuantizedWeight, WeightPlan
 from baton.layers.weights.quantized import QuantizedTensor
 from baton.models import transformers_backed
@@ -96,25 +97,36 @@ def _copy(file: TensorFile, names: list[str], parameters: dict[str, Parameter], 
         for name in names
         if (each := parameters[name]).convert is not None or each.shape != each.target.shape
     }
-    for name, start, source in file.read(names, whole):
+    # What is quantized by rows is quantized first.
+    cuts = {
+        name: cut
+        for name in names
+        if (cut := parameters[name].cut) is not None
+        and not (isinstance(parameters[name].target, QuantizedWeight) and cut.axis)
+    }
+    for name, start, source in file.read(names, whole | cuts.keys(), cuts):
         parameter = parameters[name]
-        target = parameter.target
+        target, cut = parameter.target, parameter.cut
         if isinstance(source, QuantizedTensor):
             if isinstance(target, QuantizedWeight):
-                target.fill(0, source.map_rows(parameter.convert) if parameter.convert else source)
+                if cut is not None and not cut.axis:
+                    source = source.map_rows(cut.of)
+                source = source.map_rows(parameter.convert) if parameter.convert else source
+                target.fill(0, source, cut.spans[0] if cut is not None and cut.axis else None)
                 progress.add(target.nbytes)
                 continue
             source = source.dequantize()
+            source = source if cut is None else cut.of(source)
         elif source.dtype not in _FLOATS:
             kind = str(source.dtype).removeprefix("torch.")
             raise ModelError(f"tensor {name} is {kind}, and there are no scales for it")
         if parameter.convert is not None:
             source = parameter.convert(source)
         if isinstance(target, QuantizedWeight):
-            target.fill(start, source)
+            target.fill(start, source, cut.spans[0] if cut is not None and cut.axis else None)
             progress.add(target.nbytes * len(source) // len(target.codes))
             continue
-        target = target if name in whole else target[start : start + len(source)]
+        target = target if name in whole or name in cuts else target[start : start + len(source)]
         if staging is None or source.numel() != target.numel():
             target.copy_(source)
         else:
@@ -175,12 +187,15 @@ def load_model(
     implementation: str = "auto",
     quantization: str = "auto",
     quantize_head: bool = False,
+    shard: Shard = ONE_RANK,
+    communicator: Communicator | None = None,
 ) -> Model:
     """Reads a checkpoint's tensors straight to the device.
 
     `dtype` None: the checkpoint's own. `load_format` "dummy": random weights, always the same, of files only
     config.json is needed. `context_length`: how far the model will be used, if less than it can.
     `implementation`: see `read_config`; `quantization` and `quantize_head`: see `weight_plan`.
+    `shard`: the part of the model to load, which computes together with the others by the `communicator`.
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
     """
     if load_format not in ("auto", "dummy"):
@@ -188,27 +203,38 @@ def load_model(
     config = read_config(path, context_length, implementation)
     dtype, device = dtype or config.dtype, torch.device(device)
     if config.implementation == "transformers":
-        _check_plain(quantization, quantize_head)
+        _check_plain(quantization, quantize_head, shard)
         return transformers_backed.load(path, config, dtype, device, load_format == "dummy")
     plan = weight_plan(path, device, quantization, quantize_head, load_format)
-    parameters = Parameters(dtype, device, plan=plan)
+    _check_shard(plan, shard)
+    parameters = Parameters(dtype, device, plan=plan, shard=shard, communicator=communicator)
     model = build(config, parameters)
     report = progress or (lambda done, total: None)
     if load_format == "dummy":
         _fill(parameters, report)
     else:
         read_weights(path, parameters, report)
-        if config.tied:
+        if config.tied and not shard.rank:
             _check_tied(path)
     model.prepare()
     return model
 
 
-def _check_plain(quantization: str, quantize_head: bool) -> None:
+def _check_plain(quantization: str, quantize_head: bool, shard: Shard) -> None:
+    if shard.size > 1:
+        raise ModelError(
+            "only models of Baton's own families are divided among ranks; transformers' code computes this "
+            "one: leave out --tp"
+        )
     if quantization not in ("auto", "none") or quantize_head:
         raise ModelError(
             "weights are quantized while loading for Baton's own families only; leave out --quantization"
         )
+
+
+def _check_shard(plan: WeightPlan, shard: Shard) -> None:
+    if shard.size > 1 and plan.fp8:
+        raise ModelError("--quantization fp8 does not work with --tp; leave one of them out")
 
 
 def _check_tied(path: Path) -> None:
@@ -232,12 +258,14 @@ def declared(
     dtype: torch.dtype | None = None,
     context_length: int | None = None,
     plan: WeightPlan | None = None,
+    shard: Shard = ONE_RANK,
 ) -> Decoder:
     """One of Baton's own models without any memory, by its configuration alone. Raises CheckpointError for
     what is not supported."""
     config = read_config(path, context_length, "baton")
     meta = torch.device("meta")
-    return build(config, Parameters(dtype or config.dtype, meta, plan=plan or WeightPlan()))
+    parameters = Parameters(dtype or config.dtype, meta, plan=plan or WeightPlan(), shard=shard)
+    return build(config, parameters)
 
 
 def weight_bytes(
@@ -249,15 +277,17 @@ def weight_bytes(
     quantize_head: bool = False,
     device: torch.device | None = None,
     load_format: str = "auto",
+    shard: Shard = ONE_RANK,
 ) -> int:
-    """Bytes of the weights that `load_model` would allocate on this device, a CPU if None. Raises
-    ModelError."""
+    """Bytes of the weights that `load_model` would allocate for one rank on this device, a CPU if None.
+    Raises ModelError."""
     config = read_config(path, context_length, implementation)
     if config.implementation == "transformers":
-        _check_plain(quantization, quantize_head)
+        _check_plain(quantization, quantize_head, shard)
         return transformers_backed.weight_bytes(config, dtype or config.dtype)
     plan = weight_plan(path, device or torch.device("cpu"), quantization, quantize_head, load_format)
-    return declared(path, dtype, context_length, plan).weight_bytes
+    _check_shard(plan, shard)
+    return declared(path, dtype, context_length, plan, shard).weight_bytes
 
 
 def kv_shape(config: ModelConfig) -> KvShape:

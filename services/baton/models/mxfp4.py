@@ -7,11 +7,12 @@ first in its low half: a sign and one of eight magnitudes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from baton.layers.shard import NO_CUTS, Cut
 from baton.models.config import ModelError
 
 if TYPE_CHECKING:
@@ -50,14 +51,17 @@ class Mxfp4Tensors:
                 found[name] = shape
         return found
 
-    def read(self, names: Collection[str], whole: Collection[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    def read(
+        self, names: Collection[str], whole: Collection[str], cuts: Mapping[str, Cut] = NO_CUTS
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
         packed = {f"{name}_blocks": name for name in names}
-        for stored, start, tensor in self._file.read([*names, *packed], whole):
+        for stored, start, tensor in self._file.read([*names, *packed], whole, cuts):
             if stored in packed:
                 scales = self._scales(packed[stored])
                 with _ONE_AT_A_TIME:
                     experts = [dequantize(*each) for each in zip(tensor, scales, strict=True)]
-                    yield packed[stored], 0, torch.stack(experts).transpose(1, 2)
+                    name, merged = packed[stored], torch.stack(experts).transpose(1, 2)
+                    yield name, 0, cuts[name].of(merged) if name in cuts else merged
             else:
                 yield stored, start, tensor
 

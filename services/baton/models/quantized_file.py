@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from baton.layers.shard import NO_CUTS, Cut
 from baton.layers.weights.fp8 import IGNORED
 from baton.layers.weights.quantized import Format, QuantizedTensor
 from baton.models.config import ModelError
@@ -49,7 +50,10 @@ class QuantizedFile:
         return found
 
     def read(
-        self, names: Collection[str], whole: Collection[str]
+        self,
+        names: Collection[str],
+        whole: Collection[str],
+        cuts: Mapping[str, Cut] = NO_CUTS,
     ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
         stored = {}
         for name in names:
@@ -57,7 +61,7 @@ class QuantizedFile:
             codes = f"{base}.{self._format.weight}"
             stored[codes if end == "weight" and self._quantized(codes) else name] = name
         beside = self._read_beside([name for name in stored if self._quantized(name)])
-        for own, start, tensor in self._file.read(stored, whole):
+        for own, start, tensor in self._file.read(stored, whole, cuts):
             name = stored[own]
             if not self._quantized(own):
                 yield name, start, tensor

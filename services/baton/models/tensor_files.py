@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from baton.layers.shard import NO_CUTS, Cut
 from baton.layers.weights.quantized import Format, QuantizedTensor
 from baton.models.config import ModelError
 from baton.models.gguf import GgufTensors
@@ -28,11 +29,12 @@ class TensorFile(Protocol):
         ...
 
     def read(
-        self, names: Collection[str], whole: Collection[str]
+        self, names: Collection[str], whole: Collection[str], cuts: Mapping[str, Cut] = NO_CUTS
     ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
         """These tensors in turn, each in one or several parts along its first axis: name, where the part
         begins, part. One part at a time is in memory. Those named in `whole` come in one part, quantized ones
-        always do."""
+        always do. Of those in `cuts`, which are in `whole` too, only that is returned; quantized ones come as
+        if there were none."""
         ...
 
     def sample(self, update: Callable[[bytes], None]) -> None:
@@ -95,11 +97,21 @@ class SafetensorsFile:
     def shapes(self) -> dict[str, list[int]]:
         return {name: tensors.get_slice(name).get_shape() for name, tensors in self._tensors()}
 
-    def read(self, names: Collection[str], whole: Collection[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    def read(
+        self, names: Collection[str], whole: Collection[str], cuts: Mapping[str, Cut] = NO_CUTS
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Of a tensor that is cut nothing else is read."""
         wanted = set(names)
         for name, tensors in self._tensors():
-            if name in wanted:
+            if name not in wanted:
+                continue
+            if name not in cuts:
                 yield name, 0, tensors.get_tensor(name)
+                continue
+            part, cut = tensors.get_slice(name), cuts[name]
+            axes = (slice(None),) * cut.axis
+            pieces = [part[(*axes, slice(first, first + count))] for first, count in cut.spans]
+            yield name, 0, pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.axis)
 
     def _tensors(self) -> Iterator[tuple[str, Any]]:
         """The file's names, each with the open file."""

@@ -59,12 +59,15 @@ class QuantizedWeight:
         part.zero = None if self.zero is None else self.zero[own]
         return part
 
-    def fill(self, first: int, source: torch.Tensor | QuantizedTensor) -> None:
-        """Rows from the first on: copied if they are quantized likewise, else quantized here."""
-        if isinstance(source, QuantizedTensor):
-            self._store(first, source)
-        else:
-            self._store(first, quantize(source, self.bits, self.group))
+    def fill(
+        self, first: int, source: torch.Tensor | QuantizedTensor, columns: tuple[int, int] | None = None
+    ) -> None:
+        """Rows from the first on: copied if they are quantized likewise, else quantized here. `columns`: of
+        the source, first and number; the others only take part in what scales are quantized by."""
+        if not isinstance(source, QuantizedTensor):
+            group = self.group if self.bits == 4 or columns is None else source.shape[1]
+            source = quantize(source, self.bits, group)
+        self._store(first, source if columns is None else source.columns(*columns))
 
     def _store(self, first: int, source: QuantizedTensor) -> None:
         rows = slice(first, first + len(source.codes))

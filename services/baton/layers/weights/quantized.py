@@ -39,6 +39,14 @@ class QuantizedTensor:
         zero = None if self.zero is None else convert(self.zero)
         return QuantizedTensor(convert(self.codes), convert(self.scale), self.group, zero, self.order)
 
+    def columns(self, first: int, count: int) -> QuantizedTensor:
+        """Of groups that are neighbours, whole ones."""
+        scale, zero = self.scale, self.zero
+        if scale.shape[1] > 1:
+            groups = slice(first // self.group, -(-(first + count) // self.group))
+            scale, zero = scale[:, groups], None if zero is None else zero[:, groups]
+        return QuantizedTensor(self.codes[:, first : first + count], scale, self.group, zero)
+
     def _spread(self, each: torch.Tensor) -> torch.Tensor:
         """[out, groups] -> [out, in], or [out, 1]"""
         if self.order is not None:

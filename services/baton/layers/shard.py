@@ -1,0 +1,101 @@
+"""Tensor parallelism, after Megatron-LM (Shoeybi et al., arXiv:1909.08053): which part of each tensor a rank
+holds, and what ranks tell each other.
+
+Projections into heads and into a feed-forward layer's inner values are cut by outputs, those out of them by
+inputs; the partial products are summed over all ranks. Embedding and head are cut by the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+
+from baton.checkpoint import CheckpointError
+
+Span = tuple[int, int]
+"""First and number of neighbours along an axis."""
+
+
+class Communicator(Protocol):
+    """What the layers of one worker's ranks tell each other. All ranks make the same calls in the same order;
+    each call has a time limit, after which it raises."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place; the same bits everywhere."""
+        ...
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, n] -> on rank 0 [rows, n * ranks], in the order of the ranks; on others [rows, 0]"""
+        ...
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Rank 0's contents, in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a checkpoint's tensor that one rank holds."""
+
+    axis: int
+    spans: tuple[Span, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        parts = [tensor.narrow(self.axis, first, count) for first, count in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
+
+    def shape(self, whole: torch.Size) -> torch.Size:
+        sizes = list(whole)
+        sizes[self.axis] = sum(count for _, count in self.spans)
+        return torch.Size(sizes)
+
+
+NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which of how many ranks."""
+
+    rank: int = 0
+    size: int = 1
+
+    def split(self, count: int, what: str) -> Span:
+        """This rank's equal part. Raises CheckpointError if there is none, naming `what`."""
+        if count % self.size:
+            raise CheckpointError(
+                f"{count} {what} cannot be divided among {self.size} ranks; use --tp with a divisor of them"
+            )
+        own = count // self.size
+        return own * self.rank, own
+
+    def kv_heads(self, count: int) -> Span:
+        """As `split`; ranks that outnumber the heads hold one each, so that neighbours hold the same."""
+        if self.size % count == 0:
+            return self.rank * count // self.size, 1
+        return self.split(count, "KV heads")
+
+    def vocabulary(self, count: int) -> Span:
+        """Its rows of the vocabulary; those of the last rank may be fewer than `vocabulary_rows`."""
+        rows = self.vocabulary_rows(count)
+        first = min(rows * self.rank, count)
+        return first, min(rows, count - first)
+
+    def vocabulary_rows(self, count: int) -> int:
+        return -(-count // self.size)
+
+    def cut(self, axis: int, *spans: Span) -> Cut | None:
+        """None: the tensor is whole, because there is one rank."""
+        return Cut(axis, spans) if self.size > 1 else None
+
+
+ONE_RANK = Shard()
+
+
+def times(span: Span, each: int, offset: int = 0) -> Span:
+    """The span of what makes up these neighbours, `each` of it one, from `offset` on."""
+    return offset + span[0] * each, span[1] * each

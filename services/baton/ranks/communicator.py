@@ -1,0 +1,61 @@
+"""Collectives among the ranks of a worker, by torch.distributed: gloo on CPUs, NCCL on GPUs.
+
+Each worker has a process group of its own: torch's default group, of which a process has one, is not used.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from baton.layers.shard import Shard
+
+
+class GroupCommunicator:
+    """A `Communicator`. Its calls raise RuntimeError when another rank is gone, or takes longer than the time
+    limit."""
+
+    def __init__(self, shard: Shard, rendezvous: Path, device: torch.device, seconds: float) -> None:
+        """`rendezvous`: a file that all ranks name and nobody has used; it may be removed once all have
+        returned. `seconds`: time limit of each call, and of meeting the others. Blocks."""
+        self._rank, self._size, limit = shard.rank, shard.size, timedelta(seconds=seconds)
+        store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[no-untyped-call]
+        store.set_timeout(limit)
+        self._group = _nccl(store, shard, limit) if device.type == "cuda" else _gloo(store, shard, limit)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        if self._rank:
+            self._group.gather([], [x.contiguous()], options).wait()
+            return x.new_empty(len(x), 0)
+        parts = [torch.empty_like(x) for _ in range(self._size)]
+        self._group.gather([parts], [x.contiguous()], options).wait()
+        return torch.cat(parts, -1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        self._group.broadcast(x, 0).wait()
+        return x
+
+
+def _gloo(store: dist.Store, shard: Shard, limit: timedelta) -> Any:
+    """Ranks of one host, by its loopback interface."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = limit
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
+
+
+def _nccl(store: dist.Store, shard: Shard, limit: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
