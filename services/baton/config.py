@@ -100,8 +100,12 @@ class WorkerConfig(NodeConfig):
     CPU."""
     quantize_head: bool = False
     """Quantize the output projection, too; with "int8" and "int4"."""
+    tp: int = 1
+    """Ranks that share the model and its work (tensor parallelism): one process each, of which this one is
+    the first. Their number must divide that of attention heads, and divide or be a multiple of that of KV
+    heads."""
     threads: int = 0
-    """Threads of tensor operations on a CPU; 0: all cores."""
+    """Threads of tensor operations on a CPU, of each rank; 0: all cores, divided among the ranks."""
     prefill_attention: str = "auto"
     """Attention backend for prompts; `baton doctor` lists those that work here."""
     decode_attention: str = "auto"

@@ -32,7 +32,7 @@ from baton.engine.sampling import SamplingParams
 from baton.kvcache import GONE
 from baton.kvcache.pool import KvPool
 from baton.models.loader import load_model
-from baton.worker.engine import kv_layout
+from baton.worker.model import kv_layout
 
 VOCAB = 160
 GREEDY = SamplingParams(temperature=0.0)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
-from random_checkpoints import VARIANTS, Driver, check_greedy, largest_difference, random_prompts, save_checkpoint
+from random_checkpoints import (
+    VARIANTS,
+    Driver,
+    check_greedy,
+    largest_difference,
+    random_prompts,
+    save_checkpoint,
+)
 from thread_ranks import ThreadGroup
-
-from baton.checkpoint import CheckpointError
-from baton.layers.shard import Shard
-from baton.models.loader import load_model, weight_bytes
 
 
 @pytest.fixture(scope="module")

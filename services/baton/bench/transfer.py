@@ -33,7 +33,7 @@ from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy
 from baton.transport.grpc import PageSourceServicer
 from baton.transport.registry import DEFAULT_KINDS
 from baton.v1 import common_pb2, prefill_pb2_grpc
-from baton.worker.engine import DTYPES
+from baton.worker.model import DTYPES
 from baton.worker.pool import make_pool
 
 EXIT_SECONDS = 10.0

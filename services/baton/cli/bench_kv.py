@@ -18,7 +18,7 @@ from baton.cli.console import progress_bar, run_command, table
 from baton.cli.options import COUNT, FILE, SIZE, SectionedCommand, fail, option, options
 from baton.models.config import ModelError
 from baton.transport import SegmentError, TransportError
-from baton.worker.engine import DTYPES
+from baton.worker.model import DTYPES
 
 
 def show(results: dict[str, Any], console: Console) -> None:

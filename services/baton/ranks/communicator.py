@@ -5,6 +5,7 @@ Each worker has a process group of its own: torch's default group, of which a pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,36 +15,53 @@ import torch.distributed as dist
 
 from baton.layers.shard import Shard
 
+COLLECTIVE_SECONDS = 30.0
+"""Time limit of a call: by so much ranks may differ in reaching it."""
+
+
+class CollectiveError(Exception):
+    """Another rank is gone, or has taken longer than the time limit. The ranks cannot go on together."""
+
 
 class GroupCommunicator:
-    """A `Communicator`. Its calls raise RuntimeError when another rank is gone, or takes longer than the time
-    limit."""
+    """A `Communicator`. Its calls raise CollectiveError."""
 
     def __init__(self, shard: Shard, rendezvous: Path, device: torch.device, seconds: float) -> None:
         """`rendezvous`: a file that all ranks name and nobody has used; it may be removed once all have
-        returned. `seconds`: time limit of each call, and of meeting the others. Blocks."""
+        returned. `seconds`: time limit of each call, and of meeting the others. Blocks. Raises
+        CollectiveError."""
         self._rank, self._size, limit = shard.rank, shard.size, timedelta(seconds=seconds)
-        store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[no-untyped-call]
-        store.set_timeout(limit)
-        self._group = _nccl(store, shard, limit) if device.type == "cuda" else _gloo(store, shard, limit)
+        make = _nccl if device.type == "cuda" else _gloo
+        try:
+            store = dist.FileStore(str(rendezvous), shard.size)
+            store.set_timeout(limit)
+            self._group = make(store, shard, limit)
+        except RuntimeError as error:
+            raise CollectiveError(f"the ranks do not meet: {str(error).splitlines()[0]}") from error
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._group.allreduce([x]).wait()
+        self._run(lambda: self._group.allreduce([x]))
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         options = dist.GatherOptions()
         options.rootRank = 0
         if self._rank:
-            self._group.gather([], [x.contiguous()], options).wait()
+            self._run(lambda: self._group.gather([], [x.contiguous()], options))
             return x.new_empty(len(x), 0)
         parts = [torch.empty_like(x) for _ in range(self._size)]
-        self._group.gather([parts], [x.contiguous()], options).wait()
+        self._run(lambda: self._group.gather([parts], [x.contiguous()], options))
         return torch.cat(parts, -1)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        self._group.broadcast(x, 0).wait()
+        self._run(lambda: self._group.broadcast(x, 0))
         return x
+
+    def _run(self, start: Callable[[], Any]) -> None:
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"rank {self._rank}: {str(error).splitlines()[0]}") from error
 
 
 def _gloo(store: dist.Store, shard: Shard, limit: timedelta) -> Any:

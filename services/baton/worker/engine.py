@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ import torch
 from baton.attention.base import AttentionBackend
 from baton.attention.fa3 import FixedFa3Attention
 from baton.attention.registry import NoBackend
-from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.config import WorkerConfig
 from baton.engine.cpu_threads import TunedRunner
@@ -26,11 +24,14 @@ from baton.engine.timed_runner import TimedRunner
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.eviction import make_policy
-from baton.kvcache.groups import divide_layers, longest
+from baton.kvcache.groups import longest
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
 from baton.models.config import ModelError
 from baton.models.decoder import Model
-from baton.models.loader import fingerprint, load_model, weight_bytes
+from baton.models.loader import fingerprint
+from baton.ranks.communicator import CollectiveError
+from baton.ranks.followers import FollowerError, MakePool
+from baton.ranks.runner import RanksLost
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -38,20 +39,20 @@ from baton.stepcost import StepCost, StepLoad, read_cost
 from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.grammars import make_compiler
-from baton.worker.memory import check_weights, free_and_total, num_pages, run_largest_steps
+from baton.worker.memory import num_pages, run_largest_steps
+from baton.worker.model import attention_of, device_of, dtype_of, kv_layout, load, quantized
 from baton.worker.pool import PublishedPool, make_pool
+from baton.worker.ranks import Ranks
 from baton.worker.runners import make_runner
 
 _log = get_logger()
 
 LAYOUT_VERSION = 2
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PROGRESS_SECONDS = 1.0
 
 
 @dataclass(slots=True)
 class Engine:
-    """A worker's engine. `close` frees the pool's memory."""
+    """A worker's engine. `close` frees the pool's memory and ends the other ranks."""
 
     config: WorkerConfig
     """With default step sizes for the device filled in."""
@@ -60,6 +61,7 @@ class Engine:
     cache: KvCache
     pool: KvPool
     published: PublishedPool
+    ranks: Ranks
     kinds: tuple[str, ...]
     layout: common_pb2.Layout
     model_info: node_pb2.ModelInfo
@@ -88,6 +90,7 @@ class Engine:
         return await open_receiver(endpoints, self.pages, self.kinds, address, busy, dial)
 
     def close(self) -> None:
+        self.ranks.close()
         self.published.close()
 
 
@@ -95,7 +98,15 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     """Loads the model and makes the pool; blocks. Raises BatonError with one line that says what to do."""
     try:
         return _build(config, incarnation, role)
-    except (CheckpointError, ModelError, NoBackend, SegmentError) as error:
+    except (
+        CheckpointError,
+        ModelError,
+        NoBackend,
+        SegmentError,
+        FollowerError,
+        CollectiveError,
+        RanksLost,
+    ) as error:
         raise failed_precondition(str(error)) from error
     except torch.OutOfMemoryError as error:
         text = f"not enough device memory: {error}; lower --kv-tokens, --token-budget or --max-rows"
@@ -103,14 +114,23 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
 
 
 def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
-    device = _device(config.device)
+    device = device_of(config.device)
     config = sized(config, device)
     _check(config)
     if config.batch_invariant:
         config = _invariant(config, device)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
-    dtype = _dtype(config.dtype, device)
+    ranks = Ranks(config, device)
+    try:
+        return _build_ranked(config, device, incarnation, ranks)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, ranks: Ranks) -> Engine:
+    dtype = dtype_of(config.dtype, device)
     try:
         kinds = check_kinds(config.transports)
     except ValueError as error:
@@ -118,18 +138,17 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     for orphan in reap_orphans():
         _log.info("removed the segment of a worker that is gone", path=str(orphan))
     path = resolve(config.model)
-    model = _load(config, path, dtype, device)
+    model = load(config, path, dtype, device, ranks.shard, ranks.communicator)
+    ranks.loaded()
     shape = model.config
     size = config.page_size or default_page_size(device)
     context = min(config.context_length or shape.context_length, shape.context_length)
     layout = kv_layout(model, size, context, device)
-    features = frozenset[str]().union(*(options.features for options in model.attention_options))
-    needs = (device, model.dtype, shape.head_dim, features)
-    prefill, why_prefill = resolve_attention(config.prefill_attention, *needs)
-    decode, why_decode = resolve_attention(config.decode_attention, *needs)
+    (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
+    seen = context
 
     def computing(pool: KvPool) -> Runner[Any]:
-        return _computing(config, model, pool, (prefill, decode), context)
+        return _computing(config, model, pool, (prefill, decode), seen, ranks)
 
     measured = None if config.step_profile else computing
     pages = num_pages(config, layout, shape.context_length, device, measured)
@@ -141,13 +160,16 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
+    variant = shape.variant + quantized(config)
+    if config.tp > 1:
+        variant += f" {incarnation}"  # pages of several ranks cannot be handed off
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture,
         context_length=context,
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
-        fingerprint=fingerprint(path, model.dtype, config.load_format, shape.variant + quantized(config)),
+        fingerprint=fingerprint(path, model.dtype, config.load_format, variant),
         dtype=str(model.dtype).removeprefix("torch."),
         parameters=model.num_parameters,
         grammars=not config.step_profile,
@@ -170,6 +192,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         cache=cache,
         pool=pool,
         published=published,
+        ranks=ranks,
         kinds=kinds,
         layout=_layout_message(layout, info.fingerprint),
         model_info=info,
@@ -197,12 +220,16 @@ def _computing(
     pool: KvPool,
     attention: tuple[type[AttentionBackend], type[AttentionBackend]],
     context: int,
+    ranks: Ranks,
 ) -> Runner[Any]:
     """attention: for prompts, for decode rows."""
     try:
-        runner = make_runner(model, pool, *attention, config.max_rows, context, config.batch_invariant)
+        runner: Runner[Any] = make_runner(
+            model, pool, *attention, config.max_rows, context, config.batch_invariant
+        )
     except ValueError as error:
         raise failed_precondition(f"--batch-invariant does not work here: {error}") from error
+    runner = ranks.lead(runner, MakePool(pool.num_pages, pool.layout.page_size, context))
     if pool.device.type != "cpu":
         return runner
     tuned = TunedRunner(runner, groups=len(pool.layout.groups))
@@ -211,65 +238,15 @@ def _computing(
     return tuned
 
 
-def _load(config: WorkerConfig, path: Path, dtype: torch.dtype | None, device: torch.device) -> Model:
-    context = config.context_length or None
-    size = weight_bytes(
-        path,
-        dtype,
-        context,
-        config.model_impl,
-        quantization=config.quantization,
-        quantize_head=config.quantize_head,
-        device=device,
-        load_format=config.load_format,
-    )
-    check_weights(size, *free_and_total(device), config.memory_fraction, device)
-    started = time.monotonic()
-    model = load_model(
-        path,
-        dtype=dtype,
-        device=device,
-        load_format=config.load_format,
-        progress=_progress_log(),
-        context_length=context,
-        implementation=config.model_impl,
-        quantization=config.quantization,
-        quantize_head=config.quantize_head,
-    )
-    seconds = time.monotonic() - started
-    _log.info(
-        "model loaded",
-        model=config.model,
-        gib=round(size / 2**30, 2),
-        seconds=round(seconds, 2),
-        gb_per_second=round(size / 1e9 / max(seconds, 1e-9), 2),
-    )
-    return model
-
-
-def quantized(config: WorkerConfig) -> str:
-    """What the weights' quantization while loading adds to a fingerprint: keys and values differ."""
-    return "" if config.quantization in ("auto", "none") else f" {config.quantization}"
-
-
-def _progress_log() -> Callable[[int, int], None]:
-    """Logs the progress of a long load about once a second."""
-    last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= PROGRESS_SECONDS:
-            last = time.monotonic()
-            _log.info("loading weights", percent=round(100 * done / max(1, total)), mib=round(done / 2**20))
-
-    return report
-
-
 def sized(config: WorkerConfig, device: torch.device) -> WorkerConfig:
-    """The same with --max-rows and --token-budget chosen, where they are 0."""
+    """The same with --max-rows, --token-budget and the threads of several ranks chosen, where they are 0."""
     rows, budget = (64, 512) if device.type == "cpu" else (256, 2048)
     rows = config.max_rows or min(rows, config.token_budget or rows)
-    return replace(config, max_rows=rows, token_budget=config.token_budget or max(budget, rows))
+    threads = config.threads
+    if config.tp > 1 and not threads:
+        threads = max(1, torch.get_num_threads() // config.tp)
+    budget = config.token_budget or max(budget, rows)
+    return replace(config, max_rows=rows, token_budget=budget, threads=threads)
 
 
 def _check(config: WorkerConfig) -> None:
@@ -280,6 +257,12 @@ def _check(config: WorkerConfig) -> None:
         make_policy(config.eviction)
     except ValueError as error:
         raise invalid("eviction", f"--eviction: {error}") from error
+    if config.tp < 1:
+        raise invalid("tp", "--tp must be at least 1")
+    if config.tp > 1 and config.step_profile:
+        raise invalid("tp", "steps of --step-profile compute nothing: leave out --tp")
+    if config.tp > 1 and config.batch_invariant:
+        raise invalid("batch_invariant", "--batch-invariant does not work with --tp; leave one of them out")
     if not 0.0 < config.memory_fraction <= 1.0:
         raise invalid("memory_fraction", "--memory-fraction must be above 0 and at most 1")
     if config.max_rows < 1 or config.token_budget < config.max_rows:
@@ -296,39 +279,6 @@ def _invariant(config: WorkerConfig, device: torch.device) -> WorkerConfig:
         if name not in ("auto", FixedFa3Attention.name):
             raise invalid("batch_invariant", f"--batch-invariant excludes attention {name!r}; leave that out")
     return replace(config, prefill_attention=FixedFa3Attention.name, decode_attention=FixedFa3Attention.name)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise invalid("device", f"device {name!r} is not known; use auto, cpu, cuda or cuda:INDEX") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        text = f"device {name!r}: torch {torch.__version__} sees no CUDA device; use --device cpu"
-        raise failed_precondition(text)
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype | None:
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else None
-    if name not in DTYPES:
-        raise invalid("dtype", f"dtype {name!r} is not known; use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def kv_layout(model: Model, page_size: int, context: int, device: torch.device) -> KvLayout:
-    """KV groups by the windows of the layers. On a GPU there is one, and windows are masks alone: the paged
-    backends there follow one page table."""
-    windows = [options.window for options in model.attention_options]
-    windows = [window if window is not None and window < context else None for window in windows]
-    if device.type != "cpu":
-        windows = [None] * len(windows)
-    groups = divide_layers(windows)
-    layers = max(len(group.layers) for group in groups)
-    return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, model.dtype, model.kv.parts, groups)
 
 
 def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layout:

@@ -18,6 +18,7 @@ from baton.engine.step_loop import StepLoop
 from baton.grammar.base import Grammar, GrammarBusy, GrammarError, GrammarSpec
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache.page_map import page_map
+from baton.ranks.runner import RanksLost
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import Cluster
 from baton.rpc.errors import unavailable
@@ -57,6 +58,8 @@ COMPILE_SECONDS = 10.0
 """A request whose grammar is not compiled by then is refused."""
 LOAD_SECONDS = 60.0
 """For the vocabulary, which is loaded when the first grammar comes."""
+LOST_SECONDS = 1.0
+"""How long the step thread of rank 0 has to notice by itself that another rank has ended."""
 WATCH_SECONDS = 0.25
 """How often the step thread is checked."""
 
@@ -111,6 +114,7 @@ class WorkerNode(WorkerShell[C]):
             warm=self.engine.warm,
             cooled=lambda error: _log.warning("first tokens come later: no warm turns", exc_info=error),
         )
+        self.engine.ranks.watch(self._rank_lost)
         self._embedder = Embedder(self.config, self.steps, self.model_info)
         self.observe()
         self.steps.start()
@@ -152,11 +156,18 @@ class WorkerNode(WorkerShell[C]):
         requests may be the cause, so that the next node computes these one at a time."""
         _log.critical("the step thread has failed; the process ends", exc_info=error)
         try:
-            self._tell_callers(error)
+            if not isinstance(error, RanksLost) or self.engine.ranks.failed(error):
+                self._tell_callers(error)
         except Exception as another:
             _log.error("callers could not be told", exc_info=another)
         finally:
             os._exit(70)
+
+    def _rank_lost(self, rank: int, code: int) -> None:
+        """Another rank has ended: so must this one. The step thread says so if a step was running."""
+        _log.critical("another rank has ended; the process ends", rank=rank, exit_code=code)
+        time.sleep(LOST_SECONDS)
+        os._exit(70)
 
     def _tell_callers(self, error: BaseException) -> None:
         assert self.core_or_none is not None

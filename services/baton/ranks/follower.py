@@ -1,0 +1,75 @@
+"""The process of a further rank: loads its shard, then executes rank 0's plans until rank 0 ends.
+
+Started by `Followers` with the descriptor of its socket. It takes no signals of a console and no SIGTERM: it
+ends when the socket closes, at the latest when its parent has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from baton.ranks.channel import Channel, ChannelError
+from baton.ranks.followers import EXIT_FAILED, IMPORT_SECONDS, SEND_SECONDS, Failed, Setup
+
+PARENT_SECONDS = 0.1
+"""How often it is checked whether rank 0 is still there."""
+EXIT_ORPHANED = 3
+"""Another rank has ended."""
+
+
+def main(descriptor: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=descriptor), SEND_SECONDS)
+    setup: Setup = channel.receive(IMPORT_SECONDS)
+    threading.Thread(target=_end_with, args=(setup.parent,), name="watch of rank 0", daemon=True).start()
+    # Imported late: rank 0 may end while torch is loading.
+    from baton.rpc import logs
+
+    logs.configure(f"rank{setup.shard.rank}", setup.config.log_level, setup.config.log_format)
+    from baton.ranks.communicator import CollectiveError
+    from baton.worker.follower import Follower
+
+    log = logs.get_logger()
+    follower: Follower | None = None
+    try:
+        follower = Follower(setup, channel)
+        follower.run()
+    except ChannelError:
+        return 0  # rank 0 has ended
+    except CollectiveError as error:
+        log.warning("another rank is lost", error=str(error))
+        return EXIT_ORPHANED
+    except Exception as error:
+        log.error("this rank has failed", exc_info=error)
+        _tell(channel, error)
+        return EXIT_FAILED
+    finally:
+        if follower is not None:
+            follower.close()
+    return 0
+
+
+def _tell(channel: Channel, error: Exception) -> None:
+    with contextlib.suppress(ChannelError):
+        channel.send(Failed(str(error)))
+
+
+def _end_with(parent: int) -> Any:
+    """Also ends a process that hangs in a collective."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os._exit(EXIT_ORPHANED)
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(code)  # without waiting for threads of the process group

@@ -1,0 +1,59 @@
+"""Rank 0's runner: sends each plan to the followers, then runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from baton.engine.grammar_masks import MaskStats
+from baton.engine.plan import Runner, StepPlan, StepResult
+from baton.ranks.channel import Channel, ChannelError
+from baton.ranks.communicator import CollectiveError
+from baton.ranks.plan_codec import PlanEncoder
+
+
+class RanksLost(BaseException):
+    """The ranks do not compute the same steps any more: the worker must end. Not an Exception, because a step
+    that fails on one rank alone is more than a failed step."""
+
+    def __init__(self, message: str, by_step: bool) -> None:
+        """`by_step`: what was computed may be the cause."""
+        super().__init__(message)
+        self.by_step = by_step
+
+
+class RankedRunner:
+    """A `Runner`. `launch` and `read` raise RanksLost."""
+
+    def __init__(self, runner: Runner[Any], followers: Sequence[Channel]) -> None:
+        self.max_slots = runner.max_slots
+        self.vocab_size = runner.vocab_size
+        self._runner = runner
+        self._followers = followers
+        self._encoder = PlanEncoder()
+
+    @property
+    def mask_stats(self) -> MaskStats:
+        return getattr(self._runner, "mask_stats", MaskStats())
+
+    def launch(self, plan: StepPlan) -> Any:
+        message, threads = self._encoder.encode(plan), torch.get_num_threads()
+        try:
+            for follower in self._followers:
+                follower.send_plan(message, threads)
+            return self._runner.launch(plan)
+        except (ChannelError, CollectiveError) as error:
+            raise RanksLost(f"another rank is lost: {error}", by_step=False) from error
+        except Exception as error:
+            raise RanksLost(f"a step failed on rank 0: {error}", by_step=True) from error
+
+    def done(self, flight: Any) -> bool:
+        return self._runner.done(flight)
+
+    def read(self, flight: Any) -> StepResult:
+        try:
+            return self._runner.read(flight)
+        except Exception as error:
+            raise RanksLost(f"a step failed on rank 0: {error}", by_step=True) from error

@@ -1,0 +1,136 @@
+"""A rank's model by its configuration: device, dtype, loading, attention backends, layout of its pages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from baton.attention.base import AttentionBackend
+from baton.attention.registry import resolve as resolve_attention
+from baton.config import WorkerConfig
+from baton.kvcache.groups import divide_layers
+from baton.kvcache.pool import KvLayout
+from baton.layers.shard import ONE_RANK, Communicator, Shard
+from baton.models.decoder import Model
+from baton.models.loader import load_model, weight_bytes
+from baton.rpc.errors import failed_precondition, invalid
+from baton.rpc.logs import get_logger
+from baton.worker.memory import check_weights, free_and_total
+
+_log = get_logger()
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PROGRESS_SECONDS = 1.0
+
+
+def attention_of(
+    config: WorkerConfig, model: Model, device: torch.device
+) -> tuple[tuple[type[AttentionBackend], str], tuple[type[AttentionBackend], str]]:
+    """For prompts and for decode rows, each with the reason for its choice. Raises NoBackend."""
+    features = frozenset[str]().union(*(options.features for options in model.attention_options))
+    needs = (device, model.dtype, model.config.head_dim, features)
+    prefill = resolve_attention(config.prefill_attention, *needs)
+    return prefill, resolve_attention(config.decode_attention, *needs)
+
+
+def load(
+    config: WorkerConfig,
+    path: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    shard: Shard = ONE_RANK,
+    communicator: Communicator | None = None,
+) -> Model:
+    """A rank's shard. Raises CheckpointError, and BatonError if there is no memory for it."""
+    context = config.context_length or None
+    size = weight_bytes(
+        path,
+        dtype,
+        context,
+        config.model_impl,
+        quantization=config.quantization,
+        quantize_head=config.quantize_head,
+        device=device,
+        load_format=config.load_format,
+        shard=shard,
+    )
+    # Ranks on a CPU share its memory.
+    together = shard.size if device.type == "cpu" and shard.rank == 0 else 1
+    check_weights(size * together, *free_and_total(device), config.memory_fraction, device)
+    started = time.monotonic()
+    model = load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        load_format=config.load_format,
+        progress=_progress_log(),
+        context_length=context,
+        implementation=config.model_impl,
+        quantization=config.quantization,
+        quantize_head=config.quantize_head,
+        shard=shard,
+        communicator=communicator,
+    )
+    seconds = time.monotonic() - started
+    _log.info(
+        "model loaded",
+        model=config.model,
+        gib=round(size / 2**30, 2),
+        seconds=round(seconds, 2),
+        gb_per_second=round(size / 1e9 / max(seconds, 1e-9), 2),
+    )
+    return model
+
+
+def quantized(config: WorkerConfig) -> str:
+    """What the weights' quantization while loading adds to a fingerprint: keys and values differ."""
+    return "" if config.quantization in ("auto", "none") else f" {config.quantization}"
+
+
+def _progress_log() -> Callable[[int, int], None]:
+    """Logs the progress of a long load about once a second."""
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PROGRESS_SECONDS:
+            last = time.monotonic()
+            _log.info("loading weights", percent=round(100 * done / max(1, total)), mib=round(done / 2**20))
+
+    return report
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise invalid("device", f"device {name!r} is not known; use auto, cpu, cuda or cuda:INDEX") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        text = f"device {name!r}: torch {torch.__version__} sees no CUDA device; use --device cpu"
+        raise failed_precondition(text)
+    return device
+
+
+def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    if name not in DTYPES:
+        raise invalid("dtype", f"dtype {name!r} is not known; use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def kv_layout(model: Model, page_size: int, context: int, device: torch.device) -> KvLayout:
+    """KV groups by the windows of the layers. On a GPU there is one, and windows are masks alone: the paged
+    backends there follow one page table."""
+    windows = [options.window for options in model.attention_options]
+    windows = [window if window is not None and window < context else None for window in windows]
+    if device.type != "cpu":
+        windows = [None] * len(windows)
+    groups = divide_layers(windows)
+    layers = max(len(group.layers) for group in groups)
+    return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, model.dtype, model.kv.parts, groups)
