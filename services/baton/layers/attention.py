@@ -99,7 +99,7 @@ class Attention:
         self.norm_eps = norm_eps or 0.0
         if norm_eps is not None:
             self.qk_norm = parameters.empty(self.heads + self.kv_heads, head_dim)
-            of_queries, of_keys = self.qk_norm.split((self.heads, self.kv_heads))
+            of_queries, of_keys = torch.split(self.qk_norm, [self.heads, self.kv_heads])
             for name, part in (("q_norm", of_queries), ("k_norm", of_keys)):
                 parameters.add(
                     f"{name}.weight",

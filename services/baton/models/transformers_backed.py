@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from baton.layers.attention import AttentionOptions, KvShape
 from baton.layers.forward_batch import ForwardBatch
-from baton.layers.shard import ONE_RANK
+from baton.layers.shard import ONE_RANK, Communicator
 from baton.models.config import ModelConfig, ModelError, first_line
 
 NAME = "baton"
@@ -171,7 +171,8 @@ class TransformersModel:
             raise ModelError(
                 f"{config.architecture} does not run with paged attention: {first_line(error)}"
             ) from error
-        self.heads, self.shard, self.communicator = config.num_heads, ONE_RANK, None
+        self.heads, self.shard = config.num_heads, ONE_RANK
+        self.communicator: Communicator | None = None
         self.attention_options = [layer.options for layer in layers]
         shape = layers[0]
         self.kv = KvShape(shape.kv_heads, shape.head_dim, 2)

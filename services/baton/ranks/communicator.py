@@ -33,7 +33,7 @@ class GroupCommunicator:
         self._rank, self._size, limit = shard.rank, shard.size, timedelta(seconds=seconds)
         make = _nccl if device.type == "cuda" else _gloo
         try:
-            store = dist.FileStore(str(rendezvous), shard.size)
+            store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[attr-defined]
             store.set_timeout(limit)
             self._group = make(store, shard, limit)
         except RuntimeError as error:
@@ -64,16 +64,16 @@ class GroupCommunicator:
             raise CollectiveError(f"rank {self._rank}: {str(error).splitlines()[0]}") from error
 
 
-def _gloo(store: dist.Store, shard: Shard, limit: timedelta) -> Any:
+def _gloo(store: Any, shard: Shard, limit: timedelta) -> Any:
     """Ranks of one host, by its loopback interface."""
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = limit
     options._threads = 1
     return dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
 
 
-def _nccl(store: dist.Store, shard: Shard, limit: timedelta) -> Any:
+def _nccl(store: Any, shard: Shard, limit: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
