@@ -263,12 +263,15 @@ class Driver:
         num_pages: int = 64,
         slots: int = 8,
         dtype: torch.dtype = torch.float32,
+        storage: memoryview | None = None,
         **options: object,
     ) -> None:
+        """`storage`: of a pool that other ranks share."""
         self.model = load_model(path, dtype, **options)
         layout = kv_layout(self.model, page_size, self.model.config.context_length, torch.device("cpu"))
         num_pages *= len(layout.groups)
-        self.pool = KvPool(layout, num_pages)
+        heads = self.model.shard.kv_heads(layout.num_kv_heads)
+        self.pool = KvPool(layout, num_pages, storage=storage, heads=heads)
         self.pool.pages.fill_(math.nan)  # memory that nothing may read before it is written
         features = frozenset[str]().union(*(options.features for options in self.model.attention_options))
         backend, _ = resolve("auto", torch.device("cpu"), features=features)

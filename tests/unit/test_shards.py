@@ -39,7 +39,22 @@ def run(driver, prompts, outputs):
     for _ in range(outputs - 1):
         driver.step([driver.decode(track) for track in tracks])
     driver.finish()
+    if len(driver.pool.layout.groups) == 1:
+        fork(driver, tracks[1], prompts[1])
     return tracks
+
+
+def fork(driver, track, prompt):
+    """A copy of a sequence's last page, which it goes on writing, as a second choice has it."""
+    full = len(prompt) // 16 * 16
+    copy = driver.add(7, prompt, 16, cached=track, prefix=full)
+    copy.computed = len(prompt) - 1
+    pairs = [(track.pages[full // 16], copy.pages[full // 16])]
+    driver.step([driver.chunk(copy, 1, sample=True)], [driver.init(copy)], pairs)
+    for _ in range(3):
+        driver.step([driver.decode(copy)])
+    driver.finish()
+    assert copy.tokens == track.tokens[: len(copy.tokens)]
 
 
 class FollowerDriver(Driver):
@@ -57,11 +72,12 @@ class FollowerDriver(Driver):
 
 
 def of_ranks(path, size, prompts, outputs):
-    """Rank 0's driver and tracks."""
+    """Rank 0's driver and tracks. All ranks share a pool."""
+    storage = memoryview(bytearray(2**23))
 
     def rank(shard, communicator):
         make = FollowerDriver if shard.rank else Driver
-        driver = make(path, shard=shard, communicator=communicator)
+        driver = make(path, shard=shard, communicator=communicator, storage=storage)
         return driver, run(driver, prompts, outputs)
 
     return ThreadGroup(size).run(rank)[0]

@@ -74,10 +74,12 @@ class TorchAttention:
         self._layout = pool.layout
         self._num_heads = num_heads
         self._layers = torch.arange(pool.layout.num_layers, device=pool.device)[:, None]
-        self._heads = np.arange(pool.layout.num_kv_heads) * (2 * pool.layout.num_layers)
-        """Where each head of a page begins, in `KvPool.halves`."""
+        first, self._kv_heads = pool.heads
+        self._heads = np.arange(first, first + self._kv_heads) * (2 * pool.layout.num_layers)
+        """Where each own head of a page begins, in `KvPool.halves`."""
         self._buffer = torch.empty(0, dtype=pool.layout.dtype, device=pool.device)
-        page_bytes = pool.layout.page_bytes // pool.layout.num_layers
+        page_bytes = pool.layout.page_bytes * self._kv_heads // pool.layout.num_kv_heads
+        page_bytes //= pool.layout.num_layers
         self._pages_at_once = _GROUP_BYTES // page_bytes if pool.device.type == "cpu" else sys.maxsize
         self._single = 0
         self._order: torch.Tensor | None = None
@@ -130,7 +132,7 @@ class TorchAttention:
             out[at] = _attend(row_q, row_k, row_v, mask, options)[0].transpose(0, 1)
 
     def _decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        kv_heads, dim = self._layout.num_kv_heads, self._layout.head_dim
+        kv_heads, dim = self._kv_heads, self._layout.head_dim
         shape = (-1, kv_heads, self._num_heads // kv_heads, dim)
         order = self._order
         q = q.reshape(shape) if order is None else q[order].view(shape)
@@ -157,7 +159,7 @@ class TorchAttention:
             self._buffer = self._buffer.new_empty(needed + needed // 4)
         buffer = self._buffer[:needed].view(pages.shape[0], halves.shape[1])
         torch.index_select(halves, 0, pages, out=buffer)
-        kv_heads, dim = self._layout.num_kv_heads, self._layout.head_dim
+        kv_heads, dim = self._kv_heads, self._layout.head_dim
         if padding is not None:
             # Unwritten memory may hold NaN, and 0 times NaN is NaN.
             buffer.view(-1, dim).index_fill_(0, padding, 0)
@@ -212,7 +214,7 @@ class TorchAttention:
         width = -(-longest // size)
         lengths = self._tensor([row.start + 1 for row in rows])
         beyond = torch.arange(width * size, device=self._pool.device) >= lengths[:, None]
-        beyond_all = beyond[:, None].expand(2, -1, self._layout.num_kv_heads, -1)
+        beyond_all = beyond[:, None].expand(2, -1, self._kv_heads, -1)
         return lengths.view(-1, 1, 1, 1), beyond_all.flatten().nonzero().squeeze(1)
 
     def _group_mask(self, group: _Group, window: int | None) -> torch.Tensor | None:
@@ -258,7 +260,7 @@ class TorchAttention:
     def _halves(self, pages: Sequence[int], rows: int) -> npt.NDArray[np.int64]:
         """Entries of `KvPool.halves` in the first layer, [2, rows, kv heads, pages] flattened, of rows with
         equally many pages, one after the other."""
-        page = len(self._heads) * 2 * self._layout.num_layers
+        page = self._layout.num_kv_heads * 2 * self._layout.num_layers
         keys = np.array(pages, np.int64).reshape(rows, 1, -1) * page + self._heads[:, None]
         return np.stack((keys, keys + 1)).ravel()
 

@@ -66,6 +66,8 @@ class ModelRunner:
         self._prefill = [prefill_attention(pool, heads, each) for each in of_groups]
         self._decode = [decode_attention(pool, heads, each) for each in of_groups]
         self._communicator = model.communicator
+        shared = pool.heads != (0, pool.layout.num_kv_heads) or pool.layout.parts == 1
+        self._pool_shared = shared and self._communicator is not None
         self._sampler = Sampler(max_slots, self.vocab_size, self._device) if model.shard.rank == 0 else None
         """Of several ranks only rank 0 samples, and has results."""
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
@@ -77,8 +79,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Flight:
         """Enqueues the step; on a CPU, computes it."""
-        for source, destination in plan.copies:
-            self._pool.copy_page(source, destination)
+        if plan.copies:
+            self._copy(plan.copies)
         for init in plan.inits:
             if self._sampler is not None:
                 self._sampler.init(init)
@@ -106,6 +108,14 @@ class ModelRunner:
             if row.pooling is not None and self._sampler is not None
         }
         return Flight(plan.number, plan.rows, samples, prompts, pooled)
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Of ranks that hold the same heads in one pool the first copies, and the others wait for it."""
+        if not self._pool_shared or self._model.shard.keeps(self._pool.layout.num_kv_heads):
+            for source, destination in pairs:
+                self._pool.copy_page(source, destination)
+        if self._communicator is not None:
+            self._communicator.all_reduce(torch.zeros(1, device=self._device))
 
     def _forward(self, rows: Sequence[PlanRow]) -> tuple[torch.Tensor, list[int]]:
         """Final hidden states of all tokens [tokens, hidden], and where each row's end."""

@@ -49,6 +49,8 @@ class KvLayout:
 class KvPool:
     """`num_pages` pages in one allocation: [page, kv head, layer, part, token, dim].
 
+    Several ranks of a worker may share a pool, each with a KvPool over the same storage for its own `heads`.
+
     On a CPU the pool can lie in `storage`, a writable buffer of at least num_pages * page_bytes bytes (a
     shared mapping, say), which must outlive it. `spare` more pages follow the last one: no sequence owns
     them, and rows that pad a batch are written there. Contents are undefined until written. Raises ValueError
@@ -62,8 +64,11 @@ class KvPool:
         device: torch.device | str = "cpu",
         storage: memoryview | None = None,
         spare: int = 0,
+        heads: tuple[int, int] | None = None,
     ) -> None:
+        """`heads`: first and number of the KV heads that are read and written here; None: all."""
         self.layout = layout
+        self.heads = heads or (0, layout.num_kv_heads)
         self.num_pages = num_pages
         self.spare = spare
         self.device = torch.device(device)
@@ -82,6 +87,8 @@ class KvPool:
         self.pages = raw.view(layout.dtype).view(
             total, layout.num_kv_heads, layout.num_layers, layout.parts, layout.page_size, layout.head_dim
         )
+        first, count = self.heads
+        self._own = self.pages[:, first : first + count]
         self.vectors = self.pages.view(-1, layout.head_dim)
         """[num_pages * num_kv_heads * num_layers * 2 * page_size, head_dim], of two parts. The key of `page`,
         `head`, `layer`, `offset` is entry (((page * num_kv_heads + head) * num_layers + layer) * 2) *
@@ -91,9 +98,9 @@ class KvPool:
         layer are entry ((page * num_kv_heads + head) * num_layers + layer) * 2, its values the next."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer: strided views [num_pages, page_size, num_kv_heads, head_dim]. Of
-        latents both are the same."""
-        view = self.pages[:, :, index].transpose(1, 3)
+        """Keys and values of a layer: strided views [num_pages, page_size, heads, head_dim]. Of latents both
+        are the same."""
+        view = self._own[:, :, index].transpose(1, 3)
         return view[:, :, 0], view[:, :, -1]
 
     def page_bytes(self, page: int) -> memoryview:
@@ -101,4 +108,5 @@ class KvPool:
         return self.raw[page].numpy().data
 
     def copy_page(self, source: int, destination: int) -> None:
-        self.raw[destination].copy_(self.raw[source])
+        """The own heads."""
+        self._own[destination].copy_(self._own[source])

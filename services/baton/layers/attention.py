@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class KvShape(NamedTuple):
-    """What a layer keeps of a token."""
+    """What a layer keeps of a token, on all ranks together."""
 
     heads: int
     dim: int
@@ -82,7 +82,7 @@ class Attention:
         self.index, self.head_dim = index, head_dim
         self.heads, self.kv_heads = own[1], own_kv[1]
         """Of this rank."""
-        self.kv = KvShape(self.kv_heads, head_dim, 2)
+        self.kv = KvShape(kv_heads, head_dim, 2)
         self.rope = rope
         self.options = options or AttentionOptions()
         q, kv = heads * head_dim, kv_heads * head_dim

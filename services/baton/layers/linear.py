@@ -84,12 +84,12 @@ def fastest_layout(weight: torch.Tensor) -> type[CpuLayout]:
     return layouts[_fastest([layout(weight) for layout in layouts], weight.shape[1], weight.dtype)]
 
 
-def fastest_product(weight: QuantizedWeight, dtype: torch.dtype) -> type[Product]:
+def fastest_product(weight: QuantizedWeight, dtype: torch.dtype, measure: bool = True) -> type[Product]:
     """For quantized weights of this kind in a model of this dtype, by measuring likewise, with a part of a
-    large one."""
+    large one; without measuring the first."""
     outputs, inputs = weight.shape
     made = exact_products(weight.rows(0, min(outputs, max(64, SAMPLE // inputs // 64 * 64))), dtype)
-    return type(made[_fastest(made, weight.shape[1], dtype)])
+    return type(made[_fastest(made, weight.shape[1], dtype) if measure else 0])
 
 
 def _fastest(made: Sequence[CpuLayout | Product], inputs: int, dtype: torch.dtype) -> int:

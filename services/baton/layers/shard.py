@@ -79,6 +79,10 @@ class Shard:
             return self.rank * count // self.size, 1
         return self.split(count, "KV heads")
 
+    def keeps(self, kv_heads: int) -> bool:
+        """Whether no rank before this one holds the same KV heads."""
+        return self.size % kv_heads != 0 or self.rank % (self.size // kv_heads) == 0
+
     def vocabulary(self, count: int) -> Span:
         """Its rows of the vocabulary; those of the last rank may be fewer than `vocabulary_rows`."""
         rows = self.vocabulary_rows(count)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from baton.layers.attention import Attention, AttentionOptions, KvShape
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import ForwardBatch
-from baton.layers.linear import CpuLayout, Linear, fastest_layout, fastest_product
+from baton.layers.linear import CpuLayout, Linear, Transposed, fastest_layout, fastest_product
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
@@ -159,7 +159,7 @@ class Decoder:
 
     @property
     def kv(self) -> KvShape:
-        """Of each layer, on this rank."""
+        """Of each layer."""
         return self.layers[0].attention.kv
 
     @property
@@ -188,6 +188,9 @@ class Decoder:
                 parameter.target = torch.empty(0, device="meta")
 
     def _pack(self) -> None:
+        """With several ranks nothing is measured: layouts round differently, and what all ranks compute, such
+        as which experts a token has, must have the same bits everywhere."""
+        several = self.shard.size > 1
         layouts: dict[tuple[torch.Size, torch.dtype], type[CpuLayout]] = {}
         products: dict[tuple[int, int, tuple[int, int]], type[Product]] = {}
         for linear in self.parameters.linears:
@@ -195,13 +198,13 @@ class Decoder:
             if quantized is not None:
                 own = quantized.bits, quantized.group, quantized.shape
                 if own not in products:
-                    products[own] = fastest_product(quantized, self.dtype)
+                    products[own] = fastest_product(quantized, self.dtype, measure=not several)
                 linear.pack_quantized(products[own], self.dtype)
                 continue
             assert weight is not None
             kind = weight.shape, weight.dtype
             if kind not in layouts:
-                layouts[kind] = fastest_layout(weight)
+                layouts[kind] = Transposed if several else fastest_layout(weight)
             linear.pack(layouts[kind])
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -57,6 +57,8 @@ class MakePool:
     pages: int
     page_size: int
     context: int
+    segment: Path | None
+    """That holds the pool, which all ranks share; None: each has its own."""
 
 
 @dataclass(frozen=True, slots=True)

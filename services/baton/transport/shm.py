@@ -134,6 +134,17 @@ class Segment:
             os.close(descriptor)
             raise SegmentError(_explain(error, header.size, directory)) from error
 
+    @staticmethod
+    def join(path: Path) -> memoryview:
+        """The pages of a segment of another rank of the same worker, writable. The caller must not create,
+        free or publish pages. Raises SegmentError."""
+        try:
+            with path.open("r+b") as file:
+                mapped = mmap.mmap(file.fileno(), 0)
+        except OSError as error:
+            raise SegmentError(f"cannot map the KV pool {path}: {error.strerror}") from error
+        return memoryview(mapped)[Header.unpack(mapped[: _HEADER.size]).pages_offset :]
+
     def retire(self, step: int) -> None:
         """Publishes that this step and all earlier ones have retired: receivers may copy their pages. Does
         nothing once closed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,22 +148,25 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
     (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
     seen = context
 
-    def computing(pool: KvPool) -> Runner[Any]:
-        return _computing(config, model, pool, (prefill, decode), seen, ranks)
+    def computing(pool: KvPool, segment: Path | None = None) -> Runner[Any]:
+        runner = _computing(config, model, pool, (prefill, decode), seen)
+        runner = ranks.lead(runner, MakePool(pool.num_pages, size, seen, segment))
+        return runner if device.type != "cpu" else _tuned(runner, len(pool.layout.groups))
 
     measured = None if config.step_profile else computing
     pages = num_pages(config, layout, shape.context_length, device, measured)
     context = longest(layout.groups, pages, context, size, 2 * config.token_budget)
-    pool, published = make_pool(layout, pages, device, kinds, incarnation)
+    pool, published = make_pool(layout, pages, device, kinds, incarnation, ranks.shard)
+    shared = published.segment.path if published.segment is not None and device.type == "cpu" else None
     tree = PrefixTree(size, config.eviction, layout.groups)
     cache = KvCache(PageAllocator(pages, published.generations), tree)
-    runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool)
+    runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool, shared)
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
     variant = shape.variant + quantized(config)
-    if config.tp > 1:
-        variant += f" {incarnation}"  # pages of several ranks cannot be handed off
+    if config.tp > 1 and config.load_format == "dummy":
+        variant += f" tp {config.tp}"  # each rank's weights are random
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture,
@@ -220,19 +224,16 @@ def _computing(
     pool: KvPool,
     attention: tuple[type[AttentionBackend], type[AttentionBackend]],
     context: int,
-    ranks: Ranks,
 ) -> Runner[Any]:
     """attention: for prompts, for decode rows."""
     try:
-        runner: Runner[Any] = make_runner(
-            model, pool, *attention, config.max_rows, context, config.batch_invariant
-        )
+        return make_runner(model, pool, *attention, config.max_rows, context, config.batch_invariant)
     except ValueError as error:
         raise failed_precondition(f"--batch-invariant does not work here: {error}") from error
-    runner = ranks.lead(runner, MakePool(pool.num_pages, pool.layout.page_size, context))
-    if pool.device.type != "cpu":
-        return runner
-    tuned = TunedRunner(runner, groups=len(pool.layout.groups))
+
+
+def _tuned(runner: Runner[Any], groups: int) -> TunedRunner:
+    tuned = TunedRunner(runner, groups=groups)
     by_tokens = {f"to_{tokens}": count for tokens, count in tuned.small_steps.items()}
     _log.info("threads measured", **by_tokens, others=tuned.threads)
     return tuned

@@ -14,6 +14,7 @@ from baton.ranks.channel import Channel
 from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator
 from baton.ranks.followers import MakePool, Setup
 from baton.ranks.plan_codec import PlanDecoder
+from baton.transport import Segment
 from baton.worker.model import attention_of, device_of, dtype_of, kv_layout, load
 from baton.worker.runners import make_runner
 
@@ -52,9 +53,11 @@ class Follower:
     def _make(self, asked: MakePool) -> None:
         self._runner, self._decoder = None, PlanDecoder()
         layout = kv_layout(self._model, asked.page_size, asked.context, self._device)
-        on_gpu = self._device.type == "cuda"
-        pool = KvPool(layout, asked.pages, self._device, spare=1 if on_gpu else 0)
-        if on_gpu:
+        if asked.segment is not None:
+            heads = self._model.shard.kv_heads(layout.num_kv_heads)
+            pool = KvPool(layout, asked.pages, storage=Segment.join(asked.segment), heads=heads)
+        else:
+            pool = KvPool(layout, asked.pages, self._device, spare=1)
             pool.raw.zero_()
         prefill, decode = attention_of(self._config, self._model, self._device)
         rows, context = self._config.max_rows, asked.context

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from baton.kvcache.pool import KvLayout, KvPool
+from baton.layers.shard import ONE_RANK, Shard
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore, Segment, SegmentError, TransportError, offered
 from baton.v1 import common_pb2
@@ -49,11 +50,17 @@ class PublishedPool:
 
 
 def make_pool(
-    layout: KvLayout, num_pages: int, device: torch.device, kinds: tuple[str, ...], incarnation: int
+    layout: KvLayout,
+    num_pages: int,
+    device: torch.device,
+    kinds: tuple[str, ...],
+    incarnation: int,
+    shard: Shard = ONE_RANK,
 ) -> tuple[KvPool, PublishedPool]:
-    """The pool, in shared memory on a CPU if `shm` is one of the kinds. Raises SegmentError."""
+    """The pool, in shared memory on a CPU if `shm` is one of the kinds or several ranks share it. Raises
+    SegmentError."""
     if device.type == "cpu":
-        return _host_pool(layout, num_pages, kinds, incarnation)
+        return _host_pool(layout, num_pages, kinds, incarnation, shard)
     from baton.transport.cuda_pages import CudaPages
 
     pool = KvPool(layout, num_pages, device, spare=1)
@@ -73,10 +80,12 @@ def make_pool(
 
 
 def _host_pool(
-    layout: KvLayout, num_pages: int, kinds: tuple[str, ...], incarnation: int
+    layout: KvLayout, num_pages: int, kinds: tuple[str, ...], incarnation: int, shard: Shard
 ) -> tuple[KvPool, PublishedPool]:
-    segment = Segment.create(num_pages, layout.page_bytes, incarnation) if "shm" in kinds else None
-    pool = KvPool(layout, num_pages, storage=segment.pages if segment is not None else None)
+    shared = "shm" in kinds or shard.size > 1
+    segment = Segment.create(num_pages, layout.page_bytes, incarnation) if shared else None
+    storage, heads = segment.pages if segment is not None else None, shard.kv_heads(layout.num_kv_heads)
+    pool = KvPool(layout, num_pages, storage=storage, heads=heads)
     raw: Any = pool.raw.numpy()
     memory = segment.pages if segment is not None else memoryview(raw).cast("B")
     pages = HostPages(memory, layout.page_bytes)
