@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from asking import ask, greedy
+from checkpoints import make_model, save
 from deployment import Deployment
 from polling import until
 from process import Process
@@ -34,6 +36,8 @@ class Ranks:
     """A gateway to `single` alone."""
     both: Process
     """A gateway to `decode` and `single`."""
+    pairs: dict[str, tuple[Process, str]]
+    """By the sizes of prefill and decode node: a gateway, and the transport between them."""
     decode: Process
     """Of two ranks."""
     single: Process
@@ -43,13 +47,22 @@ class Ranks:
 def ranks(qwen3: tuple[Path, Reference], tmp_path_factory, deployments) -> Iterator[Ranks]:
     deployment = Deployment(tmp_path_factory.mktemp("ranks"), qwen3[0])
     decode = deployment.add_worker("decode", *OPTIONS, "--tp", "2")
-    single = deployment.add_worker("decode", *OPTIONS)
+    single = deployment.add_worker("decode", *OPTIONS, "--transports", "grpc")
+    prefill = deployment.add_worker("prefill", *OPTIONS)
+    prefill_of_two = deployment.add_worker("prefill", *OPTIONS, "--tp", "2")
     aggregated = deployment.add_gateway([decode])
     one_rank = deployment.add_gateway([single])
     both = deployment.add_gateway([decode, single], (), "--routing", "round-robin")
+    pairs = {
+        "1 to 2": (deployment.add_gateway([decode], [prefill]), "shm"),
+        "2 to 2": (deployment.add_gateway([decode], [prefill_of_two]), "shm"),
+        "2 to 1": (deployment.add_gateway([single], [prefill_of_two]), "grpc"),
+    }
     with deployment:
         deployments.append(deployment)
-        yield Ranks(deployment, qwen3[1].answers(LENGTHS, OUTPUT), aggregated, one_rank, both, decode, single)
+        yield Ranks(
+            deployment, qwen3[1].answers(LENGTHS, OUTPUT), aggregated, one_rank, both, pairs, decode, single
+        )
 
 
 def followers(worker: Process) -> list[psutil.Process]:
@@ -78,6 +91,42 @@ async def test_sampled_tokens_and_log_probabilities_are_those_of_one_rank(ranks)
 
 def logprobs(positions: list[PositionLogprobs]) -> list[float]:
     return [position.chosen.logprob for position in positions if position.chosen is not None]
+
+
+@pytest.mark.parametrize("sizes", ["1 to 2", "2 to 2", "2 to 1"])
+async def test_pages_are_handed_off_between_different_numbers_of_ranks(ranks, sizes):
+    gateway, transport = ranks.pairs[sizes]
+    await hand_off(gateway, transport, ranks.answers, namespace=sizes)
+    await hand_off(gateway, transport, ranks.answers, namespace=sizes)  # of prompts that both have cached
+
+
+async def hand_off(gateway: Process, transport: str, answers: list[Answer], **options: Any) -> None:
+    """All at once; those longer than 32 tokens are computed on the prefill node."""
+    completions = await ask(gateway.address, [greedy(each.prompt, OUTPUT, **options) for each in answers])
+    for answer, completion in zip(answers, completions, strict=True):
+        assert completion.token_ids == answer.tokens, f"prompt of {len(answer.prompt)} tokens"
+        handed_off = len(answer.prompt) > 32 and not completion.usage.cached_tokens
+        assert completion.stats.transport == (transport if handed_off else "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+@pytest.mark.parametrize("architecture", ["qwen3", "deepseek"])
+async def test_four_ranks_with_heads_and_latents_that_several_hold(tmp_path, sizes, architecture):
+    """Four ranks and two KV heads: two ranks hold each. Latents are held by all."""
+    model = make_model(architecture)
+    answers = Reference(model).answers([33, 64, 160], OUTPUT)
+    deployment = Deployment(tmp_path, save(model, tmp_path / "model"))
+    of = {"prefill": sizes[0], "decode": sizes[1]}
+    prefill, decode = (deployment.add_worker(role, *OPTIONS, "--tp", str(of[role])) for role in of)
+    gateway = deployment.add_gateway([decode], [prefill])
+    with deployment:
+        await hand_off(gateway, "shm", answers)
+        # Choices of one prompt copy its last page.
+        requests = [greedy(each.prompt, OUTPUT, n=2, namespace="copies") for each in answers]
+        for answer, completion in zip(answers, await ask(gateway.address, requests), strict=True):
+            assert [choice.token_ids for choice in completion.choices] == [answer.tokens] * 2
+        assert len(followers(prefill)) == sizes[0] - 1 and len(followers(decode)) == sizes[1] - 1
 
 
 async def test_a_worker_ends_with_one_of_its_ranks_and_its_requests_go_on_elsewhere(ranks):

@@ -90,6 +90,12 @@ class Engine:
         """`busy`: whether steps are running; called in other threads. Raises TransportError."""
         return await open_receiver(endpoints, self.pages, self.kinds, address, busy, dial)
 
+    def abandon(self) -> None:
+        """The process ends, whatever is running."""
+        self.ranks.kill()
+        if self.published.segment is not None:
+            self.published.segment.path.unlink(missing_ok=True)
+
     def close(self) -> None:
         self.ranks.close()
         self.published.close()

@@ -161,13 +161,20 @@ class WorkerNode(WorkerShell[C]):
         except Exception as another:
             _log.error("callers could not be told", exc_info=another)
         finally:
-            os._exit(70)
+            self._end()
 
     def _rank_lost(self, rank: int, code: int) -> None:
         """Another rank has ended: so must this one. The step thread says so if a step was running."""
         _log.critical("another rank has ended; the process ends", rank=rank, exit_code=code)
         time.sleep(LOST_SECONDS)
-        os._exit(70)
+        self._end()
+
+    def _end(self) -> None:
+        """Leaves neither processes nor shared memory behind."""
+        try:
+            self.engine.abandon()
+        finally:
+            os._exit(70)
 
     def _tell_callers(self, error: BaseException) -> None:
         assert self.core_or_none is not None

@@ -58,6 +58,12 @@ class Ranks:
         """Whether what was computed may have ended the ranks: a step failed on one of them."""
         return error.by_step or (self.followers is not None and self.followers.failed())
 
+    def kill(self) -> None:
+        """At once."""
+        if self.followers is not None:
+            self.followers.kill()
+
     def close(self) -> None:
+        """They end by themselves, or are killed soon."""
         if self.followers is not None:
             self.followers.close()
