@@ -154,7 +154,10 @@ class WorkerNode(WorkerShell[C]):
         """An error has escaped the core: a bug. Pages and leases are in doubt, so the process ends at once.
         Peers see the connection break, and a supervisor starts a new incarnation. First, callers learn which
         requests may be the cause, so that the next node computes these one at a time."""
-        _log.critical("the step thread has failed; the process ends", exc_info=error)
+        if isinstance(error, RanksLost):
+            _log.critical("the ranks do not go on together; the process ends", error=str(error))
+        else:
+            _log.critical("the step thread has failed; the process ends", exc_info=error)
         try:
             if not isinstance(error, RanksLost) or self.engine.ranks.failed(error):
                 self._tell_callers(error)
