@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -105,6 +105,11 @@ MAX_SURPRISE = 2.0
 MAX_FACTOR = 32.0
 """A factor stays between this and its inverse."""
 
+LEAST_OF_ROW = 1 / 4
+LEAST_OF_FIXED = 1 / 4096
+"""A prompt token costs at least these parts of a decode row and of the constant. Its arithmetic is that of a
+row, so that it costs a third to a half as much where arithmetic is what counts."""
+
 
 class CostCalibration:
     """Corrects a measured StepCost while the node works.
@@ -115,7 +120,9 @@ class CostCalibration:
     """
 
     def __init__(self, measured: StepCost) -> None:
-        self._measured = measured
+        # A prompt token is never free, though a fit of disturbed times may say so, and no factor corrects 0.
+        least = max(LEAST_OF_ROW * measured.row, LEAST_OF_FIXED * measured.fixed)
+        self._measured = replace(measured, token=max(measured.token, least))
         self._decode = self._prefill = 0.0
         """Logarithms of the factors."""
         self._steps = 0

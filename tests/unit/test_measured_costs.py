@@ -1,13 +1,16 @@
 """What steps and pulls cost: measured at a worker's start, and kept true while it works."""
 
 import random
+from dataclasses import astuple
 
 import pytest
 
+from baton.engine.idle_steps import AGAIN_SECONDS, STEP_SECONDS, TURN_SECONDS, IdleSteps
 from baton.engine.plan import step_load
 from baton.engine.startup_steps import BUDGET_SECONDS, ROUNDS, StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
 from baton.handoff.pull_cost import PullCost, PullMeter
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.stepcost import CostCalibration, StepCost, StepLoad
 
 COST = StepCost(fixed=4e-3, row=5e-5, key=2e-8, token=2e-5, pair=1e-9)
@@ -85,6 +88,78 @@ def test_a_busy_machine_is_measured_when_it_is_free():
     found = machine.measure()
     for load in LOADS:
         assert found.seconds(load) == pytest.approx(COST.seconds(load), rel=0.05)
+
+
+class Idle:
+    """A worker with nothing to do, on a machine that others used while it was measured."""
+
+    def __init__(self, factor=2.0, pages=1024):
+        self.machine = Machine()
+        self.allocator = PageAllocator(pages)
+        cache = KvCache(self.allocator, PrefixTree(16))
+        self.turns = IdleSteps(self.machine, LIMITS, cache, lambda: self.machine.now)
+        self.calibration = CostCalibration(StepCost(*(factor * value for value in astuple(COST))))
+
+    def run(self, turns, wanted=lambda: False):
+        """The longest one, in seconds."""
+        longest = 0.0
+        for _ in range(turns):
+            self.machine.now += 0.5
+            began = self.machine.now
+            self.turns.turn(self.calibration, wanted)
+            longest = max(longest, self.machine.now - began)
+            assert self.allocator.counts().owned == 0
+        return longest
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 8.0])
+def test_what_a_busy_start_got_wrong_is_found_out_when_nothing_is_to_be_done(factor):
+    """A decode node that takes its prompts for slow gets none: steps in operation would never correct it."""
+    idle = Idle(factor)
+    for _ in range(200):
+        idle.calibration.add(LOADS[0], COST.seconds(LOADS[0]))
+    prompt = LOADS[2]
+    assert idle.calibration.cost.token == factor * COST.token, "rows say nothing of prompts"
+    assert idle.run(9) == 0.0, "others may still load"
+    longest = idle.run(60)
+    assert idle.calibration.cost.seconds(prompt) == pytest.approx(COST.seconds(prompt), rel=0.2)
+    assert 0 < longest <= TURN_SECONDS + STEP_SECONDS
+
+
+def test_prompts_that_a_disturbed_fit_took_for_free_are_found_to_cost():
+    idle = Idle()
+    idle.calibration = CostCalibration(StepCost(3 * COST.fixed, COST.row, 0.0, 0.0, 0.0))
+    idle.run(60)
+    assert idle.calibration.cost.seconds(LOADS[2]) == pytest.approx(COST.seconds(LOADS[2]), rel=0.25)
+
+
+def test_they_rest_and_what_comes_waits_for_one_of_them():
+    idle = Idle()
+    idle.run(100)
+    before = len(idle.machine.plans)
+    idle.run(100)
+    assert len(idle.machine.plans) == before
+    idle.machine.now += AGAIN_SECONDS
+    asked = iter([False, True] * 20)
+    longest = idle.run(20, lambda: next(asked))
+    assert len(idle.machine.plans) == before + 20 and longest < 2 * STEP_SECONDS
+
+
+def test_they_take_no_page_that_holds_anything():
+    idle = Idle(pages=60)
+    taken = idle.allocator.take(30)
+    idle.allocator.to_cached(taken)
+    idle.run(100)
+    used = {page for plan in idle.machine.plans for row in plan.rows for page in row.pages}
+    assert used and not used & set(taken)
+    counts = idle.allocator.counts()
+    assert (counts.cached, counts.free) == (30, 30)
+    rest = idle.allocator.take(30)
+    idle.machine.now += AGAIN_SECONDS
+    before = len(idle.machine.plans)
+    idle.allocator.to_cached(rest)
+    idle.run(10)
+    assert len(idle.machine.plans) == before, "nothing is evicted for them"
 
 
 @pytest.mark.parametrize(

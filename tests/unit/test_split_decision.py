@@ -215,6 +215,21 @@ def test_what_came_of_it_is_compared_with_what_was_expected():
     assert rig.value(f"{name}_count", way="split", until="end") == 1
 
 
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_what_is_wrong_all_the_time_is_learned_and_the_metric_shows_it(factor):
+    """The metric is of what was decided with, bias included."""
+    rig = Rig("always")
+    name, labels = "baton_gateway_actual_over_expected_sum", {"way": "split", "until": "first_token"}
+    stats = decode_pb2.RequestStats(prefill_address="p", output_tokens=2)
+    seen = []
+    for _ in range(100):
+        decision = rig.split.decide(BUSY, PREFILL, 4000)
+        before = rig.value(name, **labels)
+        rig.split.ended(decision, stats, factor * decision.predictions["split"].first, 1.0)
+        seen.append(rig.value(name, **labels) - before)
+    assert seen[0] == pytest.approx(factor) and seen[-1] == pytest.approx(1.0, rel=0.01)
+
+
 def test_a_choice_that_takes_longer_than_predicted_is_taken_less_until_the_bias_has_decayed():
     rig = Rig()
     before = rig.split.decide(BUSY, PREFILL, 4000)

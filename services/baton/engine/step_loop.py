@@ -191,10 +191,13 @@ class StepLoop(Generic[C]):
         crashed: Callable[[BaseException], None],
         warm: Callable[[], None] | None = None,
         cooled: Callable[[Exception], None] = lambda error: None,
+        spare: Callable[[Callable[[], bool]], None] | None = None,
     ) -> None:
         """`warm` performs, in the step thread, the work of a launch and changes nothing; None: steps are
         so long that it does not matter. `cooled` is called there with an error of `warm`, after which it
-        is not tried again: if the device is broken, the next step fails."""
+        is not tried again: if the device is broken, the next step fails. `spare` is called there every
+        TICK_SECONDS while no step is to be run, with a function that says whether there is something to
+        do after all."""
         self._pipeline = StepPipeline(core, runner, overlap, clock)
         self._clock = clock
         self._crashed = crashed
@@ -204,6 +207,9 @@ class StepLoop(Generic[C]):
         self._last_begin = clock()
         self._warm = warm
         self._cooled = cooled
+        self._spare = spare
+        self._worked = 0.0
+        """When the last step or call of `spare` ended."""
 
     def start(self) -> None:
         self._thread.start()
@@ -254,6 +260,7 @@ class StepLoop(Generic[C]):
             if due is not None:
                 waited = self._wait_for(due) if pipeline.overlap else 0.0
                 pipeline.finish(due)
+                self._worked = self._clock()
                 if waited and pipeline.ahead:
                     time.sleep(min(REST_SECONDS, REST_SHARE * waited))
             if pipeline.idle and not pipeline.inbox:
@@ -261,7 +268,10 @@ class StepLoop(Generic[C]):
 
     def _idle(self) -> None:
         """Waits for a call or for the next iteration."""
-        if self._warm is None or not self._pipeline.core.expecting:
+        if self._spare is not None and self._clock() - self._worked >= TICK_SECONDS:
+            self._spare(lambda: bool(self._pipeline.inbox) or self._stopping)
+            self._worked = self._clock()
+        elif self._warm is None or not self._pipeline.core.expecting:
             self._wake.wait(TICK_SECONDS)
         elif not self._wake.wait(WARM_SECONDS):
             try:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from baton.gateway.metrics import GatewayMetrics
 from baton.gateway.node_load import NodeLoad
@@ -158,6 +158,8 @@ class Decision:
     """Predicted result: the decode node computes the prompt."""
     predictions: dict[str, Prediction]
     """Predictions for "split" and "local" without the bias; empty if there were none."""
+    bias: dict[str, float] = field(default_factory=dict)
+    """What was added to their first tokens, in seconds."""
 
 
 class Split:
@@ -183,22 +185,23 @@ class Split:
         mode = self.mode if hand_off is None else "always" if hand_off else "never"
         limit = {"always": ALWAYS, "never": NEVER}.get(mode)
         predictions: dict[str, Prediction] = {}
+        bias: dict[str, float] = {}
         if decode.cost is not None and prefill.cost is not None:
             predictions = {
                 "split": predict_split(tokens, decode, prefill),
                 "local": predict_local(tokens, decode),
             }
+            now = self._clock()
+            bias = {way: each.seconds(now) for way, each in self._bias.items()}
             if limit is None:
-                now = self._clock()
-                bias = self._bias["split"].seconds(now) - self._bias["local"].seconds(now)
-                limit = local_limit(tokens, decode, prefill, bias)
+                limit = local_limit(tokens, decode, prefill, bias["split"] - bias["local"])
         # Without predictions the decode node hands off all but very short prompts.
         local = limit is not None and tokens - decode.cached <= limit
         why = "client" if hand_off is not None else "mode" if mode != "auto" else "cost"
         self._metrics.decisions.labels(
             "local" if local else "split", why if limit is not None else "unknown"
         ).inc()
-        return Decision(limit, local, predictions)
+        return Decision(limit, local, predictions, bias)
 
     def ended(self, decision: Decision, stats: decode_pb2.RequestStats, first: float, end: float) -> None:
         """The request has finished at its first attempt; times are in seconds from its sending."""
@@ -207,6 +210,9 @@ class Split:
         if prediction is None or stats.retractions or stats.handoff_retries:
             return
         self._bias[way].add(self._clock(), first, prediction.first)
-        pairs = {"first_token": (first, prediction.first), "end": (end, prediction.end(stats.output_tokens))}
+        # What was decided with; the bias of other prompts may exceed what this one was predicted to take.
+        bias = max(decision.bias[way], -prediction.first / 2)
+        expected_end = prediction.end(stats.output_tokens)
+        pairs = {"first_token": (first, prediction.first + bias), "end": (end, expected_end + bias)}
         for until, (seconds, predicted) in pairs.items():
             self._metrics.expected.labels(way, until).observe(seconds / max(predicted, 1e-9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from baton.kvcache import groups as kv_groups
@@ -310,6 +311,16 @@ class KvCache:
     def pending(self) -> int:
         """Releases that wait for a step or a pin."""
         return self._pending
+
+    @contextmanager
+    def borrowed(self, count: int) -> Iterator[list[int]]:
+        """Free pages, for a step that ends within the block. Nothing is evicted for them. Raises
+        OutOfPages."""
+        pages = self._allocator.take(count)
+        try:
+            yield pages
+        finally:
+            self._allocator.give_back(pages)
 
     def generation(self, page: int) -> int:
         return self._allocator.generation(page)

@@ -309,22 +309,25 @@ def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layo
 
 def measure_steps(engine: Engine) -> StepCost:
     """Runs a few steps; the pool must be empty. Blocks. Raises BatonError."""
-    limits = StepLimits(
+    started = time.monotonic()
+    try:
+        cost = measure_step_cost(engine.runner, step_limits(engine))
+    except torch.OutOfMemoryError as error:
+        raise failed_precondition(f"not enough device memory: {error}; lower --kv-tokens") from error
+    log_cost("steps measured", cost, seconds=round(time.monotonic() - started, 2))
+    return cost
+
+
+def step_limits(engine: Engine) -> StepLimits:
+    return StepLimits(
         token_budget=engine.config.token_budget,
         context_length=engine.model_info.context_length,
         page_size=engine.layout.page_size,
         pages=engine.pool.num_pages,
         groups=len(engine.pool.layout.groups),
     )
-    started = time.monotonic()
-    try:
-        cost = measure_step_cost(engine.runner, limits)
-    except torch.OutOfMemoryError as error:
-        raise failed_precondition(f"not enough device memory: {error}; lower --kv-tokens") from error
-    _log.info(
-        "steps measured",
-        seconds=round(time.monotonic() - started, 2),
-        step_ms=round(1000 * cost.seconds(StepLoad(decode_sequences=1)), 3),
-        prompt_token_us=round(1e6 * cost.token, 2),
-    )
-    return cost
+
+
+def log_cost(event: str, cost: StepCost, **more: object) -> None:
+    step_ms = round(1000 * cost.seconds(StepLoad(decode_sequences=1)), 3)
+    _log.info(event, step_ms=step_ms, prompt_token_us=round(1e6 * cost.token, 2), **more)

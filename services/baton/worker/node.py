@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from baton.config import WorkerConfig
 from baton.discovery.etcd import Registration, register
+from baton.engine.idle_steps import IdleSteps
 from baton.engine.step_loop import StepLoop
 from baton.grammar.base import Grammar, GrammarBusy, GrammarError, GrammarSpec
 from baton.grammar.compiler import GrammarCompiler
@@ -40,7 +42,7 @@ from baton.v1 import (
 from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.embedder import Embedder
-from baton.worker.engine import Engine, build_engine, measure_steps
+from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, step_limits
 from baton.worker.load import add_grammars, add_step_cost, page_map_message, snapshot
 from baton.worker.shell import C, WorkerShell
 
@@ -113,6 +115,10 @@ class WorkerNode(WorkerShell[C]):
             crashed=self._crashed,
             warm=self.engine.warm,
             cooled=lambda error: _log.warning("first tokens come later: no warm turns", exc_info=error),
+            spare=partial(self._spare_turn, core),
+        )
+        self._idle_steps: IdleSteps | None = IdleSteps(
+            self.engine.runner, step_limits(self.engine), self.engine.cache, time.monotonic
         )
         self.engine.ranks.watch(self._rank_lost)
         self._embedder = Embedder(self.config, self.steps, self.model_info)
@@ -120,6 +126,17 @@ class WorkerNode(WorkerShell[C]):
         self.steps.start()
         self.tasks.spawn(self._watch_steps(), "watch of the step thread")
         self._registration = register(self.config, self.role, self.incarnation, address)
+
+    def _spare_turn(self, core: C, wanted: Callable[[], bool]) -> None:
+        if self._idle_steps is None or self.requests:
+            return
+        try:
+            calibration = core.step_stats.calibration
+            if calibration is not None and self._idle_steps.turn(calibration, wanted):
+                log_cost("steps measured again", calibration.cost)
+        except Exception as error:  # if the device is broken, the next request's step fails too
+            self._idle_steps = None
+            _log.warning("steps are not measured again", exc_info=error)
 
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for running ones; returns the number of those left."""
