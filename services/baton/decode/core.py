@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from baton.config import DecodeConfig
 from baton.decode.overload import OverloadControl
+from baton.decode.recording import RequestRecording
 from baton.decode.types import (
     PHASES,
+    STEP_FAILURES,
     DecodeCounters,
     DecodeRequest,
     Done,
@@ -47,8 +49,6 @@ MAX_FAILED_STEPS = 2
 PROVEN_TOKENS = 8
 """A request that has received this many tokens since does not. More than 1: a prompt's last chunk yields
 one, and the decode step may be the one that fails."""
-STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
-"""Reasons with which a prefill node fails prompts that were in such a step."""
 LOCAL_PREFILL_TOKENS = 32
 """Prompts with at most this many uncached tokens are computed here if neither caller nor configuration sets a
 limit."""
@@ -82,14 +82,16 @@ class DecodeCore:
     _names: HandoffNames = field(default_factory=HandoffNames)
     _now: float = 0.0
     overload: OverloadControl = field(init=False)
+    recording: RequestRecording = field(init=False)
 
     def __post_init__(self) -> None:
+        self.recording = RequestRecording(self.recorder, self.unfinished, self.peers, self.page_bytes)
         self.scheduler = Scheduler(
             self.cache,
             self.scheduling,
             self._route,
             lambda leader: self.handoffs.abandon(leader),
-            record=self._record,
+            record=self.recording.scheduled,
         )
         self.handoffs = DecodeSide(
             self.scheduler,
@@ -99,7 +101,7 @@ class DecodeCore:
             pulled=self._pulled,
             failed=self._handoff_failed,
             failed_late=self._given_up_failed,
-            record=self._record_pull,
+            record=self.recording.pulled,
         )
         self.overload = OverloadControl(self.scheduler)
 
@@ -199,7 +201,7 @@ class DecodeCore:
             self.counters.cancelled += 1
             del self.unfinished[state.key]
             self.scheduler.close(state.request)
-            self._record_end(state, "cancelled")
+            self.recording.ended(state, "cancelled")
 
     def hand_back(self, now: float) -> None:
         """The node stops: unfinished requests fail with UNAVAILABLE, to be resumed elsewhere."""
@@ -288,7 +290,7 @@ class DecodeCore:
                 self.overload.output.add(event.sequence.num_output)
             state.output_tokens += 1
             if not state.output_tokens % TOKENS_EVERY:
-                self._record_state(state, Kind.TOKENS, state.output_tokens)
+                self.recording.add(state, Kind.TOKENS, state.output_tokens)
             if state.output_tokens == PROVEN_TOKENS:
                 state.request.failed_steps = 0
             self.counters.output_tokens += 1
@@ -306,7 +308,7 @@ class DecodeCore:
             self.counters.finished += 1
             del self.unfinished[state.key]
             state.enter("", self.recorder.clock())
-            self._record_end(state, "finished")
+            self.recording.ended(state, "finished")
             self._outputs.append(
                 (caller, Done(number, state.attempt, state.stats(self.peers.get(state.address))))
             )
@@ -353,9 +355,7 @@ class DecodeCore:
     def _name(self, leader: Sequence, address: str) -> AttemptName:
         state = self._state(leader)
         name = self._names.next(state.gateway, state.key.request, state.attempt, in_use=self.handoffs.knows)
-        self.recorder.add(
-            Kind.SENT, state.gateway, state.key.request, state.attempt, name.decode_try, text=address
-        )
+        self.recording.sent(name, address)
         return name
 
     def _pulled(self, leader: Sequence, pages: int) -> None:
@@ -366,8 +366,8 @@ class DecodeCore:
         state.retries += 1
         state.last_failure = f"{address}: {reason}: {message}"
         state.enter(PHASES[Kind.RETRIED], self.recorder.clock())
-        self._record_state(state, Kind.RETRIED, text=reason)
-        self._count_try(state, address, reason)
+        self.recording.add(state, Kind.RETRIED, text=reason)
+        state.count_try(address, reason)
 
     def _given_up_failed(self, name: AttemptName, address: str, reason: str) -> None:
         """A retraction gave the hand-off up just before its step failed there. This counts as well: else
@@ -376,47 +376,10 @@ class DecodeCore:
             key = (name.gateway, name.request, name.attempt)
             for state in self.unfinished.values():
                 if (state.gateway, state.key.request, state.attempt) == key and address in state.candidates:
-                    self._count_try(state, address, reason)
-
-    @staticmethod
-    def _count_try(state: DecodeRequest, address: str, reason: str) -> None:
-        """The candidate at `address` has failed."""
-        tried = state.candidates.index(address) + 1
-        # Choices that are computed each by itself may have been in the same step there: it counts once.
-        if reason in STEP_FAILURES and tried > state.tried:
-            state.step_failure = reason
-            state.request.failed_steps += 1
-        state.tried = max(state.tried, tried)
+                    state.count_try(address, reason)
 
     def _state(self, leader: Sequence) -> DecodeRequest:
         return self.unfinished[leader.request.key]  # type: ignore[index]
-
-    # --- the recorder -----------------------------------------------------------------------------------
-
-    def _record(self, request: Request, kind: Kind, number: int, step: int) -> None:
-        state = self.unfinished.get(request.key)  # type: ignore[call-overload]
-        if state is not None:
-            if kind in PHASES:
-                state.enter(PHASES[kind], self.recorder.clock())
-            self.recorder.add(kind, state.gateway, state.key.request, state.attempt, number=number, step=step)
-
-    def _record_state(self, state: DecodeRequest, kind: Kind, number: int = 0, text: str = "") -> None:
-        self.recorder.add(kind, state.gateway, state.key.request, state.attempt, number=number, text=text)
-
-    def _record_end(self, state: DecodeRequest, text: str) -> None:
-        self._record_state(state, Kind.ENDED, state.output_tokens, text)
-
-    def _record_pull(
-        self, kind: Kind, name: AttemptName, address: str, pages: int, step: int, error: str | None
-    ) -> None:
-        text, size = address, 0
-        if kind is Kind.PULL_ENDED:
-            peer = self.peers.get(address)
-            text = f"failed: {error}" if error is not None else peer.transport if peer is not None else ""
-            size = pages * self.page_bytes if error is None else 0
-        self.recorder.add(
-            kind, name.gateway, name.request, name.attempt, name.decode_try, pages, size, step, text
-        )
 
     # --- ends -------------------------------------------------------------------------------------------
 
@@ -452,7 +415,7 @@ class DecodeCore:
         self.scheduler.close(state.request)
         if code != "CANCELLED":
             self.counters.failed += 1
-        self._record_end(state, reason if code != "CANCELLED" else "cancelled")
+        self.recording.ended(state, reason if code != "CANCELLED" else "cancelled")
         retry_ms = math.ceil(1000 * retry) if retry is not None else None
         failed = Failed(state.key.request, state.attempt, code, reason, message, field, retry_ms)
         self._outputs.append((state.key.caller, failed))

@@ -43,6 +43,10 @@ PHASES = {
 """What a request does after an event."""
 
 
+STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
+"""Reasons with which a prefill node fails prompts that were in such a step."""
+
+
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """State of a request from its start to its terminal event."""
@@ -80,6 +84,15 @@ class DecodeRequest:
         if self.phase:
             self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
         self.phase, self.since = phase, now
+
+    def count_try(self, address: str, reason: str) -> None:
+        """The candidate at `address` has failed."""
+        tried = self.candidates.index(address) + 1
+        # Choices that are computed each by itself may have been in the same step there: it counts once.
+        if reason in STEP_FAILURES and tried > self.tried:
+            self.step_failure = reason
+            self.request.failed_steps += 1
+        self.tried = max(self.tried, tried)
 
     def stats(self, peer: Peer | None) -> decode_pb2.RequestStats:
         """`peer`: the node at `address`."""

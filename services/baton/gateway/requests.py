@@ -17,10 +17,10 @@ from baton.gateway.gateway import Gateway
 from baton.gateway.metrics import RequestTimer
 from baton.gateway.parsed_output import OutputParsers
 from baton.gateway.prompts import Prompt, Session, encode_prompt
-from baton.gateway.request_log import EndedRequest
+from baton.gateway.request_end import ended_request, finished_event
 from baton.gateway.request_spans import describe_span, request_span
 from baton.gateway.routing import RequestRouting
-from baton.gateway.token_log import TokenLog, fill_token_bytes
+from baton.gateway.token_log import fill_token_bytes, new_log
 from baton.rpc.errors import (
     BatonError,
     cancelled,
@@ -30,13 +30,10 @@ from baton.rpc.errors import (
     without_frames,
 )
 from baton.rpc.logs import get_logger
-from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, require_grammars
+from baton.rpc.validate import require_grammars
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.tracing.recorder import TOKENS_EVERY, Kind
 from baton.v1 import common_pb2, decode_pb2, inference_pb2, trace_pb2
-
-DECODE_PHASES = ("queue", "prefill", "pull", "decode")
-"""That a decode node measures."""
 
 _log = get_logger()
 
@@ -62,7 +59,7 @@ class Request:
         self.api_key = api_key
         self._api = api
         self.number = gateway.next_number()
-        self.log = _new_log(start)
+        self.log = new_log(start)
         self.name = f"{gateway.incarnation:016x}-{self.number}"
         self._gateway = gateway
         self._recorder = gateway.recorder
@@ -374,33 +371,13 @@ class Request:
         if not self._attempts.done and not any(choice.ended_early for choice in self.log.choices):
             return
         stats = self._stats or decode_pb2.RequestStats()
-        if self.log.finish(self._finished(stats)):
+        finished = finished_event(self.log, stats, self._attempts, self._timing)
+        if self.log.finish(finished):
             if self._routing is not None and not self._attempts.resumed:
                 predicted = self._routing.predicted(stats, self._attempts.address)
                 self._gateway.metrics.routed(predicted, self.log.cached_tokens)
             self._commit_session(stats.prefill_address)
             self._release("finished", None)
-
-    def _finished(self, stats: decode_pb2.RequestStats) -> inference_pb2.Finished:
-        """stats: of the last attempt; figures that concern all attempts are corrected."""
-        stats.prompt_tokens = len(self.log.prompt_ids)
-        stats.output_tokens = self.log.output_tokens
-        if self._attempts.resumed or not stats.cached_tokens:
-            stats.cached_tokens = self.log.cached_tokens
-        usage = inference_pb2.Usage(
-            prompt_tokens=stats.prompt_tokens,
-            output_tokens=stats.output_tokens,
-            cached_tokens=stats.cached_tokens,
-            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.log.choices),
-        )
-        return inference_pb2.Finished(
-            usage=usage,
-            stats=stats,
-            ttft_us=self._timing.ttft_us,
-            total_us=int(self._timing.elapsed * 1e6),
-            decode_address=self._attempts.address,
-            resumed=self._attempts.resumed,
-        )
 
     # The end.
 
@@ -436,39 +413,19 @@ class Request:
         prompt, output = len(self.log.prompt_ids), self.log.output_tokens
         self._gateway.metrics.ended(outcome, self.api_key.name, prompt, output, self._timing.elapsed)
         self._gateway.forget(self, outcome)
-        self._gateway.request_log.add(outcome, self._ended(), error.reason if error is not None else "")
-        on_change, self._on_change = self._on_change, _nobody
-        on_change()
-
-    def _ended(self) -> EndedRequest:
-        """For the request log."""
-        stats, timing = self._stats or decode_pb2.RequestStats(), self._timing
-        phases = dict(timing.phases)
-        for name in DECODE_PHASES:
-            if microseconds := getattr(stats, f"{name}_us"):
-                phases[name] = microseconds / 1e6
-        if timing.ttft_us:
-            phases["ttft"] = timing.ttft_us / 1e6
-        choices = self.log.choices  # of a request with n = 0, none
-        finish = common_pb2.FinishReason.Name(choices[0].finish_reason if choices else 0)
-        way = "" if self._stats is None else "split" if stats.prefill_address else "local"
-        return EndedRequest(
-            self.name,
-            len(self.log.prompt_ids),
-            self.log.output_tokens,
-            self._attempts.resumed,
-            timing.elapsed,
+        ended = ended_request(
+            self.log,
+            self._stats,
+            self._attempts,
+            self._timing,
+            request=self.name,
             api=self._api,
             key=self.api_key.name,
             model=self._gateway.model_name,
-            cached_tokens=self.log.cached_tokens,
-            finish=finish.removeprefix("FINISH_REASON_").lower().removesuffix("unspecified"),
-            way=way,
-            decode=self._attempts.address,
-            prefill=stats.prefill_address,
-            retries=stats.handoff_retries,
-            phases=phases,
         )
+        self._gateway.request_log.add(outcome, ended, error.reason if error is not None else "")
+        on_change, self._on_change = self._on_change, _nobody
+        on_change()
 
     def _commit_session(self, prefill_address: str) -> None:
         session, prompt = self._session, self._prompt
@@ -477,19 +434,6 @@ class Request:
         session.decode_address = self._attempts.address
         session.prefill_address = prefill_address
         session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)
-
-
-def _new_log(start: inference_pb2.GenerateStart) -> TokenLog:
-    """Of an unchecked request: what the log keeps is bounded here."""
-    sampling = start.sampling
-    return TokenLog(
-        start.id,
-        n=min(start.n, MAX_CHOICES) if start.HasField("n") else 1,
-        stop=[text[:MAX_STOP_CHARACTERS] for text in sampling.stop[:MAX_STOP_STRINGS]],
-        min_tokens=sampling.min_tokens,
-        include_token_ids=start.include_token_ids if start.HasField("include_token_ids") else True,
-        await_prompt_logprobs=sampling.HasField("prompt_logprobs"),
-    )
 
 
 def _nobody() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from google.rpc import status_pb2
 
 from baton.gateway.parsed_output import ParsedOutput
+from baton.rpc.validate import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from baton.tokenizer.detokenize import Detokenizer
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2
@@ -356,3 +357,16 @@ def fill_token_bytes(logprobs: Sequence[common_pb2.PositionLogprobs], vocabulary
             position.chosen.token_bytes = vocabulary.bytes_of(position.chosen.token_id)
         for entry in position.top:
             entry.token_bytes = vocabulary.bytes_of(entry.token_id)
+
+
+def new_log(start: inference_pb2.GenerateStart) -> TokenLog:
+    """Of an unchecked request: what the log keeps is bounded here."""
+    sampling = start.sampling
+    return TokenLog(
+        start.id,
+        n=min(start.n, MAX_CHOICES) if start.HasField("n") else 1,
+        stop=[text[:MAX_STOP_CHARACTERS] for text in sampling.stop[:MAX_STOP_STRINGS]],
+        min_tokens=sampling.min_tokens,
+        include_token_ids=start.include_token_ids if start.HasField("include_token_ids") else True,
+        await_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+    )
