@@ -40,8 +40,8 @@ BATON = (sys.executable, "-m", "baton.cli.main")
 CANARY = "zyzzyva-quokka"
 
 
-RESET_SECONDS = 4.0
-RESET_BYTES = 256 * 2**20
+RESET_SECONDS = 1.0
+RESET_BYTES = 64 * 2**20
 """What a process may take because of calls that strangers open and reset."""
 
 
@@ -118,7 +118,7 @@ def test_calls_that_strangers_reset_cost_no_memory_on_any_port(up):
         sent = reset_rapidly(address, RESET_SECONDS)
         grown[name] = process.memory_info().rss - before
         print(f"{name}: {sent} calls, {grown[name] / 2**20:.0f} MiB")
-        assert sent > 10_000
+        assert sent > 5_000
     assert max(grown.values()) < RESET_BYTES, grown
 
 
