@@ -1,6 +1,6 @@
 """What the live page costs the gateway: its processor time with so many pages open, against none.
 
-    python benchmarks/page_cost.py --pages 5 --seconds 30
+    python benchmarks/page_cost.py --pages 5 --seconds 30 --json benchmarks/results/page_cost.json
 
 Starts the demo model, split, sends it a steady load, and measures in turns: none open, then so many. A page
 is a client of the stream of frames that reads all of it, as a browser does. Prints processor seconds of the
@@ -9,10 +9,8 @@ gateway per second, a line a turn, and the difference of the means.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import tempfile
 from pathlib import Path
 from statistics import mean
@@ -21,8 +19,8 @@ from typing import Any
 import httpx
 import psutil
 from rich.console import Console
+from shared import make_parser, save_results
 
-from baton.bench.machine import machine
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.client import AsyncClient
 
@@ -90,26 +88,15 @@ async def main(pages: int, seconds: float, turns: int, rate: float) -> dict[str,
                 await sending
     cost = mean(found[pages]) - mean(found[0])
     console.print(f"{pages} pages cost {100 * cost:.2f} % of a core", highlight=False)
-    return {
-        "machine": machine(),
-        "pages": pages,
-        "seconds": seconds,
-        "rate": rate,
-        "cores": found,
-        "cost": cost,
-    }
+    return {"pages": pages, "seconds": seconds, "rate": rate, "cores": found, "cost": cost}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--pages", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
-    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     result = asyncio.run(main(given.pages, given.seconds, given.turns, given.rate))
-    if given.output is not None:
-        given.output.write_text(json.dumps(result, indent=2) + "\n")
+    save_results(given, result)

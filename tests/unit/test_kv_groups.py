@@ -253,6 +253,7 @@ def test_window_pages_inside_a_prefix_are_evicted_first_and_the_prefix_stays_usa
     assert cache.match_length(range(20)) == 20, "its end can still be continued"
     assert cache.match_length(range(18)) == 18, "and so can the border before"
     assert cache.match_length(range(14)) == 0, "its middle cannot: its window pages are gone"
+    assert cache.unlocked(range(14), "", 7) == 7, "only pages that are there can be held"
     cache.release(other, 0)
     cache.check(idle=True)
 

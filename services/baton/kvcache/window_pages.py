@@ -57,9 +57,9 @@ class WindowPages:
         return found
 
     def unreferenced(self, rows: Sequence[PageRow], position: int | None) -> int:
-        """Number of pages that `usable` wants of these rows and nobody references."""
+        """Number of pages that `usable` wants of these rows, and that are there and nobody references."""
         return sum(
-            row[place] not in self.references
+            row[place] != GONE and row[place] not in self.references
             for place, group in self.groups
             for row in rows[self._first(group, len(rows), position) :]
         )
