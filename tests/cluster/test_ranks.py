@@ -110,8 +110,7 @@ async def hand_off(gateway: Process, transport: str, answers: list[Answer], **op
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
-@pytest.mark.parametrize("architecture", ["qwen3", "deepseek"])
+@pytest.mark.parametrize(("sizes", "architecture"), [((2, 4), "qwen3"), ((4, 2), "deepseek")])
 async def test_four_ranks_with_heads_and_latents_that_several_hold(tmp_path, sizes, architecture):
     """Four ranks and two KV heads: two ranks hold each. Latents are held by all."""
     model = make_model(architecture)

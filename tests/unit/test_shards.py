@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from random_checkpoints import (
     VARIANTS,
     Driver,
@@ -11,7 +12,16 @@ from random_checkpoints import (
     random_prompts,
     save_checkpoint,
 )
-from thread_ranks import ThreadGroup
+from thread_ranks import ThreadCommunicator, ThreadGroup
+
+from baton.checkpoint import CheckpointError
+from baton.engine.plan import StepPlan
+from baton.layers.shard import NO_CUTS, Shard
+from baton.layers.weights.cpu import CANDIDATES, Dequantized
+from baton.models.loader import load_model, weight_bytes
+from baton.models.tensor_files import SafetensorsFile
+from gguf_models import write_gguf
+from quantizers import awq, compressed, fp8_blocks, gptq, write
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +49,7 @@ def run(driver, prompts, outputs):
     for _ in range(outputs - 1):
         driver.step([driver.decode(track) for track in tracks])
     driver.finish()
-    if len(driver.pool.layout.groups) == 1:
+    if len(driver.pool.layout.groups) == 1 and len(tracks) > 1:
         fork(driver, tracks[1], prompts[1])
     return tracks
 
@@ -65,19 +75,17 @@ class FollowerDriver(Driver):
         return logits.new_zeros(len(logits), 1)
 
     def step(self, rows, inits=(), copies=()):
-        from baton.engine.plan import StepPlan
-
         self.number += 1
         self.runner.launch(StepPlan(self.number, tuple(rows), tuple(inits), tuple(copies)))
 
 
-def of_ranks(path, size, prompts, outputs):
-    """Rank 0's driver and tracks. All ranks share a pool."""
+def of_ranks(path, size, prompts, outputs, **options):
+    """Rank 0's driver and tracks. All ranks share a pool. `options`: of `load_model`."""
     storage = memoryview(bytearray(2**23))
 
     def rank(shard, communicator):
         make = FollowerDriver if shard.rank else Driver
-        driver = make(path, shard=shard, communicator=communicator, storage=storage)
+        driver = make(path, shard=shard, communicator=communicator, storage=storage, **options)
         return driver, run(driver, prompts, outputs)
 
     return ThreadGroup(size).run(rank)[0]
@@ -99,3 +107,109 @@ def test_logits_and_greedy_tokens_equal_transformers(checkpoints, variant, size)
     for track, prompt in zip(tracks, prompts, strict=True):
         assert largest_difference(model, track) < 1e-4
         check_greedy(model, prompt, track.tokens[len(prompt) :])
+
+
+STORED = {
+    "int8": compressed("int-quantized", num_bits=8, strategy="channel"),
+    "4-bits": compressed("pack-quantized", num_bits=4, symmetric=False, strategy="group", group_size=32),
+    "gptq": gptq(symmetric=False),
+    "gptq-desc-act": gptq(desc_act=True, symmetric=False),
+    "awq": awq(),
+    "fp8-blocks": fp8_blocks((40, 48)),
+}
+WIDE = {"intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
+"""A rank's inputs of each projection are whole groups of 32."""
+
+
+def difference(path, size, **options):
+    """Between logits of one rank and of several, at most."""
+    prompts = random_prompts(40)
+    (one,), (_, (several,)) = (
+        run(Driver(path, **options), prompts, 6),
+        of_ranks(path, size, prompts, 6, **options),
+    )
+    assert one.logits.keys() == several.logits.keys()
+    return max((one.logits[at] - several.logits[at]).abs().max().item() for at in one.logits)
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Products that differ in speed alone: one rank would choose one that rounds more."""
+    for bits in CANDIDATES:
+        monkeypatch.setitem(CANDIDATES, bits, (Dequantized,))
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
+def test_quantized_checkpoints_are_cut_as_they_are_stored(tmp_path, name, variant, exact):
+    make, overrides = VARIANTS[variant]
+    variants = {variant: (make, {**overrides, **WIDE})}
+    write(tmp_path, save_checkpoint(variant, tmp_path, variants=variants), STORED[name])
+    assert difference(tmp_path, 2) < 1e-4
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_weights_are_quantized_while_loading_as_on_one_rank(tmp_path, quantization, exact):
+    """A row's scale is that of the whole row, not of a rank's part."""
+    make, overrides = VARIANTS["llama-yarn"]
+    save_checkpoint("llama-yarn", tmp_path, variants={"llama-yarn": (make, {**overrides, **WIDE})})
+    assert difference(tmp_path, 2, quantization=quantization) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"),
+    [("llama3", "Q4_1"), ("qwen3-moe", "Q8_0"), ("gpt-oss", "MXFP4"), ("deepseek-v3", "Q8_0")],
+)
+def test_gguf_files(tmp_path, variant, kind):
+    make, overrides = VARIANTS[variant]
+    wide = {"moe_intermediate_size": 32, "norm_topk_prob": True} if variant == "qwen3-moe" else {}
+    reference = save_checkpoint(
+        variant, tmp_path / "plain", variants={variant: (make, {**overrides, **wide})}
+    )
+    path = write_gguf(tmp_path / "model.gguf", reference, kind, old=False)
+    assert difference(path, 2) < 1e-4
+
+
+def test_a_rank_allocates_and_reads_its_part_alone(checkpoints, monkeypatch):
+    """What is whole on each rank: norms and, in this model, nothing else."""
+    path, _ = checkpoints("llama3")
+    read = []
+    plain = SafetensorsFile.read
+
+    def counted(self, names, whole, cuts=NO_CUTS):
+        for name, start, tensor in plain(self, names, whole, cuts):
+            read.append(tensor.nbytes)
+            yield name, start, tensor
+
+    monkeypatch.setattr(SafetensorsFile, "read", counted)
+    load_model(path, torch.float32, shard=Shard(1, 4), communicator=NOBODY)
+    assert sum(read) == weight_bytes(path, torch.float32, shard=Shard(1, 4))
+    norms = 4 * 64 * 5
+    whole = weight_bytes(path, torch.float32) - norms
+    # Two KV heads, of which each of the four ranks holds one.
+    twice = 4 * 2 * 2 * 64 * 32
+    assert sum(read) - norms == (whole + twice) // 4
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (3, "4 attention heads cannot be divided among 3 ranks; use --tp with a divisor of them"),
+        (8, "4 attention heads cannot be divided among 8 ranks"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(checkpoints, size, words):
+    path, _ = checkpoints("llama3")
+    with pytest.raises(CheckpointError, match=words):
+        weight_bytes(path, torch.float32, shard=Shard(0, size))
+
+
+def test_code_of_transformers_and_fp8_while_loading_are_refused(checkpoints):
+    path, _ = checkpoints("llama3")
+    for options in ({"implementation": "transformers"}, {"quantization": "fp8"}):
+        with pytest.raises(CheckpointError, match="--tp"):
+            load_model(path, torch.float32, shard=Shard(0, 2), communicator=NOBODY, **options)
+
+
+NOBODY = ThreadCommunicator(ThreadGroup(1), 0)
+"""Where nothing is computed."""

@@ -61,7 +61,8 @@ class QuantizedFile:
             codes = f"{base}.{self._format.weight}"
             stored[codes if end == "weight" and self._quantized(codes) else name] = name
         beside = self._read_beside([name for name in stored if self._quantized(name)])
-        for own, start, tensor in self._file.read(stored, whole, cuts):
+        plain = {name: cut for name, cut in cuts.items() if name in stored and not self._quantized(name)}
+        for own, start, tensor in self._file.read(stored, whole, plain):
             name = stored[own]
             if not self._quantized(own):
                 yield name, start, tensor
