@@ -142,4 +142,9 @@ async def test_a_worker_ends_with_one_of_its_ranks_and_its_requests_go_on_elsewh
     assert not [path for path in ranks.decode.segments() if path.exists()]
     ranks.decode.start()
     ranks.decode.wait_ready()
-    assert len(followers(ranks.decode)) == 1
+    (follower,) = followers(ranks.decode)
+    ranks.decode.kill()
+    _, left = psutil.wait_procs([follower], END_SECONDS)
+    assert not left, "a follower outlives rank 0"
+    ranks.decode.start()  # removes the pool of the one before
+    ranks.decode.wait_ready()

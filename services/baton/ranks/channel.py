@@ -20,6 +20,10 @@ class ChannelError(Exception):
     """The other side has ended, does not answer in time, or sends something unexpected."""
 
 
+class ChannelClosed(ChannelError):
+    """The other side has ended."""
+
+
 class Channel:
     """One end. `seconds`: longest time that a message may wait to be taken."""
 
@@ -62,7 +66,7 @@ class Channel:
         try:
             self._connection.send_bytes(message)
         except OSError as error:
-            raise ChannelError(f"it takes no messages: {error}") from error
+            raise ChannelClosed(f"it takes no messages: {error}") from error
 
     def _receive(self, seconds: float | None) -> bytes:
         try:
@@ -70,7 +74,7 @@ class Channel:
                 raise ChannelError(f"it has not answered for {seconds:g} s")
             return self._connection.recv_bytes()
         except (OSError, EOFError) as error:
-            raise ChannelError("it has ended") from error
+            raise ChannelClosed("it has ended") from error
 
     def close(self) -> None:
         self._connection.close()

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from baton.ranks.channel import Channel, ChannelError
+from baton.ranks.channel import Channel, ChannelClosed
 from baton.ranks.followers import EXIT_FAILED, IMPORT_SECONDS, SEND_SECONDS, Failed, Setup
 
 PARENT_SECONDS = 0.1
@@ -42,7 +42,7 @@ def main(descriptor: int) -> int:
     try:
         follower = Follower(setup, channel)
         follower.run()
-    except ChannelError:
+    except ChannelClosed:
         return 0  # rank 0 has ended
     except CollectiveError as error:
         log.warning("another rank is lost", error=str(error))
@@ -58,7 +58,7 @@ def main(descriptor: int) -> int:
 
 
 def _tell(channel: Channel, error: Exception) -> None:
-    with contextlib.suppress(ChannelError):
+    with contextlib.suppress(ChannelClosed):
         channel.send(Failed(str(error)))
 
 

@@ -41,7 +41,7 @@ from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_r
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.grammars import make_compiler
 from baton.worker.memory import num_pages, run_largest_steps
-from baton.worker.model import attention_of, device_of, dtype_of, kv_layout, load, quantized
+from baton.worker.model import attention_of, check_shards, device_of, dtype_of, kv_layout, load, quantized
 from baton.worker.pool import PublishedPool, make_pool
 from baton.worker.ranks import Ranks
 from baton.worker.runners import make_runner
@@ -128,6 +128,8 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         config = _invariant(config, device)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
+    if config.tp > 1:
+        check_shards(config, device)
     ranks = Ranks(config, device)
     try:
         return _build_ranked(config, device, incarnation, ranks)

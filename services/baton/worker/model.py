@@ -10,6 +10,7 @@ import torch
 
 from baton.attention.base import AttentionBackend
 from baton.attention.registry import resolve as resolve_attention
+from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.kvcache.groups import divide_layers
 from baton.kvcache.pool import KvLayout
@@ -34,6 +35,20 @@ def attention_of(
     needs = (device, model.dtype, model.config.head_dim, features)
     prefill = resolve_attention(config.prefill_attention, *needs)
     return prefill, resolve_attention(config.decode_attention, *needs)
+
+
+def check_shards(config: WorkerConfig, device: torch.device) -> None:
+    """Before other ranks are started. Raises CheckpointError for a model that cannot be divided."""
+    weight_bytes(
+        resolve(config.model),
+        dtype_of(config.dtype, device),
+        implementation=config.model_impl,
+        quantization=config.quantization,
+        quantize_head=config.quantize_head,
+        device=device,
+        load_format=config.load_format,
+        shard=Shard(0, config.tp),
+    )
 
 
 def load(

@@ -1,0 +1,84 @@
+"""A worker of several ranks ends with one of them: killed, stopped or failed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.config import DecodeConfig
+from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.sampling import SamplingParams
+from baton.ranks.runner import RanksLost
+from baton.rpc.errors import BatonError
+from baton.worker.engine import build_engine
+
+pytestmark = pytest.mark.slow
+
+INCARNATION = 0x7A9D51
+SECONDS = 20.0
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Of two ranks; rank 0 waits 2 seconds for the other."""
+    monkeypatch.setattr("baton.worker.ranks.COLLECTIVE_SECONDS", 2.0)
+    engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), INCARNATION, "decode")
+    started = time.monotonic()
+    try:
+        yield engine
+    finally:
+        engine.close()
+        processes = engine.ranks.followers.processes
+        assert all(process.poll() is not None for process in processes), "a follower is left"
+        assert time.monotonic() - started < SECONDS
+        assert not list(Path("/dev/shm").glob(f"baton-*{INCARNATION:016x}"))
+
+
+def step(engine, number=1, page=0):
+    inits = (SlotInit(0, SamplingParams(temperature=0.0), 0, (), ()),)
+    row = PlanRow(0, (5, 6, 7), 0, (page,), (0,))
+    return engine.runner.read(engine.runner.launch(StepPlan(number, (row,), inits)))
+
+
+def test_killed(engine):
+    assert step(engine).rows[0].error is None
+    (follower,) = engine.ranks.followers.processes
+    lost = []
+    engine.ranks.watch(lambda rank, code: lost.append((rank, code)))
+    follower.kill()
+    with pytest.raises(RanksLost) as caught:
+        step(engine, 2)
+    assert not engine.ranks.failed(caught.value), "no request is the cause"
+    deadline = time.monotonic() + SECONDS
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lost == [(1, -signal.SIGKILL)]
+
+
+def test_stopped(engine):
+    (follower,) = engine.ranks.followers.processes
+    follower.send_signal(signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(RanksLost, match="another rank is lost") as caught:
+        step(engine)
+    assert 1.0 < time.monotonic() - started < SECONDS
+    assert not engine.ranks.failed(caught.value)
+
+
+def test_failed_there(engine):
+    """A plan that only the follower cannot execute."""
+    encode = engine.runner._runner._encoder.encode
+    engine.runner._runner._encoder.encode = lambda plan: encode(
+        StepPlan(plan.number, (PlanRow(0, (5, 6, 7), 0, (10**6,), (0,)),))
+    )
+    with pytest.raises(RanksLost) as caught:
+        step(engine)
+    assert engine.ranks.failed(caught.value), "the step may be the cause"
+
+
+def test_a_shard_that_cannot_be_made_is_named():
+    with pytest.raises(BatonError, match=r"cannot be divided among 7 ranks; use --tp with a divisor"):
+        build_engine(DecodeConfig(model="demo", tp=7, kv_tokens=1024), INCARNATION, "decode")

@@ -1,0 +1,115 @@
+"""Plans as followers get them."""
+
+from __future__ import annotations
+
+import random
+import socket
+from dataclasses import replace
+
+import pytest
+
+from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
+from baton.engine.sampling import SamplingParams
+from baton.kvcache import GONE
+from baton.ranks.channel import Channel, ChannelClosed, ChannelError
+from baton.ranks.plan_codec import PlanDecoder, PlanEncoder
+
+
+def random_plan(rng, number, tables):
+    """Rows of some slots, whose tables grow, lose pages of windows, or are another sequence's."""
+    rows, inits = [], []
+    for slot in rng.sample(range(8), rng.randrange(9)):
+        if slot not in tables or rng.random() < 0.2:
+            tables[slot] = [[rng.randrange(99)], [rng.randrange(99)]]
+            last = rng.choice([None, 5])
+            inits.append(SlotInit(slot, SamplingParams(seed=3), 3, (1, 2), (4,), last))
+        for table in tables[slot]:
+            table.extend(rng.randrange(99) for _ in range(rng.randrange(3)))
+        if rng.random() < 0.3:
+            tables[slot][1][0] = GONE
+        pages, more = tuple(tables[slot][0]), (tuple(tables[slot][1]),)
+        row = PlanRow(slot, None, rng.randrange(500), pages, (slot,), more_pages=more)
+        if rng.random() < 0.4:
+            row = replace(row, tokens=[7, 8, 9], sample=rng.choice([(), (slot,), (slot, 8)]))
+            row.prompt_logprobs = rng.choice([None, (1, 2)])
+            row.pooling = rng.choice([None, Pooling.LAST])
+        rows.append(row)
+    return StepPlan(number, tuple(rows), tuple(inits), rng.choice([(), ((1, 2), (3, 4))]))
+
+
+def expected(plan):
+    """What a follower needs of it."""
+    rows = tuple(
+        replace(
+            row,
+            tokens=None if row.tokens is None else tuple(row.tokens),
+            prompt_logprobs=None if row.prompt_logprobs is None else (0,) * len(row.prompt_logprobs),
+            pooling=None,
+        )
+        for row in plan.rows
+    )
+    inits = [SlotInit(init.slot, SamplingParams(), 0, (), (), init.last_token) for init in plan.inits]
+    return replace(plan, rows=rows, inits=tuple(init for init in inits if init.last_token is not None))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_followers_get_rows_tables_and_last_tokens(seed):
+    rng, tables = random.Random(seed), {}
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    for number in range(40):
+        plan = random_plan(rng, number, tables)
+        assert decoder.decode(encoder.encode(plan)) == expected(plan)
+
+
+def test_a_table_that_has_not_changed_is_not_sent_again():
+    row = PlanRow(3, None, 70_000, tuple(range(1000)), (3,))
+    encoder = PlanEncoder()
+    first = encoder.encode(StepPlan(1, (row,)))
+    assert len(first) > 1000 and len(encoder.encode(StepPlan(2, (row,)))) < 60
+    longer = replace(row, pages=(*row.pages, 5))
+    assert len(encoder.encode(StepPlan(3, (longer,)))) < 80
+
+
+def ends():
+    ours, theirs = socket.socketpair()
+    return Channel(ours, 5.0), Channel(theirs, 5.0)
+
+
+def test_objects_and_plans_arrive_in_order():
+    ours, theirs = ends()
+    ours.send({"pages": 3})
+    ours.send_plan(b"one", 4)
+    ours.send_plan(b"two", 1)
+    assert theirs.next() == {"pages": 3}
+    assert [theirs.next(), theirs.next()] == [(4, b"one"), (1, b"two")]
+    theirs.send("ready")
+    assert ours.receive(1.0) == "ready"
+
+
+def test_a_missing_plan_is_noticed():
+    ours, theirs = ends()
+    ours.send_plan(b"one", 1)
+    assert theirs.next() == (1, b"one")
+    ours._sent += 1
+    ours.send_plan(b"three", 1)
+    with pytest.raises(ChannelError, match="plan 3 came where 2 was expected"):
+        theirs.next()
+
+
+def test_silence_and_the_end_of_the_other_side_are_told_apart():
+    ours, theirs = ends()
+    with pytest.raises(ChannelError, match=r"has not answered for 0\.01 s"):
+        ours.receive(0.01)
+    theirs.close()
+    with pytest.raises(ChannelClosed):
+        ours.receive(1.0)
+    with pytest.raises(ChannelClosed):
+        ours.send_plan(b"one", 1)
+
+
+def test_a_side_that_takes_nothing_holds_up_the_other_for_a_limited_time():
+    sockets = socket.socketpair()
+    channel = Channel(sockets[0], 0.05)
+    with pytest.raises(ChannelError, match="takes no messages"):
+        for _ in range(1000):
+            channel.send_plan(bytes(2**16), 1)
