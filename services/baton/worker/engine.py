@@ -19,9 +19,9 @@ from baton.engine.cpu_threads import TunedRunner
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.grammar_masks import MaskStats
 from baton.engine.plan import Runner
-from baton.engine.scheduler_state import POLICIES
 from baton.engine.startup_steps import StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
+from baton.engine.waiting_queue import POLICIES
 from baton.grammar.compiler import GrammarCompiler
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.eviction import make_policy
