@@ -92,6 +92,8 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
             max_rows=options.max_rows,
             token_budget=options.budget,
             batch_invariant=options.batch_invariant,
+            prefill_attention=options.prefill_attention,
+            decode_attention=options.decode_attention,
         )
         bench = EngineBench(config)
         weights = weight_bytes(bench)
@@ -109,7 +111,7 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
             f"{result['tok_s']:9.0f} tok/s  host {result['host_total_ms']:.3f} ms ({host})",
             flush=True,
         )
-    for rows in (1, 64, 256) if options.profile else ():
+    for rows in [rows for rows in (1, 64, 256) if rows <= options.max_rows] if options.profile else ():
         print(f"-- {model}, {rows} rows of 128: us and calls a decode step (prompts included)")
         for name, us, calls in profile(
             bench, Point(rows, 128), steps=24, temperature=0.6, folder=options.out / model
@@ -132,6 +134,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--nano-repeats", type=int, default=3)
+    parser.add_argument("--prefill-attention", default="auto")
+    parser.add_argument("--decode-attention", default="auto")
     parser.add_argument("--commit", default="")
     parser.add_argument("--batch-invariant", action="store_true", help="what that mode costs")
     parser.add_argument("--profile", action="store_true")

@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -89,9 +91,18 @@ def plan_of(args: argparse.Namespace, model: str, stamps: str) -> DeploymentPlan
     )
 
 
-async def measure(args: argparse.Namespace, console: Console) -> dict[int, list[Times]]:
-    """Raises ValueError where a request was not handed off, BatonError, ChildError."""
-    found: dict[int, list[Times]] = {}
+def pulled_bytes(deployment: Deployment) -> int:
+    """By the decode node since its start."""
+    node = next(child for child in deployment.children if child.role == "decode")
+    with urllib.request.urlopen(f"http://{node.host}:{node.http_port}/metrics", timeout=10) as answer:
+        found = re.findall(r"^baton_pulled_bytes_total\S* (\S+)", answer.read().decode(), re.MULTILINE)
+    return int(sum(map(float, found)))
+
+
+async def measure(args: argparse.Namespace, console: Console) -> dict[int, tuple[float, list[Times]]]:
+    """For each prompt length, bytes pulled a token of the prompt, and each request's times. Raises ValueError
+    where a request was not handed off, BatonError, ChildError."""
+    found: dict[int, tuple[float, list[Times]]] = {}
     with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as stamps:
         write_shape(args.shape, Path(model))
         async with (
@@ -99,25 +110,26 @@ async def measure(args: argparse.Namespace, console: Console) -> dict[int, list[
             AsyncClient(deployment.address) as client,
         ):
             for length in args.prompts:
-                each = found[length] = []
+                each: list[Times] = []
+                before = pulled_bytes(deployment)
                 for number in range(WARMUP + args.requests):
                     what = Ask(length, OUTPUT_TOKENS, seed=f"{length} {number}")
                     await ask(client, what, time.monotonic(), hand_off=True)
                     await asyncio.sleep(PAUSE_SECONDS)
                     each.append(times_of(take_stamps(Path(stamps))))
-                del each[:WARMUP]
+                found[length] = (pulled_bytes(deployment) - before) / len(each) / length, each[WARMUP:]
     return found
 
 
-def table_of(found: dict[int, list[Times]]) -> Table:
+def table_of(found: dict[int, tuple[float, list[Times]]]) -> Table:
     table = Table(title="milliseconds since the last chunk's results were read, medians")
-    for heading in ("prompt", *EVENTS[1:], "launched, least to most"):
+    for heading in ("prompt", *EVENTS[1:], "launched, least to most", "bytes a token"):
         table.add_column(heading, justify="right")
-    for length, each in found.items():
+    for length, (size, each) in found.items():
         medians = [statistics.median(one[what] for one in each) for what in EVENTS[1:]]
         launched = [one["launched"] for one in each]
         extremes = f"{min(launched):.2f} to {max(launched):.2f}"
-        table.add_row(f"{length:,}", *(f"{value:.2f}" for value in medians), extremes)
+        table.add_row(f"{length:,}", *(f"{value:.2f}" for value in medians), extremes, f"{size:,.0f}")
     return table
 
 
@@ -137,7 +149,9 @@ def main() -> int:
         parser.exit(1, f"error: {error}\n")
     console.print(table_of(found))
     settings = {"shape": args.shape, "device": args.device, "budget": args.budget}
-    save_results(args, {**settings, "milliseconds": found})
+    sizes = {length: size for length, (size, _) in found.items()}
+    times = {length: each for length, (_, each) in found.items()}
+    save_results(args, {**settings, "bytes_a_token": sizes, "milliseconds": times})
     return 0
 
 

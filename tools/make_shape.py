@@ -55,6 +55,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
+    "v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 32768,
+        "rope_theta": 10000.0,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "vocab_size": 1024,
         "num_key_value_heads": 2,
@@ -67,7 +95,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Qwen3's (30b-a3b: with experts), and one for trying things out on a CPU."""
+"""Qwen3's (30b-a3b: with experts), DeepSeek-V2-Lite's, and one for trying things out on a CPU."""
 
 
 def write_shape(shape: str, folder: Path) -> None:

@@ -86,10 +86,11 @@ def test_resolve():
     ):
         resolve("torch", CPU, features=frozenset({"latent"}))
     with pytest.raises(
-        NoBackend, match="known are auto, fa3, fa3-fixed, flashinfer, mixed, torch, torch-latent, triton"
+        NoBackend, match="known are auto, fa3, fa3-fixed, fa3-latent, flashinfer, mixed, torch, torch-lat"
     ):
         resolve("magic", CPU)
-    for name in ("fa3", "fa3-fixed", "flashinfer", "mixed", "triton"):
+    gpus = ("fa3", "fa3-fixed", "fa3-latent", "flashinfer", "mixed", "triton", "triton-latent")
+    for name in gpus:
         with pytest.raises(NoBackend, match=f"'{name}' does not work on cpu: .*needs an NVIDIA GPU"):
             resolve(name, CPU)
 

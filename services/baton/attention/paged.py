@@ -77,7 +77,7 @@ class PagedAttention(ABC):
         self._num_heads = num_heads
         self._layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
         """Keys and values: strided views [pages, page_size, kv heads, head_dim]."""
-        self._stride = pool.layout.num_layers * 2 * pool.layout.page_size
+        self._stride = pool.layout.num_layers * pool.layout.parts * pool.layout.page_size
         self._heads = torch.arange(pool.layout.num_kv_heads, device=pool.device) * self._stride
         """In `KvPool.vectors`: where each head of a page begins."""
         self._entries: torch.Tensor | None = None

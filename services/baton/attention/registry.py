@@ -7,6 +7,7 @@ import torch
 from baton.attention.base import AttentionBackend
 from baton.attention.fa3 import Fa3Attention, FixedFa3Attention
 from baton.attention.flashinfer_paged import FlashInferAttention
+from baton.attention.latent_paged import Fa3LatentAttention, TritonLatentAttention
 from baton.attention.mixed import MixedAttention
 from baton.attention.torch_latent import TorchLatentAttention
 from baton.attention.torch_sdpa import TorchAttention
@@ -15,16 +16,18 @@ from baton.attention.triton_paged import TritonAttention
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "fa3": Fa3Attention,
     "fa3-fixed": FixedFa3Attention,
+    "fa3-latent": Fa3LatentAttention,
     "flashinfer": FlashInferAttention,
     "mixed": MixedAttention,
     "torch": TorchAttention,
     "torch-latent": TorchLatentAttention,
     "triton": TritonAttention,
+    "triton-latent": TritonLatentAttention,
 }
 
 _PREFERENCE: dict[str, tuple[str, ...]] = {
     "cpu": ("torch", "torch-latent"),
-    "cuda": ("mixed", "fa3", "triton", "torch", "torch-latent"),
+    "cuda": ("mixed", "fa3", "triton", "torch", "fa3-latent", "triton-latent", "torch-latent"),
 }
 """By device type, best first."""
 

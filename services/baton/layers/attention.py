@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from baton.layers.forward_batch import ForwardBatch, Paged
+from baton.layers.forward_batch import AttendPages, ForwardBatch
+from baton.layers.linear import Linear
 from baton.layers.norm import add_one
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope
@@ -119,9 +120,11 @@ class Attention:
 
     def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         heads, rotated = self.heads, self.heads + self.kv_heads
-        qkv = self.qkv(x).view(x.shape[0], rotated + self.kv_heads, self.head_dim)
-        if batch.paged is not None and self.rope is not None:
-            return self._attend_paged(qkv, batch.paged, self.rope)
+        qkv = self.qkv(x)
+        if (paged := batch.paged) is not None and self.rope is not None:
+            place = paged.positions, paged.slots, paged.tables, paged.caches[self.index]
+            return self.attend(paged.attend, self.write(qkv, *place, paged.rotation(self.rope)))
+        qkv = qkv.view(x.shape[0], rotated + self.kv_heads, self.head_dim)
         qk = qkv[:, :rotated]
         if self.qk_norm is not None:
             qk = F.rms_norm(qk, (self.head_dim,), None, self.norm_eps).mul_(self.qk_norm)
@@ -129,13 +132,29 @@ class Attention:
             qk = apply_rope(qk, *batch.rotation(self.rope))
         return batch.attend(self.index, qk[:, :heads], qk[:, heads:], qkv[:, rotated:])
 
-    def _attend_paged(self, qkv: torch.Tensor, paged: Paged, rope: Rope) -> torch.Tensor:
-        """qkv [tokens, heads + 2 * kv heads, head_dim]. Norms, rotation and the write are one kernel."""
+    @property
+    def input(self) -> Linear:
+        return self.qkv
+
+    def write(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        cache: torch.Tensor,
+        rotation: torch.Tensor,
+    ) -> torch.Tensor:
+        """On a GPU: norms, rotation and the write of keys and values, all of what `input` has projected, in
+        one kernel. The arguments are those of `forward_batch.Paged`. -> queries [tokens, heads, head_dim]"""
         from baton.layers.kernels.qkv import write_qkv
 
-        rotation, cache = paged.rotation(rope), paged.caches[self.index]
-        of_slots = paged.positions, paged.slots, paged.tables
-        write_qkv(qkv, self.qk_norm, rotation, *of_slots, cache, self.heads, self.norm_eps)
-        out = torch.empty_like(qkv[:, : self.heads], memory_format=torch.contiguous_format)
-        paged.attend(self.index, qkv[:, : self.heads], out)
+        place = positions, slots, tables, cache
+        write_qkv(qkv, self.qk_norm, rotation, *place, self.heads, self.norm_eps)
+        return qkv.view(len(qkv), -1, self.head_dim)[:, : self.heads]
+
+    def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:
+        """On a GPU, with what `write` returned -> [tokens, heads * head_dim], for `output`"""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        attend(self.index, q, out)
         return out.flatten(1)

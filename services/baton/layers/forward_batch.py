@@ -19,6 +19,11 @@ class Attend(Protocol):
         ...
 
 
+AttendPages = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""(layer, q [tokens, heads, head_dim], out of that shape), once the layer's keys and values are in the pool.
+Of latents: absorbed queries [tokens, heads, rank + rotated], weighted latents [tokens, heads, rank]."""
+
+
 class Paged(Protocol):
     """Where a step's keys and values go, for layers whose own kernels write them. All of it is on the device
     and stays valid in a CUDA graph."""
@@ -44,10 +49,7 @@ class Paged(Protocol):
         ...
 
     @property
-    def attend(self) -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        """(layer, q [tokens, heads, head_dim], out [tokens, heads, value dim]), once the layer's keys and
-        values are in the pool."""
-        ...
+    def attend(self) -> AttendPages: ...
 
     def rotation(self, rope: Rope) -> torch.Tensor:
         """float32 [positions, rotary dim]: cosines of the pairs, then their sines."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.layers.attention import AttentionOptions, KvShape
-from baton.layers.forward_batch import ForwardBatch
+from baton.layers.forward_batch import AttendPages, ForwardBatch
+from baton.layers.linear import Linear
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope, half_split
@@ -144,8 +145,50 @@ class LatentAttention:
         """residual + the same; `residual` may be overwritten."""
         return self.output.add_to(residual, self._attend(x, batch))
 
+    @property
+    def input(self) -> Linear:
+        return self.down
+
+    def write(
+        self,
+        projected: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        tables: torch.Tensor,
+        cache: torch.Tensor,
+        rotation: torch.Tensor,
+    ) -> torch.Tensor:
+        """On a GPU: rotates and absorbs queries, normalizes and writes latents, all of what `input` has
+        projected, in one kernel. The arguments are those of `forward_batch.Paged`. -> absorbed queries
+        [tokens, heads, rank + rotated]"""
+        from baton.layers.kernels.latent_projections import absorb
+
+        shape, latent, norm = self.shape, self.options.latent, self.latent_norm
+        assert latent is not None
+        queries = shape.query_rank or shape.heads * (shape.plain + shape.rotated)
+        q, latents = projected[:, :queries], projected[:, queries:]
+        if self.query_norm is not None:
+            q = self.query_up(self.query_norm(q))
+        place = positions, slots, tables, cache[:, 0, 0]
+        return absorb(q, latents, latent.keys, norm.weight, rotation, *place, norm.eps)
+
+    def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:
+        """On a GPU, with what `write` returned -> [tokens, heads * value], for `output`"""
+        from baton.layers.kernels.latent_projections import project
+
+        shape, latent = self.shape, self.options.latent
+        assert latent is not None
+        attended = q.new_empty(len(q), shape.heads, shape.rank)
+        attend(self.index, q, attended)
+        values = q.new_empty(len(q), shape.heads, shape.value)
+        project(attended, latent.values, values)
+        return values.flatten(1)
+
     def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         shape = self.shape
+        if (paged := batch.paged) is not None:
+            place = paged.positions, paged.slots, paged.tables, paged.caches[self.index]
+            return self.attend(paged.attend, self.write(self.down(x), *place, paged.rotation(self.rope)))
         queries = shape.query_rank or shape.heads * (shape.plain + shape.rotated)
         q, latents, key = torch.split(self.down(x), [queries, shape.rank, shape.rotated], -1)
         if self.query_norm is not None:

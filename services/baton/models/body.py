@@ -6,17 +6,13 @@ Everything that differs between steps is in tensors on the device, and nothing w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from baton.kvcache.pool import KvPool
+from baton.layers.forward_batch import AttendPages
 from baton.models.decoder import Decoder, plain_layers
-
-Attend = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""(layer, q [tokens, heads, head_dim], out [tokens, heads, value dim]), once keys and values are in the
-pool."""
 
 
 class Body(Protocol):
@@ -27,7 +23,7 @@ class Body(Protocol):
         tokens: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        attend: Attend,
+        attend: AttendPages,
         wanted: torch.Tensor | None = None,
         *,
         decode: bool = False,

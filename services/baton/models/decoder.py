@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from baton.layers.attention import Attention, AttentionOptions, KvShape
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import ForwardBatch
+from baton.layers.latent_attention import LatentAttention
 from baton.layers.linear import CpuLayout, Linear, Transposed, fastest_layout, fastest_product
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
@@ -236,8 +237,8 @@ class Decoder:
 
 
 def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
-    """The layers if all are those of Llama, and whole: attention to all positions, whole heads rotated alike,
-    a gated SiLU layer or a mixture of such; else None."""
+    """The layers if all are those of Llama or of DeepSeek, and whole: attention to all positions, whole heads
+    rotated alike or latents, a gated SiLU layer or a mixture of such; else None."""
     if not isinstance(decoder, Decoder) or decoder.parameters.plan.method is not None:
         return None
     if decoder.shard.size > 1:
@@ -249,6 +250,8 @@ def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
 
 def _plain(layer: DecoderLayer) -> bool:
     attention = layer.attention
+    if isinstance(attention, LatentAttention):
+        return _plain_feed_forward(layer.feed_forward)
     if not isinstance(attention, Attention) or attention.options.features or attention.rope is None:
         return False
     return attention.rope.dim == attention.head_dim and _plain_feed_forward(layer.feed_forward)

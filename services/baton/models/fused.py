@@ -18,15 +18,15 @@ from sgl_kernel import silu_and_mul
 from baton.kvcache.pool import KvPool
 from baton.layers.attention import Attention
 from baton.layers.experts import Mixture
+from baton.layers.forward_batch import AttendPages
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_parts
 from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.matmul import matmul
 from baton.layers.kernels.norm import fused_add_rmsnorm, rmsnorm
-from baton.layers.kernels.qkv import write_qkv
+from baton.layers.latent_attention import LatentAttention
 from baton.layers.linear import Linear
 from baton.layers.mlp import GatedMlp
-from baton.models.body import Attend
-from baton.models.decoder import Decoder, DecoderLayer, plain_layers
+from baton.models.decoder import Decoder, plain_layers
 from baton.models.fused_mixture import FusedMixture
 
 
@@ -35,24 +35,11 @@ class _Weights:
     """Of one layer."""
 
     input_norm: torch.Tensor
-    qkv: Linear
-    qk_norm: torch.Tensor | None
-    output: Linear
+    attention: Attention | LatentAttention
+    cache: torch.Tensor
+    """Its pages."""
     post_norm: torch.Tensor
     feed_forward: GatedMlp | FusedMixture
-
-    @staticmethod
-    def of(layer: DecoderLayer, invariant: bool) -> _Weights:
-        attention, feed_forward = layer.attention, layer.feed_forward
-        assert isinstance(attention, Attention) and isinstance(feed_forward, GatedMlp | Mixture)
-        return _Weights(
-            layer.input_norm.weight,
-            attention.qkv,
-            attention.qk_norm,
-            attention.output,
-            layer.post_norm.weight,
-            feed_forward if isinstance(feed_forward, GatedMlp) else FusedMixture(feed_forward, invariant),
-        )
 
 
 class FusedDecoder:
@@ -70,17 +57,27 @@ class FusedDecoder:
         used. `invariant`: a token is computed in the same order whatever else is in the step; slower."""
         self.model = model
         self._invariant = invariant
-        self._tables = tables
-        self._caches = [pool.pages[:, :, index] for index in range(pool.layout.num_layers)]
         layers = plain_layers(model)
         assert layers is not None
         rope = layers[0].attention.rope
         assert rope is not None
-        self._layers = [_Weights.of(layer, invariant) for layer in layers]
+        self._tables, self._rope = tables, rope.halves(context_length, model.device)
+        self._layers: list[_Weights] = []
+        for index, layer in enumerate(layers):
+            attention, mlp = layer.attention, layer.feed_forward
+            assert isinstance(attention, Attention | LatentAttention) and isinstance(mlp, GatedMlp | Mixture)
+            self._layers.append(
+                _Weights(
+                    layer.input_norm.weight,
+                    attention,
+                    pool.pages[:, :, index],
+                    layer.post_norm.weight,
+                    mlp if isinstance(mlp, GatedMlp) else FusedMixture(mlp, invariant),
+                )
+            )
         dense = [w.feed_forward for w in self._layers if isinstance(w.feed_forward, GatedMlp)]
         self._inner = max((mlp.inner for mlp in dense), default=0)
-        self._rope = rope.halves(context_length, model.device)
-        linears = [w.output for w in self._layers]
+        linears = [w.attention.output for w in self._layers]
         linears += [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
         self._few = not invariant and all(fits(linear) for linear in linears)
 
@@ -89,14 +86,13 @@ class FusedDecoder:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        attend: Attend,
+        attend: AttendPages,
         wanted: torch.Tensor | None = None,
         *,
         decode: bool = False,
     ) -> torch.Tensor:
         """What follows the last layer's attention is not computed for tokens that are not wanted."""
-        config, model = self.model.config, self.model
-        heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
+        model, eps = self.model, self.model.config.rms_norm_eps
         residual = F.embedding(tokens, model.embedding)
         if tokens.shape[0] == 1 and not self._invariant:
             return self._forward_one(residual, positions, slots, attend, wanted)
@@ -104,18 +100,16 @@ class FusedDecoder:
             return self._forward_few(residual, positions, slots, attend, wanted)
         norms = [w.input_norm for w in self._layers[1:]] + [model.norm.weight]
         x = rmsnorm(residual, self._layers[0].input_norm, eps)
-        for index, (w, following) in enumerate(zip(self._layers, norms, strict=True)):
-            qkv = self._project(w.qkv, x)
-            self._write(index, qkv, positions, slots)
+        for w, following in zip(self._layers, norms, strict=True):
+            attention = w.attention
+            projected = self._project(attention.input, x)
+            q = attention.write(projected, positions, slots, self._tables, w.cache, self._rope)
             if wanted is not None and following is model.norm.weight and not wanted.shape[0]:
                 return x[:0]
-            q = qkv.view(tokens.shape[0], -1, dim)[:, :heads]
-            attended = torch.empty(tokens.shape[0], heads, dim, dtype=x.dtype, device=x.device)
-            attend(index, q, attended)
-            attended = attended.flatten(1)
+            attended = attention.attend(attend, q)
             if wanted is not None and following is model.norm.weight:
                 attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
-            x = self._project(w.output, attended)
+            x = self._project(attention.output, attended)
             fused_add_rmsnorm(x, residual, w.post_norm, eps)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
@@ -125,40 +119,23 @@ class FusedDecoder:
                 fused_add_rmsnorm(x, residual, following, eps)
         return x
 
-    def _write(self, index: int, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Normalizes and rotates a layer's queries and keys; writes keys and values into the pool."""
-        config, norm = self.model.config, self._layers[index].qk_norm
-        write_qkv(
-            qkv,
-            norm,
-            self._rope,
-            positions,
-            slots,
-            self._tables,
-            self._caches[index],
-            config.num_heads,
-            config.rms_norm_eps,
-        )
-
     def _forward_few(
         self,
         residual: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        attend: Attend,
+        attend: AttendPages,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         """The same for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
-        config, model = self.model.config, self.model
-        heads, dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
+        model, eps = self.model, self.model.config.rms_norm_eps
         norms = [w.input_norm for w in self._layers[1:]] + [model.norm.weight]
         x = rmsnorm(residual, self._layers[0].input_norm, eps)
-        attended = residual.new_empty(residual.shape[0], heads, dim)
-        for index, (w, following) in enumerate(zip(self._layers, norms, strict=True)):
-            qkv = w.qkv(x)
-            self._write(index, qkv, positions, slots)
-            attend(index, qkv.view(residual.shape[0], -1, dim)[:, :heads], attended)
-            add_norm(residual, project_parts(attended.flatten(1), w.output), w.post_norm, x, eps)
+        for w, following in zip(self._layers, norms, strict=True):
+            attention = w.attention
+            q = attention.write(attention.input(x), positions, slots, self._tables, w.cache, self._rope)
+            attended = attention.attend(attend, q)
+            add_norm(residual, project_parts(attended, attention.output), w.post_norm, x, eps)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
                 parts = mlp.parts(x)
@@ -187,20 +164,18 @@ class FusedDecoder:
         residual: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        attend: Attend,
+        attend: AttendPages,
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         """The same for one token, of which `residual` [1, hidden] is the embedding."""
-        config, model = self.model.config, self.model
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        eps = config.rms_norm_eps
-        qkv, inner = (residual.new_empty(1, size) for size in ((heads + 2 * kv_heads) * dim, self._inner))
-        attended = residual.new_empty(1, heads, dim)
-        for index, w in enumerate(self._layers):
-            gemv(residual, w.qkv, qkv, norm=w.input_norm, eps=eps)
-            self._write(index, qkv, positions, slots)
-            attend(index, qkv.view(1, -1, dim)[:, :heads], attended)
-            gemv(attended.flatten(1), w.output, residual, add=True)
+        model, eps = self.model, self.model.config.rms_norm_eps
+        inner = residual.new_empty(1, self._inner)
+        for w in self._layers:
+            attention = w.attention
+            projected = gemv(residual, attention.input, None, norm=w.input_norm, eps=eps)
+            q = attention.write(projected, positions, slots, self._tables, w.cache, self._rope)
+            attended = attention.attend(attend, q)
+            gemv(attended, attention.output, residual, add=True)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
                 mlp.add_one(residual, w.post_norm, eps)

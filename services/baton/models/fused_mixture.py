@@ -16,6 +16,7 @@ from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.grouped import Tile
 from baton.layers.kernels.matmul import matmul
 from baton.layers.kernels.norm import rmsnorm
+from baton.layers.kernels.router import score
 from baton.layers.kernels.routing import COUNTED_PAIRS, choose, sort
 
 FEW_TOKENS = 4
@@ -49,6 +50,9 @@ class FusedMixture:
         self._router, self._experts, self._shared = mixture.router, mixture.experts, mixture.shared
         self._top_k = mixture.router.routing.top_k
         self._invariant = invariant
+        shared = mixture.shared
+        self._joined = shared if shared is not None and few_experts.joins(shared, mixture.experts) else None
+        """The shared layer, where it is computed with the experts of one to a few tokens."""
         self._splits = not invariant and fits(mixture.router.linear)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,20 +61,21 @@ class FusedMixture:
         experts, top_k = self._experts, self._top_k
         few = not self._invariant and tokens <= FEW_TOKENS
         routed = 1 if few else top_k
-        out = torch.empty(routed + (self._shared is not None), tokens, hidden, dtype=x.dtype, device=x.device)
+        separate = self._shared is not None and not (few and self._joined is not None)
+        out = torch.empty(routed + separate, tokens, hidden, dtype=x.dtype, device=x.device)
         counts = None
         if tokens * top_k > COUNTED_PAIRS:
             counts = torch.zeros(experts.count, dtype=torch.int32, device=x.device)
         weights, chosen = choose(self._router, self._scores(x), counts=counts)
         if few:
-            inner = few_experts.gate_up(x, self._router, experts, chosen)
-            few_experts.down(inner, experts, weights, chosen, out[0])
+            inner = few_experts.gate_up(x, self._router, experts, chosen, self._joined)
+            few_experts.down(inner, experts, weights, chosen, out[0], self._joined)
         else:
             sizes = INVARIANT if self._invariant else sizes_for(tokens * top_k, experts.count)
             tiles = sort(chosen, experts.count, sizes.rows, counts=counts)
             inner = grouped.gate_up(x, experts, tiles, top_k, sizes.gate_up)
             grouped.down(inner, experts, weights, tiles, out[:top_k], sizes.down)
-        if self._shared is not None:
+        if separate:
             self._project_shared(x, out[-1])
         return out
 
@@ -81,14 +86,14 @@ class FusedMixture:
             return
         logits = torch.empty(1, self._experts.count, dtype=torch.float32, device=residual.device)
         gemv(residual, self._router.linear, logits, norm=norm, eps=eps)
-        shared, inner = self._shared, residual
+        shared, inner = self._shared if self._joined is None else None, residual
         if shared is not None:
             inner = residual.new_empty(1, shared.inner)
             gemv(residual, shared.gate_up, inner, norm=norm, eps=eps, gated=True)
         own, weights, chosen = few_experts.gate_up_one(
-            residual, norm, eps, logits, self._router, self._experts
+            residual, norm, eps, logits, self._router, self._experts, self._joined
         )
-        few_experts.down(own, self._experts, weights, chosen, residual, add=True)
+        few_experts.down(own, self._experts, weights, chosen, residual, self._joined, add=True)
         if shared is not None:
             gemv(inner, shared.down, residual, add=True)
 
@@ -101,6 +106,8 @@ class FusedMixture:
             return project_parts(x, linear)
         if self._invariant and weight.dtype == x.dtype and linear.bias is None:
             return matmul(x, linear)[None]
+        if weight.dtype == torch.float32 and not self._invariant:
+            return score(x, weight)
         return F.linear(x.to(weight.dtype), weight)[None]
 
     def _project_shared(self, x: torch.Tensor, out: torch.Tensor) -> None:

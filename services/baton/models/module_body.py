@@ -11,10 +11,9 @@ import torch
 
 from baton.kvcache.pool import KvPool
 from baton.layers.experts import Mixture
-from baton.layers.forward_batch import ForwardBatch
+from baton.layers.forward_batch import AttendPages, ForwardBatch
 from baton.layers.kernels.kv_write import write_kv
 from baton.layers.rope import Rope
-from baton.models.body import Attend
 from baton.models.decoder import Decoder
 from baton.models.device_mixture import device_mixture
 
@@ -27,7 +26,7 @@ class PagedStep:
     slots: torch.Tensor
     tables: torch.Tensor
     caches: Sequence[torch.Tensor]
-    attend: Attend
+    attend: AttendPages
     ropes: dict[int, torch.Tensor]
 
     def rotation(self, rope: Rope) -> torch.Tensor:
@@ -44,7 +43,6 @@ class ModuleBody:
         self._tables = tables
         self._caches = [pool.pages[:, :, index] for index in range(pool.layout.num_layers)]
         self._layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
-        self._options = model.attention_options
         ropes = {layer.attention.rope for layer in model.layers}
         self._ropes = {id(rope): rope.halves(context_length, model.device) for rope in ropes if rope}
         for layer in model.layers:
@@ -57,16 +55,15 @@ class ModuleBody:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        attend: Attend,
+        attend: AttendPages,
         wanted: torch.Tensor | None = None,
         *,
         decode: bool = False,
     ) -> torch.Tensor:
         def write_and_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = self._layers[layer]
-            latent = self._options[layer].latent
-            write_kv(k, v if latent is None else None, positions, slots, self._tables, keys, values)
-            out = q.new_empty(*q.shape[:2], q.shape[2] if latent is None else latent.value_dim)
+            write_kv(k, v, positions, slots, self._tables, keys, values)
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
             attend(layer, q, out)
             return out.flatten(1)
 

@@ -32,7 +32,7 @@ def attention_of(
 ) -> tuple[tuple[type[AttentionBackend], str], tuple[type[AttentionBackend], str]]:
     """For prompts and for decode rows, each with the reason for its choice. Raises NoBackend."""
     features = frozenset[str]().union(*(options.features for options in model.attention_options))
-    needs = (device, model.dtype, model.config.head_dim, features)
+    needs = (device, model.dtype, model.kv.dim, features)
     prefill = resolve_attention(config.prefill_attention, *needs)
     return prefill, resolve_attention(config.decode_attention, *needs)
 

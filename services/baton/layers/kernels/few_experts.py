@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baton.layers.experts import Experts, Router
 from baton.layers.kernels.routing import constants, ranked_experts
+from baton.layers.mlp import GatedMlp
 
 Block = tuple[int, int, int, int]
 """Rows and columns of a tile of weights, warps, stages."""
@@ -27,11 +28,13 @@ def _gate_up(
     experts,
     weights,
     weight,
+    shared,
     out,
     scale,
     eps,
     K: tl.constexpr,
     INNER: tl.constexpr,
+    SHARED: tl.constexpr,
     NORM: tl.constexpr,
     CHOOSE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -50,7 +53,7 @@ def _gate_up(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    pair = tl.program_id(1)
+    token, pair = tl.program_id(1) // (TOP_K + SHARED), tl.program_id(1) % (TOP_K + SHARED)
     if CHOOSE:
         rank, score = ranked_experts(
             logits,
@@ -67,15 +70,22 @@ def _gate_up(
             CORRECTION,
         )
         expert = tl.minimum(tl.sum(tl.where(rank == pair, tl.arange(0, BLOCK), 0), 0), EXPERTS - 1)
-        if tl.program_id(0) == 0:
+        if (tl.program_id(0) == 0) & (pair < TOP_K):
             tl.store(experts + pair, expert)
             tl.store(weights + pair, tl.sum(tl.where(rank == pair, score, 0.0), 0) * scale)
     else:
-        expert = tl.load(experts + pair)
+        expert = tl.load(experts + token * TOP_K + pair, mask=pair < TOP_K, other=0)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     gate_at = weight + (expert.to(tl.int64) * (2 * INNER) + n)[:, None] * K + columns[None, :]
-    token = x + (pair // TOP_K).to(tl.int64) * K + columns
+    gap = tl.full((), INNER * K, tl.int32)
+    if SHARED:
+        # All shared experts are one gated layer, whose rows of up follow all those of gate.
+        common = pair >= TOP_K
+        shared_at = shared + ((pair - TOP_K) * INNER + n).to(tl.int64)[:, None] * K + columns[None, :]
+        gate_at = tl.where(common, shared_at, gate_at)
+        gap = tl.where(common, SHARED * INNER * K, gap)
+    source = x + token.to(tl.int64) * K + columns
     inside = (n < INNER)[:, None]
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -84,8 +94,8 @@ def _gate_up(
         there = start + columns < K
         mask = inside & there[None, :]
         g = tl.load(gate_at + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        u = tl.load(gate_at + INNER * K + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        value = tl.load(token + start, mask=there, other=0.0).to(tl.float32)
+        u = tl.load(gate_at + gap + start, mask=mask, other=0.0, eviction_policy="evict_first")
+        value = tl.load(source + start, mask=there, other=0.0).to(tl.float32)
         if NORM:
             squares += value * value
             value = value * tl.load(norm + start + columns, mask=there, other=0.0).to(tl.float32)
@@ -98,7 +108,7 @@ def _gate_up(
         y = y * factor
         z = z * factor
     y = y / (1 + tl.exp(-y)) * z
-    tl.store(out + pair.to(tl.int64) * INNER + n, y, mask=n < INNER)
+    tl.store(out + tl.program_id(1).to(tl.int64) * INNER + n, y, mask=n < INNER)
 
 
 @triton.jit
@@ -107,9 +117,11 @@ def _down(
     experts,
     weights,
     weight,
+    shared,
     out,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
+    SHARED: tl.constexpr,
     TOP_K: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -126,6 +138,7 @@ def _down(
     inside = (n < HIDDEN)[:, None]
     steps: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    own = x + token.to(tl.int64) * ((TOP_K + SHARED) * INNER)
     for step in tl.range(0, TOP_K * steps, num_stages=STAGES):
         pair = token * TOP_K + step // steps
         k = step % steps * COLUMNS + columns
@@ -133,9 +146,17 @@ def _down(
         expert = tl.load(experts + pair).to(tl.int64)
         at = weight + (expert * HIDDEN + n)[:, None] * INNER + k[None, :]
         w = tl.load(at, mask=inside & there[None, :], other=0.0, eviction_policy="evict_first")
-        value = tl.load(x + pair * INNER + k, mask=there, other=0.0).to(tl.float32)
+        value = tl.load(own + (step // steps) * INNER + k, mask=there, other=0.0).to(tl.float32)
         value = value * tl.load(weights + pair)
         total += w.to(tl.float32) * value[None, :]
+    if SHARED:
+        for start in tl.range(0, SHARED * INNER, COLUMNS, num_stages=STAGES):
+            k = start + columns
+            there = k < SHARED * INNER
+            at = shared + n.to(tl.int64)[:, None] * (SHARED * INNER) + k[None, :]
+            w = tl.load(at, mask=inside & there[None, :], other=0.0, eviction_policy="evict_first")
+            value = tl.load(own + TOP_K * INNER + k, mask=there, other=0.0).to(tl.float32)
+            total += w.to(tl.float32) * value[None, :]
     y = tl.sum(total, 1)
     target = out + token.to(tl.int64) * HIDDEN + n
     if ADD:
@@ -150,18 +171,20 @@ def gate_up_one(
     logits: torch.Tensor,
     router: Router,
     experts: Experts,
+    shared: GatedMlp | None = None,
     *,
     block: Block | None = None,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Chooses the experts of one token x [1, hidden] by its scores `logits` [1, experts]; silu(gate) * up of
-    each, of x normalized with `norm` [hidden]. -> inner [top_k, inner], weights float32 and experts int32
-    [1, top_k]. The router has no groups."""
+    each, of x normalized with `norm` [hidden]. -> inner [top_k + shared, inner], weights float32 and experts
+    int32 [1, top_k]. The router has no groups. `shared`: see `joins`."""
     top_k = router.routing.top_k
     weights = torch.empty(1, top_k, dtype=torch.float32, device=x.device)
     chosen = torch.empty(1, top_k, dtype=torch.int32, device=x.device)
-    out = torch.empty(top_k, experts.inner, dtype=x.dtype, device=x.device)
-    _launch_gate_up(x, norm, eps, logits, router, experts, chosen, weights, out, block or ONE_GATE_UP, pdl)
+    out = torch.empty(top_k + _count(shared, experts), experts.inner, dtype=x.dtype, device=x.device)
+    how = block or ONE_GATE_UP, pdl
+    _launch_gate_up(x, norm, eps, logits, router, experts, shared, chosen, weights, out, *how)
     return out, weights, chosen
 
 
@@ -170,15 +193,30 @@ def gate_up(
     router: Router,
     experts: Experts,
     chosen: torch.Tensor,
+    shared: GatedMlp | None = None,
     *,
     block: Block | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
     """silu(gate) * up of each token's experts: x [tokens, hidden], chosen int32 [tokens, top_k] ->
-    [tokens * top_k, inner]"""
-    out = torch.empty(chosen.numel(), experts.inner, dtype=x.dtype, device=x.device)
-    _launch_gate_up(x, None, 0.0, None, router, experts, chosen, None, out, block or FEW_GATE_UP, pdl)
+    [tokens * (top_k + shared), inner]. `shared`: see `joins`."""
+    pairs = len(x) * (chosen.shape[1] + _count(shared, experts))
+    out = torch.empty(pairs, experts.inner, dtype=x.dtype, device=x.device)
+    how = block or FEW_GATE_UP, pdl
+    _launch_gate_up(x, None, 0.0, None, router, experts, shared, chosen, None, out, *how)
     return out
+
+
+def joins(shared: GatedMlp, experts: Experts) -> bool:
+    """Whether the shared layer can be computed as further experts of every token, of weight 1."""
+    plain = shared.gate_up.bias is None and shared.down.bias is None
+    weights = shared.gate_up.weight, shared.down.weight
+    same = all(weight is not None and weight.dtype == experts.down.dtype for weight in weights)
+    return plain and same and shared.inner % experts.inner == 0
+
+
+def _count(shared: GatedMlp | None, experts: Experts) -> int:
+    return 0 if shared is None else shared.inner // experts.inner
 
 
 def _launch_gate_up(
@@ -188,6 +226,7 @@ def _launch_gate_up(
     logits: torch.Tensor | None,
     router: Router,
     experts: Experts,
+    shared: GatedMlp | None,
     chosen: torch.Tensor,
     weights: torch.Tensor | None,
     out: torch.Tensor,
@@ -195,7 +234,7 @@ def _launch_gate_up(
     pdl: bool,
 ) -> None:
     rows, columns, warps, stages = block
-    _gate_up[(triton.cdiv(experts.inner, rows), chosen.numel())](
+    _gate_up[(triton.cdiv(experts.inner, rows), len(out))](
         x,
         x if norm is None else norm,
         x if logits is None else logits,
@@ -204,11 +243,13 @@ def _launch_gate_up(
         chosen,
         x if weights is None else weights,
         experts.gate_up,
+        experts.gate_up if shared is None else shared.gate_up.weight,
         out,
         router.routing.scale,
         eps,
         K=x.shape[1],
         INNER=experts.inner,
+        SHARED=_count(shared, experts),
         NORM=norm is not None,
         CHOOSE=logits is not None,
         **constants(router, 1) | {"BIAS": False},
@@ -227,13 +268,14 @@ def down(
     weights: torch.Tensor,
     chosen: torch.Tensor,
     out: torch.Tensor,
+    shared: GatedMlp | None = None,
     *,
     add: bool = False,
     block: Block | None = None,
     pdl: bool = True,
 ) -> None:
-    """The weighted sum of each token's experts, from what `gate_up` returned, into `out` [tokens, hidden];
-    `add`: added to what it holds. In float32, rounded once."""
+    """The weighted sum of each token's experts, from what `gate_up` returned for the same `shared`, into
+    `out` [tokens, hidden]; `add`: added to what it holds. In float32, rounded once."""
     _, hidden, inner = experts.down.shape
     rows, columns, warps, stages = block or (ONE_DOWN if len(chosen) == 1 else FEW_DOWN)
     _down[(triton.cdiv(hidden, rows), len(chosen))](
@@ -241,9 +283,11 @@ def down(
         chosen,
         weights,
         experts.down,
+        experts.down if shared is None else shared.down.weight,
         out,
         HIDDEN=hidden,
         INNER=inner,
+        SHARED=_count(shared, experts),
         TOP_K=chosen.shape[1],
         ADD=add,
         ROWS=rows,

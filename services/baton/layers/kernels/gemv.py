@@ -82,7 +82,7 @@ def _gemv(
 def gemv(
     x: torch.Tensor,
     linear: Linear,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     *,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -91,7 +91,7 @@ def gemv(
     block: tuple[int, int, int] | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """y = W x + b of one row x [1, in] into `out` [1, rows], which it returns.
+    """y = W x + b of one row x [1, in] into `out` [1, rows], or a new tensor; returns it.
 
     `norm` [in]: x is RMS-normalized with this weight first. `gated`: W is two matrices of `rows` rows, gate
     and up; y = silu(gate) * up. `add`: added to what `out` holds. All in float32, rounded once. `block`: rows
@@ -101,6 +101,8 @@ def gemv(
     assert weight is not None
     columns = weight.shape[1]
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
+    if out is None:
+        out = x.new_empty(1, rows)
     tile, width, warps = block or _block(rows, columns, gated)
     _gemv[(triton.cdiv(rows, tile),)](
         x,
