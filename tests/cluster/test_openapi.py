@@ -1,4 +1,4 @@
-"""The HTTP API against an OpenAPI document made of its own models: schemathesis sends what fits and what does
+"""The HTTP API against the OpenAPI document that it serves: schemathesis sends what fits and what does
 not, and checks status, content type and form of every answer."""
 
 from __future__ import annotations
@@ -11,32 +11,18 @@ import schemathesis
 from deployment import Deployment
 from fuzzing import Run
 from hypothesis import HealthCheck, Phase, settings
-from pydantic.json_schema import models_json_schema
 from schemathesis import Case
 from schemathesis.specs.openapi import checks
 
-from baton.gateway.openai_chat import ChatRequest
-from baton.gateway.openai_protocol import CompletionRequest
+from baton.gateway.openapi import document
 
 EXAMPLES = 25
 """Of each endpoint."""
 MODEL = "model"
-OPTIONAL = {"type": ["string", "null"]}
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string", "pattern": "^[^\\n]+$"},
-                "type": {"type": "string", "minLength": 1},
-                "param": OPTIONAL,
-                "code": OPTIONAL,
-            },
-        }
-    },
+ERROR = {"schema": {"$ref": "#/components/schemas/Error"}}
+REFUSED = {
+    code: {"description": "", "content": {"application/json": ERROR}}
+    for code in ("400", "404", "405", "413", "415", "429")
 }
 
 
@@ -54,31 +40,29 @@ def answers(kind: str) -> dict[str, Any]:
         },
     }
     good = {"application/json": {"schema": answer}, "text/event-stream": {}}
-    refused = {"description": "", "content": {"application/json": {"schema": ERROR}}}
-    codes = dict.fromkeys(("400", "404", "405", "413", "415", "429"), refused)
-    return {"200": {"description": "", "content": good}, **codes}
+    return {"200": {"description": "", "content": good}, **REFUSED}
 
 
-def document() -> dict[str, Any]:
-    kinds = {
-        "completions": (CompletionRequest, "text_completion"),
-        "chat/completions": (ChatRequest, "chat.completion"),
-    }
-    models = [(model, "validation") for model, _ in kinds.values()]
-    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    definitions = schemas["$defs"]
-    for model, _ in kinds.values():
-        definitions[model.__name__]["properties"]["model"] = {"enum": [MODEL]}
-    paths = {}
-    for path, (model, kind) in kinds.items():
-        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}}
-        operation = {"requestBody": {"required": True, "content": body}, "responses": answers(kind)}
-        paths[f"/v1/{path}"] = {"post": operation}
-    info = {"title": "Baton", "version": "1"}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": definitions}}
+def served() -> dict[str, Any]:
+    """The document that the gateway serves, with answers described more closely."""
+    made = document()
+    del made["security"]
+    schemas = made["components"]["schemas"]
+    schemas["Error"]["properties"]["error"]["properties"]["message"]["pattern"] = "^[^\\n]+$"
+    kinds = {"CompletionRequest": "text_completion", "ChatRequest": "chat.completion"}
+    for model in (*kinds, "TokenizeRequest", "DetokenizeRequest"):
+        schemas[model]["properties"]["model"] = {"enum": [MODEL]}
+    for path, kind in zip(("/v1/completions", "/v1/chat/completions"), kinds.values(), strict=True):
+        made["paths"][path]["post"]["responses"] = answers(kind)
+    paths = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+    for path in paths[2:]:
+        del made["paths"][path]["post"]["responses"]["default"]
+        made["paths"][path]["post"]["responses"] |= REFUSED
+    made["paths"] = {path: made["paths"][path] for path in paths}
+    return made
 
 
-schema = schemathesis.openapi.from_dict(document())
+schema = schemathesis.openapi.from_dict(served())
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
 ASK = {"model": "scripted", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
 
 
-async def post(rig, body, path="messages"):
-    headers = {"anthropic-version": "2023-06-01", "x-api-key": "none"}
+async def post(rig, body, path="messages", key="none"):
+    headers = {"anthropic-version": "2023-06-01", "x-api-key": key}
     async with httpx.AsyncClient(trust_env=False, timeout=20) as http:
         return await http.post(f"{rig.http}/v1/{path}", json=body, headers=headers)
 
@@ -138,6 +138,22 @@ async def test_counting_refuses_what_a_request_would_be_refused_for():
         long = {**asked, "messages": [{"role": "user", "content": "word " * 100}]}
         refused = await post(rig, long, "messages/count_tokens")
         assert refused.status_code == 400 and "more than the 100 allowed here" in refused.text
+
+
+async def test_keys_and_their_limits_in_its_form(tmp_path):
+    (tmp_path / "keys").write_text(f"{'k' * 20} prompt_tokens=5\n")
+    (tmp_path / "keys").chmod(0o600)
+    async with ScriptedDecode(silent) as node, gateway(node, api_keys=str(tmp_path / "keys")) as rig:
+        for path in ("messages", "messages/count_tokens", "messages/nowhere"):
+            refused = await post(rig, ASK, path)
+            assert refused.status_code == 401, refused.text
+            error = refused.json()
+            assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
+        asked = {"model": "scripted", "messages": [{"role": "user", "content": "one two three four five"}]}
+        long = await post(rig, asked, "messages/count_tokens", key="k" * 20)
+        assert long.status_code == 400 and "5 are allowed here" in long.json()["error"]["message"]
+        nowhere = await post(rig, asked, "messages/nowhere", key="k" * 20)
+        assert (nowhere.status_code, nowhere.json()["error"]["type"]) == (404, "not_found_error")
 
 
 async def test_what_no_template_shows_is_named():

@@ -203,9 +203,23 @@ async def test_the_best_of_several():
         assert answer.usage.completion_tokens == 3 and answer.choices[0].logprobs is None
 
 
+async def test_reasoning_by_both_names():
+    """One of them may not be dropped in silence."""
+    async with api(say="fine") as rig:
+
+        async def ask(**said):
+            history = [{"role": "assistant", "content": "x", **said}, {"role": "user", "content": "y"}]
+            return await rig.plain.post("/v1/chat/completions", json={**CHAT, "messages": history})
+
+        assert (await ask(reasoning="a", reasoning_content="a")).status_code == 200
+        assert (await ask(reasoning="a", reasoning_content=None)).status_code == 200
+        refused = await ask(reasoning="a", reasoning_content="b")
+        assert refused.json()["error"]["param"] == "messages[0].reasoning", refused.text
+
+
 async def test_head_and_names_of_requests():
     async with api(say="fine") as rig:
-        for path in ("/health", "/v1/models", f"/v1/models/{MODEL}", "/version"):
+        for path in ("/health", "/v1/models", f"/v1/models/{MODEL}", "/version", "/openapi.json"):
             head, get = await rig.plain.head(path), await rig.plain.get(path)
             assert (head.status_code, head.content) == (200, b"") and get.json()
         assert re.fullmatch("[0-9a-f]{32}", head.headers["x-request-id"])

@@ -22,6 +22,7 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+ALICE, BOB = b"alice", b"bob"
 PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
 
 
@@ -124,8 +125,14 @@ async def test_cancel_while_it_streams():
         events = aiter(stream)
         id = (await anext(events)).response.id
         assert (await api.responses.cancel(id)).status == "cancelled"
-        kinds = [event.type async for event in events]
-        assert kinds[-1] == "response.failed"
+        last = [event async for event in events][-1]
+        assert (last.type, last.response.status) == ("response.failed", "cancelled")
+        assert last.response.output[-1].status == "incomplete"
+        assert (await api.responses.retrieve(id)).status == "cancelled"
+        with pytest.raises(openai.BadRequestError, match="has ended: cancelled"):
+            await api.responses.cancel(id)
+        with pytest.raises(openai.BadRequestError, match="nothing can follow it"):
+            await api.responses.create(model="scripted", previous_response_id=id, input="And?")
         await rig.idle()
         left = await api.responses.create(model="scripted", input="x", stream=True)
         await anext(aiter(left))
@@ -168,18 +175,30 @@ def test_the_store_is_bounded():
     now = 0.0
     store = ResponseStore(1000, 10.0, lambda: now)
     for number in range(5):
-        store.put(str(number), bytes(300), [], "alice")
-    assert [number for number in range(5) if store.get(str(number), "alice")] == [2, 3, 4]
-    assert store.get("4", "bob") is None and not store.delete("4", "bob")
-    assert store.delete("3", "alice") and not store.delete("3", "alice")
-    store.put("large", bytes(1001), [], "alice")
-    assert store.get("large", "alice") is None and store.get("4", "alice")
+        store.put(str(number), bytes(300), [], ALICE)
+    assert [number for number in range(5) if store.get(str(number), ALICE)] == [2, 3, 4]
+    assert store.get("4", BOB) is None and not store.delete("4", BOB)
+    assert store.delete("3", ALICE) and not store.delete("3", ALICE)
+    store.put("large", bytes(1001), [], ALICE)
+    assert store.get("large", ALICE) is None and store.get("4", ALICE)
     now = 10.0
-    assert store.get("4", "alice") is None
-    store.put("new", bytes(900), [], "alice")
-    assert store.get("new", "alice")
-    store.put("messages", b"", [tokenizer_pb2.ChatMessage()] * 2, "alice")  # which take memory too
-    assert store.get("messages", "alice") is None
+    assert store.get("4", ALICE) is None
+    store.put("new", bytes(900), [], ALICE)
+    assert store.get("new", ALICE)
+    store.put("messages", b"", [tokenizer_pb2.ChatMessage()] * 2, ALICE)  # which take memory too
+    assert store.get("messages", ALICE) is None
+
+
+def test_one_key_takes_nothing_from_those_that_store_little():
+    store = ResponseStore(1000, 10.0, lambda: 0.0)
+    store.put("bob", bytes(300), [], BOB)
+    for number in range(9):
+        store.put(str(number), bytes(200), [], ALICE)
+    assert store.get("bob", BOB)
+    assert [number for number in range(9) if store.get(str(number), ALICE)] == [6, 7, 8]
+    store.put("late", bytes(200), [], BOB)
+    assert store.get("bob", BOB) and store.get("late", BOB)
+    assert [number for number in range(9) if store.get(str(number), ALICE)] == [7, 8]
 
 
 async def test_a_lone_surrogate_is_refused_before_the_stream():
@@ -197,6 +216,34 @@ def test_the_pieces_of_a_turn_are_put_together():
     asked = {"model": "scripted", "input": [said, thought, said, {"role": "user", "content": "c"}, thought]}
     messages = input_messages(ResponsesRequest.model_validate(asked))
     assert [(each.content, each.reasoning) for each in messages] == [("aa", "b"), ("c", ""), ("", "b")]
+
+
+async def test_a_key_sees_its_own_responses_whatever_it_is_called(tmp_path):
+    """Lines of the file of keys may share a name, or have none."""
+    first, second = "a" * 20, "b" * 20
+    (tmp_path / "keys").write_text(f"{first} name=team\n{second} name=team\n")
+    (tmp_path / "keys").chmod(0o600)
+    async with ScriptedDecode(silent) as node, gateway(node, api_keys=str(tmp_path / "keys")) as rig:
+        node.script = saying([40], [0], finish=STOP)
+        async with httpx.AsyncClient(trust_env=False, base_url=f"{rig.http}/v1") as http:
+
+            async def ask(key, **body):
+                headers = {"authorization": f"Bearer {key}"}
+                return await http.post("/responses", json={"model": "scripted", **body}, headers=headers)
+
+            id = (await ask(first, input="Hi")).json()["id"]
+            assert (await ask(first, previous_response_id=id, input="And?")).status_code == 200
+            assert (await ask(second, previous_response_id=id, input="And?")).status_code == 404
+
+
+async def test_a_summary_beside_its_reasoning_is_a_hint():
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]}
+    thought["summary"] = [{"type": "summary_text", "text": "s"}]
+    async with ScriptedDecode(saying([40], [0], finish=STOP)) as node, gateway(node) as rig:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            body = {"model": "scripted", "input": [thought, {"role": "user", "content": "Hi"}]}
+            answer = await http.post(f"{rig.http}/v1/responses", json=body)
+        assert answer.headers["x-baton-ignored"] == "input.summary", answer.text
 
 
 async def test_without_a_store():

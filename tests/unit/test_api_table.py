@@ -12,6 +12,7 @@ from baton.gateway import (
     openai_protocol,
     responses_protocol,
     scores_api,
+    tokenize_api,
 )
 
 TABLE = re.compile(r"^\| ([a-z_., ]+) \| `(\w+)` \| (served|hint|refused) \|", re.MULTILINE)
@@ -30,6 +31,8 @@ MODELS = {
     "embeddings": embeddings_api.EmbeddingsRequest,
     "score": scores_api.ScoreRequest,
     "rerank": scores_api.RerankRequest,
+    "tokenize": tokenize_api.TokenizeRequest,
+    "detokenize": tokenize_api.DetokenizeRequest,
 }
 
 

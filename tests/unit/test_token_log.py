@@ -5,7 +5,10 @@ from google.rpc import status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.gateway.parsed_output import ParsedOutput
+from baton.gateway.parsers.reader import Call, Reader, Reasoning, Text
 from baton.gateway.token_log import LOGPROBS_PER_DELTA, TokenLog
+from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -107,6 +110,43 @@ def test_whenever_it_is_taken_nothing_is_lost_or_doubled(steps):
         assert "".join(delta.text for delta in mine) == text
         assert [bool(delta.finish_reason) for delta in mine] == [False] * (len(mine) - 1) + [True]
     assert events[-1].WhichOneof("kind") == "finished"
+
+
+class Echo(ParsedOutput):
+    """Letters are text, digits calls, and `?` is reasoning."""
+
+    def __init__(self):
+        super().__init__(Letters(), 0)
+
+
+class Letters(Reader):
+    SPECIAL = ()
+
+    def run(self):
+        while not self.ended:
+            for letter in self.text[self.at :]:
+                event = Call(letter, "{}") if letter.isdigit() else Text(letter)
+                self.events.append(Reasoning("?") if letter == "?" else event)
+            self.at = len(self.text)
+            yield
+
+
+def test_a_merged_delta_keeps_the_order_of_text_and_calls():
+    vocabulary = Vocabulary((b"a",), (b"a",), frozenset(), False, 1)
+    log = TokenLog("a")
+    (choice,) = log.choices
+    choice.begin(vocabulary, [], Echo())
+    for letter in "?ab12c??3d":
+        choice.append([0], letter)
+    choice.append([0], "", finish_reason=STOP)
+    log.finish(inference_pb2.Finished())
+    events = drain(log)
+    deltas = [event.delta for event in events[:-1]]
+    found = [(d.reasoning, d.text, "".join(call.name for call in d.tool_calls)) for d in deltas]
+    assert found == [("?", "ab", "12"), ("", "c", ""), ("??", "", "3"), ("", "d", "")]
+    assert [bool(delta.finish_reason) for delta in deltas] == [False, False, False, True]
+    assert sum(len(delta.token_ids) for delta in deltas) == 11
+    assert events[-1].HasField("finished")
 
 
 def test_prompt_logprobs_come_first_and_hold_back_the_rest():

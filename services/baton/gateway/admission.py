@@ -36,7 +36,7 @@ def check_start(
 
     model None: no decode node has been reached yet, so names and token ids are not checked.
     """
-    _check_model(start.model, model)
+    check_model(start.model, model)
     _check_prompt(start, _max_prompt_bytes(config, model), model)
     check_sampling(start.sampling, model.vocab_size if model is not None else None)
     if model is not None:
@@ -52,7 +52,7 @@ def check_embed(
     request: inference_pb2.EmbedRequest, config: GatewayConfig, model: node_pb2.ModelInfo | None
 ) -> None:
     """Likewise, for everything but `dimensions`, which the node knows that computes them."""
-    _check_model(request.model, model)
+    check_model(request.model, model)
     if not 1 <= len(request.inputs) <= MAX_INPUTS:
         raise invalid("inputs", f"1 to {MAX_INPUTS} inputs a request, not {len(request.inputs)}")
     max_bytes = _max_prompt_bytes(config, model)
@@ -78,7 +78,7 @@ def check_embedded(token_ids: Sequence[int], model: node_pb2.ModelInfo | None, f
         check_token_ids(token_ids, model.vocab_size, field)
 
 
-def _check_model(name: str, model: node_pb2.ModelInfo | None) -> None:
+def check_model(name: str, model: node_pb2.ModelInfo | None) -> None:
     if model is not None and name not in ("", model.name):
         raise BatonError(
             grpc.StatusCode.NOT_FOUND,

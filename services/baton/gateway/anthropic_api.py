@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,23 +10,15 @@ from fastapi.responses import JSONResponse
 
 from baton.gateway.anthropic_protocol import CountRequest, MessagesRequest, count_start, messages_start
 from baton.gateway.gateway import Gateway
+from baton.gateway.http_errors import anthropic_body
 from baton.gateway.http_requests import BodyReader, name_ignored, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
-from baton.gateway.openai_errors import ApiError, from_baton
+from baton.gateway.openai_errors import ApiError
+from baton.gateway.recorded_calls import recorded_call
 from baton.gateway.typed_events import Json, TypedAnswer, naming_fields, respond
-from baton.rpc.errors import BatonError
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 TAGGED = r"messages\[\d+\]\.content\[\d+\]"
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 _STOP = {
     common_pb2.FINISH_REASON_STOP: "end_turn",
     common_pb2.FINISH_REASON_LENGTH: "max_tokens",
@@ -41,49 +31,26 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
-        async def answer() -> Response:
-            with naming_fields(TAGGED):
-                body = await bodies.read_starts(request, MessagesRequest, lambda body: [messages_start(body)])
-            ignored = (
-                body.ignored | {"thinking"} if unread_arguments(gateway, body.made[0].chat) else body.ignored
-            )
-            async with running(gateway, body.made, request) as job:
-                await job.wait_for_output()
-                made = MessagesAnswer(job, body.request.model)
-                return await respond(job, made, bool(body.request.stream), ignored)
-
-        return await _in_form(request, answer)
+        with naming_fields(TAGGED):
+            body = await bodies.read_starts(request, MessagesRequest, lambda body: [messages_start(body)])
+        unread = unread_arguments(gateway, body.made[0].chat)
+        ignored = body.ignored | {"thinking"} if unread else body.ignored
+        async with running(gateway, body.made, request) as job:
+            await job.wait_for_output()
+            made = MessagesAnswer(job, body.request.model)
+            return await respond(job, made, bool(body.request.stream), ignored)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        async def answer() -> Response:
-            with naming_fields(TAGGED):
-                body = await bodies.read_starts(request, CountRequest, lambda body: [count_start(body)])
-            with gateway.call(request.state.api_key):
-                given = tokenizer_pb2.EncodeInput(chat=body.made[0].chat)
-                encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
-            return name_ignored(JSONResponse({"input_tokens": len(encoded.token_ids)}), body.ignored)
-
-        return await _in_form(request, answer)
-
-
-async def _in_form(request: Request, answer: Callable[[], Awaitable[Response]]) -> Response:
-    """Errors in Anthropic's form, with the name of the request."""
-    try:
-        return await answer()
-    except BatonError as error:
-        failed = from_baton(error)
-    except ApiError as error:
-        failed = error
-    headers = {}
-    if failed.status in (429, 503):
-        headers["Retry-After"] = str(max(1, math.ceil((failed.retry_after_ms or 1000) / 1000)))
-    return JSONResponse(error_body(failed), status_code=failed.status, headers=headers)
-
-
-def error_body(error: ApiError) -> Json:
-    kind = "invalid_request_error" if error.status < 499 else "api_error"
-    return {"type": "error", "error": {"type": _TYPES.get(error.status, kind), "message": error.message}}
+        with naming_fields(TAGGED):
+            body = await bodies.read_starts(request, CountRequest, lambda body: [count_start(body)])
+        api_key = request.state.api_key
+        with recorded_call(gateway, api_key, "count_tokens", computes=False) as call:
+            given = tokenizer_pb2.EncodeInput(chat=body.made[0].chat)
+            encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
+            call.tokens = len(encoded.token_ids)
+            api_key.check_prompt(call.tokens, "messages")
+        return name_ignored(JSONResponse({"input_tokens": call.tokens}), body.ignored)
 
 
 class MessagesAnswer(TypedAnswer):
@@ -147,7 +114,7 @@ class MessagesAnswer(TypedAnswer):
         return [{"type": "message_delta", "delta": delta, "usage": {**self._usage}}, {"type": "message_stop"}]
 
     def fail(self, error: ApiError) -> list[Json]:
-        return [error_body(error)]
+        return [anthropic_body(error)]
 
     def whole(self) -> Json:
         return {**self._message, "usage": self._usage}

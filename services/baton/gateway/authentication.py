@@ -56,10 +56,12 @@ class Limits:
 class ApiKey:
     """One API key and its use; or everybody, where there are no keys. Used on one event loop only."""
 
-    def __init__(self, name: str, limits: Limits) -> None:
-        """name: for logs; contains no part of the key."""
+    def __init__(self, name: str, limits: Limits, owner: bytes = b"") -> None:
+        """name: for logs; contains no part of the key. owner: differs from that of every other key, and stays
+        the same while this process runs; empty: everybody."""
         self.name = name
         self.limits = limits
+        self.owner = owner
         self.revoked = False
         self._requests = 0
         self._streams = 0
@@ -161,7 +163,7 @@ class ApiKeys:
                 digest = self._digest(_hash(words[0]))
                 if digest in found:
                     raise ValueError("the key of an earlier line once more")
-                found[digest] = _parse_key_options(words[1:], f"line {number}", self._limits)
+                found[digest] = _parse_key_options(words[1:], f"line {number}", self._limits, digest)
             except ValueError as error:
                 text = f"{FLAG}: {self._path}, line {number}: {error}"
                 raise failed_precondition(text, "UNUSABLE_FILE") from None
@@ -184,7 +186,7 @@ def _hash(word: str) -> bytes:
     return hashlib.sha256(word.encode()).digest()
 
 
-def _parse_key_options(words: list[str], name: str, limits: Limits) -> ApiKey:
+def _parse_key_options(words: list[str], name: str, limits: Limits, owner: bytes) -> ApiKey:
     numbers = {field.name: 0 for field in dataclasses.fields(Limits)}
     for word in words:
         what, equals, value = word.partition("=")
@@ -195,7 +197,7 @@ def _parse_key_options(words: list[str], name: str, limits: Limits) -> ApiKey:
         else:
             known = ", ".join(f"{each}=N" for each in numbers)
             raise ValueError(f"after the key come name=NAME, {known}" + (f", not {what}=" if equals else ""))
-    return ApiKey(name, limits)
+    return ApiKey(name, limits, owner)
 
 
 def _file_version(path: str) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from baton.gateway import admission
 from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
-from baton.gateway.request_log import EndedRequest
+from baton.gateway.recorded_calls import recorded_call
 from baton.rpc.errors import BatonError
 from baton.v1 import embed_pb2, inference_pb2
 
@@ -18,30 +18,21 @@ async def embed(
 ) -> inference_pb2.EmbedResponse:
     """Raises BatonError. Cancelling the task cancels the prompts at the nodes."""
     admission.check_embed(request, gateway.config, gateway.model_or_last())
-    began, tokens, outcome, reason = time.monotonic(), 0, "cancelled", ""
-    name = f"{gateway.incarnation:016x}-{gateway.next_number()}"
-    seconds = gateway.config.request_seconds
+    began, seconds = time.monotonic(), gateway.config.request_seconds
     if request.HasField("timeout_ms"):
         seconds = request.timeout_ms / 1000
-    with gateway.call(api_key):
+    with recorded_call(gateway, api_key, "embed", computes=True) as call:
         try:
             prompts = await _encode(gateway, request, api_key, seconds)
-            tokens = sum(map(len, prompts))
+            call.tokens = sum(map(len, prompts))
             template = _template(request, gateway.model().fingerprint)
             embeddings = await gateway.embedder.compute(prompts, template, began + seconds)
-            outcome = "finished"
         except BatonError as error:
-            outcome, reason, error.recorded = "failed", error.reason, True
             if error.field is not None and error.field.startswith("["):
                 error.message = error.message.replace(error.field, "")
                 error.field = f"inputs{error.field}"
             raise
-        finally:
-            took, key = time.monotonic() - began, api_key.name
-            ended = EndedRequest(name, tokens, 0, 0, took, api="embed", key=key, model=gateway.model_name)
-            gateway.request_log.add(outcome, ended, reason)
-            gateway.metrics.ended(outcome, key, tokens, 0, took)
-    return inference_pb2.EmbedResponse(embeddings=embeddings, request_id=name)
+    return inference_pb2.EmbedResponse(embeddings=embeddings, request_id=call.name)
 
 
 def _template(request: inference_pb2.EmbedRequest, fingerprint: str) -> embed_pb2.EmbedPrompts:

@@ -1,7 +1,9 @@
-"""The gateway's HTTP application: the OpenAI API, and /health and /metrics."""
+"""The gateway's HTTP application: the APIs of OpenAI and Anthropic, tokens, scores, /health and /metrics."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from importlib.metadata import version
 from typing import Any
@@ -13,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from baton.gateway import openai_errors, traces_http
+from baton.gateway import http_errors, openai_errors, traces_http
 from baton.gateway.anthropic_api import add_messages
 from baton.gateway.authentication import GatewayAuthentication
 from baton.gateway.embeddings_api import add_embeddings
@@ -26,8 +28,10 @@ from baton.gateway.openai_chat import ChatRequest, chat_start
 from baton.gateway.openai_completions import CompletionAnswer, Echo
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.openai_protocol import CompletionRequest, completion_starts
+from baton.gateway.openapi import document
 from baton.gateway.responses_api import add_responses
 from baton.gateway.scores_api import add_scores
+from baton.gateway.tokenize_api import add_tokens
 from baton.rpc.errors import BatonError
 from baton.rpc.metrics import exposition
 from baton.v1 import inference_pb2
@@ -111,6 +115,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     add_scores(app, gateway, bodies)
     add_messages(app, gateway, bodies)
     add_responses(app, gateway, bodies)
+    add_tokens(app, gateway, bodies)
 
     @app.api_route("/health", methods=READ)
     async def health() -> Response:
@@ -123,6 +128,15 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
             status["peers"] = peers
             status["problems"] = [problem.message for problem in gateway.problems()]
         return JSONResponse(status, status_code=200 if gateway.healthy else 503)
+
+    described: list[bytes] = []
+
+    @app.api_route("/openapi.json", methods=READ)
+    async def openapi() -> Response:
+        if not described:  # takes a tenth of a second, once
+            made = await asyncio.to_thread(document)
+            described.append(json.dumps(made).encode())
+        return Response(described[0], media_type="application/json")
 
     @app.api_route("/version", methods=READ)
     async def versions() -> Json:
@@ -144,11 +158,12 @@ async def _error(request: Request, error: Any) -> Response:
         error = openai_errors.from_baton(error)
     if isinstance(error, ApiError):
         setattr(request.state, REFUSAL, (error.code or "", error.param))
-        return openai_errors.response(error)
+        return http_errors.response(error, request.url.path)
     if not isinstance(error, HTTPException):
-        return openai_errors.response(ApiError(500, f"internal error: {type(error).__name__}"))
+        failed = ApiError(500, f"internal error: {type(error).__name__}")
+        return http_errors.response(failed, request.url.path)
     message = f"{request.method[:20]} {request.url.path[:256]}: {str(error.detail).lower()}"
-    answer = openai_errors.response(ApiError(error.status_code, message))
+    answer = http_errors.response(ApiError(error.status_code, message), request.url.path)
     answer.headers.update(error.headers or {})
     return answer
 

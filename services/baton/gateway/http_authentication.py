@@ -8,10 +8,10 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.gateway import openai_errors
+from baton.gateway import http_errors
 from baton.gateway.authentication import ApiKey, GatewayAuthentication
 from baton.gateway.http_record import REFUSAL
-from baton.gateway.openai_errors import ApiError
+from baton.gateway.openai_errors import ApiError, from_baton
 from baton.gateway.traces_http import TRACES_PATH
 from baton.rpc.authentication import bearer
 from baton.rpc.errors import BatonError
@@ -41,10 +41,10 @@ class HttpAuthentication:
             scope["state"]["api_key"] = self._admit(scope["path"], headers)
         except BatonError as error:
             scope["state"][REFUSAL] = (error.reason.lower(), error.field)
-            await openai_errors.response(openai_errors.from_baton(error))(scope, receive, send)
+            await http_errors.response(from_baton(error), scope["path"])(scope, receive, send)
         except ApiError as error:
             scope["state"][REFUSAL] = (error.code or "", error.param)
-            answer = openai_errors.response(error)
+            answer = http_errors.response(error, scope["path"])
             answer.headers["connection"] = "close"
             await answer(scope, receive, send)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -175,13 +175,8 @@ def chat_start(request: ChatRequest) -> inference_pb2.GenerateStart:
     start = common_start(request, sampling)
     chat = start.chat
     chat.SetInParent()
-    for index, message in enumerate(request.messages):
-        if message.content is None and message.role in ("system", "developer", "user", "tool"):
-            param = f"messages[{index}].content"
-            raise ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
-        chat.messages.append(_message(message))
-    for tool in request.tools or ():
-        chat.tools.append(_tool(tool.function))
+    add_messages(chat, request.messages)
+    add_tools(chat, request.tools or ())
     _choose(request, chat)
     _template_arguments(request, chat)
     return start
@@ -201,7 +196,19 @@ def _constrain(format: ResponseFormat | None, sampling: common_pb2.SamplingParam
         sampling.grammar.json_schema = json.dumps(schema.schema_, ensure_ascii=False)
 
 
-def _message(message: Message) -> tokenizer_pb2.ChatMessage:
+def add_messages(chat: tokenizer_pb2.ChatPrompt, messages: Sequence[Message]) -> None:
+    """Raises ApiError."""
+    for index, message in enumerate(messages):
+        if message.content is None and message.role in ("system", "developer", "user", "tool"):
+            param = f"messages[{index}].content"
+            raise ApiError(400, f"missing parameter: {param}", param, "missing_parameter")
+        chat.messages.append(_message(message, f"messages[{index}]"))
+
+
+def _message(message: Message, field: str) -> tokenizer_pb2.ChatMessage:
+    if message.reasoning and message.reasoning_content not in (None, "", message.reasoning):
+        text = f"{field}.reasoning and {field}.reasoning_content are one, and differ: give one of them"
+        raise invalid_value(f"{field}.reasoning", text)
     made = tokenizer_pb2.ChatMessage(
         role=message.role,
         content=message.text,
@@ -214,13 +221,14 @@ def _message(message: Message) -> tokenizer_pb2.ChatMessage:
     return made
 
 
-def _tool(function: Function) -> tokenizer_pb2.Tool:
-    made = tokenizer_pb2.Tool(name=function.name, description=function.description)
-    if function.parameters is not None:
-        made.parameters = json.dumps(function.parameters, ensure_ascii=False)
-    if function.strict is not None:
-        made.strict = function.strict
-    return made
+def add_tools(chat: tokenizer_pb2.ChatPrompt, tools: Sequence[Tool]) -> None:
+    for tool in tools:
+        function = tool.function
+        made = chat.tools.add(name=function.name, description=function.description)
+        if function.parameters is not None:
+            made.parameters = json.dumps(function.parameters, ensure_ascii=False)
+        if function.strict is not None:
+            made.strict = function.strict
 
 
 _MODES = {
@@ -250,7 +258,11 @@ def _template_arguments(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) ->
             given["enable_thinking"] = False
     if request.enable_thinking is not None:
         given["enable_thinking"] = request.enable_thinking
-    given |= request.chat_template_kwargs or {}
+    add_template_arguments(chat, given | (request.chat_template_kwargs or {}))
+
+
+def add_template_arguments(chat: tokenizer_pb2.ChatPrompt, given: dict[str, Any]) -> None:
+    """Raises ApiError if they are too many."""
     if _count(given, MAX_TEMPLATE_VALUES) > MAX_TEMPLATE_VALUES:
         text = f"chat_template_kwargs has more than {MAX_TEMPLATE_VALUES} values"
         raise invalid_value("chat_template_kwargs", text)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
 import grpc
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from baton.rpc.errors import BatonError
@@ -119,15 +117,6 @@ def body(error: ApiError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 499 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
-
-
-def response(error: ApiError) -> JSONResponse:
-    headers = {}
-    if error.status in (429, 503):
-        headers["Retry-After"] = str(max(1, math.ceil((error.retry_after_ms or 1000) / 1000)))
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(body(error), status_code=error.status, headers=headers)
 
 
 def _param(field: str) -> str:

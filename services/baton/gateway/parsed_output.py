@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from itertools import pairwise
 
 from baton.gateway.parsers.reader import Call, Event, Reader, Reasoning, Text
 from baton.gateway.parsers.registry import REASONING_PARSERS, make_parser
@@ -12,6 +13,9 @@ from baton.gateway.tool_grammars import constrain
 from baton.rpc.errors import invalid
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2, node_pb2, tokenizer_pb2
+
+_PLACES = {Reasoning: 0, Text: 1, Call: 2}
+"""In a delta."""
 
 
 class ParsedOutput:
@@ -62,8 +66,11 @@ class ParsedOutput:
                 self._events.append(event)
 
     def fill(self, delta: inference_pb2.Delta) -> None:
-        """Puts what is fresh into a delta."""
-        events, self._events = self._events, []
+        """Puts what is fresh into a delta: as much as keeps its order, which in a delta is reasoning, text,
+        calls."""
+        order = [_PLACES[type(event)] for event in self._events]
+        count = next((i for i, (a, b) in enumerate(pairwise(order), 1) if a > b), len(order))
+        events, self._events = self._events[:count], self._events[count:]
         delta.text = "".join(event.text for event in events if isinstance(event, Text))
         delta.reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         for event in events:

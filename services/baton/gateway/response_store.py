@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import RLock
@@ -18,59 +18,71 @@ MESSAGE_BYTES = 600
 class StoredResponse:
     response: bytes
     """JSON: as Python objects it may take thirty times as much."""
-    conversation: list[tokenizer_pb2.ChatMessage]
-    """All messages, the answer included; without instructions, which are of one response."""
-    key: str
-    """Name of the API key that made it; no other sees it."""
+    conversation: list[tokenizer_pb2.ChatMessage] | None
+    """All messages, the answer included; without instructions, which are of one response. None: it failed, so
+    that nothing can follow."""
+    owner: bytes
+    """`ApiKey.owner` of the key that made it; no other sees it."""
     size: int
     """Bytes, about."""
     expires: float
 
 
 class ResponseStore:
-    """The oldest are dropped when there are too many bytes. max_bytes 0: nothing is stored. Threads may share
-    it."""
+    """When there are too many bytes, the owner of most loses its oldest response: nobody who has less than an
+    equal share loses any. max_bytes 0: nothing is stored. Threads may share it."""
 
     def __init__(self, max_bytes: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_bytes = max_bytes
         self._seconds = seconds
         self._clock = clock
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._bytes = 0
+        """The oldest first, which expires first."""
+        self._ids: dict[bytes, dict[str, None]] = {}
+        """Of each owner, the oldest first."""
+        self._bytes: Counter[bytes] = Counter()
+        """Of each owner."""
         self._lock = RLock()
 
-    def put(self, id: str, response: bytes, conversation: list[tokenizer_pb2.ChatMessage], key: str) -> None:
-        size = len(response) + sum(message.ByteSize() + MESSAGE_BYTES for message in conversation)
+    def put(
+        self, id: str, response: bytes, conversation: list[tokenizer_pb2.ChatMessage] | None, owner: bytes
+    ) -> None:
+        size = len(response) + sum(message.ByteSize() + MESSAGE_BYTES for message in conversation or ())
         if size > self.max_bytes:
             return
         now = self._clock()
         with self._lock:
-            stored = StoredResponse(response, conversation, key, size, now + self._seconds)
-            self._stored[id] = stored
-            self._bytes += size
-            while self._stored:
-                oldest = next(iter(self._stored))
-                if self._bytes <= self.max_bytes and self._stored[oldest].expires > now:
-                    break
+            self._stored[id] = StoredResponse(response, conversation, owner, size, now + self._seconds)
+            self._ids.setdefault(owner, {})[id] = None
+            self._bytes[owner] += size
+            while self._stored and self._stored[oldest := next(iter(self._stored))].expires <= now:
                 self._drop(oldest)
+            while self._bytes.total() > self.max_bytes:
+                ((most, _),) = self._bytes.most_common(1)
+                self._drop(next(iter(self._ids[most])))
 
-    def get(self, id: str, key: str) -> StoredResponse | None:
+    def get(self, id: str, owner: bytes) -> StoredResponse | None:
         with self._lock:
             found = self._stored.get(id)
-            if found is None or found.key != key:
+            if found is None or found.owner != owner:
                 return None
             if found.expires <= self._clock():
                 self._drop(id)
                 return None
             return found
 
-    def delete(self, id: str, key: str) -> bool:
+    def delete(self, id: str, owner: bytes) -> bool:
         """Whether there was one."""
         with self._lock:
-            if self.get(id, key) is None:
+            if self.get(id, owner) is None:
                 return False
             self._drop(id)
             return True
 
     def _drop(self, id: str) -> None:
-        self._bytes -= self._stored.pop(id).size
+        dropped = self._stored.pop(id)
+        ids = self._ids[dropped.owner]
+        del ids[id]
+        self._bytes[dropped.owner] -= dropped.size
+        if not ids:
+            del self._ids[dropped.owner], self._bytes[dropped.owner]

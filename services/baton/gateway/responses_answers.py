@@ -13,20 +13,24 @@ from baton.gateway.responses_protocol import NamedTool, ResponsesRequest
 from baton.gateway.typed_events import Json, TypedAnswer
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
+CANCELLED = 499
+"""HTTP status of requests that were cancelled."""
+
 
 def response_id() -> str:
     return f"resp_{uuid.uuid4().hex}"
 
 
 class ResponseAnswer(TypedAnswer):
-    """`keep` is called with the response and the assistant's message, once the response is complete."""
+    """`keep` is called with the response and the assistant's message, once the response is complete; with
+    None for the message, if it fails after its stream has begun."""
 
     def __init__(
         self,
         job: RequestBatch,
         request: ResponsesRequest,
         id: str,
-        keep: Callable[[Json, tokenizer_pb2.ChatMessage], None],
+        keep: Callable[[Json, tokenizer_pb2.ChatMessage | None], None],
     ) -> None:
         self._response = _head(request, id)
         self._output: list[Json] = self._response["output"]
@@ -76,9 +80,11 @@ class ResponseAnswer(TypedAnswer):
         return [self._of_response(f"response.{response['status']}")]
 
     def fail(self, error: ApiError) -> list[Json]:
-        self._response["status"] = "failed"
+        self._response["status"] = "cancelled" if error.status == CANCELLED else "failed"
         self._response["error"] = {"code": "server_error", "message": error.message}
-        return [self._of_response("response.failed")]
+        events = self._close("incomplete")
+        self._keep(self._response, None)
+        return [*events, self._of_response("response.failed")]
 
     def whole(self) -> Json:
         return self._response

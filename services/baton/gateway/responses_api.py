@@ -23,10 +23,10 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
     """Adds the routes. What is stored belongs to the API key that made it."""
     config = gateway.config
     store = ResponseStore(config.response_store_mib * 2**20, config.response_store_seconds)
-    under_way: WeakValueDictionary[tuple[str, str], RequestBatch] = WeakValueDictionary()
+    under_way: WeakValueDictionary[tuple[bytes, str], RequestBatch] = WeakValueDictionary()
 
-    def find(id: str, key: str) -> StoredResponse:
-        found = store.get(id, key)
+    def find(id: str, owner: bytes) -> StoredResponse:
+        found = store.get(id, owner)
         if found is None:
             text = f"response {id[:80]!r} is not stored here"
             raise ApiError(404, text, "response_id", "response_not_found")
@@ -34,16 +34,19 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
     @app.post("/v1/responses")
     async def create(request: Request) -> Response:
-        key, id = request.state.api_key.name, response_id()
+        owner, id = request.state.api_key.owner, response_id()
 
         def earlier(body: ResponsesRequest) -> list[tokenizer_pb2.ChatMessage]:
             previous = body.previous_response_id
             if previous is None:
                 return []
-            found = store.get(previous, key)
+            found = store.get(previous, owner)
             if found is None:
                 text = f"previous_response_id {previous[:80]!r} is not stored here: send its items as input"
                 raise ApiError(404, text, "previous_response_id", "previous_response_not_found")
+            if found.conversation is None:
+                text = f"previous_response_id {previous[:80]!r} has failed: nothing can follow it"
+                raise ApiError(400, text, "previous_response_id", "previous_response_failed")
             return found.conversation
 
         def starts(body: ResponsesRequest) -> list[inference_pb2.GenerateStart]:
@@ -57,30 +60,34 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
         if unread_arguments(gateway, body.made[0].chat):
             ignored.add("reasoning.effort")
+        if asked.has_unread_summary:
+            ignored.add("input.summary")
 
-        def keep(response: Json, message: tokenizer_pb2.ChatMessage) -> None:
-            under_way.pop((key, id), None)
+        def keep(response: Json, message: tokenizer_pb2.ChatMessage | None) -> None:
+            under_way.pop((owner, id), None)
             if asked.store is False or not store.max_bytes:
                 response["store"] = False
                 return
-            conversation = [*earlier_messages, *input_messages(asked), message]
-            store.put(id, json.dumps(response, ensure_ascii=False).encode(), conversation, key)
+            said = [*earlier_messages, *input_messages(asked), message] if message is not None else None
+            store.put(id, json.dumps(response, ensure_ascii=False).encode(), said, owner)
 
         earlier_messages = earlier(asked) if asked.store is not False else []
         async with running(gateway, body.made, request) as job:
             await job.wait_for_output()
             answer = ResponseAnswer(job, asked, id, keep)
-            under_way[key, id] = job
+            if asked.stream:  # else nobody knows its name before it has ended
+                under_way[owner, id] = job
             return await respond(job, answer, bool(asked.stream), ignored)
 
     @app.get("/v1/responses/{id}")
     async def retrieve(id: str, request: Request) -> Response:
-        return Response(find(id, request.state.api_key.name).response, media_type="application/json")
+        found = find(id, request.state.api_key.owner)
+        return Response(found.response, media_type="application/json")
 
     @app.delete("/v1/responses/{id}")
     async def delete(id: str, request: Request) -> Response:
-        find(id, request.state.api_key.name)
-        store.delete(id, request.state.api_key.name)
+        find(id, request.state.api_key.owner)
+        store.delete(id, request.state.api_key.owner)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
 
     @app.post("/v1/responses/{name}")
@@ -89,9 +96,9 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
     @app.post("/v1/responses/{id}/cancel")
     async def cancel(id: str, request: Request) -> Response:
-        job = under_way.get((request.state.api_key.name, id))
+        job = under_way.get((request.state.api_key.owner, id))
         if job is None:
-            stored = find(id, request.state.api_key.name)
+            stored = find(id, request.state.api_key.owner)
             text = f"response {id} has ended: {json.loads(stored.response)['status']}"
             raise ApiError(400, text, "response_id", "response_ended")
         job.cancel("cancelled by the client")

@@ -187,6 +187,12 @@ class ResponsesRequest(Strict):
         """The tools that clients run; all others are left out, as clients expect."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
+    @property
+    def has_unread_summary(self) -> bool:
+        """Reasoning came with a summary, which is left out beside its text."""
+        items = self.input if isinstance(self.input, list) else ()
+        return any(isinstance(item, ReasoningItem) and bool(item.content and item.summary) for item in items)
+
 
 _MODES = {
     "none": tokenizer_pb2.ToolChoice.MODE_NONE,

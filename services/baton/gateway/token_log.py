@@ -113,6 +113,11 @@ class ChoiceLog:
         return self._matcher.matched
 
     @property
+    def has_parsed(self) -> bool:
+        """A parser has found something that is not taken."""
+        return self._output is not None and self._output.fresh
+
+    @property
     def ended_early(self) -> bool:
         """The gateway has ended the choice: the decode node goes on until it is cancelled."""
         return bool(self.stop_matched) or (self._output is not None and self._output.complete)
@@ -224,7 +229,7 @@ class ChoiceLog:
             delta.token_ids.extend(self.token_ids[start:end])
         if self._logprobs:
             delta.logprobs.extend(self._logprobs[start:end])
-        if last:
+        if last and not self.has_parsed:
             self._end_taken = True
             delta.finish_reason = self.finish_reason
             if output is not None and output.calls and self.finish_reason == common_pb2.FINISH_REASON_STOP:
@@ -342,8 +347,10 @@ class TokenLog:
         deltas = []
         for choice in self.choices:
             delta = choice.take(self.id, self._include_token_ids)
-            if delta is not None:
+            while delta is not None:
                 deltas.append(delta)
+                more = choice.has_parsed
+                delta = choice.take(self.id, self._include_token_ids) if more else None
         if self._prompt_logprobs is not None and deltas:
             deltas[0].delta.prompt_logprobs.extend(self._prompt_logprobs)
             self._prompt_logprobs, self._prompt_logprobs_due = None, False

@@ -232,9 +232,11 @@ class Tokenizer:
                 encoded.append(list(result.token_ids))
         return encoded
 
-    async def decode(self, token_ids: Sequence[int], timeout: float) -> str:
-        """The text of a whole token sequence, special tokens left out."""
-        return decode(await self.ready(timeout), token_ids)
+    async def decode(
+        self, token_ids: Sequence[int], timeout: float, *, skip_special_tokens: bool = True
+    ) -> str:
+        """The text of a whole token sequence."""
+        return decode(await self.ready(timeout), token_ids, skip_special_tokens)
 
     async def _encode(
         self, request: tokenizer_pb2.EncodeRequest, timeout: float, asking: Callable[[str], None]

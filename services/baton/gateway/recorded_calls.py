@@ -1,0 +1,44 @@
+"""Calls of clients that are no requests for tokens: counted, limited, and recorded when they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from baton.gateway.authentication import ApiKey
+from baton.gateway.gateway import Gateway
+from baton.gateway.request_log import EndedRequest
+from baton.rpc.errors import BatonError
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    name: str
+    """As in the log."""
+    tokens: int = 0
+    """Of its prompts, once they are known."""
+
+
+@contextmanager
+def recorded_call(gateway: Gateway, api_key: ApiKey, api: str, *, computes: bool) -> Iterator[RecordedCall]:
+    """Has a line in the request log; one that computes something counts in the key's metrics too. Raises
+    BatonError if no call can be taken now."""
+    began, outcome, reason = time.monotonic(), "cancelled", ""
+    made = RecordedCall(f"{gateway.incarnation:016x}-{gateway.next_number()}")
+    with gateway.call(api_key):
+        try:
+            yield made
+            outcome = "finished"
+        except BatonError as error:
+            outcome, reason, error.recorded = "failed", error.reason, True
+            raise
+        finally:
+            took = time.monotonic() - began
+            ended = EndedRequest(
+                made.name, made.tokens, 0, 0, took, api=api, key=api_key.name, model=gateway.model_name
+            )
+            gateway.request_log.add(outcome, ended, reason)
+            if computes:
+                gateway.metrics.ended(outcome, api_key.name, made.tokens, 0, took)

@@ -1,0 +1,115 @@
+"""/tokenize and /detokenize, as vLLM's server has them: texts and conversations to token ids, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from baton.gateway.admission import check_model
+from baton.gateway.gateway import Gateway
+from baton.gateway.http_requests import BodyReader, name_ignored, unread_arguments
+from baton.gateway.openai_chat import Message, Tool, add_messages, add_template_arguments, add_tools
+from baton.gateway.openai_errors import invalid_value
+from baton.gateway.openai_fields import Elements, Strict, TokenId
+from baton.gateway.recorded_calls import recorded_call
+from baton.rpc.validate import check_token_ids
+from baton.v1 import inference_pb2, tokenizer_pb2
+
+TOO_LONG = 8
+"""Times the context: more token ids are not put together to a text."""
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: a prompt, or messages."""
+
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        "chat_template": "is not supported: the model's own is used",
+        "continue_final_message": "is not supported: an answer begins a message of its own",
+    }
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Elements[Message] | None = None
+    tools: Elements[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str = ""
+    tokens: Elements[TokenId]
+
+
+def tokenize_start(body: TokenizeRequest) -> list[inference_pb2.GenerateStart]:
+    """A request that is checked and never runs. Raises ApiError."""
+    start = inference_pb2.GenerateStart(model=body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid_value("prompt", "give one of prompt and messages")
+    if body.messages is None:
+        for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise invalid_value(name, f"{name} goes with messages only")
+        start.text = body.prompt or ""
+        return [start]
+    chat = start.chat
+    chat.SetInParent()
+    add_messages(chat, body.messages)
+    add_tools(chat, body.tools or ())
+    add_template_arguments(chat, body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        chat.add_generation_prompt = body.add_generation_prompt
+    return [start]
+
+
+def add_tokens(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
+    """Adds the routes."""
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = await bodies.read_starts(request, TokenizeRequest, tokenize_start)
+        (start,), asked = body.made, body.request
+        given = tokenizer_pb2.EncodeInput()
+        if start.WhichOneof("prompt") == "text":
+            given.text = start.text
+        else:
+            given.chat.CopyFrom(start.chat)
+        if asked.add_special_tokens is not None:
+            given.add_special_tokens = asked.add_special_tokens
+        with recorded_call(gateway, request.state.api_key, "tokenize", computes=False) as call:
+            encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
+            ids = list(encoded.token_ids)
+            call.tokens = len(ids)
+            answer = {"count": len(ids), "max_model_len": gateway.model().context_length, "tokens": ids}
+            answer["token_strs"] = None
+            if asked.return_token_strs:
+                vocabulary = await gateway.tokenizer.ready(gateway.config.request_seconds)
+                answer["token_strs"] = [vocabulary.bytes_of(id).decode("utf-8", "replace") for id in ids]
+        return name_ignored(JSONResponse(answer), body.ignored | unread_arguments(gateway, start.chat))
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        def checked(body: DetokenizeRequest) -> list[int]:
+            model = gateway.model_or_last()
+            if model is not None:
+                check_model(body.model, model)
+                most = TOO_LONG * model.context_length
+                if len(body.tokens) > most:
+                    text = f"tokens has {len(body.tokens)} token ids; {most} are allowed"
+                    raise invalid_value("tokens", text)
+                check_token_ids(body.tokens, model.vocab_size, "tokens")
+            return body.tokens
+
+        body = await bodies.read(request, DetokenizeRequest, checked)
+        with recorded_call(gateway, request.state.api_key, "detokenize", computes=False) as call:
+            call.tokens = len(body.made)
+            text = await gateway.tokenizer.decode(
+                body.made, gateway.config.request_seconds, skip_special_tokens=False
+            )
+        return JSONResponse({"prompt": text})
