@@ -95,3 +95,12 @@ def test_a_schema_that_cannot_be_enforced_is_refused(deployment: Deployment):
 def test_the_agent_finishes(deployment: Deployment):
     said = run("agent.py", "--address", deployment.gateway.http)
     assert said.startswith("called get_") and "\nanswer: " in said
+
+
+@pytest.mark.slow
+def test_typed_examples(deployment: Deployment):
+    said = run("typed_agent.py", "--address", deployment.gateway.address).splitlines()
+    assert said[0].startswith(("Stock({", "Order({")) and said[1].endswith((".", "ordered."))
+    assert said[-1]  # an answer in words
+    (person,) = run("extraction.py", "--address", deployment.gateway.address).splitlines()
+    assert ", born " in person

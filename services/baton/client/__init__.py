@@ -25,6 +25,9 @@ from baton.client.types import (
     PositionLogprobs,
     Stats,
     TokenLogprob,
+    Tool,
+    ToolCall,
+    ToolChoice,
     Usage,
 )
 from baton.rpc.errors import BatonError
@@ -51,5 +54,8 @@ __all__ = [
     "Stats",
     "Stream",
     "TokenLogprob",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
     "Usage",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from baton.client.chat import chat_prompt, tool_calls
 from baton.client.grammars import format_message, grammar_message
 from baton.client.types import (
     Arguments,
@@ -15,7 +16,6 @@ from baton.client.types import (
     EmbedOptions,
     FinishReason,
     Input,
-    Message,
     Model,
     Options,
     PositionLogprobs,
@@ -24,13 +24,15 @@ from baton.client.types import (
     Usage,
 )
 from baton.rpc.errors import BatonError, from_status, internal, invalid
-from baton.v1 import common_pb2, embed_pb2, inference_pb2, node_pb2, tokenizer_pb2
+from baton.v1 import common_pb2, embed_pb2, inference_pb2, node_pb2
 
+_PROMPT = Arguments.__annotations__.keys() - Options.__annotations__.keys()
 _SAMPLING = {each.name for each in common_pb2.SamplingParams.DESCRIPTOR.fields}
 _START = {"model", "n", "priority", "namespace", "resume", "hand_off"}
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 TIMEOUT_MARGIN_SECONDS = 5.0
 """Time for the gateway to report a timeout; then the client itself gives up."""
@@ -45,17 +47,16 @@ def make_start(
     if sum(each is not None for each in (prompt, messages, token_ids)) != 1:
         raise invalid("prompt", "give one of prompt, messages and token_ids")
     for name, value in options.items():
-        if name not in ("messages", "token_ids") and value is not None:
+        if name not in _PROMPT and value is not None:
             _set(start, name, value)
     if options.get("grammar") is not None and options.get("response_format") is not None:
         raise invalid("response_format", "give grammar or response_format, not both")
     try:
-        if prompt is not None:
+        chat = chat_prompt(options)
+        if chat is not None:
+            start.chat.CopyFrom(chat)
+        elif prompt is not None:
             start.text = prompt
-        elif messages is not None:
-            said = [Message(role="user", content=messages)] if isinstance(messages, str) else messages
-            chat = [tokenizer_pb2.ChatMessage(role=each["role"], content=each["content"]) for each in said]
-            start.chat.CopyFrom(tokenizer_pb2.ChatPrompt(messages=chat))
         else:
             start.tokens.CopyFrom(inference_pb2.TokenPrompt(token_ids=token_ids))
     except (KeyError, TypeError, ValueError) as error:
@@ -141,13 +142,14 @@ class Collector:
     id: the request's. message: which of the client's messages on its stream started it, counted from 0.
     """
 
-    def __init__(self, id: str, options: Options, message: int = 0) -> None:
+    def __init__(self, id: str, options: Arguments, message: int = 0) -> None:
         self.id = id
         self.message = message
         self.completion = Completion(
             choices=[Choice() for _ in range(options.get("n") or 1)],
             response_format=options.get("response_format"),
         )
+        self._tools = options.get("tools") or ()
         self.ended = False
 
     def add(self, event: inference_pb2.GenerateResponse) -> Delta | None:
@@ -169,7 +171,9 @@ class Collector:
         elif kind == "finished":
             self.ended = True
             usage = event.finished.usage
-            self.completion.usage = Usage(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens)
+            self.completion.usage = Usage(
+                usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens
+            )
             self.completion.stats = _stats(event.finished)
         elif kind == "failed":
             self.ended = True
@@ -189,10 +193,14 @@ class Collector:
             logprobs=_positions(message.logprobs),
             finish_reason=_FINISH.get(message.finish_reason),
             stop_matched=message.stop_matched,
+            reasoning=message.reasoning,
+            tool_calls=tool_calls(message.tool_calls, self._tools),
         )
         self.completion.prompt_logprobs.extend(_positions(message.prompt_logprobs))
         choice = self.completion.choices[delta.choice]
         choice.text += delta.text
+        choice.reasoning += delta.reasoning
+        choice.tool_calls += delta.tool_calls
         choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs
         choice.finish_reason = delta.finish_reason or choice.finish_reason

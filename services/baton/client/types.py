@@ -5,18 +5,79 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
 DEFAULT_ADDRESS = "127.0.0.1:50050"
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+"""tool_calls: the answer has ended, and there are calls in it."""
+
+
+class Schema(Protocol):
+    """A class such as pydantic's models, as far as it is used here."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]: ...
+
+    @classmethod
+    def model_validate_json(cls, json_data: str) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model asks to be called."""
+
+    id: str
+    """Names the call in the conversation: the result's message has it as `tool_call_id`."""
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+    model: type[Schema] | None = field(default=None, repr=False)
+    """The pydantic model that was given as the tool."""
+
+    @property
+    def parsed(self) -> Any:
+        """The arguments as an instance of the tool's pydantic model, else as a dict. Raises ValueError for
+        arguments that do not fit the model, which a call may have that was neither required nor strict."""
+        if self.model is None:
+            return json.loads(self.arguments or "{}")
+        return self.model.model_validate_json(self.arguments or "{}")
 
 
 class Message(TypedDict):
     """A chat message. role: "system", "user", "assistant" or "tool"."""
 
     role: str
-    content: str
+    content: NotRequired[str | None]
+    name: NotRequired[str]
+    """The author's."""
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    """Of an assistant's message."""
+    tool_call_id: NotRequired[str]
+    """Of a tool's message: the call whose result it is."""
+    reasoning: NotRequired[str]
+    """Of an assistant's message: what it wrote before its answer."""
+
+
+class Tool(TypedDict):
+    """A function that the model may ask to be called. A pydantic model is one as well: its name, its
+    docstring and its schema."""
+
+    name: str
+    description: NotRequired[str]
+    parameters: NotRequired[Mapping[str, Any]]
+    """JSON Schema of the arguments; missing: there are none."""
+    strict: NotRequired[bool]
+    """The arguments fit the schema in every case."""
+
+
+class ToolName(TypedDict):
+    """The one tool to call."""
+
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | ToolName
 
 
 class Grammar(TypedDict, total=False):
@@ -30,16 +91,6 @@ class Grammar(TypedDict, total=False):
     lark: str
     choice: Sequence[str]
     """One of these strings."""
-
-
-class Schema(Protocol):
-    """A class such as pydantic's models, as far as it is used here."""
-
-    @classmethod
-    def model_json_schema(cls) -> dict[str, Any]: ...
-
-    @classmethod
-    def model_validate_json(cls, json_data: str) -> Any: ...
 
 
 ResponseFormat = type[Schema] | Mapping[str, Any]
@@ -85,6 +136,14 @@ class Arguments(Options, total=False):
 
     messages: str | Sequence[Message] | None
     """A chat; a str: one user message."""
+    tools: Sequence[Tool | type[Schema]] | None
+    """Functions that the answer to messages may call."""
+    tool_choice: ToolChoice | None
+    """Whether the answer calls any; missing: the model decides. A required call fits its tool's schema."""
+    parallel_tool_calls: bool | None
+    """False: one call at most."""
+    template_arguments: Mapping[str, Any] | None
+    """Variables of the model's chat template, such as enable_thinking."""
     token_ids: Sequence[int] | None
 
 
@@ -116,11 +175,17 @@ class Delta:
     """Set in the choice's last delta."""
     stop_matched: str
     """The stop string that ended the choice, if one did."""
+    reasoning: str = ""
+    """Of messages: what comes before the answer."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Each is whole. In a delta, reasoning comes before text, and text before calls."""
 
 
 @dataclass(slots=True)
 class Choice:
     text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -134,6 +199,8 @@ class Usage:
     """Over all choices."""
     cached_tokens: int
     """Leading prompt tokens found in a prefix tree."""
+    reasoning_tokens: int = 0
+    """Output tokens before the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +243,23 @@ class Completion:
     def text(self) -> str:
         """Of the first choice."""
         return self.choices[0].text
+
+    @property
+    def reasoning(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """Of the first choice."""
+        return self.choices[0].tool_calls
+
+    @property
+    def message(self) -> Message:
+        """The first choice as an assistant's message, to go on with the conversation."""
+        return Message(
+            role="assistant", content=self.text, reasoning=self.reasoning, tool_calls=self.tool_calls
+        )
 
     @property
     def parsed(self) -> Any:
