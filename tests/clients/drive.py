@@ -13,6 +13,7 @@ from typing import Any, Literal
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the internet
 
 import litellm
+from anthropic import Anthropic
 from langchain_openai import ChatOpenAI
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
@@ -87,8 +88,31 @@ def with_llama_index(url: str, model: str) -> dict[str, Any]:
     return {"answer": answer, "tool": calls[0].tool_name, "arguments": calls[0].tool_kwargs}
 
 
+def with_anthropic(url: str, model: str) -> dict[str, Any]:
+    tool: Any = {"name": "get_weather", "description": "Weather", "input_schema": SCHEMA}
+    with Anthropic(base_url=url.removesuffix("/v1"), api_key="none") as client:
+        asked: Any = {"model": model, "max_tokens": TOKENS, "temperature": 0, "tools": [tool]}
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        counted = client.messages.count_tokens(model=model, messages=messages, tools=[tool]).input_tokens
+        choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+        with client.messages.stream(messages=messages, tool_choice=choice, **asked) as stream:
+            kinds = {event.type for event in stream}
+            first = stream.get_final_message()
+        (use,) = [block for block in first.content if block.type == "tool_use"]
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "12 C"}
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        second = client.messages.create(messages=messages, **asked)
+    usage = first.usage.input_tokens + (first.usage.cache_read_input_tokens or 0)
+    return {
+        "arguments": use.input,
+        "counted": [counted, usage],
+        "events": sorted(kinds),
+        "stops": [first.stop_reason, second.stop_reason],
+    }
+
+
 def main() -> None:
-    for run in (with_litellm, with_langchain, with_llama_index):
+    for run in (with_litellm, with_langchain, with_llama_index, with_anthropic):
         print(json.dumps({run.__name__: run(*sys.argv[1:])}))
 
 

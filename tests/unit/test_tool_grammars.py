@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from baton.demo import model_path
+from baton.gateway.parsers import deepseek
 from baton.gateway.parsers.reader import Call, Text
 from baton.gateway.parsers.registry import TOOL_PARSERS, make_parser
 from baton.gateway.tool_grammars import constrain
@@ -35,7 +36,28 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """The same tokenizer, with the marks of all formats as special tokens, as the models have them."""
+    folder = tmp_path_factory.mktemp("marked")
+    source = json.loads((model_path() / "tokenizer.json").read_text())
+    config = json.loads((model_path() / "config.json").read_text())
+    marks = {mark for parser in TOOL_PARSERS.values() for mark in parser.SPECIAL} - {"</tool_call>"}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for id, mark in enumerate(sorted(marks), config["vocab_size"]):
+        source["added_tokens"].append({"id": id, "content": mark, "special": True, **flags})
+    config["vocab_size"] += len(marks)
+    (folder / "tokenizer.json").write_text(json.dumps(source))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_bytes((model_path() / "tokenizer_config.json").read_bytes())
+    return hf.load(folder)
+
+
+@pytest.fixture(scope="module")
 def backend(tokenizer):
+    return backend_of(tokenizer)
+
+
+def backend_of(tokenizer):
     def encode(text):
         return tokenizer.encode([text], False)[0]
 
@@ -76,11 +98,12 @@ def walk(backend, tokenizer, made, seed, most=400):
     return None
 
 
-def accepts(backend, tokenizer, made, text):
-    """The grammar lets a model write this, and end."""
+def accepts(backend, tokenizer, made, text, letters=""):
+    """The grammar lets a model write this, and end. letters: each of them is encoded by itself."""
     matcher = backend.compile(GrammarSpec("lark", made.lark)).matcher()
     try:
-        matcher.accept(tokenizer.encode([text], False)[0])
+        for piece in (text, *letters):
+            matcher.accept(tokenizer.encode([piece], False)[0])
         return bool(mask(tokenizer, matcher)[tokenizer.eos_token_ids[0]])
     except GrammarError:
         return False
@@ -151,8 +174,102 @@ def test_strict_functions_beside_a_free_answer(backend, tokenizer):
         assert accepts(backend, tokenizer, made, good), good
     assert not accepts(backend, tokenizer, made, CALL.replace('"c"', '"k"'))
     assert grammar(tokenizer, mode="AUTO") is None and grammar(tokenizer, mode="NONE", tools=tools) is None
-    with pytest.raises(BatonError, match="required"):
-        grammar(tokenizer, "mistral", mode="AUTO", tools=tools)
+
+
+def written(form, marked, *arguments):
+    """Calls of get_weather, as the grammar of this form lets a model write them."""
+    objects = [f'{{"name": "get_weather", "{{}}": {each}}}' for each in arguments]
+    if form in ("llama3_json", "pythonic"):
+        key = "parameters" if form == "llama3_json" else "arguments"
+        return "; ".join(each.replace("{}", key) for each in objects)
+    objects = [each.replace("{}", "arguments") for each in objects]
+    if form == "mistral":
+        if marked:
+            return "".join(f"[TOOL_CALLS]get_weather[ARGS]{each}" for each in arguments)
+        return f"[TOOL_CALLS][{', '.join(objects)}]"
+    if form == "deepseek":
+        calls = [
+            f"{deepseek.CALL}function{deepseek.SEP}get_weather\n```json\n{each}\n```{deepseek.CALL_END}"
+            for each in arguments
+        ]
+        return f"{deepseek.BEGIN}{''.join(calls)}{deepseek.END}"
+    if form == "gpt_oss":
+        head = " to=functions.get_weather<|channel|>commentary json<|message|>"
+        return "<|call|><|start|>assistant".join(head + each for each in arguments)
+    return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("form", TOOL_PARSERS)
+def test_strict_functions_in_every_format(tokenizer, marked, form, special):
+    """Text before them, and after them where their parser goes on with text."""
+    used = marked if special else tokenizer
+    backend = backend_of(used)
+    strict = [Tool(name="get_weather", parameters=json.dumps(SCHEMA), strict=True), Tool(name="time")]
+    made = grammar(used, form, mode="AUTO", tools=strict)
+    good, bad = '{"unit": "c"}', '{"unit": "k"}'
+    final = "<|channel|>final<|message|>" if form == "gpt_oss" else ""
+    assert accepts(backend, used, made, f"{final}Hello, [x] and {{y}}.")
+    twice = written(form, special, good, '{"n": 3, "unit": "f"}')
+    for text in (written(form, special, good), twice):
+        assert accepts(backend, used, made, text), text
+    assert not accepts(backend, used, made, written(form, special, bad))
+    assert not accepts(backend, used, made, written(form, special, good, bad))
+    mark = TOOL_PARSERS[form].MARKS[0] if form in ("llama3_json", "pythonic") else ""
+    before = "Let me see. "
+    if form == "gpt_oss":
+        before = f"<|channel|>commentary<|message|>{before}<|end|><|start|>assistant"
+    assert accepts(backend, used, made, f"{before}{mark}{twice}")
+    assert not accepts(backend, used, made, f"{before}{mark}{written(form, special, bad)}")
+    if form in ("hermes", "qwen3_coder", "glm", "mistral", "deepseek"):
+        assert accepts(backend, used, made, f"{twice} Done.")
+    # Marks that are spelled, letter by letter, are marks to the parser.
+    opening = "<|end|><|start|>assistant" if form == "gpt_oss" else ""
+    other = "<function=get_weather><parameter=unit>k</parameter></function>"
+    for wrong in (written(form, special, bad), *([other] if form == "qwen3_coder" else [])):
+        letters = f"Let me see. {opening}{mark}{wrong}"
+        assert any(isinstance(event, Call) for event in read(form, final + letters, strict))
+        assert accepts(backend, used, made, final, "Let me see.")
+        assert not accepts(backend, used, made, final, letters)
+    # Whatever else may be written: what the parser reads as a call of the function fits its schema.
+    calls = 0
+    for seed in range(12):
+        text = steered(backend, used, made, seed, [before, mark, twice, written(form, special, bad)])
+        for event in read(form, text, strict):
+            if isinstance(event, Call) and event.name == "get_weather":
+                calls += 1
+                jsonschema.validate(json.loads(event.arguments), SCHEMA)
+    assert calls
+
+
+def read(form, text, tools):
+    parser = make_parser(form, "", {tool.name: tool.parameters for tool in tools}, opened=False)
+    return [*parser.feed(text), *parser.finish(cut=True)]
+
+
+def steered(backend, tokenizer, made, seed, texts, most=120):
+    """A text that the grammar lets a model write: pieces of the texts as far as they are allowed, and other
+    tokens between them. May be cut."""
+    matcher = backend.compile(GrammarSpec("lark", made.lark)).matcher()
+    randomly, written, planned = random.Random(seed), b"", []
+    for _ in range(most):
+        allowed = mask(tokenizer, matcher)
+        if not planned and randomly.random() < 0.5:
+            text = randomly.choice(texts)
+            planned = tokenizer.encode(
+                [text[randomly.choice((0, 0, randomly.randrange(len(text) + 1))) :]], False
+            )[0]
+        if planned and allowed[planned[0]]:
+            token = planned.pop(0)
+        else:
+            planned = []
+            others = sorted(set(np.flatnonzero(allowed).tolist()) - set(tokenizer.eos_token_ids))
+            if not others:
+                break
+            token = randomly.choice(others)
+        written += tokenizer.vocabulary.bytes_of(token)
+        matcher.accept([token])
+    return written.decode(errors="replace")
 
 
 @pytest.mark.parametrize(

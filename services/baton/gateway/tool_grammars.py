@@ -15,7 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from baton.gateway.parsers.deepseek import BEGIN, CALL, CALL_END, END, SEP
+from baton.gateway.parsers.gpt_oss import GPT_OSS_MARKS
 from baton.gateway.parsers.hermes import CLOSE, OPEN
+from baton.gateway.parsers.llama import WholeAnswer
+from baton.gateway.parsers.registry import TOOL_PARSERS
 from baton.rpc.errors import invalid
 from baton.rpc.validate import MAX_GRAMMAR_BYTES
 from baton.tokenizer.vocabulary import Vocabulary
@@ -149,8 +152,8 @@ class _Writer:
             mark = self._mark("[TOOL_CALLS]")
             if b"[ARGS]" in self._special:
                 args = self._mark("[ARGS]")
-                each = self._each(lambda name, arguments: f"{mark} {_literal(name)} {args} {arguments}")
-                return [f"calls: {several('call')}", *each]
+                each = self._each(lambda name, arguments: f"{_literal(name)} {args} {arguments}")
+                return [f"calls: {several(f'{mark} call')}", *each]
             listed = several("call", _literal(", "))
             return [f'calls: {mark} "[" {listed} "]"', *self._each(named("arguments"))]
         if form == "deepseek":
@@ -177,20 +180,62 @@ class _Writer:
         ]
 
     def _free(self, form: str) -> list[str]:
-        """The rule `free`: any text, in which calls have the form of the tools. Raises BatonError."""
-        if form not in ("hermes", "qwen3_coder", "glm"):
-            text = f"chat.tools: strict functions of models that call tools as {form} need a required call"
-            raise invalid("chat.tools", text)
-        rest = f"rest: {_literal(chr(10))} call {_literal(chr(10))} {self._mark(CLOSE)}"
-        if OPEN.encode() in self._special:
-            return [f"free: ({_ANY} {self._mark(OPEN)} rest)* {_ANY}", rest]
-        mark = re.escape(OPEN)
-        return [
-            "free: (before rest)* TAIL",
-            f"before[lazy]: /(?s:.*){mark}/",
-            f"TAIL: {_ANY} & ~/(?s:.*){mark}(?s:.*)/",
-            rest,
-        ]
+        """The rule `free`: any text, in which what the parser reads as a call has the form of the tools."""
+        if form == "gpt_oss":
+            other = self._mark("<|channel|>", "analysis"), self._mark("<|channel|>", "commentary")
+            message, last = self._mark("<|message|>"), self._mark("<|channel|>", "final", "<|message|>")
+            said, lines = self._up_to("said", "<|end|>", GPT_OSS_MARKS)
+            between = self._mark("<|start|>", "assistant")
+            return [
+                "free: other* (final | calls)",
+                f"other: ({' | '.join(other)}) {message} {said} {between}",
+                f"final: {last} FINAL",
+                f"FINAL: {_without(GPT_OSS_MARKS)}",
+                *lines,
+            ]
+        parser = TOOL_PARSERS[form]
+        mark, marks = parser.MARKS[0], parser.MARKS
+        before, lines = self._up_to("before", mark, marks)
+        if issubclass(parser, WholeAnswer):
+            # Nothing follows the calls: the parser would go on with them after a semicolon or a comma.
+            first = "".join(map(re.escape, parser.FIRST))
+            opening, more = self._up_to("opening", mark, marks, rf"\s*([^{first}\s](?s:.*))?")
+            start = rf"\s*([^{first}\s](?s:.*))?"
+            free = f"free: OPENING | {opening} calls | GAP? calls"
+            return [free, f"OPENING: {_without(marks, start)}", r"GAP: /\s+/", *more]
+        rest = f"rest: {self._rest(form)}"
+        return [f"free: ({before} rest)* TAIL", f"TAIL: {_without(marks)}", rest, *lines]
+
+    def _rest(self, form: str) -> str:
+        """What follows the mark of calls in a free answer."""
+        if form == "mistral":
+            return "call" if b"[ARGS]" in self._special else '"[" call (", " call)* "]"'
+        if form == "deepseek":
+            return f"call+ {self._mark(END)}"
+        return f"{_literal(chr(10))} call {_literal(chr(10))} {self._mark(CLOSE)}"
+
+    def _up_to(
+        self, name: str, mark: str, marks: Sequence[str], text: str = "(?s:.*)"
+    ) -> tuple[str, list[str]]:
+        """What reads a text that has none of the marks, and then the mark; and the lines that it needs."""
+        upper = name.upper()
+        if mark.encode() in self._special:
+            return f"{upper}_TEXT {self._mark(mark)}", [f"{upper}_TEXT: {_without(marks, text)}"]
+        # A lexer that is greedy would read beyond the mark.
+        others = [each for each in marks if each != mark]
+        pattern = f"/{text}{_pattern(mark)}/"
+        if others:
+            pattern += f" & ~/(?s:.*)({'|'.join(map(_pattern, others))})(?s:.*)/"
+        return name, [f"{name}[lazy]: {upper}_MARKED", f"{upper}_MARKED: {pattern}"]
+
+
+def _pattern(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def _without(marks: Sequence[str], text: str = "(?s:.*)") -> str:
+    """Of the text, what has none of the marks."""
+    return f"/{text}/ & ~/(?s:.*)({'|'.join(map(_pattern, marks))})(?s:.*)/"
 
 
 def _answer(grammar: common_pb2.Grammar) -> list[str]:

@@ -17,6 +17,7 @@ from baton.gateway.parsers.tools import MAX_VAIN, ToolParser, loads
 
 _START, _MESSAGE, _CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
+GPT_OSS_MARKS = (_START, _MESSAGE, _CHANNEL, *_ENDS)
 
 
 class GptOss(ToolParser):

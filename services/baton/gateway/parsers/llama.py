@@ -15,7 +15,7 @@ MAX_LIST = 2**20
 _CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*(?:\(|$)|$)")
 
 
-class _WholeAnswer(ToolParser):
+class WholeAnswer(ToolParser):
     """An answer is calls from its first character on, or from a mark on."""
 
     FIRST: tuple[str, ...]
@@ -36,7 +36,7 @@ class _WholeAnswer(ToolParser):
         yield from super().run()
 
 
-class Llama3Json(_WholeAnswer):
+class Llama3Json(WholeAnswer):
     SPECIAL: tuple[str, ...] = ("<|python_tag|>",)
     MARKS: tuple[str, ...] = ("<|python_tag|>",)
     FIRST: tuple[str, ...] = ("{",)

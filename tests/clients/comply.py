@@ -1,0 +1,68 @@
+"""The suites llm-comply (https://github.com/Oaklight/llm-comply) and canitoolcall against a deployment; runs
+in .venv/clients.
+
+Arguments: the API's URL and the model's name. Prints a line of JSON for each suite. Every request is the
+suite's own, but greedy: a small model that samples may write for ever. canitoolcall's scenarios that expect
+calls require them, because whether a model of 135 million parameters calls of its own accord says nothing
+about the server.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llm_comply
+from canitoolcall.probe import BUILTIN_SCENARIOS, Scenario, probe
+from llm_comply.config import ComplianceConfig
+from llm_comply.runner import TestRunner
+from llm_comply.schema import SpecLoader
+from llm_comply.test_case import TestCase
+from llm_comply.tests.anthropic import ANTHROPIC_TESTS
+from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
+from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
+
+SECONDS = 120
+SUITES = {
+    "chat": (OPENAI_CHAT_TESTS, "openai_chat.json"),
+    "responses": (OPEN_RESPONSES_TESTS, "openresponses.json"),
+    "messages": (ANTHROPIC_TESTS, "anthropic.json"),
+}
+
+
+def greedy(case: TestCase) -> TestCase:
+    build = case.build_request
+    return replace(case, build_request=lambda config: {**build(config), "temperature": 0})
+
+
+def comply(url: str, model: str, name: str) -> list[dict[str, Any]]:
+    cases, spec = SUITES[name]
+    config = ComplianceConfig(base_url=url, api_key="none", model=model, timeout=SECONDS)
+    path = Path(llm_comply.__file__).parent / "specs" / spec
+    return [
+        result.to_dict()
+        for result in TestRunner(config, [greedy(case) for case in cases], SpecLoader(str(path)))
+        .run_all()
+        .results
+    ]
+
+
+def calling(scenario: Scenario) -> Scenario:
+    wanted = scenario.expect.tool_names and scenario.tool_choice == "auto"
+    return replace(scenario, tool_choice="required") if wanted else scenario
+
+
+def main() -> None:
+    url, model = sys.argv[1:]
+    for name in SUITES:
+        print(json.dumps({name: comply(url, model, name)}), flush=True)
+    scenarios = [calling(scenario) for scenario in BUILTIN_SCENARIOS]
+    report = probe(url, model, scenarios=scenarios, timeout_s=SECONDS).to_dict()
+    print(json.dumps({"probe": report["outcomes"]}))
+
+
+if __name__ == "__main__":
+    main()
