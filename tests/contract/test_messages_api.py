@@ -10,6 +10,8 @@ from gateway_rig import gateway, until
 from scripted_decode import STOP, ScriptedDecode, endless, saying, silent
 from test_inference import say
 
+from baton.rpc.errors import invalid
+
 TOOL = {
     "name": "weather",
     "description": "Says how it is there.",
@@ -17,6 +19,7 @@ TOOL = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
+FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
 ASK = {"model": "scripted", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -117,6 +120,9 @@ async def test_an_agent_sends_back_what_it_got():
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "assistant"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"surprise": 1}, "surprise"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, "output_format"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
     ],
 )
 async def test_errors_have_its_form(fields, word):
@@ -138,6 +144,27 @@ async def test_counting_refuses_what_a_request_would_be_refused_for():
         long = {**asked, "messages": [{"role": "user", "content": "word " * 100}]}
         refused = await post(rig, long, "messages/count_tokens")
         assert refused.status_code == 400 and "more than the 100 allowed here" in refused.text
+
+
+async def test_schemas_and_effort_reach_the_model():
+    async with ScriptedDecode(saying([40], [0], finish=STOP)) as node, gateway(node) as rig:
+        for more in ({"output_format": FORMAT}, {"output_config": {"format": FORMAT, "effort": "low"}}):
+            answer = await post(rig, {**ASK, **more, "thinking": {"type": "adaptive"}})
+            assert answer.status_code == 200, answer.text
+            assert json.loads(node.starts[-1].sampling.grammar.json_schema) == FORMAT["schema"]
+        assert set(answer.headers["x-baton-ignored"].split(", ")) == {"output_config.effort", "thinking"}
+
+
+async def test_a_schema_that_cannot_be_compiled_is_named():
+    async def refuse(running):
+        await running.failed(invalid("sampling.grammar", "sampling.grammar: unclosed", "INVALID_GRAMMAR"))
+
+    async with ScriptedDecode(refuse) as node, gateway(node) as rig:
+        refused = (await post(rig, {**ASK, "output_format": FORMAT})).json()["error"]
+        assert refused == {"type": "invalid_request_error", "message": "output_config.format: unclosed"}
+        text = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+        response = await post(rig, {"model": "scripted", "input": "x", "text": text}, "responses")
+        assert response.json()["error"]["param"] == "text.format", response.text
 
 
 async def test_keys_and_their_limits_in_its_form(tmp_path):

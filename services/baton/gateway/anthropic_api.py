@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from baton.gateway.anthropic_protocol import CountRequest, MessagesRequest, count_start, messages_start
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_errors import anthropic_body
-from baton.gateway.http_requests import BodyReader, name_ignored, running, unread_arguments
+from baton.gateway.http_requests import BodyReader, name_ignored, naming_grammar, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.recorded_calls import recorded_call
@@ -19,6 +19,11 @@ from baton.gateway.typed_events import Json, TypedAnswer, naming_fields, respond
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 TAGGED = r"messages\[\d+\]\.content\[\d+\]"
+_FIELDS = {
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs.enable_thinking": "thinking",
+}
+"""Of variables that the template does not read: the fields that they came from."""
 _STOP = {
     common_pb2.FINISH_REASON_STOP: "end_turn",
     common_pb2.FINISH_REASON_LENGTH: "max_tokens",
@@ -34,9 +39,10 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         with naming_fields(TAGGED):
             body = await bodies.read_starts(request, MessagesRequest, lambda body: [messages_start(body)])
         unread = unread_arguments(gateway, body.made[0].chat)
-        ignored = body.ignored | {"thinking"} if unread else body.ignored
+        ignored = body.ignored | {_FIELDS.get(name, name) for name in unread}
         async with running(gateway, body.made, request) as job:
-            await job.wait_for_output()
+            with naming_grammar("output_config.format" if body.request.format is not None else "tools"):
+                await job.wait_for_output()
             made = MessagesAnswer(job, body.request.model)
             return await respond(job, made, bool(body.request.stream), ignored)
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 
+from baton.gateway.openai_chat import EFFORTS
 from baton.gateway.openai_errors import invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
 from baton.rpc.validate import check_sampling
@@ -119,6 +120,20 @@ class ThinkingChoice(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputFormat(Strict):
+    PLACE = "output_config.format"
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    PLACE = "output_config"
+
+    effort: EFFORTS | None = None
+    format: OutputFormat | None = None
+
+
 class CountRequest(Strict):
     """POST /v1/messages/count_tokens, and what /v1/messages has in common with it."""
 
@@ -133,8 +148,6 @@ class CountRequest(Strict):
     REFUSED: ClassVar[Mapping[str, str]] = {
         "container": "is not supported: there are no containers",
         "mcp_servers": "is not supported: give the tools themselves",
-        "output_config": "is not supported: give a tool with a schema",
-        "output_format": "is not supported: give a tool with a schema",
     }
 
     model: str
@@ -143,6 +156,18 @@ class CountRequest(Strict):
     tools: Elements[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """An older name of output_config.format."""
+
+    @property
+    def format(self) -> OutputFormat | None:
+        """Raises ApiError if it is given by both names."""
+        newer = self.output_config.format if self.output_config is not None else None
+        if newer is not None and self.output_format is not None:
+            text = "output_format is another name of output_config.format: give one of them"
+            raise invalid_value("output_format", text)
+        return newer or self.output_format
 
 
 class MessagesRequest(CountRequest):
@@ -179,6 +204,8 @@ def messages_start(request: MessagesRequest) -> inference_pb2.GenerateStart:
         if value is not None:
             setattr(sampling, name, value)
     sampling.stop.extend(request.stop_sequences or [])
+    if request.format is not None:
+        sampling.grammar.json_schema = json.dumps(request.format.schema_, ensure_ascii=False)
     check_sampling(sampling, None)
     start.chat.CopyFrom(chat_prompt(request))
     return start
@@ -210,6 +237,8 @@ def chat_prompt(request: CountRequest) -> tokenizer_pb2.ChatPrompt:
             chat.parallel_tool_calls = not choice.disable_parallel_tool_use
     if request.thinking is not None:
         chat.template_arguments.update({"enable_thinking": request.thinking.type != "disabled"})
+    if request.output_config is not None and request.output_config.effort is not None:
+        chat.template_arguments.update({"reasoning_effort": request.output_config.effort})
     return chat
 
 

@@ -22,7 +22,14 @@ from baton.gateway.embeddings_api import add_embeddings
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_authentication import HttpAuthentication, RequestIds
 from baton.gateway.http_record import BEGUN, REFUSAL, HttpRecord
-from baton.gateway.http_requests import IGNORED_HEADER, BodyReader, respond, running, unread_arguments
+from baton.gateway.http_requests import (
+    IGNORED_HEADER,
+    BodyReader,
+    naming_grammar,
+    respond,
+    running,
+    unread_arguments,
+)
 from baton.gateway.openai_answers import ChatAnswer, Json
 from baton.gateway.openai_chat import ChatRequest, chat_start
 from baton.gateway.openai_completions import CompletionAnswer, Echo
@@ -101,13 +108,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
         body = await bodies.read_starts(request, ChatRequest, lambda request: [chat_start(request)])
         ignored = body.ignored | unread_arguments(gateway, body.made[0].chat)
         async with running(gateway, body.made, request) as job:
-            try:
+            with naming_grammar("response_format" if body.request.response_format else "tools"):
                 await job.wait_for_output()  # `n` has been checked by then
-            except ApiError as error:
-                if (error.param or "").startswith("grammar") and body.request.tools:
-                    error.param = "tools"  # their schemas are a part of the grammar
-                    error.message = f"tools: their schemas cannot be enforced: {error.message}"
-                raise
             answer = ChatAnswer(job, body.request)
             return await respond(job, answer, bool(body.request.stream), ignored)
 

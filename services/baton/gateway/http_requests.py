@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from fastapi import Request, Response
@@ -21,7 +21,7 @@ from baton.gateway.gateway import Gateway
 from baton.gateway.http_record import BEGUN
 from baton.gateway.json_body import Body, Made, Model, parse_body
 from baton.gateway.openai_answers import Answer, RequestBatch
-from baton.gateway.openai_errors import ApiError, of_prompt
+from baton.gateway.openai_errors import GRAMMAR_PARAM, ApiError, of_prompt
 from baton.rpc.errors import BatonError
 from baton.v1 import inference_pb2, tokenizer_pb2
 
@@ -110,6 +110,17 @@ async def running(gateway: Gateway, starts: _Starts, request: Request) -> AsyncI
         raise
     finally:
         watch.cancel()
+
+
+@contextmanager
+def naming_grammar(field: str) -> Iterator[None]:
+    """field: that the request's grammar came from. Errors name it."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param == GRAMMAR_PARAM:
+            error.param, error.message = field, error.message.replace(GRAMMAR_PARAM, field)
+        raise
 
 
 async def cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:

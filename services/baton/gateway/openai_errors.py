@@ -27,6 +27,8 @@ _STATUS = {
 }
 # Fields whose names differ between the HTTP API and baton.v1.
 _PARAMS = {"text": "prompt", "tokens.token_ids": "prompt", "chat": "messages", "chat.messages": "messages"}
+GRAMMAR_PARAM = "response_format"
+"""Of chat; `http_requests.naming_grammar` knows other fields that a grammar may come from."""
 
 
 class ApiError(Exception):
@@ -121,7 +123,7 @@ def body(error: ApiError) -> dict[str, Any]:
 
 def _param(field: str) -> str:
     if field.startswith("sampling.grammar"):
-        return "response_format"
+        return GRAMMAR_PARAM
     for prefix, name in _PARAMS.items():
         if field == prefix or field.startswith(prefix + "["):
             field = name + field[len(prefix) :]

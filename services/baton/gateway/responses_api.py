@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from baton.gateway.gateway import Gateway
-from baton.gateway.http_requests import BodyReader, running, unread_arguments
+from baton.gateway.http_requests import BodyReader, naming_grammar, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.response_store import ResponseStore, StoredResponse
@@ -73,7 +73,8 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
         earlier_messages = earlier(asked) if asked.store is not False else []
         async with running(gateway, body.made, request) as job:
-            await job.wait_for_output()
+            with naming_grammar("text.format" if asked.has_format else "tools"):
+                await job.wait_for_output()
             answer = ResponseAnswer(job, asked, id, keep)
             if asked.stream:  # else nobody knows its name before it has ended
                 under_way[owner, id] = job
