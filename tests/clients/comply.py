@@ -26,6 +26,8 @@ from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 
 SECONDS = 120
+TOKENS = 150
+"""Of an answer to canitoolcall: the model may go on with a list for ever."""
 SUITES = {
     "chat": (OPENAI_CHAT_TESTS, "openai_chat.json"),
     "responses": (OPEN_RESPONSES_TESTS, "openresponses.json"),
@@ -51,8 +53,9 @@ def comply(url: str, model: str, name: str) -> list[dict[str, Any]]:
 
 
 def calling(scenario: Scenario) -> Scenario:
+    body = {**scenario.extra_body, "max_tokens": TOKENS}
     wanted = scenario.expect.tool_names and scenario.tool_choice == "auto"
-    return replace(scenario, tool_choice="required") if wanted else scenario
+    return replace(scenario, extra_body=body, tool_choice="required" if wanted else scenario.tool_choice)
 
 
 def main() -> None:
