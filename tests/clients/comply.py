@@ -1,10 +1,10 @@
 """The suites llm-comply (https://github.com/Oaklight/llm-comply) and canitoolcall against a deployment; runs
 in .venv/clients.
 
-Arguments: the API's URL and the model's name. Prints a line of JSON for each suite. Every request is the
-suite's own, but greedy: a small model that samples may write for ever. canitoolcall's scenarios that expect
-calls require them, because whether a model of 135 million parameters calls of its own accord says nothing
-about the server.
+Arguments: the API's URL, the model's name, and a suite: chat, responses, messages or probe. Prints its
+results as JSON. Every request is the suite's own, but greedy: a small model that samples may write for ever.
+canitoolcall's scenarios that expect calls require them, because whether a model of 135 million parameters
+calls of its own accord says nothing about the server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llm_comply.tests.anthropic import ANTHROPIC_TESTS
 from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 
-SECONDS = 120
+SECONDS = 300
 TOKENS = 150
 """Of an answer to canitoolcall: the model may go on with a list for ever."""
 SUITES = {
@@ -59,12 +59,13 @@ def calling(scenario: Scenario) -> Scenario:
 
 
 def main() -> None:
-    url, model = sys.argv[1:]
-    for name in SUITES:
-        print(json.dumps({name: comply(url, model, name)}), flush=True)
-    scenarios = [calling(scenario) for scenario in BUILTIN_SCENARIOS]
-    report = probe(url, model, scenarios=scenarios, timeout_s=SECONDS).to_dict()
-    print(json.dumps({"probe": report["outcomes"]}))
+    url, model, suite = sys.argv[1:]
+    if suite == "probe":
+        scenarios = [calling(scenario) for scenario in BUILTIN_SCENARIOS]
+        found = probe(url, model, scenarios=scenarios, timeout_s=SECONDS).to_dict()["outcomes"]
+    else:
+        found = comply(url, model, suite)
+    print(json.dumps({suite: found}))
 
 
 if __name__ == "__main__":
