@@ -25,18 +25,24 @@ from baton.rpc.address import family_of, join_address, loopback
 PORTS = range(10_000, 20_000)
 
 
-def free_ports(host: str, count: int) -> list[int]:
+def free_ports(host: str, count: int, claims: contextlib.ExitStack | None = None) -> list[int]:
     """Different ports of the address that nobody uses now. They are below the range from which the system
     takes ports for connections (ip_local_port_range), so that they are still free when a process binds them.
-    Raises OSError if there are not so many."""
+    claims: what keeps other deployments from choosing the same ports until it is closed. Raises OSError if
+    there are not so many."""
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
         if len(found) == count:
             return found
-        with contextlib.suppress(OSError), socket.socket(family_of(host)) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        with contextlib.suppress(OSError), contextlib.ExitStack() as claim:
+            # A name of the same network namespace, which ends with its process (unix(7), abstract sockets).
+            claim.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0baton-port-{port}")
+            with socket.socket(family_of(host)) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
             found.append(port)
+            if claims is not None:
+                claims.push(claim.pop_all())
     raise OSError(f"{host} has no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")
 
 
@@ -96,7 +102,8 @@ class Deployment:
         self._secret: LocalSecret | None = None
         gateways = ["gateway"] if plan.gateways == 1 else [f"gateway-{n}" for n in range(plan.gateways)]
         names = [("tokenizer", "tokenizer"), *workers, *((name, "gateway") for name in gateways)]
-        ports = iter(free_ports(self._loopback, 2 * len(names) + 2))
+        self._claims = contextlib.ExitStack()
+        ports = iter(free_ports(self._loopback, 2 * len(names) + 2, self._claims))
         host, port = plan.host or self._loopback, plan.port or next(ports)
         http_port = None if plan.http_port is None else plan.http_port or next(ports)
         self.address = join_address(host, port)
@@ -177,6 +184,7 @@ class Deployment:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._claims.close()
             if self._secret is not None:
                 self._secret.close()
             if self._own_logs is not None:
