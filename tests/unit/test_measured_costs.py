@@ -145,6 +145,13 @@ def test_they_rest_and_what_comes_waits_for_one_of_them():
     assert len(idle.machine.plans) == before + 20 and longest < 2 * STEP_SECONDS
 
 
+def test_a_slow_node_runs_one_and_rests():
+    idle = Idle()
+    idle.machine.runner._cost = StepCost(*(100 * value for value in astuple(COST)))
+    idle.run(100)
+    assert len(idle.machine.plans) == 1
+
+
 def test_they_take_no_page_that_holds_anything():
     idle = Idle(pages=60)
     taken = idle.allocator.take(30)

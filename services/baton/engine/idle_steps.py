@@ -54,8 +54,8 @@ class IdleSteps:
                 return False
             self._left -= warm
             warm = True  # after a pause the first step takes longer
-            now = self._clock()
-            if not self._left:
+            before, now = now, self._clock()
+            if not self._left or now - before > TURN_SECONDS / 2:  # so slow a node would be kept busy by them
                 self._left, self._due = STEPS, now + AGAIN_SECONDS
                 return True
         return False
