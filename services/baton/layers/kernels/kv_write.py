@@ -1,4 +1,4 @@
-"""Triton: writes a layer's keys and values, or latents, of all tokens into the pool, in one launch.
+"""Triton: writes a layer's keys and values of all tokens into the pool, in one launch.
 
 Needs a GPU: import it where one is in use.
 """
@@ -29,7 +29,6 @@ def _write(
     head_stride,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    VALUES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -40,29 +39,27 @@ def _write(
     inside = columns < DIM
     at = page * page_stride + (position % PAGE) * token_stride + head * head_stride + columns
     tl.store(keys + at, tl.load(k + token * k_token + head * k_head + columns, mask=inside), mask=inside)
-    if VALUES:
-        value = tl.load(v + token * v_token + head * v_head + columns, mask=inside)
-        tl.store(values + at, value, mask=inside)
+    value = tl.load(v + token * v_token + head * v_head + columns, mask=inside)
+    tl.store(values + at, value, mask=inside)
 
 
 def write_kv(
     k: torch.Tensor,
-    v: torch.Tensor | None,
+    v: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
     tables: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """k, v [tokens, kv heads, head_dim], views with a contiguous last axis (v None: latents, in k) into a
-    layer's keys and values [pages, page_size, kv heads, head_dim], at the positions int32 [tokens] of their
-    batch slots int32 [tokens], whose page tables are `tables` int32 [slots, pages]."""
+    """k, v [tokens, kv heads, head_dim], views with a contiguous last axis, into a layer's
+    keys and values [pages, page_size, kv heads, head_dim], at the positions int32 [tokens] of their batch
+    slots int32 [tokens], whose page tables are `tables` int32 [slots, pages]."""
     tokens, heads, dim = k.shape
-    second = k if v is None else v
-    assert k.stride(2) == second.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
+    assert k.stride(2) == v.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
     _write[(tokens, heads)](
         k,
-        second,
+        v,
         positions,
         slots,
         tables,
@@ -71,14 +68,13 @@ def write_kv(
         tables.stride(0),
         k.stride(0),
         k.stride(1),
-        second.stride(0),
-        second.stride(1),
+        v.stride(0),
+        v.stride(1),
         keys.stride(0),
         keys.stride(1),
         keys.stride(2),
         DIM=dim,
         PAGE=keys.shape[1],
-        VALUES=v is not None,
         BLOCK=triton.next_power_of_2(dim),
         num_warps=1 if dim <= 128 else 4,
     )
