@@ -21,8 +21,8 @@ from baton.layers.attention import AttentionOptions
 _RANK, _ROTATED = 512, 64
 """Of every DeepSeek model."""
 _FA3_PAGE = 32
-"""Most tokens of a page as FA3 sees it; a page of the pool is several of them. For pages of 64 it would
-choose kernels that sgl_kernel does not have."""
+"""Most tokens of a page as FA3 sees it; a page of the pool is several of them. For pages of 64 it takes its
+TMA kernels, which did not launch ("unknown error") where this was measured."""
 _PROGRAMS = 132
 _MOST_SPLITS = 32
 
