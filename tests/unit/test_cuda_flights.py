@@ -23,6 +23,9 @@ class Done:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return self.recorded > 0
+
 
 def flight(number: int, **state: Any) -> CudaFlight:
     return CudaFlight(number, (), Done(), **state)
@@ -38,6 +41,7 @@ def test_it_is_enqueued_once_the_tokens_are_known():
     ran: list[int] = []
     late = flight(2, late=lambda: ran.append(2))
     made = runner(late)
+    assert not made.done(flight(1))
     assert made.read(flight(1)).number == 1
     assert ran == [2] and late.done.recorded == 1
     assert made.read(late).number == 2
@@ -51,6 +55,7 @@ def test_it_never_runs_where_these_tokens_cannot_be_read():
     made = runner(late)
     with pytest.raises(RuntimeError, match="out of memory"):
         made.read(flight(1, failed=RuntimeError("out of memory")))
+    assert made.done(late), "nobody waits for what never comes"
     with pytest.raises(RuntimeError, match="the step before it failed"):
         made.read(late)
     assert made.read(flight(3)).number == 3

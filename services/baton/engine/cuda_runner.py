@@ -151,7 +151,8 @@ class CudaRunner:
         torch.cuda.Event().record()  # type: ignore[no-untyped-call]
 
     def done(self, flight: CudaFlight) -> bool:
-        return flight.late is None and bool(flight.done.query())  # type: ignore[no-untyped-call]
+        # Sampling that still waits will never run: the step before has been read, and has failed.
+        return flight.late is not None or bool(flight.done.query())  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def read(self, flight: CudaFlight) -> StepResult:
