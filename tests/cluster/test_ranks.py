@@ -17,6 +17,8 @@ from polling import until
 from process import Process
 from reference import Answer, Reference
 
+from baton.cli.nodes import ask_deployment
+from baton.cli.status import status_table
 from baton.client.types import PositionLogprobs
 
 OUTPUT = 32
@@ -63,6 +65,17 @@ def ranks(qwen3: tuple[Path, Reference], tmp_path_factory, deployments) -> Itera
         yield Ranks(
             deployment, qwen3[1].answers(LENGTHS, OUTPUT), aggregated, one_rank, both, pairs, decode, single
         )
+
+
+async def test_a_worker_tells_its_ranks(ranks):
+    told = ranks.decode.info().ranks
+    assert [rank.rank for rank in told] == [0, 1]
+    assert [rank.pid for rank in told] == [ranks.decode.pid, followers(ranks.decode)[0].pid]
+    assert all(rank.resident_bytes > 2**20 and rank.device == "cpu" for rank in told)
+    assert not ranks.single.info().ranks
+    found = await ask_deployment(ranks.both.address)
+    devices = list(status_table(found).columns[7].cells)
+    assert "cpu x 2" in devices and "cpu" in devices
 
 
 def followers(worker: Process) -> list[psutil.Process]:

@@ -19,6 +19,7 @@ from baton.cli.options import fail, option
 from baton.cli.serve import DEFAULT_PORTS
 from baton.rpc.address import join_address, loopback
 from baton.rpc.errors import BatonError
+from baton.v1 import node_pb2
 
 _HEALTH = {"SERVING": "[green]serving[/]", "NOT_SERVING": "[yellow]not serving[/]"}
 
@@ -111,6 +112,11 @@ def _default_sampling(gateway: NodeReport) -> str:
     return ", ".join(f"{field.name} {value:.6g}" for field, value in values)
 
 
+def _device(info: node_pb2.NodeInfo) -> str:
+    """With the number of ranks where there are several."""
+    return f"{info.device} x {len(info.ranks)}" if info.ranks else info.device
+
+
 def status_table(reports: Sequence[NodeReport]) -> Table:
     """A row for each process."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -131,7 +137,7 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
             _HEALTH.get(report.health, report.health),
             _peers(report),
             escape(model),
-            info.device,
+            _device(info),
             _load(report),
             _leases(report),
             _pages(report),
@@ -154,7 +160,7 @@ def status_lines(reports: Sequence[NodeReport]) -> list[str]:
         peers, leases, pages = _peers(report), _leases(report), _pages(report)
         details = (
             f"pid {info.pid}",
-            escape(f"{info.model.name} {info.model.dtype} {info.device}".strip()),
+            escape(f"{info.model.name} {info.model.dtype} {_device(info)}".strip()),
             f"peers {peers}" if peers else "",
             f"leases {leases}" if leases else "",
             f"pages {pages}" if pages else "",

@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a worker, by torch.distributed: gloo on CPUs, NCCL on GPUs.
+"""Collectives among the ranks of a worker, by torch.distributed: gloo, on CPUs.
 
 Each worker has a process group of its own: torch's default group, of which a process has one, is not used.
 """
@@ -26,16 +26,15 @@ class CollectiveError(Exception):
 class GroupCommunicator:
     """A `Communicator`. Its calls raise CollectiveError."""
 
-    def __init__(self, shard: Shard, rendezvous: Path, device: torch.device, seconds: float) -> None:
+    def __init__(self, shard: Shard, rendezvous: Path, seconds: float) -> None:
         """`rendezvous`: a file that all ranks name and nobody has used; it may be removed once all have
         returned. `seconds`: time limit of each call, and of meeting the others. Blocks. Raises
         CollectiveError."""
         self._rank, self._size, limit = shard.rank, shard.size, timedelta(seconds=seconds)
-        make = _nccl if device.type == "cuda" else _gloo
         try:
             store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[attr-defined]
             store.set_timeout(limit)
-            self._group = make(store, shard, limit)
+            self._group = _gloo(store, shard, limit)
         except RuntimeError as error:
             raise CollectiveError(f"the ranks do not meet: {str(error).splitlines()[0]}") from error
 
@@ -71,9 +70,3 @@ def _gloo(store: Any, shard: Shard, limit: timedelta) -> Any:
     options._timeout = limit
     options._threads = 1
     return dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
-
-
-def _nccl(store: Any, shard: Shard, limit: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,8 @@ class MakePool:
     pages: int
     page_size: int
     context: int
-    segment: Path | None
-    """That holds the pool, which all ranks share; None: each has its own."""
+    segment: Path
+    """That holds the pool, which all ranks share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,13 +146,6 @@ class Followers:
                 return EXIT_FAILED in codes
             time.sleep(0.01)
         return False
-
-    @property
-    def memory_bytes(self) -> Sequence[int]:
-        """Resident memory of each."""
-        import psutil
-
-        return [psutil.Process(process.pid).memory_info().rss for process in self.processes]
 
     def kill(self) -> None:
         """Ends them at once."""

@@ -129,8 +129,10 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
     if config.tp > 1:
+        if device.type != "cpu":
+            raise invalid("tp", f"--tp works on CPUs only, not on {device.type}; leave it out")
         check_shards(config, device)
-    ranks = Ranks(config, device)
+    ranks = Ranks(config)
     try:
         return _build_ranked(config, device, incarnation, ranks)
     except BaseException:
@@ -158,7 +160,8 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
 
     def computing(pool: KvPool, segment: Path | None = None) -> Runner[Any]:
         runner = _computing(config, model, pool, (prefill, decode), seen)
-        runner = ranks.lead(runner, MakePool(pool.num_pages, size, seen, segment))
+        if segment is not None:
+            runner = ranks.lead(runner, MakePool(pool.num_pages, size, seen, segment))
         return runner if device.type != "cpu" else _tuned(runner, len(pool.layout.groups))
 
     measured = None if config.step_profile else computing

@@ -29,7 +29,7 @@ class Follower:
         self._device = device_of(self._config.device)
         torch.set_num_threads(self._config.threads)
         channel.send("started")
-        communicator = GroupCommunicator(setup.shard, setup.rendezvous, self._device, COLLECTIVE_SECONDS)
+        communicator = GroupCommunicator(setup.shard, setup.rendezvous, COLLECTIVE_SECONDS)
         path, dtype = resolve(self._config.model), dtype_of(self._config.dtype, self._device)
         self._model = load(self._config, path, dtype, self._device, setup.shard, communicator)
         self._runner: Runner[Any] | None = None
@@ -53,12 +53,8 @@ class Follower:
     def _make(self, asked: MakePool) -> None:
         self._runner, self._decoder = None, PlanDecoder()
         layout = kv_layout(self._model, asked.page_size, asked.context, self._device)
-        if asked.segment is not None:
-            heads = self._model.shard.kv_heads(layout.num_kv_heads)
-            pool = KvPool(layout, asked.pages, storage=Segment.join(asked.segment), heads=heads)
-        else:
-            pool = KvPool(layout, asked.pages, self._device, spare=1)
-            pool.raw.zero_()
+        heads = self._model.shard.kv_heads(layout.num_kv_heads)
+        pool = KvPool(layout, asked.pages, storage=Segment.join(asked.segment), heads=heads)
         prefill, decode = attention_of(self._config, self._model, self._device)
         rows, context = self._config.max_rows, asked.context
         self._runner = make_runner(self._model, pool, prefill[0], decode[0], rows, context)

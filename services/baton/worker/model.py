@@ -148,6 +148,4 @@ def kv_layout(model: Model, page_size: int, context: int, device: torch.device) 
         windows = [None] * len(windows)
     groups = divide_layers(windows)
     layers = max(len(group.layers) for group in groups)
-    # Ranks on a CPU share a pool, in whose pages all heads lie; those on GPUs have pools of their own heads.
-    heads = model.kv.heads if device.type == "cpu" else model.shard.kv_heads(model.kv.heads)[1]
-    return KvLayout(layers, heads, model.kv.dim, page_size, model.dtype, model.kv.parts, groups)
+    return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, model.dtype, model.kv.parts, groups)

@@ -278,6 +278,7 @@ class WorkerNode(WorkerShell[C]):
             info.endpoints.extend(self.endpoints())
             info.device = str(self.engine.device)
             info.attention = self.engine.attention
+            info.ranks.extend(self.engine.ranks.describe(self.engine.device))
         return info
 
     def observe(self) -> None:

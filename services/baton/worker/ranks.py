@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import torch
 
 from baton.config import WorkerConfig
@@ -13,12 +16,13 @@ from baton.layers.shard import ONE_RANK, Communicator, Shard
 from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator
 from baton.ranks.followers import IMPORT_SECONDS, LOAD_SECONDS, Followers, MakePool
 from baton.ranks.runner import RankedRunner, RanksLost
+from baton.v1 import node_pb2
 
 
 class Ranks:
     """Of a worker with one rank it does nothing."""
 
-    def __init__(self, config: WorkerConfig, device: torch.device) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         """Starts the followers, which begin to load. Raises FollowerError or CollectiveError."""
         self.shard: Shard = ONE_RANK
         self.communicator: Communicator | None = None
@@ -29,9 +33,7 @@ class Ranks:
         self.followers = Followers(config.tp, config)
         try:
             self.followers.await_all(IMPORT_SECONDS)
-            self.communicator = GroupCommunicator(
-                self.shard, self.followers.rendezvous, device, COLLECTIVE_SECONDS
-            )
+            self.communicator = GroupCommunicator(self.shard, self.followers.rendezvous, COLLECTIVE_SECONDS)
         except BaseException:
             self.close()
             raise
@@ -53,6 +55,17 @@ class Ranks:
         """See Followers.watch."""
         if self.followers is not None:
             self.followers.watch(lost)
+
+    def describe(self, device: torch.device) -> list[node_pb2.Rank]:
+        """All of them; none if there is one."""
+        if self.followers is None:
+            return []
+        found = []
+        for rank, pid in enumerate([os.getpid(), *(each.pid for each in self.followers.processes)]):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                resident = psutil.Process(pid).memory_info().rss
+                found.append(node_pb2.Rank(rank=rank, pid=pid, device=str(device), resident_bytes=resident))
+        return found
 
     def failed(self, error: RanksLost) -> bool:
         """Whether what was computed may have ended the ranks: a step failed on one of them."""
