@@ -18,10 +18,14 @@ def ending(name, seconds=0.5):
 
 @pytest.fixture
 def lines(monkeypatch):
-    """A logger keeps its processors from its first line on: the module's may have written one before."""
+    """A logger keeps its processors from its first line on: the module's may have written one before. And
+    what ran before may have configured that only warnings are written."""
+    before = structlog.get_config()
+    structlog.reset_defaults()
     monkeypatch.setattr(module, "_log", structlog.get_logger())
     with capture_logs() as found:
         yield found
+    structlog.configure(**before)
 
 
 async def test_each_that_finishes_or_fails_has_a_line_at_once(lines):
