@@ -89,6 +89,7 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
             device=options.device,
             page_size=options.page_size,
             kv_tokens=options.kv_tokens,
+            kv_dtype=options.kv_dtype,
             max_rows=options.max_rows,
             token_budget=options.budget,
             batch_invariant=options.batch_invariant,
@@ -130,6 +131,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
+    parser.add_argument("--kv-dtype", default="auto", help="auto or fp8_e4m3")
     parser.add_argument("--max-rows", type=int, default=256)
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)

@@ -104,6 +104,9 @@ class WorkerConfig(NodeConfig):
     """Ranks that share the model and its work (tensor parallelism): one process each, of which this one is
     the first. Their number must divide that of attention heads, and divide or be a multiple of that of KV
     heads."""
+    kv_dtype: str = "auto"
+    """Keys and values in the pool: "auto": as the model computes; "fp8_e4m3": in half of 16 bits' bytes, with
+    the checkpoint's scales, else 1. All workers of a deployment alike."""
     threads: int = 0
     """Threads of tensor operations on a CPU, of each rank; 0: all cores, divided among the ranks."""
     prefill_attention: str = "auto"

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from baton.attention.fp8 import E4M3
 from baton.attention.registry import BACKENDS
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
@@ -72,6 +73,7 @@ def make(
     num_pages: int = 400,
     slots: int = 16,
     poison: float = 0.0,
+    kv_scales: torch.Tensor | None = None,
 ):
     """A runner and its cache; kind: "cpu", or on the GPU "plain" (ModelRunner with the torch backend), "fa3"
     or "triton" (the same with that one), "graphs" or "eager" (CudaRunner), or these with their backends:
@@ -79,7 +81,10 @@ def make(
     device = torch.device("cpu") if kind == "cpu" else CUDA
     model = load_model(path, dtype, device)
     config = model.config
-    layout = KvLayout(config.num_layers, model.kv.heads, model.kv.dim, page_size, dtype, model.kv.parts)
+    if kv_scales is not None:
+        model.set_kv_scales(kv_scales.to(device))
+    kept = dtype if kv_scales is None else E4M3
+    layout = KvLayout(config.num_layers, model.kv.heads, model.kv.dim, page_size, kept, model.kv.parts)
     pool = KvPool(layout, num_pages, device, spare=1)
     pool.pages.fill_(poison)
     kind, _, pair = kind.partition(":")
@@ -147,12 +152,15 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def reference_logits(path: Path, tokens: list[int]) -> torch.Tensor:
+def reference_logits(path: Path, tokens: list[int], kv_scales: torch.Tensor | None = None) -> torch.Tensor:
     """float32 on the CPU: logits [tokens, vocab] of the whole sequence in one pass."""
     model = load_model(path, torch.float32, "cpu")
     config = model.config
+    if kv_scales is not None:
+        model.set_kv_scales(kv_scales)
+    kept = torch.float32 if kv_scales is None else E4M3
     kv, options = model.kv, model.attention_options
-    layout = KvLayout(config.num_layers, kv.heads, kv.dim, CONTEXT, torch.float32, kv.parts)
+    layout = KvLayout(config.num_layers, kv.heads, kv.dim, CONTEXT, kept, kv.parts)
     name = "torch" if kv.parts == 2 else "torch-latent"
     backend = BACKENDS[name](KvPool(layout, 1), config.num_heads, options)
     from baton.attention.base import AttentionRow

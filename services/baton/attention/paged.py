@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from baton.attention.base import AttentionRow
+from baton.attention.fp8 import quantize
 from baton.kvcache.pool import KvPool
 from baton.layers.attention import AttentionOptions
 from baton.layers.transfer import Upload
@@ -122,6 +123,9 @@ class PagedAttention(ABC):
         assert self._entries is not None and self._rows is not None
         keys = self._entries + layer * 2 * self._layout.page_size
         vectors, dim = self._pool.vectors, self._layout.head_dim
+        scales = self._options[layer].kv_scales
+        if scales is not None:
+            k, v, vectors = quantize(k, scales[0]), quantize(v, scales[1]), vectors.view(torch.uint8)
         vectors.index_copy_(0, keys, k.reshape(-1, dim))
         vectors.index_copy_(0, keys + self._layout.page_size, v.reshape(-1, dim))
         self.attend(layer, q, out, self._rows)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.attention.base import AttentionRow
+from baton.attention.fp8 import dequantize, quantize
 from baton.kvcache.pool import KvPool
 from baton.layers.attention import AttentionOptions
 
@@ -60,7 +61,7 @@ class TorchAttention:
     """
 
     name = "torch"
-    features = frozenset({"scale", "window", "softcap", "sinks"})
+    features = frozenset({"scale", "window", "softcap", "sinks", "kv_scales"})
 
     @staticmethod
     def available(
@@ -77,7 +78,12 @@ class TorchAttention:
         first, self._kv_heads = pool.heads
         self._heads = np.arange(first, first + self._kv_heads) * (2 * pool.layout.num_layers)
         """Where each own head of a page begins, in `KvPool.halves`."""
-        self._buffer = torch.empty(0, dtype=pool.layout.dtype, device=pool.device)
+        # index_copy_ and index_select do not know FP8.
+        quantized = any(each.kv_scales is not None for each in self._options)
+        self._vectors, self._halves = (
+            view.view(torch.uint8) if quantized else view for view in (pool.vectors, pool.halves)
+        )
+        self._buffer = self._halves.new_empty(0)
         page_bytes = pool.layout.page_bytes * self._kv_heads // pool.layout.num_kv_heads
         page_bytes //= pool.layout.num_layers
         self._pages_at_once = _GROUP_BYTES // page_bytes if pool.device.type == "cpu" else sys.maxsize
@@ -115,20 +121,27 @@ class TorchAttention:
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
-        vectors, dim = self._pool.vectors, self._layout.head_dim
-        vectors.index_copy_(0, self._keys[layer], k.reshape(-1, dim))
-        vectors.index_copy_(0, self._values[layer], v.reshape(-1, dim))
+        options, dim = self._options[layer], self._layout.head_dim
+        own_k, own_v = k, v
+        if options.kv_scales is not None:
+            own_k, own_v = (quantize(x, by) for x, by in zip((k, v), options.kv_scales, strict=True))
+            # A chunk that nothing precedes sees what later ones will.
+            by_head = options.kv_scales[:, :, None]
+            k, v = (dequantize(x, by, q.dtype) for x, by in zip((own_k, own_v), by_head, strict=True))
+        self._vectors.index_copy_(0, self._keys[layer], own_k.reshape(-1, dim))
+        self._vectors.index_copy_(0, self._values[layer], own_v.reshape(-1, dim))
         if self._groups:
             self._decode(layer, q[: self._single], out[: self._single])
-        options = self._options[layer]
         for chunk in self._chunks:
             at = chunk.tokens
             row_q = q[at].transpose(0, 1)[None]
             if chunk.pages is None:
                 row_k, row_v = k[at].transpose(0, 1)[None], v[at].transpose(0, 1)[None]
             else:
-                row_k, row_v = self._gather(chunk.pages[layer], 1)[:, :, :, : chunk.end].unbind(0)
-            mask = self._chunk_mask(chunk, options.window)
+                row_k, row_v = self._gather(chunk.pages[layer], 1, layer, q.dtype)[
+                    :, :, :, : chunk.end
+                ].unbind(0)
+            mask = self._chunk_mask(chunk, options.window, q.dtype)
             out[at] = _attend(row_q, row_k, row_v, mask, options)[0].transpose(0, 1)
 
     def _decode(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -140,9 +153,9 @@ class TorchAttention:
         results = []
         for group, pages in zip(self._groups, self._group_pages[layer], strict=True):
             rows = group.rows
-            gathered = self._gather(pages, rows.stop - rows.start, group.padding)
+            gathered = self._gather(pages, rows.stop - rows.start, layer, q.dtype, group.padding)
             keys, values = gathered[:, :, :, : group.length].unbind(0)
-            mask = self._group_mask(group, options.window)
+            mask = self._group_mask(group, options.window, q.dtype)
             results.append(_attend(q[rows], keys, values, mask, options, causal=False))
         result = results[0] if len(results) == 1 else torch.cat(results)
         result = result.reshape(-1, self._num_heads, dim)
@@ -151,9 +164,16 @@ class TorchAttention:
         else:
             out.index_copy_(0, order, result)
 
-    def _gather(self, pages: torch.Tensor, rows: int, padding: torch.Tensor | None = None) -> torch.Tensor:
+    def _gather(
+        self,
+        pages: torch.Tensor,
+        rows: int,
+        layer: int,
+        dtype: torch.dtype,
+        padding: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """[2, rows, kv heads, tokens, head_dim]: keys and values, valid until the next call."""
-        halves = self._pool.halves
+        halves = self._halves
         needed = pages.shape[0] * halves.shape[1]
         if self._buffer.numel() < needed:
             self._buffer = self._buffer.new_empty(needed + needed // 4)
@@ -163,7 +183,9 @@ class TorchAttention:
         if padding is not None:
             # Unwritten memory may hold NaN, and 0 times NaN is NaN.
             buffer.view(-1, dim).index_fill_(0, padding, 0)
-        return buffer.view(2, rows, kv_heads, -1, dim)
+        gathered = buffer.view(2, rows, kv_heads, -1, dim)
+        scales = self._options[layer].kv_scales
+        return gathered if scales is None else dequantize(gathered, scales[:, None, :, None, None], dtype)
 
     def _group(self, rows: Sequence[AttentionRow]) -> None:
         """Groups rows of one token, sorted by length; `_order` is None where they come so."""
@@ -186,7 +208,7 @@ class TorchAttention:
         entries: list[npt.NDArray[np.int64]] = []
         first = 0
         for part in parts:
-            entries.append(self._halves(self._padded_table(part), len(part)))
+            entries.append(self._entries(self._padded_table(part), len(part)))
             lengths, padding = self._lengths(part)
             self._groups.append(_Group(slice(first, first + len(part)), part[0].start + 1, lengths, padding))
             first += len(part)
@@ -217,7 +239,7 @@ class TorchAttention:
         beyond_all = beyond[:, None].expand(2, -1, self._kv_heads, -1)
         return lengths.view(-1, 1, 1, 1), beyond_all.flatten().nonzero().squeeze(1)
 
-    def _group_mask(self, group: _Group, window: int | None) -> torch.Tensor | None:
+    def _group_mask(self, group: _Group, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         if window is not None and window >= group.length:
             window = None
         if window not in group.masks:
@@ -229,7 +251,7 @@ class TorchAttention:
                     (keys >= lengths) if window is None else (keys >= lengths) | (keys < lengths - window)
                 )
                 rows = group.rows.stop - group.rows.start
-                mask = torch.zeros(rows, 1, 1, group.length, dtype=self._layout.dtype, device=keys.device)
+                mask = torch.zeros(rows, 1, 1, group.length, dtype=dtype, device=keys.device)
                 group.masks[window] = mask.masked_fill_(hidden, -torch.inf)
         return group.masks[window]
 
@@ -238,10 +260,10 @@ class TorchAttention:
         pages = row.pages[: -(-end // self._layout.page_size)] if row.start else None
         if pages is None:
             return _Chunk(tokens, end, None)
-        of_layers = self._there(self._halves(pages, 1)) + 2 * self._layers
+        of_layers = self._there(self._entries(pages, 1)) + 2 * self._layers
         return _Chunk(tokens, end, of_layers.unbind(0))
 
-    def _chunk_mask(self, chunk: _Chunk, window: int | None) -> torch.Tensor | None:
+    def _chunk_mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         if window is not None and window >= chunk.end:
             window = None
         if window not in chunk.masks:
@@ -253,11 +275,11 @@ class TorchAttention:
                 hidden = keys > positions
                 if window is not None:
                     hidden |= keys <= positions - window
-                mask = torch.zeros(count, chunk.end, dtype=self._layout.dtype, device=device)
+                mask = torch.zeros(count, chunk.end, dtype=dtype, device=device)
                 chunk.masks[window] = mask.masked_fill_(hidden, -torch.inf)
         return chunk.masks[window]
 
-    def _halves(self, pages: Sequence[int], rows: int) -> npt.NDArray[np.int64]:
+    def _entries(self, pages: Sequence[int], rows: int) -> npt.NDArray[np.int64]:
         """Entries of `KvPool.halves` in the first layer, [2, rows, kv heads, pages] flattened, of rows with
         equally many pages, one after the other."""
         page = self._layout.num_kv_heads * 2 * self._layout.num_layers

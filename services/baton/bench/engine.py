@@ -81,6 +81,7 @@ class EngineBench:
             "dtype": info.dtype,
             "load_format": self.config.load_format,
             "quantization": self.config.quantization,
+            "kv_dtype": str(layout.dtype).removeprefix("torch."),
             "device": str(self.engine.device),
             "attention": self.engine.attention,
             "overlap": self.engine.overlap,

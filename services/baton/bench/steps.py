@@ -17,6 +17,7 @@ from baton.checkpoint import resolve
 from baton.models import loader
 from baton.models.config import read_config
 from baton.rpc.errors import internal
+from baton.worker.model import DTYPES
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 """Bytes of one copy: far more than caches hold."""
@@ -50,7 +51,7 @@ def _seconds(source: torch.Tensor, target: torch.Tensor) -> float:
 def weight_bytes(bench: EngineBench) -> int:
     """Bytes of weights that a step reads: all but an embedding that is not also the output projection; of
     that it reads one row per token."""
-    config, dtype = bench.config, bench.engine.pool.layout.dtype
+    config, dtype = bench.config, DTYPES[bench.engine.model_info.dtype]
     held = loader.weight_bytes(
         bench.path,
         dtype,

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import grpc.aio
 import torch
 
+from baton.attention.fp8 import E4M3
 from baton.bench.machine import visible_gpus
 from baton.bench.processes import BenchProcess
 from baton.checkpoint import resolve
@@ -37,6 +38,7 @@ from baton.worker.model import DTYPES
 from baton.worker.pool import make_pool
 
 EXIT_SECONDS = 10.0
+PAGE_DTYPES = {**DTYPES, "fp8_e4m3": E4M3}
 
 
 def own_pool(connection: Connection, layout: KvLayout, pages: int, device: str, gpu: str) -> None:
@@ -343,7 +345,7 @@ def layout_of(model: str, dtype: str, page_size: int, device: torch.device) -> K
         kv.heads,
         kv.dim,
         page_size or default_page_size(device),
-        DTYPES.get(dtype, default),
+        PAGE_DTYPES.get(dtype, default),
         kv.parts,
     )
 

@@ -11,14 +11,13 @@ from rich.console import Console
 
 from baton.bench.machine import visible_gpus
 from baton.bench.processes import BenchError
-from baton.bench.transfer import KvBench, fitting, layout_of
+from baton.bench.transfer import PAGE_DTYPES, KvBench, fitting, layout_of
 from baton.checkpoint import CheckpointError
 from baton.cli.bench_options import NUMBERS, Report
 from baton.cli.console import progress_bar, run_command, table
 from baton.cli.options import COUNT, FILE, SIZE, SectionedCommand, fail, option, options
 from baton.models.config import ModelError
 from baton.transport import SegmentError, TransportError
-from baton.worker.model import DTYPES
 
 
 def show(results: dict[str, Any], console: Console) -> None:
@@ -73,7 +72,7 @@ def _devices(name: str, same_gpu: bool) -> tuple[torch.device, str]:
 @options(
     option("--model", str, "demo", "Model whose pages are pulled: a path or an id.", "TEXT"),
     option("--device", click.Choice(["auto", "cpu", "cuda"]), "auto", "Device of both pools."),
-    option("--dtype", click.Choice(["auto", *DTYPES]), "auto", "Of the pages."),
+    option("--dtype", click.Choice(["auto", *PAGE_DTYPES]), "auto", "Of the pages."),
     option("--page-size", SIZE, 0, "Tokens per page; 0: a worker's default."),
     option("--tokens lengths", NUMBERS, "128,512,2048,8192,32768", "Prompt lengths.", "N,..."),
     option("--repeats", COUNT, 7, "Pulls of each length; the median is reported."),

@@ -35,8 +35,10 @@ def _quality(config: WorkerConfig, wanted: Measured, output: Report, console: Co
     path = resolve(config.model)
     text = python_documentation() if wanted.text is None else wanted.text.read_text()
     texts = windows(path, text, wanted.windows)
-    plain = replace(config, quantization="none", quantize_head=False)
-    ways = [("reference", plain), (config.quantization, config)]
+    plain = replace(config, quantization="none", quantize_head=False, kv_dtype="auto")
+    kv = "" if config.kv_dtype == "auto" else f", KV {config.kv_dtype}"
+    name = f"{config.quantization}{kv}"
+    ways = [("reference", plain), (name, config)]
     scores = []
     with progress_bar(console) as progress:
         for name, each in ways:
@@ -48,6 +50,7 @@ def _quality(config: WorkerConfig, wanted: Measured, output: Report, console: Co
         "model": config.model,
         "quantization": config.quantization,
         "quantize_head": config.quantize_head,
+        "kv_dtype": config.kv_dtype,
         "tokens": len(own.greedy),
         "perplexity": own.perplexity,
         "reference_perplexity": reference.perplexity,
@@ -60,7 +63,7 @@ def _quality(config: WorkerConfig, wanted: Measured, output: Report, console: Co
     rows = table("weights", "perplexity", "change", "greedy tokens kept")
     rows.add_row("dequantized", shown(reference.perplexity, 3), "", "")
     kept = f"{own.kept(reference):.2%}"
-    rows.add_row(config.quantization, shown(own.perplexity, 3), f"{change:+.2%}", kept)
+    rows.add_row(name, shown(own.perplexity, 3), f"{change:+.2%}", kept)
     console.print(rows)
     output.save(report)
 
@@ -88,13 +91,15 @@ def _device(config: WorkerConfig) -> Any:
 def quality(**values: Any) -> None:
     """Measure what quantization costs: perplexity of a text, and the share of greedy tokens that stay.
 
-    The model is loaded twice: with all weights dequantized (--quantization none), and as the options say.
+    The model is loaded twice: with all weights dequantized (--quantization none) and the KV pool in the
+    model's dtype, and as the options say.
     Runs in this process. The share is that of the places in the text in which both find the same token
     likeliest.
 
     \b
     Examples:
       baton bench quality --model smollm2 --quantization int8
+      baton bench quality --model smollm2 --kv-dtype fp8_e4m3
       baton bench quality --model ./my-awq-model --text sample.txt
     """
     output, wanted = take(Report, values), take(Measured, values)

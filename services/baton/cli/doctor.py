@@ -230,7 +230,9 @@ def model() -> Iterator[Check]:
             yield Check(name, "ok", f"{file.stat().st_size / 2**20:.1f} MiB: {file}")
 
 
-def served(name: str, implementation: str, quantization: str = "auto") -> Iterator[Check]:
+def served(
+    name: str, implementation: str, quantization: str = "auto", kv_dtype: str = "auto"
+) -> Iterator[Check]:
     """Whether a model can be served here, by whose code, and what it takes."""
     import torch
 
@@ -262,8 +264,12 @@ def served(name: str, implementation: str, quantization: str = "auto") -> Iterat
         yield Check("quantization", "ok", how)
     name = str(dtype).removeprefix("torch.")
     yield Check("weights", "ok", f"{size / GIB:.2f} GiB on {device.type}, computed in {name}")
-    token = config.num_layers * kv.heads * kv.dim * kv.parts * dtype.itemsize
+    size_of_one = dtype.itemsize if kv_dtype == "auto" else 1
+    token = config.num_layers * kv.heads * kv.dim * kv.parts * size_of_one
     kind = "latents" if kv.parts == 1 else "keys and values"
+    if kv_dtype != "auto" and kv.parts == 1:
+        yield Check("kv", "bad", f"--kv-dtype {kv_dtype}: latents are kept in the model's dtype only")
+        return
     context = (
         f"{token * config.context_length / GIB:.2f} GiB for a context of {config.context_length:,} tokens"
     )
@@ -314,7 +320,8 @@ def _table(findings: list[tuple[str, Check]]) -> Table:
 @click.option("--model", help="Ask about this model alone: a directory, a GGUF file or a Hugging Face id.")
 @click.option("--model-impl", default="auto", show_default=True, help="auto, baton or transformers.")
 @click.option("--quantization", default="auto", show_default=True, help="auto, none, fp8, int8 or int4.")
-def doctor(as_json: bool, model: str | None, model_impl: str, quantization: str) -> None:
+@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "fp8_e4m3"]))
+def doctor(as_json: bool, model: str | None, model_impl: str, quantization: str, kv_dtype: str) -> None:
     """Say what this machine can run, and why not.
 
     Checks Python, memory, shared memory, torch, GPUs, attention backends, transports, the demo model and the
@@ -327,7 +334,7 @@ def doctor(as_json: bool, model: str | None, model_impl: str, quantization: str)
       baton doctor --json | jq '.checks[] | select(.verdict != "ok")'
     """
     console = Console()
-    groups = {"model": lambda: served(model, model_impl, quantization)} if model else GROUPS
+    groups = {"model": lambda: served(model, model_impl, quantization, kv_dtype)} if model else GROUPS
     if as_json:
         findings = list(run_checks(groups))
     else:

@@ -43,11 +43,13 @@ class AttentionOptions:
     """[heads]: of each head a score that takes part in the softmax and has no value."""
     latent: LatentProjections | None = None
     """What the pool holds are latents, of which keys and values are made."""
+    kv_scales: torch.Tensor | None = None
+    """float32 [2, kv heads]: the pool holds keys and values in FP8, divided by these."""
 
     @property
     def features(self) -> frozenset[str]:
         """Those in use, by name."""
-        names = ("scale", "window", "softcap", "sinks", "latent")
+        names = ("scale", "window", "softcap", "sinks", "latent", "kv_scales")
         return frozenset(name for name in names if getattr(self, name) is not None)
 
 
@@ -150,7 +152,8 @@ class Attention:
         from baton.layers.kernels.qkv import write_qkv
 
         place = positions, slots, tables, cache
-        write_qkv(qkv, self.qk_norm, rotation, *place, self.heads, self.norm_eps)
+        scales = self.options.kv_scales
+        write_qkv(qkv, self.qk_norm, rotation, *place, self.heads, self.norm_eps, scales)
         return qkv.view(len(qkv), -1, self.head_dim)[:, : self.heads]
 
     def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:

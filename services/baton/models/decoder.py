@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -38,6 +39,10 @@ class Model(Protocol):
 
     @property
     def attention_options(self) -> Sequence[AttentionOptions]: ...
+
+    def set_kv_scales(self, scales: torch.Tensor) -> None:
+        """The pool holds keys and values in FP8, divided by these: float32 [layers, 2, kv heads]."""
+        ...
 
     @property
     def heads(self) -> int:
@@ -152,6 +157,10 @@ class Decoder:
     def attention_options(self) -> list[AttentionOptions]:
         """Of each layer."""
         return [layer.attention.options for layer in self.layers]
+
+    def set_kv_scales(self, scales: torch.Tensor) -> None:
+        for layer, own in zip(self.layers, scales, strict=True):
+            layer.attention.options = replace(layer.attention.options, kv_scales=own)
 
     @property
     def heads(self) -> int:

@@ -21,6 +21,7 @@ from baton.layers.weights.quantized import QuantizedTensor
 from baton.models import transformers_backed
 from baton.models.config import ModelConfig, ModelError, read_config
 from baton.models.decoder import Decoder, Model
+from baton.models.kv_scales import is_kv_scale
 from baton.models.registry import build
 from baton.models.tensor_files import TensorFile, tensor_files
 from baton.models.weight_plan import weight_plan
@@ -73,6 +74,8 @@ def _check(
             if name not in missing:
                 # Some checkpoints carry frequencies, although config.json determines them.
                 if name.startswith(tuple(ignored)) or name.endswith("rotary_emb.inv_freq"):
+                    continue
+                if is_kv_scale(name):
                     continue
                 raise ModelError(f"{file.path.name} holds unexpected tensor {name}")
             wanted = list(parameters[name].shape)

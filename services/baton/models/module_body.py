@@ -42,6 +42,7 @@ class ModuleBody:
         self._model = model
         self._tables = tables
         self._caches = [pool.pages[:, :, index] for index in range(pool.layout.num_layers)]
+        self._options = model.attention_options
         self._layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
         ropes = {layer.attention.rope for layer in model.layers}
         self._ropes = {id(rope): rope.halves(context_length, model.device) for rope in ropes if rope}
@@ -62,7 +63,8 @@ class ModuleBody:
     ) -> torch.Tensor:
         def write_and_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = self._layers[layer]
-            write_kv(k, v, positions, slots, self._tables, keys, values)
+            scales = self._options[layer].kv_scales
+            write_kv(k, v, positions, slots, self._tables, keys, values, scales)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             attend(layer, q, out)
             return out.flatten(1)

@@ -92,7 +92,7 @@ def _group(config: Mapping[str, Any]) -> int:
     return group
 
 
-def _compressed(config: Mapping[str, Any]) -> Format:
+def _compressed(config: Mapping[str, Any]) -> Format | None:
     name = "by 'compressed-tensors'"
     kind = config.get("format")
     sparsity = config.get("sparsity_config") or {}
@@ -100,6 +100,8 @@ def _compressed(config: Mapping[str, Any]) -> Format:
         raise _refusal(f"{name} with sparsity {sparsity['format']!r}")
     if config.get("transform_config"):
         raise _refusal(f"{name} with a transform_config")
+    if not config["config_groups"] and config.get("kv_cache_scheme"):
+        return None
     found: list[Format] = []
     for group in config["config_groups"].values():
         own = group.get("format") or kind

@@ -48,7 +48,7 @@ def tensor_files(path: Path) -> list[TensorFile]:
     read."""
     if path.is_file():
         return [GgufTensors(path)]
-    files = [SafetensorsFile(file) for file in _names(path)]
+    files = [SafetensorsFile(file) for file in file_names(path)]
     format = stored_format(path)
     if format is not None:
         where = {name: file for file in files for name in file.shapes()}
@@ -69,7 +69,8 @@ def stored_format(path: Path) -> Format | None:
         raise ModelError(f"{file} cannot be read: {error}") from error
 
 
-def _names(path: Path) -> list[Path]:
+def file_names(path: Path) -> list[Path]:
+    """A checkpoint's safetensors files. Raises ModelError when one is missing."""
     index = path / "model.safetensors.index.json"
     single = path / "model.safetensors"
     if index.is_file():

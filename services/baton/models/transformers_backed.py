@@ -180,6 +180,10 @@ class TransformersModel:
             config, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim
         )
 
+    def set_kv_scales(self, scales: torch.Tensor) -> None:
+        pairs = zip(self.attention_options, scales, strict=True)
+        self.attention_options = [replace(options, kv_scales=own) for options, own in pairs]
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """-> final hidden states [tokens, hidden]"""
 

@@ -44,7 +44,7 @@ def _layout_fields(layout: common_pb2.Layout) -> dict[str, object]:
         "version": layout.version,
     }
     for index, group in enumerate(layout.groups):
-        for name in ("kind", "layers", "bytes_per_token", "dtype", "window"):
+        for name in ("kind", "layers", "bytes_per_token", "dtype", "window", "scales"):
             fields[f"groups[{index}].{name}"] = getattr(group, name)
     return fields
 

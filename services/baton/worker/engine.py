@@ -29,6 +29,7 @@ from baton.kvcache.groups import longest
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
 from baton.models.config import ModelError
 from baton.models.decoder import Model
+from baton.models.kv_scales import digest
 from baton.models.loader import fingerprint
 from baton.ranks.communicator import CollectiveError
 from baton.ranks.followers import FollowerError, MakePool
@@ -41,7 +42,17 @@ from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_r
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.grammars import make_compiler
 from baton.worker.memory import num_pages, run_largest_steps
-from baton.worker.model import attention_of, check_shards, device_of, dtype_of, kv_layout, load, quantized
+from baton.worker.model import (
+    KV_DTYPES,
+    attention_of,
+    check_shards,
+    device_of,
+    dtype_of,
+    kv_layout,
+    kv_scales,
+    load,
+    quantized,
+)
 from baton.worker.pool import PublishedPool, make_pool
 from baton.worker.ranks import Ranks
 from baton.worker.runners import make_runner
@@ -196,6 +207,7 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
         dtype=info.dtype,
         pages=pages,
         page_size=size,
+        kv_dtype=str(layout.dtype).removeprefix("torch."),
         kv_mib=round(pages * layout.page_bytes / 2**20, 1),
         prefill_attention=why_prefill,
         decode_attention=why_decode,
@@ -209,7 +221,7 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
         published=published,
         ranks=ranks,
         kinds=kinds,
-        layout=_layout_message(layout, info.fingerprint),
+        layout=_layout_message(layout, info.fingerprint, kv_scales(config, path, model)),
         model_info=info,
         device=device,
         attention=f"prefill={prefill.name} decode={decode.name}",
@@ -275,6 +287,8 @@ def _check(config: WorkerConfig) -> None:
         raise invalid("tp", "steps of --step-profile compute nothing: leave out --tp")
     if config.tp > 1 and config.batch_invariant:
         raise invalid("batch_invariant", "--batch-invariant does not work with --tp; leave one of them out")
+    if config.kv_dtype not in KV_DTYPES:
+        raise invalid("kv_dtype", f"--kv-dtype {config.kv_dtype!r} is not known; use {', '.join(KV_DTYPES)}")
     if not 0.0 < config.memory_fraction <= 1.0:
         raise invalid("memory_fraction", "--memory-fraction must be above 0 and at most 1")
     if config.max_rows < 1 or config.token_budget < config.max_rows:
@@ -293,7 +307,9 @@ def _invariant(config: WorkerConfig, device: torch.device) -> WorkerConfig:
     return replace(config, prefill_attention=FixedFa3Attention.name, decode_attention=FixedFa3Attention.name)
 
 
-def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layout:
+def _layout_message(
+    layout: KvLayout, model_fingerprint: str, scales: torch.Tensor | None
+) -> common_pb2.Layout:
     groups = [
         common_pb2.KvGroup(
             kind="attention" if layout.parts == 2 else "latent",
@@ -301,6 +317,7 @@ def _layout_message(layout: KvLayout, model_fingerprint: str) -> common_pb2.Layo
             bytes_per_token=layout.bytes_per_token_per_layer,
             dtype=str(layout.dtype).removeprefix("torch."),
             window=group.window or 0,
+            scales="" if scales is None else digest(scales[list(group.layers)]),
         )
         for group in layout.groups
     ]

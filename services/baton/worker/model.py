@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from baton.attention.base import AttentionBackend
+from baton.attention.fp8 import E4M3
 from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import resolve
 from baton.config import WorkerConfig
@@ -16,6 +17,7 @@ from baton.kvcache.groups import divide_layers
 from baton.kvcache.pool import KvLayout
 from baton.layers.shard import ONE_RANK, Communicator, Shard
 from baton.models.decoder import Model
+from baton.models.kv_scales import read_kv_scales
 from baton.models.loader import load_model, weight_bytes
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -24,6 +26,7 @@ from baton.worker.memory import check_weights, free_and_total
 _log = get_logger()
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = ("auto", "fp8_e4m3")
 PROGRESS_SECONDS = 1.0
 
 
@@ -97,7 +100,22 @@ def load(
         seconds=round(seconds, 2),
         gb_per_second=round(size / 1e9 / max(seconds, 1e-9), 2),
     )
+    if (scales := kv_scales(config, path, model)) is not None:
+        _log.info("KV pool in FP8", scales="1" if bool((scales == 1).all()) else "the checkpoint's")
+        first, count = shard.kv_heads(model.kv.heads)
+        model.set_kv_scales(scales[:, :, first : first + count].to(model.device))
     return model
+
+
+def kv_scales(config: WorkerConfig, path: Path, model: Model) -> torch.Tensor | None:
+    """float32 [layers, 2, kv heads], of all ranks; None: the pool is in the model's dtype. Raises BatonError
+    for a model whose pages cannot be in FP8, and ModelError."""
+    if config.kv_dtype == "auto":
+        return None
+    if model.kv.parts == 1:
+        text = "--kv-dtype fp8_e4m3: pages of latents are kept in the model's dtype only; leave it out"
+        raise failed_precondition(text)
+    return read_kv_scales(path, len(model.attention_options), model.kv.heads, config.load_format)
 
 
 def quantized(config: WorkerConfig) -> str:
@@ -148,4 +166,5 @@ def kv_layout(model: Model, page_size: int, context: int, device: torch.device) 
         windows = [None] * len(windows)
     groups = divide_layers(windows)
     layers = max(len(group.layers) for group in groups)
-    return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, model.dtype, model.kv.parts, groups)
+    dtype = model.dtype if model.attention_options[0].kv_scales is None else E4M3
+    return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, dtype, model.kv.parts, groups)

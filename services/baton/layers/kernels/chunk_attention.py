@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from baton.layers.attention import NONE, AttentionOptions
-from baton.layers.kernels.decode_attention import LOG2E, capped
+from baton.layers.kernels.decode_attention import LOG2E, capped, wide
 
 _LOG2E = 1.4426950408889634
 _ROWS = 256
@@ -55,7 +55,7 @@ def _pass(
             entry = (page * page_stride + (at % PAGE) * DIM)[:, None] + columns[None, :]
             k = tl.load(keys + entry)
             v = tl.load(values + entry)
-        scores = capped(tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale, CAP)
+        scores = capped(tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="tf32x3") * scale, CAP)
         if MASKED:
             scores = tl.where(at[None, :] <= limit[:, None], scores, -float("inf"))
             if WINDOW:
@@ -66,7 +66,9 @@ def _pass(
         weights = tl.exp2(scores - highest[:, None])
         fade = tl.exp2(peak - highest)
         total = total * fade + tl.sum(weights, 1)
-        result = tl.dot(weights.to(v.dtype), v, result * fade[:, None], input_precision="tf32x3")
+        result = tl.dot(
+            weights.to(query.dtype), v.to(query.dtype), result * fade[:, None], input_precision="tf32x3"
+        )
         peak = highest
     return peak, total, result
 
@@ -77,6 +79,7 @@ def _chunk(
     keys,
     values,
     sinks,
+    kv_scales,
     table,
     lengths,
     starts,
@@ -90,6 +93,8 @@ def _chunk(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    FP8: tl.constexpr,
+    WIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_UP: tl.constexpr,
@@ -118,6 +123,9 @@ def _chunk(
     where = (start + token).to(tl.int64)[:, None]
     of_head = (head * GROUP + member)[:, None] * DIM + columns[None, :]
     query = tl.load(q + where * q_stride + of_head, mask=valid, other=0.0)
+    if FP8:
+        query = query.to(WIDE)
+        scale = scale * tl.load(kv_scales + head)
     limit = length - count + token
     pages = table + row.to(tl.int64) * table_stride
     keys += head * head_stride
@@ -203,6 +211,8 @@ def _chunk(
         total = total * fade + tl.exp2(sink - highest)
         result = result * fade[:, None]
     result = result / total[:, None]
+    if FP8:
+        result = result * tl.load(kv_scales + KV_HEADS + head)
     tl.store(out + where * (KV_HEADS * GROUP * DIM) + of_head, result, mask=valid)
 
 
@@ -237,6 +247,7 @@ def chunk_attention(
         keys,
         values,
         q if options.sinks is None else options.sinks,
+        q if options.kv_scales is None else options.kv_scales,
         table,
         lengths,
         starts,
@@ -250,6 +261,8 @@ def chunk_attention(
         WINDOW=options.window or 0,
         CAP=_LOG2E * (options.softcap or 0.0),
         SINKS=options.sinks is not None,
+        FP8=options.kv_scales is not None,
+        WIDE=wide(q.dtype),
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_UP=up,

@@ -29,6 +29,12 @@ def capped(scores, CAP: tl.constexpr):
         return scores
 
 
+def wide(dtype: torch.dtype) -> tl.dtype:
+    """In what FP8 keys and values are multiplied: they are exact in float16, and their conversion is one
+    instruction there."""
+    return tl.float32 if dtype == torch.float32 else tl.float16
+
+
 @triton.jit
 def _entries(pages, at, last, page_stride, DIM: tl.constexpr, PAGE: tl.constexpr):
     """Where the positions `at` below `last` lie in a head of a layer."""
@@ -42,6 +48,7 @@ def _decode(
     keys,
     values,
     sinks,
+    kv_scales,
     table,
     lengths,
     out,
@@ -57,6 +64,8 @@ def _decode(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
+    FP8: tl.constexpr,
+    WIDE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_UP: tl.constexpr,
@@ -98,6 +107,9 @@ def _decode(
     member = tl.arange(0, GROUP_UP)
     queries = q + row * q_stride + (head * GROUP + member[:, None]) * DIM + columns[None, :]
     query = tl.load(queries, mask=(member < GROUP)[:, None], other=0.0)
+    if FP8:
+        query = query.to(WIDE)
+        scale = scale * tl.load(kv_scales + head)
 
     # The softmax begins with the row's own token, in the first part.
     mine = tl.load(keys + own + columns, mask=columns < (split == 0) * DIM, other=0.0)
@@ -117,17 +129,21 @@ def _decode(
         k_next = tl.load(keys + entry[:, None] + columns[None, :], mask=inside, other=0.0)
         v_next = tl.load(values + entry[:, None] + columns[None, :], mask=inside, other=0.0)
         entry = _entries(pages, start + 2 * BLOCK + offsets, last, page_stride, DIM, PAGE)
-        scores = capped(tl.dot(query, tl.trans(k), input_precision="tf32x3") * scale, CAP)
+        scores = capped(tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="tf32x3") * scale, CAP)
         scores = tl.where((start + offsets < last)[None, :], scores, -float("inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - highest[:, None])
         fade = tl.exp2(peak - highest)
         total = total * fade + tl.sum(weights, 1)
-        result = tl.dot(weights.to(v.dtype), v, result * fade[:, None], input_precision="tf32x3")
+        result = tl.dot(
+            weights.to(query.dtype), v.to(query.dtype), result * fade[:, None], input_precision="tf32x3"
+        )
         peak = highest
         k = k_next
         v = v_next
     result = result / total[:, None]
+    if FP8:
+        result = result * tl.load(kv_scales + KV_HEADS + head)
 
     slot = row * KV_HEADS + head
     outputs = out + slot * GROUP * DIM
@@ -204,6 +220,7 @@ def decode_attention(
         keys,
         values,
         q if options.sinks is None else options.sinks,
+        q if options.kv_scales is None else options.kv_scales,
         table,
         lengths,
         out,
@@ -219,6 +236,8 @@ def decode_attention(
         WINDOW=options.window or 0,
         CAP=_LOG2E * (options.softcap or 0.0),
         SINKS=options.sinks is not None,
+        FP8=options.kv_scales is not None,
+        WIDE=wide(q.dtype),
         KV_HEADS=kv_heads,
         GROUP=group,
         GROUP_UP=max(16, triton.next_power_of_2(group)),

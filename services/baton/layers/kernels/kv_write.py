@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from baton.layers.kernels.qkv import fp8
+
 
 @triton.jit
 def _write(
@@ -19,6 +21,7 @@ def _write(
     tables,
     keys,
     values,
+    kv_scales,
     table_stride,
     k_token,
     k_head,
@@ -29,6 +32,7 @@ def _write(
     head_stride,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -38,8 +42,12 @@ def _write(
     columns = tl.arange(0, BLOCK)
     inside = columns < DIM
     at = page * page_stride + (position % PAGE) * token_stride + head * head_stride + columns
-    tl.store(keys + at, tl.load(k + token * k_token + head * k_head + columns, mask=inside), mask=inside)
+    key = tl.load(k + token * k_token + head * k_head + columns, mask=inside)
     value = tl.load(v + token * v_token + head * v_head + columns, mask=inside)
+    if FP8:
+        key = fp8(key.to(tl.float32) / tl.load(kv_scales + head))
+        value = fp8(value.to(tl.float32) / tl.load(kv_scales + tl.num_programs(1) + head))
+    tl.store(keys + at, key, mask=inside)
     tl.store(values + at, value, mask=inside)
 
 
@@ -51,10 +59,12 @@ def write_kv(
     tables: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """k, v [tokens, kv heads, head_dim], views with a contiguous last axis, into a layer's
     keys and values [pages, page_size, kv heads, head_dim], at the positions int32 [tokens] of their batch
-    slots int32 [tokens], whose page tables are `tables` int32 [slots, pages]."""
+    slots int32 [tokens], whose page tables are `tables` int32 [slots, pages]; kv_scales: float32
+    [2, kv heads], where the pool is in FP8."""
     tokens, heads, dim = k.shape
     assert k.stride(2) == v.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
     _write[(tokens, heads)](
@@ -65,6 +75,7 @@ def write_kv(
         tables,
         keys,
         values,
+        tables if kv_scales is None else kv_scales,
         tables.stride(0),
         k.stride(0),
         k.stride(1),
@@ -75,6 +86,7 @@ def write_kv(
         keys.stride(2),
         DIM=dim,
         PAGE=keys.shape[1],
+        FP8=kv_scales is not None,
         BLOCK=triton.next_power_of_2(dim),
         num_warps=1 if dim <= 128 else 4,
     )

@@ -14,6 +14,12 @@ _HEAD_BLOCK = 8
 
 
 @triton.jit
+def fp8(x):
+    """Within the range of e4m3, which has no infinity."""
+    return tl.minimum(tl.maximum(x, -448.0), 448.0)
+
+
+@triton.jit
 def _write_qkv(
     qkv,
     weight,
@@ -22,6 +28,7 @@ def _write_qkv(
     slots,
     tables,
     cache,
+    kv_scales,
     table_stride,
     page_stride,
     head_stride,
@@ -32,6 +39,7 @@ def _write_qkv(
     ROTARY: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    FP8: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
@@ -83,12 +91,17 @@ def _write_qkv(
     kv = heads - HEADS
     value = (kv >= KV_HEADS).to(tl.int32)
     offset = (value * PAGE + position % PAGE) * DIM + (kv - value * KV_HEADS) * head_stride
+    if FP8:
+        by = tl.load(kv_scales + kv, mask=(kv >= 0) & (kv < 2 * KV_HEADS), other=1.0)[:, None]
+        low, high = fp8(low / by), fp8(high / by)
     target = cache + page * page_stride + offset[:, None] + columns[None, :]
     tl.store(target, low, mask=mask & (query == 0))
     tl.store(target + half, high, mask=mask & (query == 0))
     if ROTARY < DIM:
         if NORM:
             tl.store(row + rest_at, rest, mask=beyond & query)
+        if FP8:
+            rest = fp8(rest / by)
         target = cache + page * page_stride + offset[:, None] + more[None, :]
         tl.store(target, rest, mask=beyond & (query == 0))
 
@@ -103,6 +116,7 @@ def write_qkv(
     cache: torch.Tensor,
     num_heads: int,
     eps: float,
+    kv_scales: torch.Tensor | None = None,
     pdl: bool = True,
 ) -> None:
     """Normalizes (where there is a weight) and rotates queries in place; keys too, into the pool, as values.
@@ -110,8 +124,8 @@ def write_qkv(
     qkv: [tokens, (heads + 2 kv heads) * head_dim], contiguous; weight: [heads + kv heads, head_dim];
     rope: float32 [positions, rotary], cosines and then sines for the first values of each head; positions,
     slots: int32 [tokens]; tables: int32 [slots, pages]; cache: a layer's pages, [pages, kv heads, 2,
-    page_size, head_dim], each head contiguous. Computes in float32 and rounds once. `pdl`: starts while the
-    kernel before ends, and waits for it.
+    page_size, head_dim], each head contiguous; kv_scales: float32 [2, kv heads], where the cache is in FP8.
+    Computes in float32 and rounds once. `pdl`: starts while the kernel before ends, and waits for it.
     """
     _, kv_heads, _, page_size, dim = cache.shape
     blocks = triton.cdiv(num_heads + 2 * kv_heads, _HEAD_BLOCK)
@@ -123,6 +137,7 @@ def write_qkv(
         slots,
         tables,
         cache,
+        rope if kv_scales is None else kv_scales,
         tables.stride(0),
         cache.stride(0),
         cache.stride(1),
@@ -133,6 +148,7 @@ def write_qkv(
         ROTARY=rope.shape[1],
         PAGE=page_size,
         NORM=weight is not None,
+        FP8=kv_scales is not None,
         HEAD_BLOCK=_HEAD_BLOCK,
         HALF_BLOCK=triton.next_power_of_2(rope.shape[1] // 2),
         REST_BLOCK=triton.next_power_of_2(max(dim - rope.shape[1], 1)),
