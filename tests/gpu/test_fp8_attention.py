@@ -11,7 +11,9 @@ from rig import CUDA, generate, make, prompts_of, reference_logits, save_checkpo
 from test_paged_attention import random_rows
 from test_runner import LENGTHS, greedy
 
+from baton.attention.fa3 import Fa3Attention
 from baton.attention.fp8 import E4M3, quantize
+from baton.attention.mixed import MixedAttention
 from baton.attention.registry import resolve
 from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
@@ -72,8 +74,11 @@ def test_kernels_write_what_torch_rounds(dtype, dim, rotary):
     ("dtype", "shape", "page_size"),
     [(BF16, (16, 8, 128), 128), (BF16, (8, 2, 64), 16), (torch.float32, (16, 8, 128), 64)],
 )
-@pytest.mark.parametrize("window", [None, 100])
-def test_triton_equals_torch(dtype, shape, page_size, singles, chunks, window):
+@pytest.mark.parametrize(("name", "window"), [("triton", None), ("triton", 100), ("fa3", None), ("fa3", 100)])
+def test_kernels_equal_torch(name, dtype, shape, page_size, singles, chunks, window):
+    """FlashAttention 3 rounds queries and weights to FP8 as well."""
+    if name == "fa3" and (dtype != BF16 or page_size != 128):
+        pytest.skip("FA3: 16 bits, pages of its tiles")
     heads, kv_heads, dim = shape
     torch.manual_seed(page_size)
     rows, pages = random_rows(random.Random(f"{heads} {singles} {chunks}"), page_size, singles, chunks)
@@ -85,7 +90,8 @@ def test_triton_equals_torch(dtype, shape, page_size, singles, chunks, window):
         pool.raw.copy_(filled.view(torch.uint8).view(pool.raw.shape))
     total = sum(row.count for row in rows)
     q, k, v = (torch.randn(total, h, dim, device=CUDA).to(dtype) for h in (heads, kv_heads, kv_heads))
-    tested, reference = TritonAttention(pools[0], heads, options), TorchAttention(pools[1], heads, options)
+    backend = TritonAttention if name == "triton" else Fa3Attention
+    tested, reference = backend(pools[0], heads, options), TorchAttention(pools[1], heads, options)
     out, want = torch.full_like(q, math.nan), torch.full_like(q, math.nan, dtype=torch.float32)
     with torch.inference_mode():
         for mine, at in ((rows[:singles], slice(0, singles)), (rows[singles:], slice(singles, total))):
@@ -94,28 +100,38 @@ def test_triton_equals_torch(dtype, shape, page_size, singles, chunks, window):
                     backend.prepare(mine)
                     backend.forward(1, *(x[at].to(kind) for x in (q, k, v)), target[at])
     assert torch.equal(pools[0].raw, pools[1].raw)
-    assert ((out.float() - want).norm() / want.norm()).item() < (1e-5 if dtype == torch.float32 else 5e-3)
+    error = ((out.float() - want).norm() / want.norm()).item()
+    assert error < (5e-2 if name == "fa3" else 1e-5 if dtype == torch.float32 else 5e-3)
 
 
-@pytest.mark.parametrize("kind", ["plain", "graphs:triton/triton", "eager:triton/triton"])
-def test_greedy_tokens_of_a_model(kind, tmp_path):
-    path = save_checkpoint(tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "tolerance"),
+    [
+        ("plain", 0.4),
+        ("graphs:triton/triton", 0.4),
+        ("eager:triton/triton", 0.4),
+        ("graphs:mixed/mixed", 0.8),
+    ],
+)
+def test_greedy_tokens_of_a_model(kind, tolerance, tmp_path):
+    path = save_checkpoint(tmp_path, head_dim=128)
     model, _ = make(path, "cpu", torch.float32)
     layers, kv_heads = model._pool.layout.num_layers, model._pool.layout.num_kv_heads
     torch.manual_seed(1)
     scales = torch.rand(layers, 2, kv_heads) * 0.1 + 0.01
     prompts = prompts_of(*LENGTHS)
-    runner, cache = make(path, kind, BF16, page_size=64, kv_scales=scales)
+    runner, cache = make(path, kind, BF16, page_size=128, kv_scales=scales)
     outputs = generate(runner, cache, prompts, greedy(len(prompts)))
     wrong = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         logits = reference_logits(path, prompt + output, scales)[len(prompt) - 1 : -1]
         gap = logits.amax(1) - logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
-        assert gap.max().item() <= 0.4
+        assert gap.max().item() <= tolerance
         wrong += int((gap > 0).sum())
-    assert wrong <= 0.15 * sum(map(len, outputs))
+    assert wrong <= tolerance / 2 * sum(map(len, outputs))
 
 
 def test_auto_takes_a_backend_that_reads_fp8():
-    backend, reason = resolve("auto", CUDA, BF16, 128, frozenset({"kv_scales"}))
-    assert backend is TritonAttention and "kv_scales" in reason
+    assert resolve("auto", CUDA, BF16, 128, frozenset({"kv_scales"}))[0] is MixedAttention
+    with_sinks = frozenset({"kv_scales", "sinks", "sinks and kv_scales"})
+    assert resolve("auto", CUDA, BF16, 128, with_sinks)[0] is TritonAttention

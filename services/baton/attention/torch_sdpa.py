@@ -61,7 +61,7 @@ class TorchAttention:
     """
 
     name = "torch"
-    features = frozenset({"scale", "window", "softcap", "sinks", "kv_scales"})
+    features = frozenset({"scale", "window", "softcap", "sinks", "kv_scales", "sinks and kv_scales"})
 
     @staticmethod
     def available(

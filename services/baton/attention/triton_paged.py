@@ -22,7 +22,7 @@ class TritonAttention(PagedAttention):
     """One launch for rows of one token, one for chunks. Reads nothing behind a row's end."""
 
     name = "triton"
-    features = frozenset({"scale", "window", "softcap", "sinks", "kv_scales"})
+    features = frozenset({"scale", "window", "softcap", "sinks", "kv_scales", "sinks and kv_scales"})
 
     @staticmethod
     def available(

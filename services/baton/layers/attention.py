@@ -50,7 +50,9 @@ class AttentionOptions:
     def features(self) -> frozenset[str]:
         """Those in use, by name."""
         names = ("scale", "window", "softcap", "sinks", "latent", "kv_scales")
-        return frozenset(name for name in names if getattr(self, name) is not None)
+        found = frozenset(name for name in names if getattr(self, name) is not None)
+        # FlashAttention 3 has not been tried with both.
+        return found | {"sinks and kv_scales"} if found >= {"sinks", "kv_scales"} else found
 
 
 NONE = AttentionOptions()
