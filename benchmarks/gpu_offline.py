@@ -95,11 +95,19 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
             batch_invariant=options.batch_invariant,
             prefill_attention=options.prefill_attention,
             decode_attention=options.decode_attention,
+            quantization=options.quantization,
+            quantize_head=options.quantize_head,
         )
         bench = EngineBench(config)
         weights = weight_bytes(bench)
     bandwidth = copy_bandwidth(bench.engine.device)
-    facts |= bench.facts() | {"model": model, "floor_ms": weights / bandwidth * 1e3, "bandwidth": bandwidth}
+    facts |= bench.facts() | {
+        "model": model,
+        "quantization": options.quantization,
+        "quantize_head": options.quantize_head,
+        "floor_ms": weights / bandwidth * 1e3,
+        "bandwidth": bandwidth,
+    }
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()}, flush=True)
     for part in options.parts.split(","):
         sizes = PARTS[part]
@@ -140,6 +148,8 @@ def main() -> None:
     parser.add_argument("--decode-attention", default="auto")
     parser.add_argument("--commit", default="")
     parser.add_argument("--batch-invariant", action="store_true", help="what that mode costs")
+    parser.add_argument("--quantization", default="auto", help="fp8, int8 or int4, while loading")
+    parser.add_argument("--quantize-head", action="store_true")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     configure("bench", "warning")

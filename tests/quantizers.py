@@ -186,8 +186,10 @@ def _extremes(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tens
     return parts.amin(2), parts.amax(2)
 
 
-def write(path: Path, model: torch.nn.Module, scheme: Scheme, skip: tuple[str, ...] = ("lm_head",)) -> None:
-    """Quantizes the matrices of the layers in a checkpoint of `model`, which get the weights that it then
+def write(
+    path: Path, model: torch.nn.Module | None, scheme: Scheme, skip: tuple[str, ...] = ("lm_head",)
+) -> None:
+    """Quantizes the matrices of the layers in a checkpoint of `model`, which gets the weights that it then
     stands for. Not those whose names have a part of `skip`."""
     tensors = load_file(path / "model.safetensors")
     random = torch.Generator().manual_seed(0)
@@ -204,7 +206,8 @@ def write(path: Path, model: torch.nn.Module, scheme: Scheme, skip: tuple[str, .
     save_file(out, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme.config}))
-    _set(model, path, tensors)
+    if model is not None:
+        _set(model, path, tensors)
 
 
 def _set(model: torch.nn.Module, path: Path, tensors: Stored) -> None:

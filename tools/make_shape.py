@@ -83,6 +83,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "tie_word_embeddings": False,
     },
+    "llama-70b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "vocab_size": 1024,
         "num_key_value_heads": 2,
@@ -95,7 +109,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Qwen3's (30b-a3b: with experts), DeepSeek-V2-Lite's, and one for trying things out on a CPU."""
+"""Qwen3's (30b-a3b: with experts), DeepSeek-V2-Lite's, Llama 3's, and one for trying things out on a CPU."""
 
 
 def write_shape(shape: str, folder: Path) -> None:

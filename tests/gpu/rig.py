@@ -74,12 +74,13 @@ def make(
     slots: int = 16,
     poison: float = 0.0,
     kv_scales: torch.Tensor | None = None,
+    quantization: str = "auto",
 ):
     """A runner and its cache; kind: "cpu", or on the GPU "plain" (ModelRunner with the torch backend), "fa3"
     or "triton" (the same with that one), "graphs" or "eager" (CudaRunner), or these with their backends:
     "graphs:PREFILL/DECODE", or "invariant" (the batch has no say in the order of computing)."""
     device = torch.device("cpu") if kind == "cpu" else CUDA
-    model = load_model(path, dtype, device)
+    model = load_model(path, dtype, device, quantization=quantization)
     config = model.config
     if kv_scales is not None:
         model.set_kv_scales(kv_scales.to(device))
@@ -152,9 +153,11 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def reference_logits(path: Path, tokens: list[int], kv_scales: torch.Tensor | None = None) -> torch.Tensor:
+def reference_logits(
+    path: Path, tokens: list[int], kv_scales: torch.Tensor | None = None, *, quantization: str = "auto"
+) -> torch.Tensor:
     """float32 on the CPU: logits [tokens, vocab] of the whole sequence in one pass."""
-    model = load_model(path, torch.float32, "cpu")
+    model = load_model(path, torch.float32, "cpu", quantization=quantization)
     config = model.config
     if kv_scales is not None:
         model.set_kv_scales(kv_scales)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from random_checkpoints import Driver, largest_difference, random_prompts, save_checkpoint
@@ -11,10 +15,14 @@ from baton.layers.linear import Linear, fastest_product
 from baton.layers.weights.cpu import CANDIDATES, Dequantized, TwoDigits, exact_products
 from baton.layers.weights.method import Method, QuantizedWeight, quantize
 from baton.models.loader import declared, load_model, weight_bytes
-from baton.models.weight_plan import weight_plan
-from quantizers import awq, compressed, fp8_blocks, gptq, write
+from baton.models.weight_plan import describe, weight_plan
+from quantizers import awq, compressed, fp8, fp8_blocks, gptq, write
 
-CPU = torch.device("cpu")
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+
+from make_shape import write_shape
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def made(bits, outputs=96, inputs=128, group=32, seed=0):
@@ -206,15 +214,80 @@ def test_what_cannot_be_done_is_refused(tmp_path):
             weight_bytes(tmp_path, **options)
         with pytest.raises(CheckpointError, match=words):
             load_model(tmp_path, **options)
-    with pytest.raises(CheckpointError, match="works on a CPU only"):
-        weight_plan(tmp_path, torch.device("cuda"), "int8")
+    with pytest.raises(CheckpointError, match="Hopper GPUs alone"):
+        weight_plan(tmp_path, CUDA, "int8")
     write(tmp_path, model, fp8_blocks((32, 32)))
     with pytest.raises(CheckpointError, match=r"this one has FP8 in blocks of 32 x 32 \(fp8\)"):
         weight_bytes(tmp_path, quantization="int8")
 
 
-def test_on_a_gpu_everything_is_dequantized(tmp_path):
+def test_without_kernels_a_gpu_dequantizes_everything(tmp_path):
     model = save_checkpoint("qwen3-bias", tmp_path)
     write(tmp_path, model, awq())
-    assert weight_plan(tmp_path, torch.device("cuda")).method is None
+    assert weight_plan(tmp_path, CUDA).method is None
     assert weight_plan(tmp_path, CPU).method == Method(4, 32)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Plans are made as for a GPU with kernels; nothing is put there."""
+    monkeypatch.setattr("baton.models.weight_plan.unsuited", lambda device, dtype: None)
+
+
+FLOATING = {"num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "method"),
+    [
+        (fp8(static=True, rows=False), Method(8, floating=True)),
+        (fp8(static=False, rows=True), Method(8, floating=True)),
+        (fp8_blocks((128, 128)), Method(8, 128, floating=True, rows=128)),
+        (fp8_blocks((32, 32)), None),
+        (compressed("float-quantized", strategy="channel", **FLOATING), Method(8, floating=True)),
+        (
+            compressed("float-quantized", strategy="block", block_structure=[128, 128], **FLOATING),
+            Method(8, 128, floating=True, rows=128),
+        ),
+        (compressed("int-quantized", num_bits=8, strategy="channel"), Method(8)),
+        (gptq(symmetric=False), Method(4, 32)),
+        (gptq(desc_act=True), None),
+        (awq(), Method(4, 32)),
+    ],
+)
+def test_what_stays_quantized_on_a_gpu(scheme, method, hopper, tmp_path):
+    save_checkpoint("qwen3-bias", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme.config}))
+    plan = weight_plan(tmp_path, CUDA, load_format="dummy")
+    assert plan.method == method
+    assert plan.on_gpu == (method is not None)
+    assert weight_plan(tmp_path, CUDA, "none", load_format="dummy").method is None
+    said = describe(tmp_path, CUDA, load_format="dummy")
+    assert ("dequantized while loading" in said) == (method is None)
+
+
+@pytest.mark.parametrize(("quantization", "share"), [("fp8", 0.53), ("int8", 0.53), ("int4", 0.35)])
+def test_the_estimate_for_a_gpu_counts_packed_bytes(quantization, share, hopper, tmp_path):
+    write_shape("8b", tmp_path)
+    options = {"device": CUDA, "load_format": "dummy"}
+    layers = 6.95e9
+    found = weight_bytes(tmp_path, torch.bfloat16, quantization=quantization, **options)
+    plain = weight_bytes(tmp_path, torch.bfloat16, **options)
+    assert plain - found > (1 - share) * 2 * layers * 0.99
+    with_head = weight_bytes(
+        tmp_path, torch.bfloat16, quantization=quantization, quantize_head=True, **options
+    )
+    assert found - with_head > (1 - share) * 2 * 151936 * 4096 * 0.99
+
+
+def test_blocks_are_not_kept_across_matrices_that_do_not_end_with_one(hopper, tmp_path):
+    """Queries and keys of 4 x 32 and 2 x 32 rows."""
+    write_shape("tiny", tmp_path)
+    scheme = fp8_blocks((128, 128))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme.config}))
+    plan = weight_plan(tmp_path, CUDA, load_format="dummy")
+    layer = declared(tmp_path, torch.bfloat16, plan=plan).layers[0]
+    assert layer.attention.qkv.quantized is None
+    assert layer.attention.output.quantized.block == layer.feed_forward.gate_up.quantized.block == 128

@@ -249,7 +249,7 @@ def served(
         size = weight_bytes(
             path, dtype, implementation=implementation, quantization=quantization, device=device
         )
-        how = describe(path, device, quantization)
+        how = describe(path, device, quantization, dtype)
         kv = kv_shape(config)
     except CheckpointError as error:
         yield Check(name, "bad", str(error))

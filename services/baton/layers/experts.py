@@ -13,6 +13,7 @@ from baton.layers.linear import Linear
 from baton.layers.mlp import ACTIVATIONS, GatedMlp
 from baton.layers.parameters import Parameters
 from baton.layers.shard import Span, times
+from baton.layers.weights.method import Method, QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,17 @@ class ClampedSwiglu:
         return (up.clamp(-self.limit, self.limit) + 1) * gate * torch.sigmoid(gate * self.alpha)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """A matrix of all experts."""
+
+    values: torch.Tensor
+    """[experts, out, in]: weights, or codes of 8 bits"""
+    scale: torch.Tensor | None = None
+    """float32 [experts * out, 1], or [experts * out / 128, in / 128]"""
+    scaled: Literal["", "rows", "blocks"] = ""
+
+
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -127,9 +139,17 @@ class Experts:
         self.activation = activation
         self.quantized: list[tuple[Linear, Linear]] | None = None
         """Each expert's gate_up and down where they stay quantized; the tensors below are then empty."""
-        if projections is not None and not bias and _stays_quantized(parameters, hidden, inner, projections):
+        self.merged: tuple[QuantizedWeight, QuantizedWeight] | None = None
+        """On a GPU: gate_up and down of all experts, one below the other."""
+        method = None if projections is None or bias else _method(parameters, hidden, inner, projections)
+        if projections is not None and method is not None:
+            if parameters.plan.on_gpu:
+                self.merged = (
+                    QuantizedWeight(method, count * 2 * own[1], hidden, parameters.device),
+                    QuantizedWeight(method, count * hidden, own[1], parameters.device),
+                )
             self.quantized = [
-                _quantized(parameters.under(str(expert)), hidden, inner, projections)
+                self._expert(parameters.under(str(expert)), expert, hidden, projections, inner, own)
                 for expert in range(count)
             ]
             count = 0
@@ -144,6 +164,38 @@ class Experts:
                 self._declare(parameters.under(str(expert)), expert, projections, inner, own)
         if self.down_bias is not None and parameters.shard.rank:
             self.down_bias = None  # rank 0 adds it
+
+    def _expert(
+        self,
+        parameters: Parameters,
+        expert: int,
+        hidden: int,
+        projections: tuple[str, str, str],
+        inner: int,
+        own: Span,
+    ) -> tuple[Linear, Linear]:
+        """One that stays quantized. `inner`: of all ranks; `own`: the part of this one."""
+        gate, up, down = projections
+        into: tuple[QuantizedWeight | None, QuantizedWeight | None] = None, None
+        if self.merged is not None:
+            first, second = self.merged
+            into = first.rows(expert * 2 * own[1], 2 * own[1]), second.rows(expert * hidden, hidden)
+        rows = {gate: [own], up: [own]}
+        gate_up = parameters.linear({gate: inner, up: inner}, hidden, rows=rows, memory=into[0])
+        out = parameters.linear({down: hidden}, inner, columns=own, reduce=False, memory=into[1])
+        return gate_up, out
+
+    @property
+    def computable(self) -> bool:
+        """Whether kernels can read all experts: `matrices`."""
+        return self.quantized is None or self.merged is not None
+
+    def matrices(self) -> tuple[ExpertMatrix, ExpertMatrix]:
+        """gate_up and down, as kernels read them."""
+        if self.merged is not None:
+            first, second = self.merged
+            return _matrix(first, self.count), _matrix(second, self.count)
+        return ExpertMatrix(self.gate_up), ExpertMatrix(self.down)
 
     def _declare(
         self, parameters: Parameters, expert: int, projections: tuple[str, str, str], inner: int, own: Span
@@ -232,23 +284,25 @@ class Experts:
         return self.activation(gate, up)
 
 
-def _stays_quantized(
+def _method(
     parameters: Parameters, hidden: int, inner: int, projections: tuple[str, str, str]
-) -> bool:
-    """Whether expert 0 does, and so all."""
+) -> Method | None:
+    """How expert 0 stays quantized, and so all; None: they do not. GPUs have no kernels for 4 bits, and
+    blocks are not divided among ranks."""
     gate, up, down = (f"{parameters.prefix}0.{name}.weight" for name in projections)
-    method_of = parameters.plan.method_of
-    return method_of([gate, up], hidden) is not None and method_of([down], inner) is not None
+    method = parameters.plan.method_of([gate, up], hidden)
+    if method is None or parameters.plan.method_of([down], inner) is None:
+        return None
+    if parameters.plan.on_gpu and (method.bits == 4 or hidden % method.rows or inner % method.rows):
+        return None
+    if method.rows > 1 and parameters.shard.size > 1:
+        return None
+    return method
 
 
-def _quantized(
-    parameters: Parameters, hidden: int, inner: int, projections: tuple[str, str, str]
-) -> tuple[Linear, Linear]:
-    """Of one expert."""
-    gate, up, down = projections
-    own = parameters.shard.split(inner, "inner values of an expert")
-    gate_up = parameters.linear({gate: inner, up: inner}, hidden, rows={gate: [own], up: [own]})
-    return gate_up, parameters.linear({down: hidden}, inner, columns=own, reduce=False)
+def _matrix(weight: QuantizedWeight, experts: int) -> ExpertMatrix:
+    codes = weight.codes.view(experts, -1, weight.shape[1])
+    return ExpertMatrix(codes, weight.scale, "blocks" if weight.block > 1 else "rows")
 
 
 def _halves(interleaved: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,7 @@ class Linear:
         """`communicator`: x are this rank's inputs, and y is the sum over all ranks."""
         self.weight: torch.Tensor | None = None
         self.quantized: QuantizedWeight | None = None
-        """The weight, where it stays quantized; until `pack`."""
+        """The weight, where it stays quantized; on a CPU until it is packed."""
         if isinstance(weight, QuantizedWeight):
             self.quantized = weight
         else:
@@ -165,9 +165,13 @@ class Linear:
 
     def pack_quantized(self, product: type[Product], dtype: torch.dtype) -> None:
         """Likewise for a quantized weight; `dtype`: of the model."""
+        self.use(product, dtype)
+        self.quantized = None
+
+    def use(self, product: type[Product], dtype: torch.dtype) -> None:
+        """Computes with a quantized weight by this product from now on."""
         assert self.quantized is not None
         self._packed = product(self.quantized, dtype)
-        self.quantized = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out]"""
@@ -182,8 +186,11 @@ class Linear:
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Writes y of a layer without bias into `out` [rows, out]; not on a CPU."""
-        assert self.weight is not None and self.bias is None
-        torch.mm(x, self.weight.t(), out=out)
+        assert self.bias is None
+        if self.weight is None:
+            out.copy_(self(x))
+        else:
+            torch.mm(x, self.weight.t(), out=out)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + y, [rows, out]; `residual` may be overwritten."""

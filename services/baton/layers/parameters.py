@@ -98,9 +98,11 @@ class Parameters:
         rows: Mapping[str, Sequence[Span]] | None = None,
         columns: Span | None = None,
         reduce: bool = True,
+        memory: QuantizedWeight | None = None,
     ) -> Linear:
         """Projections of one input, merged: name -> outputs. `convert`: reorders the rows of a part's weight
-        and bias, by name. `quantize`: may be quantized while loading.
+        and bias, by name. `quantize`: may be quantized while loading; `memory`: where it lies if it is, else
+        in memory of its own.
 
         With several ranks: `rows`: those of each part that this rank holds, where it does not hold all.
         `columns`: the inputs that it has, of whose products the sum over all ranks is taken unless `reduce`
@@ -119,7 +121,9 @@ class Parameters:
             inputs = columns[1]
         plan = self.plan if quantize or self.plan.stored is not None else WeightPlan()
         method = plan.method_of([f"{self.prefix}{name}.weight" for name in parts], inputs)
-        convert, weight = convert or {}, self._weight(method, sum(sizes), inputs)
+        if method is not None and not _apart(method, sizes, bool(convert) or not single):
+            method = None
+        convert, weight = convert or {}, memory or self._weight(method, sum(sizes), inputs)
         first = 0
         for (name, shape), size in zip(shapes.items(), sizes, strict=True):
             own = convert.get(name)
@@ -164,3 +168,8 @@ class Parameters:
     @property
     def nbytes(self) -> int:
         return sum(parameter.target.nbytes for parameter in self.table.values())
+
+
+def _apart(method: Method, sizes: Sequence[int], reordered: bool) -> bool:
+    """Whether blocks of rows that share a scale do not reach across merged matrices, or are taken apart."""
+    return method.rows == 1 or not (reordered or any(size % method.rows for size in sizes[:-1]))

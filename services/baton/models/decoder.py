@@ -192,6 +192,12 @@ class Decoder:
                 rope.prepare(positions, self.dtype, self.device)
         if self.config.tied and self.head.quantized is not None:
             self.head.quantized.fill(0, self.embedding)
+        if self.device.type == "cuda":
+            for linear in self.parameters.linears:
+                if linear.quantized is not None:
+                    from baton.layers.kernels.quantized_linear import KernelProduct
+
+                    linear.use(KernelProduct, self.dtype)
         if self.device.type == "cpu":
             self._pack()
             for parameter in self.parameters.table.values():  # what has been packed is held no more
@@ -248,7 +254,7 @@ class Decoder:
 def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
     """The layers if all are those of Llama or of DeepSeek, and whole: attention to all positions, whole heads
     rotated alike or latents, a gated SiLU layer or a mixture of such; else None."""
-    if not isinstance(decoder, Decoder) or decoder.parameters.plan.method is not None:
+    if not isinstance(decoder, Decoder):
         return None
     if decoder.shard.size > 1:
         return None
@@ -273,5 +279,5 @@ def _plain_feed_forward(module: FeedForward | None) -> bool:
         return False
     experts, shared = module.experts, module.shared
     aligned = experts.inner % 8 == 0 and experts.gate_up.shape[2] % 8 == 0
-    simple = experts.activation == "silu" and experts.gate_up_bias is None
+    simple = experts.activation == "silu" and experts.gate_up_bias is None and experts.computable
     return aligned and simple and (shared is None or _plain_feed_forward(shared))

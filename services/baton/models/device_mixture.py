@@ -24,15 +24,17 @@ def device_mixture(mixture: Mixture) -> Callable[[torch.Tensor], torch.Tensor]:
 def why_no_kernels(mixture: Mixture) -> str | None:
     """Why `FusedMixture` does not take the mixture; None: it does."""
     experts, shared = mixture.experts, mixture.shared
-    if experts.quantized is not None:
-        return "its experts stay quantized"
+    if not experts.computable:
+        return "its experts stay quantized to 4 bits"
     if experts.gate_up.dtype not in (torch.bfloat16, torch.float16):
         return f"the kernels do not compute {str(experts.gate_up.dtype).removeprefix('torch.')}"
     if experts.inner % 8 or experts.gate_up.shape[2] % 8:
         return "its sizes are not multiples of 8"
     if experts.activation != "silu" or experts.gate_up_bias is not None:
         return "its experts have biases, or an activation that the kernels do not know"
-    if shared is not None and (shared.activation != "silu" or shared.down.weight is None):
+    if shared is not None and (
+        shared.activation != "silu" or (shared.down.weight is None and shared.down.quantized is None)
+    ):
         return "its shared expert is not a plain one"
     return None
 

@@ -9,6 +9,8 @@ Needs a GPU: import it where one is in use.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +21,14 @@ from baton.kvcache.pool import KvPool
 from baton.layers.attention import Attention
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import AttendPages
+from baton.layers.kernels import quantize
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_parts
 from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.matmul import matmul
 from baton.layers.kernels.norm import fused_add_rmsnorm, rmsnorm
+from baton.layers.kernels.products import scaled_product
+from baton.layers.kernels.quantize import Quantized
+from baton.layers.kernels.quantized_linear import quantize_for, quantizes
 from baton.layers.latent_attention import LatentAttention
 from baton.layers.linear import Linear
 from baton.layers.mlp import GatedMlp
@@ -98,26 +104,65 @@ class FusedDecoder:
             return self._forward_one(residual, positions, slots, attend, wanted)
         if decode and self._few and tokens.shape[0] <= MOST_ROWS:
             return self._forward_few(residual, positions, slots, attend, wanted)
-        norms = [w.input_norm for w in self._layers[1:]] + [model.norm.weight]
-        x = rmsnorm(residual, self._layers[0].input_norm, eps)
-        for w, following in zip(self._layers, norms, strict=True):
+        x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
+        for w, following, user in self._followed():
             attention = w.attention
             projected = self._project(attention.input, x)
             q = attention.write(projected, positions, slots, self._tables, w.cache, self._rope)
             if wanted is not None and following is model.norm.weight and not wanted.shape[0]:
-                return x[:0]
+                return residual[:0]
             attended = attention.attend(attend, q)
             if wanted is not None and following is model.norm.weight:
                 attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
-            x = self._project(attention.output, attended)
-            fused_add_rmsnorm(x, residual, w.post_norm, eps)
+            update = self._project(attention.output, attended)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
-                add_norm(residual, mlp.parts(x), following, x, eps)
+                fused_add_rmsnorm(update, residual, w.post_norm, eps)
+                x = self._norm(residual, mlp.parts(update), following, user, out=update)
             else:
-                x = self._project(mlp.down, silu_and_mul(self._project(mlp.gate_up, x)))
-                fused_add_rmsnorm(x, residual, following, eps)
+                x = self._norm(residual, update[None], w.post_norm, mlp.gate_up)
+                inner = self._inner_of(self._project(mlp.gate_up, x), mlp.down)
+                x = self._norm(residual, self._project(mlp.down, inner)[None], following, user)
+        assert isinstance(x, torch.Tensor)
         return x
+
+    def _followed(self) -> Iterator[tuple[_Weights, torch.Tensor, Linear | None]]:
+        """Each layer, with the norm that follows it and the projection that takes what that writes."""
+        for w, after in itertools.pairwise(self._layers):
+            yield w, after.input_norm, after.attention.input
+        yield self._layers[-1], self.model.norm.weight, None
+
+    def _norm(
+        self,
+        residual: torch.Tensor,
+        parts: torch.Tensor | None,
+        norm: torch.Tensor,
+        user: Linear | None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor | Quantized:
+        """residual [tokens, hidden] += `parts` [n, tokens, hidden] -> normalized, as `user` takes it, in
+        `out`, which several parts need, or in place of the only one."""
+        eps = self.model.config.rms_norm_eps
+        weight = user.quantized if user is not None and not self._invariant else None
+        if weight is not None and quantizes(weight, len(residual)):
+            return quantize.add_norm(residual, parts, norm, eps, weight.codes.dtype, weight.block > 1)
+        if parts is None:
+            return rmsnorm(residual, norm, eps)
+        if out is not None:
+            add_norm(residual, parts, norm, out, eps)
+            return out
+        x: torch.Tensor = parts[0]
+        fused_add_rmsnorm(x, residual, norm, eps)
+        return x
+
+    def _inner_of(self, gate_up: torch.Tensor, user: Linear) -> torch.Tensor | Quantized:
+        """[tokens, 2 * inner] -> silu(gate) * up, as `user` takes it."""
+        weight = None if self._invariant else user.quantized
+        if weight is not None and quantizes(weight, len(gate_up)):
+            return quantize.silu_and_mul(gate_up, weight.codes.dtype, weight.block > 1)
+        inner: torch.Tensor = silu_and_mul(gate_up)
+        return inner
 
     def _forward_few(
         self,
@@ -128,30 +173,40 @@ class FusedDecoder:
         wanted: torch.Tensor | None,
     ) -> torch.Tensor:
         """The same for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
-        model, eps = self.model, self.model.config.rms_norm_eps
-        norms = [w.input_norm for w in self._layers[1:]] + [model.norm.weight]
-        x = rmsnorm(residual, self._layers[0].input_norm, eps)
-        for w, following in zip(self._layers, norms, strict=True):
+        eps, normed = self.model.config.rms_norm_eps, torch.empty_like(residual)
+        x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
+        for w, following, user in self._followed():
             attention = w.attention
-            q = attention.write(attention.input(x), positions, slots, self._tables, w.cache, self._rope)
+            projected = self._project(attention.input, x)
+            q = attention.write(projected, positions, slots, self._tables, w.cache, self._rope)
             attended = attention.attend(attend, q)
-            add_norm(residual, project_parts(attended, attention.output), w.post_norm, x, eps)
+            parts = project_parts(_for(attention.output, attended), attention.output)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
-                parts = mlp.parts(x)
+                add_norm(residual, parts, w.post_norm, normed, eps)
+                parts = mlp.parts(normed)
             else:
-                inner = gated(x, mlp.gate_up)
-                if inner is None:
-                    inner = silu_and_mul(mlp.gate_up(x))
+                x = self._norm(residual, parts, w.post_norm, mlp.gate_up, out=normed)
+                gate_up = gated(x, mlp.gate_up, residual.dtype)
+                if gate_up is not None:
+                    inner = _for(mlp.down, gate_up)
+                else:
+                    inner = self._inner_of(self._project(mlp.gate_up, x), mlp.down)
                 parts = project_parts(inner, mlp.down)
-            add_norm(residual, parts, following, x, eps)
+            x = self._norm(residual, parts, following, user, out=normed)
+        assert isinstance(x, torch.Tensor)
         return x if wanted is None else x.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._project(self.model.head, hidden, out)
 
-    def _project(self, linear: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def _project(
+        self, linear: Linear, x: torch.Tensor | Quantized, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[rows, in] -> [rows, out], into `out` if given, which is for layers without bias."""
+        if isinstance(x, Quantized):
+            assert linear.quantized is not None and out is None
+            return scaled_product(x, linear.quantized, self.model.dtype, linear.bias)
         if self._invariant:
             return matmul(x, linear, out)
         if out is None:
@@ -185,3 +240,9 @@ class FusedDecoder:
         if wanted is not None:
             residual = residual.index_select(0, wanted)
         return rmsnorm(residual, model.norm.weight, eps)
+
+
+def _for(user: Linear, x: torch.Tensor) -> torch.Tensor | Quantized:
+    """x [tokens, in] as `user` multiplies it."""
+    weight = user.quantized
+    return quantize_for(weight, x) if weight is not None and quantizes(weight, len(x)) else x

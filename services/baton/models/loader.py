@@ -208,7 +208,7 @@ def load_model(
     if config.implementation == "transformers":
         _check_plain(quantization, quantize_head, shard)
         return transformers_backed.load(path, config, dtype, device, load_format == "dummy")
-    plan = weight_plan(path, device, quantization, quantize_head, load_format)
+    plan = weight_plan(path, device, quantization, quantize_head, load_format, dtype)
     _check_shard(plan, shard)
     parameters = Parameters(dtype, device, plan=plan, shard=shard, communicator=communicator)
     model = build(config, parameters)
@@ -288,7 +288,8 @@ def weight_bytes(
     if config.implementation == "transformers":
         _check_plain(quantization, quantize_head, shard)
         return transformers_backed.weight_bytes(config, dtype or config.dtype)
-    plan = weight_plan(path, device or torch.device("cpu"), quantization, quantize_head, load_format)
+    dtype, device = dtype or config.dtype, device or torch.device("cpu")
+    plan = weight_plan(path, device, quantization, quantize_head, load_format, dtype)
     _check_shard(plan, shard)
     return declared(path, dtype, context_length, plan, shard).weight_bytes
 
@@ -307,7 +308,8 @@ def _fill(parameters: Parameters, report: Progress) -> None:
         target = parameter.target
         if isinstance(target, QuantizedWeight):
             generator = torch.Generator(target.device).manual_seed(index)
-            target.fill(0, torch.randn(target.shape, generator=generator) / math.sqrt(target.shape[1]))
+            noise = torch.randn(target.shape, generator=generator, device=target.device)
+            target.fill(0, noise.div_(math.sqrt(target.shape[1])))
         elif parameter.fill == "normal":
             generator = torch.Generator(target.device).manual_seed(index)
             target.normal_(0.0, 1 / math.sqrt(target.shape[-1]), generator=generator)

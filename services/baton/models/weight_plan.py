@@ -8,6 +8,7 @@ import torch
 
 from baton.layers.weights.awq import Awq
 from baton.layers.weights.compressed import Compressed, Packed
+from baton.layers.weights.fp8 import Fp8, Fp8Blocks
 from baton.layers.weights.gptq import Gptq
 from baton.layers.weights.method import INT4_GROUPS, Method, WeightPlan
 from baton.layers.weights.quantized import Format
@@ -16,8 +17,10 @@ from baton.models.quantized_file import QuantizedFile
 from baton.models.tensor_files import stored_format, tensor_files
 
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
-ONLINE_GROUP = 32
-"""Of 4 bits that are quantized while loading. Blocks of GGUF's Q4_1 have this size, and stay as they are."""
+ONLINE_GROUP = {"cpu": 32, "cuda": 64}
+"""Of 4 bits that are quantized while loading. Blocks of GGUF's Q4_1 have 32 columns, and stay as they are."""
+FP8_BLOCK = 128
+"""Rows and columns of blocks that GPUs have kernels for."""
 
 
 def weight_plan(
@@ -26,40 +29,65 @@ def weight_plan(
     quantization: str = "auto",
     head: bool = False,
     load_format: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
 ) -> WeightPlan:
     """`quantization`: "auto": what a checkpoint has quantized stays so where `device` computes with it;
     "none": everything is dequantized while loading; otherwise what is not quantized is, while loading.
-    `head`: the head, too. Raises CheckpointError.
+    `head`: the head, too. `dtype`: the model's. Raises CheckpointError.
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
         raise ModelError(f"quantization {quantization!r} is not known; known are {known}")
     format = stored_format(path)
     online = quantization not in ("auto", "none")
-    if head and quantization not in ("int8", "int4"):
-        raise ModelError("--quantize-head needs --quantization int8 or int4")
+    on_gpu = device.type == "cuda"
+    if head and quantization not in (("fp8", "int8", "int4") if on_gpu else ("int8", "int4")):
+        raise ModelError("--quantize-head needs --quantization int8 or int4, or on a GPU fp8")
     if online and format is not None:
         raise ModelError(
             f"--quantization {quantization} is for checkpoints that are not quantized; this one has "
             f"{format.name}; leave it out"
         )
-    if online and device.type not in ("cpu", "meta"):
-        raise ModelError(f"--quantization {quantization} works on a CPU only, not on {device.type}")
+    problem = unsuited(device, dtype) if on_gpu else None
+    if online and problem is not None:
+        raise ModelError(f"--quantization {quantization} cannot be used: {problem}")
     if quantization == "fp8":
-        return WeightPlan(head=head, fp8=True)
+        if not on_gpu:
+            return WeightPlan(head=head, fp8=True)
+        return WeightPlan(Method(8, floating=True), head=head, on_gpu=True)
     if online:
-        return WeightPlan(Method(8) if quantization == "int8" else Method(4, ONLINE_GROUP), head=head)
-    method = _kept(format) if format is not None and quantization == "auto" else None
-    if method is None or device.type == "cuda":
+        group = ONLINE_GROUP["cuda" if on_gpu else "cpu"]
+        return WeightPlan(Method(8) if quantization == "int8" else Method(4, group), head=head, on_gpu=on_gpu)
+    method = _kept(format, on_gpu) if format is not None and quantization == "auto" else None
+    if method is None or problem is not None:
         return WeightPlan()
     if load_format == "dummy":
-        return WeightPlan(method)
+        return WeightPlan(method, on_gpu=on_gpu)
     files = [file for file in tensor_files(path) if isinstance(file, QuantizedFile)]
-    return WeightPlan(method, frozenset().union(*(file.quantized() for file in files)))
+    return WeightPlan(method, frozenset().union(*(file.quantized() for file in files)), on_gpu=on_gpu)
 
 
-def _kept(format: Format) -> Method | None:
-    """What a CPU computes with as it is stored."""
+def unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why this GPU computes with no quantized weights; None: it does."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
+        return "kernels for quantized weights are for Hopper GPUs alone"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"kernels for quantized weights compute bfloat16 and float16, not {str(dtype)[6:]}"
+    try:
+        import sgl_kernel  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"sgl_kernel cannot be loaded ({str(error).splitlines()[0]}); pip install 'baton-serve[gpu]'"
+    return None
+
+
+def _kept(format: Format, on_gpu: bool) -> Method | None:
+    """What a CPU or a GPU computes with as it is stored."""
+    if on_gpu and isinstance(format, Fp8):
+        return Method(8, floating=True)
+    if on_gpu and isinstance(format, Fp8Blocks):
+        return _blocks(format.rows, format.columns)
+    if on_gpu and isinstance(format, Compressed) and format.floating and format.symmetric:
+        return Method(8, floating=True) if format.group < 0 else _blocks(format.rows, format.group)
     if isinstance(format, Compressed) and not format.floating and format.symmetric and format.group < 0:
         return Method(8)
     if isinstance(format, Packed) and format.bits == 8 and format.symmetric and format.group < 0:
@@ -71,9 +99,21 @@ def _kept(format: Format) -> Method | None:
     return None
 
 
-def describe(path: Path, device: torch.device, quantization: str = "auto") -> str:
+def _blocks(rows: int, columns: int) -> Method | None:
+    if (rows, columns) != (FP8_BLOCK, FP8_BLOCK):
+        return None
+    return Method(8, columns, floating=True, rows=rows)
+
+
+def describe(
+    path: Path,
+    device: torch.device,
+    quantization: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    load_format: str = "auto",
+) -> str:
     """For people: what is quantized, and what becomes of it; empty: nothing is. Raises CheckpointError."""
-    plan, format = weight_plan(path, device, quantization), stored_format(path)
+    plan, format = weight_plan(path, device, quantization, False, load_format, dtype), stored_format(path)
     if plan.fp8:
         return "rounded to FP8 while loading, and kept in the model's dtype"
     if format is None:

@@ -28,6 +28,7 @@ def _gate_up(
     experts,
     weights,
     weight,
+    unit,
     shared,
     out,
     scale,
@@ -35,6 +36,7 @@ def _gate_up(
     K: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
+    SCALED: tl.constexpr,
     NORM: tl.constexpr,
     CHOOSE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -87,6 +89,8 @@ def _gate_up(
         gap = tl.where(common, SHARED * INNER * K, gap)
     source = x + token.to(tl.int64) * K + columns
     inside = (n < INNER)[:, None]
+    unit_row = expert.to(tl.int64) * (2 * INNER) + tl.program_id(0) * ROWS
+    blocks: tl.constexpr = K // 128
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
@@ -99,10 +103,20 @@ def _gate_up(
         if NORM:
             squares += value * value
             value = value * tl.load(norm + start + columns, mask=there, other=0.0).to(tl.float32)
+        second = value
+        if SCALED == "blocks":
+            # A tile's rows are of one block, so that scales multiply the token.
+            at = unit + unit_row // 128 * blocks + (start + columns) // 128
+            second = value * tl.load(at + INNER // 128 * blocks, mask=there, other=0.0)
+            value = value * tl.load(at, mask=there, other=0.0)
         gate += g.to(tl.float32) * value[None, :]
-        up += u.to(tl.float32) * value[None, :]
+        up += u.to(tl.float32) * second[None, :]
     y = tl.sum(gate, 1)
     z = tl.sum(up, 1)
+    if SCALED == "rows":
+        at = unit + expert.to(tl.int64) * (2 * INNER) + n
+        y = y * tl.load(at, mask=n < INNER, other=0.0)
+        z = z * tl.load(at + INNER, mask=n < INNER, other=0.0)
     if NORM:
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y = y * factor
@@ -117,11 +131,13 @@ def _down(
     experts,
     weights,
     weight,
+    unit,
     shared,
     out,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
+    SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -148,7 +164,13 @@ def _down(
         w = tl.load(at, mask=inside & there[None, :], other=0.0, eviction_policy="evict_first")
         value = tl.load(own + (step // steps) * INNER + k, mask=there, other=0.0).to(tl.float32)
         value = value * tl.load(weights + pair)
-        total += w.to(tl.float32) * value[None, :]
+        if SCALED == "blocks":
+            block = (expert * HIDDEN + tl.program_id(0) * ROWS) // 128 * (INNER // 128)
+            value = value * tl.load(unit + block + k // 128, mask=there, other=0.0)
+        tile = w.to(tl.float32)
+        if SCALED == "rows":
+            tile = tile * tl.load(unit + expert * HIDDEN + n, mask=n < HIDDEN, other=0.0)[:, None]
+        total += tile * value[None, :]
     if SHARED:
         for start in tl.range(0, SHARED * INNER, COLUMNS, num_stages=STAGES):
             k = start + columns
@@ -209,7 +231,7 @@ def gate_up(
 
 def joins(shared: GatedMlp, experts: Experts) -> bool:
     """Whether the shared layer can be computed as further experts of every token, of weight 1."""
-    plain = shared.gate_up.bias is None and shared.down.bias is None
+    plain = shared.gate_up.bias is None and shared.down.bias is None and experts.quantized is None
     weights = shared.gate_up.weight, shared.down.weight
     same = all(weight is not None and weight.dtype == experts.down.dtype for weight in weights)
     return plain and same and shared.inner % experts.inner == 0
@@ -234,6 +256,7 @@ def _launch_gate_up(
     pdl: bool,
 ) -> None:
     rows, columns, warps, stages = block
+    matrix, _ = experts.matrices()
     _gate_up[(triton.cdiv(experts.inner, rows), len(out))](
         x,
         x if norm is None else norm,
@@ -242,14 +265,16 @@ def _launch_gate_up(
         x if router.correction is None else router.correction,
         chosen,
         x if weights is None else weights,
-        experts.gate_up,
-        experts.gate_up if shared is None else shared.gate_up.weight,
+        matrix.values,
+        x if matrix.scale is None else matrix.scale,
+        x if shared is None else shared.gate_up.weight,
         out,
         router.routing.scale,
         eps,
         K=x.shape[1],
         INNER=experts.inner,
         SHARED=_count(shared, experts),
+        SCALED=matrix.scaled,
         NORM=norm is not None,
         CHOOSE=logits is not None,
         **constants(router, 1) | {"BIAS": False},
@@ -276,18 +301,21 @@ def down(
 ) -> None:
     """The weighted sum of each token's experts, from what `gate_up` returned for the same `shared`, into
     `out` [tokens, hidden]; `add`: added to what it holds. In float32, rounded once."""
-    _, hidden, inner = experts.down.shape
+    _, matrix = experts.matrices()
+    _, hidden, inner = matrix.values.shape
     rows, columns, warps, stages = block or (ONE_DOWN if len(chosen) == 1 else FEW_DOWN)
     _down[(triton.cdiv(hidden, rows), len(chosen))](
         x,
         chosen,
         weights,
-        experts.down,
-        experts.down if shared is None else shared.down.weight,
+        matrix.values,
+        weights if matrix.scale is None else matrix.scale,
+        weights if shared is None else shared.down.weight,
         out,
         HIDDEN=hidden,
         INNER=inner,
         SHARED=_count(shared, experts),
+        SCALED=matrix.scaled,
         TOP_K=chosen.shape[1],
         ADD=add,
         ROWS=rows,

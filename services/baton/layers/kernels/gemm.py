@@ -17,6 +17,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.layers.kernels import quantized_gemm
+from baton.layers.kernels.quantize import Quantized
 from baton.layers.linear import Linear
 
 MOST_ROWS = 256
@@ -24,19 +26,31 @@ _SPLITS = (4, 2, 1)
 
 
 @triton.jit
+def _scaled(total, x_unit, unit, m, n, rows, columns):
+    """A product of codes times the scales of their rows."""
+    x_units = tl.load(x_unit + m, mask=m < rows, other=0.0)
+    units = tl.load(unit + n, mask=n < columns, other=0.0)
+    return total.to(tl.float32) * x_units[:, None] * units[None, :]
+
+
+@triton.jit
 def _gemm(
     x,
     weight,
     second,
+    x_unit,
+    unit,
     out,
     rows,
     columns,
+    x_unit_stride,
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     gdc_launch_dependents()
     gdc_wait()
@@ -46,18 +60,33 @@ def _gemm(
     left = tl.program_id(0) // tiles * BN
     split = tl.program_id(1)
     part: tl.constexpr = K // SPLITS
-    total = tl.zeros((BM, BN), tl.float32)
-    if GATED:
-        up = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, part, BK):
-        a = x.load([top, split * part + k])
-        total = tl.dot(a, weight.load([left, split * part + k]).T, total)
-        if GATED:
-            up = tl.dot(a, second.load([left, split * part + k]).T, up)
-    if GATED:
-        total = total / (1 + tl.exp(-total)) * up
     m = top + tl.arange(0, BM)
     n = left + tl.arange(0, BN)
+    sums: tl.constexpr = tl.int32 if SCALED == "int8" else tl.float32
+    total = tl.zeros((BM, BN), sums)
+    if GATED:
+        up = tl.zeros((BM, BN), sums)
+    for k in range(0, part, BK):
+        a = x.load([top, split * part + k])
+        if SCALED == "blocks":  # of which a tile and a step have one
+            block = (split * part + k) // BK
+            x_units = tl.load(x_unit + block * x_unit_stride + m, mask=m < rows, other=0.0)[:, None]
+            at = unit + left // BK * (K // BK) + block
+            dot = tl.dot(a, weight.load([left, split * part + k]).T)
+            total += dot * (x_units * tl.load(at))
+            if GATED:
+                dot = tl.dot(a, second.load([left, split * part + k]).T)
+                up += dot * (x_units * tl.load(at + columns // BK * (K // BK)))
+        else:
+            total = tl.dot(a, weight.load([left, split * part + k]).T, total, out_dtype=sums)
+            if GATED:
+                up = tl.dot(a, second.load([left, split * part + k]).T, up, out_dtype=sums)
+    if SCALED == "fp8" or SCALED == "int8":
+        total = _scaled(total, x_unit, unit, m, n, rows, columns)
+        if GATED:
+            up = _scaled(up, x_unit, unit + columns, m, n, rows, columns)
+    if GATED:
+        total = total / (1 + tl.exp(-total)) * up
     at = (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < columns)[None, :])
 
@@ -94,7 +123,10 @@ def _processors(device: torch.device) -> int:
 
 
 def fits(linear: Linear) -> bool:
-    """Whether `project_parts` and `gated` compute this layer: on a Hopper GPU, 16 bits, no bias."""
+    """Whether `project_parts` and `gated` compute this layer: on a Hopper GPU, 16 bits or quantized, no
+    bias."""
+    if linear.quantized is not None:
+        return linear.bias is None
     weight = linear.weight
     if weight is None or linear.bias is not None or weight.dtype.itemsize != 2:
         return False
@@ -102,30 +134,55 @@ def fits(linear: Linear) -> bool:
     return hopper and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
-def project_parts(x: torch.Tensor, linear: Linear) -> torch.Tensor:
+def project_parts(x: torch.Tensor | Quantized, linear: Linear) -> torch.Tensor:
     """y = W x of x [rows, in], at most MOST_ROWS, in parts to be added: float32 [parts, rows, out]."""
-    weight = linear.weight
-    assert weight is not None
-    rows, (columns, k) = x.shape[0], weight.shape
-    width, splits = _tiles(rows, columns, k, _processors(x.device))
-    out = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
-    _launch(x, weight, weight, out, columns, (64, width, 128), splits, warps=4, gated=False)
+    if linear.quantized is not None and isinstance(x, torch.Tensor):
+        return quantized_gemm.project_parts(x, linear.quantized)
+    weight, scaled = _operand(x, linear)
+    codes = x.codes if isinstance(x, Quantized) else x
+    rows, (columns, k) = codes.shape[0], weight.shape
+    width, splits = _tiles(rows, columns, k, _processors(codes.device))
+    out = torch.empty(splits, rows, columns, dtype=torch.float32, device=codes.device)
+    _launch(
+        codes, weight, weight, out, columns, (64, width, 128), splits, warps=4, gated=False, scaled=scaled
+    )
     return out
 
 
-def gated(x: torch.Tensor, linear: Linear) -> torch.Tensor | None:
+def gated(x: torch.Tensor | Quantized, linear: Linear, dtype: torch.dtype) -> torch.Tensor | None:
     """silu(gate) * up of x [rows, in], at most MOST_ROWS; W holds the rows of gate, then those of up. None
     where its tiles exceed the multiprocessors, and cuBLAS is faster."""
-    weight = linear.weight
-    assert weight is not None
-    rows, columns = x.shape[0], weight.shape[0] // 2
-    tile = _gated_tile(rows, columns, _processors(x.device))
+    if linear.quantized is not None and isinstance(x, torch.Tensor):
+        return quantized_gemm.gated(x, linear.quantized)
+    weight, scaled = _operand(x, linear)
+    codes = x.codes if isinstance(x, Quantized) else x
+    rows, columns = codes.shape[0], weight.shape[0] // 2
+    tile = _gated_tile(rows, columns, _processors(codes.device))
     if tile is None:
         return None
+    if scaled is not None:
+        tile = tile[0], tile[1], 128
     gate, up = weight[:columns], weight[columns:]
-    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    _launch(x, gate, up, out, columns, tile, 1, warps=8 if tile[1] == 128 else 4, gated=True)
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    _launch(
+        codes, gate, up, out, columns, tile, 1, warps=8 if tile[1] == 128 else 4, gated=True, scaled=scaled
+    )
     return out
+
+
+Scales = tuple[torch.Tensor, torch.Tensor, str]
+"""Of x and of the weight, and how they are applied."""
+
+
+def _operand(x: torch.Tensor | Quantized, linear: Linear) -> tuple[torch.Tensor, Scales | None]:
+    """What x is multiplied with."""
+    if isinstance(x, torch.Tensor):
+        assert linear.weight is not None
+        return linear.weight, None
+    weight = linear.quantized
+    assert weight is not None
+    kind = "blocks" if weight.block > 1 else "fp8" if weight.floating else "int8"
+    return weight.codes, (x.scale, weight.scale, kind)
 
 
 def add_norm(
@@ -161,22 +218,28 @@ def _launch(
     *,
     warps: int,
     gated: bool,
+    scaled: Scales | None = None,
 ) -> None:
     rows, k = x.shape
     height, width, depth = tile
+    x_unit, unit, kind = scaled or (x, x, "")
     _gemm[(triton.cdiv(rows, height) * triton.cdiv(columns, width), splits)](
         TensorDescriptor.from_tensor(x, [height, depth]),
         TensorDescriptor.from_tensor(weight, [width, depth]),
         TensorDescriptor.from_tensor(second, [width, depth]),
+        x_unit,
+        unit,
         out,
         rows,
         columns,
+        x_unit.stride(1),
         K=k,
         BM=height,
         BN=width,
         BK=depth,
         SPLITS=splits,
         GATED=gated,
+        SCALED=kind,
         num_warps=warps,
         num_stages=4,
         launch_pdl=True,

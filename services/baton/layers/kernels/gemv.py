@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from baton.layers.kernels import quantized_gemv
 from baton.layers.linear import Linear
 
 
@@ -97,6 +98,10 @@ def gemv(
     and up; y = silu(gate) * up. `add`: added to what `out` holds. All in float32, rounded once. `block`: rows
     and columns of a tile, and warps.
     """
+    if linear.quantized is not None:
+        return quantized_gemv.gemv(
+            x, linear.quantized, out, bias=linear.bias, norm=norm, eps=eps, gated=gated, add=add, pdl=pdl
+        )
     weight = linear.weight
     assert weight is not None
     columns = weight.shape[1]

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton.layers.experts import Experts
+from baton.layers.experts import ExpertMatrix, Experts
 from baton.layers.kernels.routing import Tiles
 
 
@@ -32,9 +32,28 @@ class Tile:
 
 
 @triton.jit
+def _added(total, a, w, unit, row, start, K: tl.constexpr, SCALED: tl.constexpr, SWAP: tl.constexpr):
+    """total plus the product of a step; `row`: the tile's first row of the matrix of all experts."""
+    if SCALED != "":
+        w = w.to(tl.float32).to(a.dtype)  # in two steps: the processor has no fast one to bfloat16
+    if SCALED == "blocks":  # a tile and a step are of one block
+        part = tl.dot(w, a.T) if SWAP else tl.dot(a, w.T)
+        return total + part * tl.load(unit + row // 128 * (K // 128) + start // 128)
+    return tl.dot(w, a.T, total) if SWAP else tl.dot(a, w.T, total)
+
+
+@triton.jit
+def _row_units(total, unit, row, n, columns, SWAP: tl.constexpr):
+    """total times the scales of its rows of the matrix."""
+    units = tl.load(unit + row + n, mask=n < columns, other=0.0)
+    return total * (units[:, None] if SWAP else units[None, :])
+
+
+@triton.jit
 def _gate_up(
     x,
     weight,
+    unit,
     order,
     tile_experts,
     num_tiles,
@@ -47,6 +66,7 @@ def _gate_up(
     BN: tl.constexpr,
     BK: tl.constexpr,
     SWAP: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -66,14 +86,12 @@ def _gate_up(
         up = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
         for start in range(0, K, BK):
             a = tl.load(at + start, mask=there & (start + k < K)[None, :], other=0.0)
-            g = weight.load([top, start])
-            u = weight.load([top + COLUMNS, start])
-            if SWAP:
-                gate = tl.dot(g, a.T, gate)
-                up = tl.dot(u, a.T, up)
-            else:
-                gate = tl.dot(a, g.T, gate)
-                up = tl.dot(a, u.T, up)
+            gate = _added(gate, a, weight.load([top, start]), unit, top, start, K, SCALED, SWAP)
+            second = top + COLUMNS
+            up = _added(up, a, weight.load([second, start]), unit, second, start, K, SCALED, SWAP)
+        if SCALED == "rows":
+            gate = _row_units(gate, unit, top, tl.arange(0, BN), COLUMNS - left, SWAP)
+            up = _row_units(up, unit, top + COLUMNS, tl.arange(0, BN), COLUMNS - left, SWAP)
         y = gate / (1 + tl.exp(-gate)) * up
         n = left + tl.arange(0, BN)
         y = y.to(out.dtype.element_ty)
@@ -86,6 +104,7 @@ def _gate_up(
 def _down(
     x,
     weight,
+    unit,
     weights,
     order,
     tile_experts,
@@ -99,6 +118,7 @@ def _down(
     BN: tl.constexpr,
     BK: tl.constexpr,
     SWAP: tl.constexpr,
+    SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -111,12 +131,11 @@ def _down(
         top = tl.load(tile_experts + tile) * COLUMNS + left
         y = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
         for start in range(0, K, BK):
-            a = x.load([tile * BM, start])
-            w = weight.load([top, start])
-            if SWAP:  # noqa: SIM108
-                y = tl.dot(w, a.T, y)
-            else:
-                y = tl.dot(a, w.T, y)
+            y = _added(
+                y, x.load([tile * BM, start]), weight.load([top, start]), unit, top, start, K, SCALED, SWAP
+            )
+        if SCALED == "rows":
+            y = _row_units(y, unit, top, tl.arange(0, BN), COLUMNS - left, SWAP)
         pair = tl.load(order + tile * BM + tl.arange(0, BM))
         there = pair < pairs
         scale = tl.load(weights + pair, mask=there, other=0.0)
@@ -134,13 +153,15 @@ def gate_up(
     x: torch.Tensor, experts: Experts, tiles: Tiles, top_k: int, tile: Tile, *, pdl: bool = True
 ) -> torch.Tensor:
     """silu(gate) * up of each choice's token, x [tokens, hidden] -> [rows of all tiles, inner], sorted."""
-    count, _, hidden = experts.gate_up.shape
+    matrix, _ = experts.matrices()
+    count, _, hidden = matrix.values.shape
     inner = experts.inner
     out = torch.empty(len(tiles.order), inner, dtype=x.dtype, device=x.device)
-    weight = experts.gate_up.view(count * 2 * inner, hidden)
+    weight = matrix.values.view(count * 2 * inner, hidden)
     _gate_up[(len(tiles.experts) * triton.cdiv(inner, tile.columns),)](
         x,
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]),
+        x if matrix.scale is None else matrix.scale,
         tiles.order,
         tiles.experts,
         tiles.count,
@@ -149,7 +170,7 @@ def gate_up(
         K=hidden,
         COLUMNS=inner,
         TOP_K=top_k,
-        **_options(tiles, tile, pdl),
+        **_options(tiles, tile, matrix, pdl),
     )
     return out
 
@@ -166,10 +187,12 @@ def down(
 ) -> None:
     """The experts' down projection of what `gate_up` returned, times `weights` [tokens, top_k], into `out`
     [top_k, tokens, hidden]."""
-    count, hidden, inner = experts.down.shape
+    _, matrix = experts.matrices()
+    count, hidden, inner = matrix.values.shape
     _down[(len(tiles.experts) * triton.cdiv(hidden, tile.columns),)](
         TensorDescriptor.from_tensor(x, [tiles.rows, tile.inner]),
-        TensorDescriptor.from_tensor(experts.down.view(count * hidden, inner), [tile.columns, tile.inner]),
+        TensorDescriptor.from_tensor(matrix.values.view(count * hidden, inner), [tile.columns, tile.inner]),
+        weights if matrix.scale is None else matrix.scale,
         weights,
         tiles.order,
         tiles.experts,
@@ -179,16 +202,18 @@ def down(
         K=inner,
         COLUMNS=hidden,
         TOP_K=weights.shape[1],
-        **_options(tiles, tile, pdl),
+        **_options(tiles, tile, matrix, pdl),
     )
 
 
-def _options(tiles: Tiles, tile: Tile, pdl: bool) -> dict[str, int | bool]:
+def _options(tiles: Tiles, tile: Tile, matrix: ExpertMatrix, pdl: bool) -> dict[str, int | bool | str]:
     return {
+        "SCALED": matrix.scaled,
         "BM": tiles.rows,
         "BN": tile.columns,
         "BK": tile.inner,
-        "SWAP": tiles.rows < 64 and tile.columns >= 64,
+        # Codes become numbers in registers, where only the tall operand may lie.
+        "SWAP": tile.columns >= 64 and (tiles.rows < 64 or bool(matrix.scaled)),
         "PDL": pdl,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.layers.kernels import quantized_gemm
 from baton.layers.linear import Linear
 
 
@@ -73,7 +74,11 @@ def matmul(
     float16, added up in float32, rounded once; rows contiguous and a multiple of 16 bytes apart.
 
     A row's result depends only on x's row and the weight. `tile`: another one than the fastest measured.
+    Weights may be quantized.
     """
+    if linear.quantized is not None:
+        product = quantized_gemm.project(x, linear.quantized, linear.bias, invariant=True)
+        return product if out is None else out.copy_(product)
     weight = linear.weight
     assert weight is not None and weight.is_contiguous()
     rows, inner = x.shape

@@ -38,7 +38,7 @@ class Fp8Blocks:
     needed, optional = ("weight_scale_inv",), IGNORED
 
     def __init__(self, rows: int, columns: int) -> None:
-        self._rows, self._columns = rows, columns
+        self.rows, self.columns = rows, columns
         self.name = f"FP8 in blocks of {rows} x {columns} (fp8)"
 
     def shape(self, stored: Sequence[int]) -> list[int]:
@@ -46,8 +46,8 @@ class Fp8Blocks:
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedTensor:
         codes = check_e4m3(tensors["weight"])
-        scale = of_blocks(tensors["weight_scale_inv"], codes.shape, self._rows, self._columns)
-        return QuantizedTensor(codes, scale, self._columns)
+        scale = of_blocks(tensors["weight_scale_inv"], codes.shape, self.rows, self.columns)
+        return QuantizedTensor(codes, scale, self.columns)
 
 
 def of_blocks(scale: torch.Tensor, shape: Sequence[int], rows: int, columns: int) -> torch.Tensor:

@@ -18,24 +18,38 @@ INT4_GROUPS = (32, 64, 128, 256)
 class QuantizedWeight:
     """Memory for a matrix [out, in] of 8 or 4 bits, filled by rows in any order.
 
-    8 bits: int8 codes with a scale a row. 4 bits: two codes a byte, the even column's in its low half, with
-    scales and zeros by groups of columns.
+    8 bits: int8 or E4M3 codes, with scales by rows or blocks. 4 bits: two codes a byte, with scales and zeros
+    by groups of columns: of 16 neighbouring columns, byte i of 8 holds column i in its low half and column
+    8 + i in its high half, so that both halves of neighbouring bytes are neighbours.
     """
 
-    __slots__ = ("bits", "codes", "group", "scale", "zero")
+    __slots__ = ("bits", "block", "codes", "group", "scale", "zero")
 
     def __init__(self, method: Method, outputs: int, inputs: int, device: torch.device) -> None:
         self.bits, self.group = method.bits, method.group or inputs
-        groups = inputs // self.group
+        self.block = method.rows
+        """Rows that share a scale."""
+        scales = -(-outputs // self.block), -(-inputs // self.group)
         self.zero: torch.Tensor | None = None
-        """float32 [out, groups]"""
+        """float32 as `scale`; 4 bits only."""
         if self.bits == 8:
-            self.codes = torch.empty(outputs, inputs, dtype=torch.int8, device=device)
+            dtype = torch.float8_e4m3fn if method.floating else torch.int8
+            self.codes = torch.empty(outputs, inputs, dtype=dtype, device=device)
         else:
             self.codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device)
-            self.zero = torch.empty(outputs, groups, device=device)
-        self.scale = torch.empty(outputs, groups, device=device)
-        """float32 [out, groups]"""
+            self.zero = torch.empty(scales, device=device)
+        self.scale = torch.empty(scales, device=device)
+        """float32 [out / block, groups]"""
+
+    @property
+    def floating(self) -> bool:
+        """Whether codes are E4M3."""
+        return self.codes.dtype == torch.float8_e4m3fn
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a row has several scales."""
+        return self.scale.shape[1] > 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,12 +65,13 @@ class QuantizedWeight:
         return self.codes.nbytes + self.scale.nbytes + zero
 
     def rows(self, first: int, count: int) -> QuantizedWeight:
-        """A view of some rows."""
+        """A view of some rows, from a multiple of `block` on."""
         part = object.__new__(QuantizedWeight)
-        part.bits, part.group = self.bits, self.group
-        own = slice(first, first + count)
-        part.codes, part.scale = self.codes[own], self.scale[own]
-        part.zero = None if self.zero is None else self.zero[own]
+        part.bits, part.group, part.block = self.bits, self.group, self.block
+        part.codes = self.codes[first : first + count]
+        scales = slice(first // self.block, -(-(first + count) // self.block))
+        part.scale = self.scale[scales]
+        part.zero = None if self.zero is None else self.zero[scales]
         return part
 
     def fill(
@@ -65,28 +80,33 @@ class QuantizedWeight:
         """Rows from the first on: copied if they are quantized likewise, else quantized here. `columns`: of
         the source, first and number; the others only take part in what scales are quantized by."""
         if not isinstance(source, QuantizedTensor):
+            source = source.to(self.device)
             group = self.group if self.bits == 4 or columns is None else source.shape[1]
-            source = quantize(source, self.bits, group)
-        self._store(first, source if columns is None else source.columns(*columns))
-
-    def _store(self, first: int, source: QuantizedTensor) -> None:
-        rows = slice(first, first + len(source.codes))
-        self.scale[rows] = source.scale
+            source = fp8.quantize(source) if self.floating else quantize(source, self.bits, group)
+        if columns is not None:
+            source = source.columns(*columns)
+        target = self.rows(first, len(source.codes))
+        target.scale.copy_(source.scale[:: self.block])
+        codes = source.codes
         if self.bits == 8:
-            codes = source.codes
             if source.zero is not None:  # unsigned codes of a symmetric scheme
                 codes = codes.to(torch.int16).sub_(128)
-            self.codes[rows] = codes
+            target.codes.copy_(codes)
         else:
-            assert self.zero is not None and source.zero is not None
-            self.codes[rows] = source.codes[:, ::2] | (source.codes[:, 1::2] << 4)
-            self.zero[rows] = source.zero
+            assert target.zero is not None and source.zero is not None
+            halves = codes.reshape(len(codes), -1, 2, 8)
+            target.codes.copy_((halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1))
+            target.zero.copy_(source.zero)
 
     def unpacked(self) -> QuantizedTensor:
         codes = self.codes
         if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-        return QuantizedTensor(codes, self.scale, self.group, self.zero)
+            pairs = codes.view(len(codes), -1, 8)
+            codes = torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
+        scale = self.scale
+        if self.block > 1:
+            scale = scale.repeat_interleave(self.block, 0)[: len(codes)]
+        return QuantizedTensor(codes, scale, self.group, self.zero)
 
 
 def quantize(weight: torch.Tensor, bits: int, group: int) -> QuantizedTensor:
@@ -110,13 +130,22 @@ class Method:
     bits: int
     group: int = 0
     """Columns that share a scale; 0: a whole row."""
+    floating: bool = False
+    """E4M3, else integers."""
+    rows: int = 1
+    """Rows that share a scale."""
 
     @property
     def name(self) -> str:
-        return "int8" if self.bits == 8 else f"int4 in groups of {self.group}"
+        if self.bits == 8:
+            kind = "fp8" if self.floating else "int8"
+            return f"{kind} in blocks of {self.rows} x {self.group}" if self.group else kind
+        return f"int4 in groups of {self.group}"
 
     def fits(self, inputs: int) -> bool:
-        return self.bits == 8 or (self.group in INT4_GROUPS and inputs % self.group == 0)
+        if self.bits == 8:
+            return inputs % 16 == 0
+        return self.group in INT4_GROUPS and inputs % self.group == 0
 
 
 class Convert(Protocol):
@@ -133,6 +162,7 @@ class WeightPlan:
     while loading."""
     head: bool = False
     """The head is quantized while loading, too."""
+    on_gpu: bool = False
     fp8: bool = False
     """Matrices are rounded to FP8 while loading and kept in the model's dtype."""
 
