@@ -21,7 +21,7 @@ from baton.kvcache.pool import KvPool
 from baton.layers.attention import Attention
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import AttendPages
-from baton.layers.kernels import quantize
+from baton.layers.kernels import quantize, quantized_linear
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_parts
 from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.matmul import matmul
@@ -85,7 +85,10 @@ class FusedDecoder:
         self._inner = max((mlp.inner for mlp in dense), default=0)
         linears = [w.attention.output for w in self._layers]
         linears += [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
-        self._few = not invariant and all(fits(linear) for linear in linears)
+        self._few = MOST_ROWS if not invariant and all(fits(linear) for linear in linears) else 0
+        """Rows up to which `_forward_few` computes decode steps."""
+        if any(linear.quantized is not None and linear.quantized.bits == 4 for linear in linears):
+            self._few = min(self._few, quantized_linear.MOST_ROWS[4])
 
     def forward(
         self,
@@ -102,7 +105,7 @@ class FusedDecoder:
         residual = F.embedding(tokens, model.embedding)
         if tokens.shape[0] == 1 and not self._invariant:
             return self._forward_one(residual, positions, slots, attend, wanted)
-        if decode and self._few and tokens.shape[0] <= MOST_ROWS:
+        if decode and tokens.shape[0] <= self._few:
             return self._forward_few(residual, positions, slots, attend, wanted)
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
         for w, following, user in self._followed():

@@ -16,7 +16,7 @@ from baton.layers.kernels.quantize import BLOCK, Quantized, quantize
 from baton.layers.kernels.quantized_gemv import gemv
 from baton.layers.weights.method import QuantizedWeight
 
-MOST_ROWS = {8: 1, 4: 256}
+MOST_ROWS = {8: 1, 4: 64}
 """By bits: rows up to which activations stay in 16 bits and the matrix is read as it is."""
 
 
