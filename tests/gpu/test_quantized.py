@@ -58,7 +58,7 @@ def error(found, expected):
 @pytest.mark.parametrize(("rows", "columns"), [(384, 512), (2560, 3072)])
 def test_products_of_any_number_of_rows(name, rows, columns):
     linear, values = made(name, rows, columns)
-    for count in (1, 2, 16, 17, 32, 33, 64, 100, 256, 300):
+    for count in (1, 2, 16, 17, 64, 100, 256, 300):
         x = torch.randn(count, columns, device=CUDA).bfloat16()
         expected = x.double() @ values.t()
         quantized = METHODS[name].bits == 8 and count > 1
@@ -155,8 +155,14 @@ def assert_greedy(path, prompts, outputs, tolerance, quantization="auto"):
     assert wrong <= 0.25 * sum(map(len, outputs))
 
 
-@pytest.mark.parametrize("kind", ["plain", "eager", "graphs", "invariant"])
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "graphs") for name in SCHEMES),
+        *((name, "invariant") for name in ("fp8-blocks", "int8", "awq")),
+        *((name, "plain") for name in ("fp8-rows", "gptq")),
+    ],
+)
 def test_checkpoints_stay_quantized_and_are_greedy(name, kind, tmp_path):
     path = save_checkpoint(tmp_path)
     write(path, None, SCHEMES[name])
@@ -221,8 +227,10 @@ MIXTURE = {
 }
 
 
-@pytest.mark.parametrize("kind", ["eager", "graphs", "invariant"])
-@pytest.mark.parametrize("name", ["fp8-rows", "fp8-blocks", "int8", "awq"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "graphs") for name in ("fp8-rows", "fp8-blocks", "int8", "awq")), ("fp8-blocks", "invariant")],
+)
 def test_a_mixture_is_greedy(name, kind, tmp_path):
     """Rounding may change which experts a token uses: then a few tokens lie further off."""
     path = save_checkpoint(tmp_path, **MIXTURE)
