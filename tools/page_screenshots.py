@@ -1,6 +1,6 @@
 """Pictures of the live page, for the documentation: both themes, of a deployment under load.
 
-    python tools/page_screenshots.py docs/images
+    python tools/page_screenshots.py docs/images [REQUESTS_PER_SECOND]
 
 Starts the demo model on two prefill and two decode nodes, sends it requests for a minute, and lets headless
 Chromium (Debian: chromium, chromium-driver; fonts-inter for the pictures' font) look at it. Writes
@@ -34,7 +34,7 @@ LOAD_SECONDS = 60.0
 REQUESTS_PER_SECOND = 4.0
 
 
-async def load(address: str) -> None:
+async def load(address: str, rate: float) -> None:
     """Prompts of all lengths, some of them handed off whatever they cost, until it is cancelled."""
     text = (ROOT / "docs/design.md").read_text()
     rng = random.Random(7)
@@ -44,7 +44,7 @@ async def load(address: str) -> None:
             prompt = text[start : start + length]
             tokens, away = rng.choice((8, 24, 64, 120)), rng.choice((None, None, True))
             group.create_task(client.generate(prompt, max_tokens=tokens, temperature=0.7, hand_off=away))
-            await asyncio.sleep(rng.expovariate(REQUESTS_PER_SECOND))
+            await asyncio.sleep(rng.expovariate(rate))
 
 
 def save(browser: Chrome, path: Path) -> None:
@@ -77,10 +77,10 @@ def take(url: str, folder: Path) -> None:
         save(browser, folder / "page-timeline.png")
 
 
-async def main(folder: Path) -> None:
+async def main(folder: Path, rate: float) -> None:
     plan = DeploymentPlan(prefill=2, decode=2)
     async with Deployment(plan, Console()) as deployment:
-        loading = asyncio.create_task(load(deployment.address))
+        loading = asyncio.create_task(load(deployment.address, rate))
         await asyncio.sleep(LOAD_SECONDS)
         await asyncio.to_thread(take, f"http://{deployment.http_address}/", folder)
         loading.cancel()
@@ -89,8 +89,8 @@ async def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(f"usage: python {sys.argv[0]} FOLDER")
+    if len(sys.argv) not in (2, 3):
+        sys.exit(f"usage: python {sys.argv[0]} FOLDER [REQUESTS_PER_SECOND]")
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
-    asyncio.run(main(target))
+    asyncio.run(main(target, float(sys.argv[2]) if len(sys.argv) == 3 else REQUESTS_PER_SECOND))
