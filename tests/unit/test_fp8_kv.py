@@ -14,11 +14,13 @@ from baton.attention.base import AttentionRow
 from baton.attention.fp8 import E4M3, dequantize, quantize
 from baton.attention.registry import NoBackend, resolve
 from baton.attention.torch_sdpa import TorchAttention
+from baton.checkpoint import CheckpointError
 from baton.config import WorkerConfig
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
 from baton.models.config import ModelError
 from baton.models.kv_scales import is_kv_scale, read_kv_scales
+from baton.models.quantization import read_format
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import BatonError
 from baton.v1 import common_pb2
@@ -167,3 +169,10 @@ def test_half_a_page_and_a_layout_that_says_so():
     finally:
         for engine in engines:
             engine.close()
+
+
+def test_a_checkpoint_that_quantizes_its_kv_cache_alone_has_plain_weights():
+    config = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}}
+    assert read_format(config) is None
+    with pytest.raises(CheckpointError, match="0 different schemes"):
+        read_format({**config, "kv_cache_scheme": None})
