@@ -91,7 +91,7 @@ def with_llama_index(url: str, model: str) -> dict[str, Any]:
 def with_anthropic(url: str, model: str) -> dict[str, Any]:
     tool: Any = {"name": "get_weather", "description": "Weather", "input_schema": SCHEMA}
     with Anthropic(base_url=url.removesuffix("/v1"), api_key="none") as client:
-        asked: Any = {"model": model, "max_tokens": TOKENS, "temperature": 0, "tools": [tool]}
+        asked: Any = {"model": model, "max_tokens": TOKENS, "tools": [tool], "extra_body": {"temperature": 0}}
         messages: list[Any] = [{"role": "user", "content": QUESTION}]
         counted = client.messages.count_tokens(model=model, messages=messages, tools=[tool]).input_tokens
         choice: Any = {"type": "any", "disable_parallel_tool_use": True}

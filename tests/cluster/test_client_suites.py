@@ -56,11 +56,15 @@ NOT_OF_A_TEXT_MODEL = {
     "anth-thinking-display": "the suite skips it for this model, which does not reason",
 }
 """Tests of llm-comply that need an ability that the model has not, and why."""
-NOT_OF_A_SMALL_MODEL = {
-    "parallel-calls": "the model makes one call where two are asked for",
-    "unicode-args": "the model writes other text than it is told",
-}
-"""Scenarios of canitoolcall that the model does not master."""
+THE_MODEL = (
+    "expected at least",
+    "expected no tool call",
+    "expected a content answer",
+    "argument values lost",
+    "got [",  # goes on with it
+)
+"""What canitoolcall says of a model that does not do as it is told, as one of 135 million parameters may not.
+All else is the server's: marks in answers, arguments that are no JSON or do not fit, streams that differ."""
 
 
 @pytest.mark.parametrize(("api", "count"), [("chat", 9), ("responses", 13), ("messages", 9)])
@@ -75,11 +79,12 @@ def test_llm_comply(deployment: Deployment, api: str, count: int):
 
 
 def test_canitoolcall(deployment: Deployment):
-    found = run("comply.py", f"http://{deployment.gateway.http}/v1", "smollm2", "probe")
-    outcomes = found["probe"]
-    wrong = [each for each in outcomes if each["status"] != "pass"]
-    assert {each["scenario_id"] for each in wrong} <= NOT_OF_A_SMALL_MODEL.keys(), wrong
-    assert len(outcomes) == 27 and not any(each["status"] == "error" for each in outcomes), wrong
+    outcomes = run("comply.py", f"http://{deployment.gateway.http}/v1", "smollm2", "probe")["probe"]
+    assert len(outcomes) == 27
+    for each in outcomes:
+        wrong = (each["detail"] or "").split("; ") if each["status"] != "pass" else []
+        assert all(said.startswith(THE_MODEL) for said in wrong), each
+        assert not wrong or each["scenario_id"] != "single-call", each
 
 
 def test_clients_drive_the_api(deployment: Deployment):
