@@ -112,7 +112,7 @@ def make(
 
 
 def generate(
-    runner, cache, prompts, params, *, budget: int = 256, overlap: bool = True, around=None
+    runner, cache, prompts, params, *, budget: int = 256, overlap: bool = True, around=None, grammars=()
 ) -> list[list[int]]:
     """Output tokens of each prompt. `around`: a context manager for each launch."""
     scheduler = Scheduler(
@@ -121,7 +121,8 @@ def generate(
     output: dict[int, list[int]] = {}
     for key, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         output[key] = []
-        scheduler.submit(Request(key, tuple(prompt), own))
+        grammar = grammars[key] if grammars else None
+        scheduler.submit(Request(key, tuple(prompt), own, grammar=grammar))
     pending = None
     while True:
         step = scheduler.plan()

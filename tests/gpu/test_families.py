@@ -82,6 +82,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3": {},
 }
 LENGTHS = (5, 16, 33, 300, 1, 64, 129, 80, 47, 200)
+MIXTURES = ("gpt-oss", "glm4-moe")
 SEVERAL = (23, 24, 25, 47, 49, 3)
 """Around the windows' borders."""
 
@@ -96,6 +97,17 @@ def checkpoints(tmp_path_factory):
         return made[family]
 
     return of
+
+
+def assert_nearly_greedy(path, prompts, outputs):
+    """Rounding may change which experts a token uses: then its logits lie further off."""
+    gaps = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = reference_logits(path, prompt + output)[len(prompt) - 1 : -1]
+        gaps.append(logits.amax(1) - logits.gather(1, torch.tensor(output)[:, None]).squeeze(1))
+    gap = torch.cat(gaps)
+    shares = (gap > 0.3).float().mean().item(), (gap > 0).float().mean().item()
+    assert shares[0] <= 0.05 and shares[1] <= 0.15, shares
 
 
 def pair_of(family, dtype):
@@ -121,13 +133,21 @@ def test_float32_tokens_equal_those_of_the_cpu(checkpoints, family, kind):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("pair", ["mixed/mixed", "triton/triton"])
-def test_sixteen_bits_are_greedy_by_float32_logits(checkpoints, family, dtype, pair):
+@pytest.mark.parametrize("body", ["fused", "modules"])
+def test_sixteen_bits_are_greedy_by_float32_logits(checkpoints, monkeypatch, family, dtype, pair, body):
     path, prompts = checkpoints(family), prompts_of(*LENGTHS, *SEVERAL)
     params = greedy(len(prompts), 12)
+    if body == "modules":
+        monkeypatch.setattr("baton.models.body.why_not_fused", lambda model: "for this test")
+    elif family in ("gemma3", "gpt-oss"):
+        pytest.skip("has no fused body")
     runner, cache = make(path, f"graphs:{pair}", dtype)
     for _ in range(2):
         got = generate(runner, cache, prompts, params, budget=64)
-        assert_greedy(path, prompts, got, 0.5)
+        if family in MIXTURES:
+            assert_nearly_greedy(path, prompts, got)
+        else:
+            assert_greedy(path, prompts, got, 0.5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,8 +165,13 @@ def test_logits_of_prompt_and_decode_steps(checkpoints, family, dtype):
         init = SlotInit(0, GREEDY, 0, (), (), tokens[at])
         runner.read(runner.launch(StepPlan(at, (PlanRow(0, None, at, pages, (0,)),), (init,))))
         got.append(runner.graphs._logits[:1].float().cpu())
-    difference = (torch.cat(got) - want).abs().max().item()
-    assert difference < (1e-3 if dtype == torch.float32 else 0.4)
+    difference = (torch.cat(got) - want).abs()
+    if dtype == torch.float32:
+        assert difference.max().item() < 1e-3
+    elif family in MIXTURES:
+        assert difference.median().item() < 0.1
+    else:
+        assert difference.max().item() < 0.4
 
 
 def test_which_families_have_fused_kernels(checkpoints):
@@ -155,7 +180,7 @@ def test_which_families_have_fused_kernels(checkpoints):
         for family in FAMILIES
         if why_not_fused(load_model(checkpoints(family), torch.bfloat16, CUDA)) is None
     }
-    assert fused == {"qwen3"}
+    assert fused == FAMILIES.keys() - {"gemma3", "gpt-oss"}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "gemma3"])

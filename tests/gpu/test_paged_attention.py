@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -98,22 +99,36 @@ def test_equals_the_torch_backend(name, dtype, shape, page_size, singles, chunks
             assert torch.equal(pools[0].pages[at].float(), pools[1].pages[at])
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 128])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("scale", [None, 0.2])
-def test_windows_sinks_and_scales(window, sinks, scale):
-    """FA3 against the torch backend in float32."""
-    heads, kv_heads, dim, page_size = 16, 4, 64, 128
+WINDOWED = [
+    *(
+        (name, 64, AttentionOptions(scale=scale, window=window, sinks=sinks))
+        for name in ("fa3", "triton")
+        for scale in (None, 0.2)
+        for window in (None, 1, 100, 128)
+        for sinks in (None, torch.linspace(-3, 5, 16))
+    ),
+    *(
+        ("triton", dim, AttentionOptions(scale=0.1, window=window, softcap=5.0))
+        for dim in (128, 256)
+        for window in (None, 77)
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "dim", "option"), WINDOWED)
+def test_windows_sinks_scales_and_softcaps(name, dim, option):
+    """Against the torch backend in float32."""
+    heads, kv_heads, page_size = 16, 4, 128
     torch.manual_seed(7)
     rows, pages = random_rows(random.Random(7), page_size, 9, 4)
-    of_heads = torch.randn(heads, device=CUDA).to(BF16) if sinks else None
-    options = [AttentionOptions(scale=scale, window=window, sinks=of_heads)] * 2
+    sinks = None if option.sinks is None else option.sinks.to(CUDA, BF16)
+    options = [dataclasses.replace(option, sinks=sinks)] * 2
     pools = [KvPool(KvLayout(2, kv_heads, dim, page_size, kind), pages, CUDA) for kind in (BF16, FP32)]
     pools[0].pages.normal_()
     pools[1].pages.copy_(pools[0].pages)
     total = sum(row.count for row in rows)
     q, k, v = (torch.randn(total, h, dim, device=CUDA).to(BF16) for h in (heads, kv_heads, kv_heads))
-    tested = Fa3Attention(pools[0], heads, options)
+    tested = BACKENDS[name](pools[0], heads, options)
     reference = TorchAttention(pools[1], heads, options)
     out, want = torch.full_like(q, math.nan), torch.full_like(q, math.nan, dtype=FP32)
     with torch.inference_mode():

@@ -13,7 +13,6 @@ pytest.importorskip("structlog")
 
 from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
-from baton.engine.model_runner import ModelRunner
 from baton.engine.sampling import SamplingParams
 from baton.rpc.errors import BatonError
 from baton.worker.engine import build_engine
@@ -73,9 +72,9 @@ def test_the_worst_batch_fits_into_what_was_promised_at_the_start(tmp_path):
         torch.cuda.empty_cache()
 
 
-def test_float32_gets_the_plain_runner(checkpoint):
+def test_float32_is_run_in_graphs_too(checkpoint):
     engine = build_engine(config(checkpoint, dtype="float32", kv_tokens=4096), 1, "decode")
-    assert isinstance(engine.runner, ModelRunner)
+    assert isinstance(engine.runner, CudaRunner) and engine.runner.graphs is not None
     assert len(generate(engine.runner, engine.cache, prompts_of(9), [GREEDY])[0]) == 1
 
 

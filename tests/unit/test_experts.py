@@ -53,6 +53,9 @@ def check(module, mixture, parameters):
     got = mixture(x[0])
     tolerance = 1e-6 * want.abs().max()
     assert (got - want).abs().max() < tolerance
+    routed = mixture.router(x[0])
+    dense = mixture.experts.dense(x[0], *routed)
+    assert (dense - mixture.experts(x[0], *routed)).abs().max() < tolerance
     residual = torch.randn(50, HIDDEN)
     assert (mixture.add_to(residual.clone(), x[0]) - want - residual).abs().max() < tolerance
     # A token's result does not depend on the others.

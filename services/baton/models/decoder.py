@@ -252,8 +252,8 @@ class Decoder:
 
 
 def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
-    """The layers if all are those of Llama or of DeepSeek, and whole: attention to all positions, whole heads
-    rotated alike or latents, a gated SiLU layer or a mixture of such; else None."""
+    """The layers if all are like those of Llama or of DeepSeek, and whole: heads rotated alike, wholly or in
+    part, or latents, a gated SiLU layer or a mixture of such; else None."""
     if not isinstance(decoder, Decoder):
         return None
     if decoder.shard.size > 1:
@@ -267,9 +267,9 @@ def _plain(layer: DecoderLayer) -> bool:
     attention = layer.attention
     if isinstance(attention, LatentAttention):
         return _plain_feed_forward(layer.feed_forward)
-    if not isinstance(attention, Attention) or attention.options.features or attention.rope is None:
+    if not isinstance(attention, Attention) or attention.rope is None:
         return False
-    return attention.rope.dim == attention.head_dim and _plain_feed_forward(layer.feed_forward)
+    return _plain_feed_forward(layer.feed_forward)
 
 
 def _plain_feed_forward(module: FeedForward | None) -> bool:
