@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from baton.config import DecodeConfig
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
-from baton.ranks.runner import RanksLost
+from baton.ranks.followers import Followers
+from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
-from baton.worker.engine import build_engine
+from baton.worker.engine import build_engine, measure_steps
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +80,35 @@ def test_failed_there(engine):
     with pytest.raises(RanksLost) as caught:
         step(engine)
     assert engine.ranks.failed(caught.value), "the step may be the cause"
+
+
+def test_the_one_that_failed_may_be_the_last_to_end():
+    """The others lose it when its sockets close, which is before it has ended."""
+    for codes, blamed in ((("exit 3", "sleep 0.2; exit 1"), True), (("exit 3", "kill -9 $$"), False)):
+        followers = Followers(1, None)
+        try:
+            followers.processes += [subprocess.Popen(["sh", "-c", code]) for code in codes]
+            assert followers.failed() is blamed
+        finally:
+            followers.close()
+
+
+def test_a_plan_that_cannot_be_sent_ends_the_ranks():
+    """What it says of page tables would be missing in all later messages."""
+    runner = RankedRunner(SimpleNamespace(max_slots=1, vocab_size=1), [])
+    with pytest.raises(RanksLost) as caught:
+        runner.launch(StepPlan(1, (PlanRow(0, (5,), 0, (object(),), (0,)),)))
+    assert caught.value.by_step
+
+
+def test_ranks_that_are_lost_while_steps_are_measured_are_named(monkeypatch):
+    def lost(runner, limits):
+        raise RanksLost("another rank is lost", by_step=False)
+
+    monkeypatch.setattr("baton.worker.engine.measure_step_cost", lost)
+    monkeypatch.setattr("baton.worker.engine.step_limits", lambda engine: None)
+    with pytest.raises(BatonError, match="another rank is lost"):
+        measure_steps(SimpleNamespace(runner=None))
 
 
 def test_a_shard_that_cannot_be_made_is_named():

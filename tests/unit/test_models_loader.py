@@ -10,6 +10,7 @@ from random_checkpoints import VARIANTS, save_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from baton.config import DecodeConfig
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.parameters import Parameters
 from baton.models.body import why_not_fused
@@ -18,6 +19,7 @@ from baton.models.loader import declared, fingerprint, load_model, read_weights,
 from baton.models.registry import FAMILIES, build
 from baton.rpc.errors import BatonError
 from baton.worker.memory import check_weights, free_and_total
+from baton.worker.model import quantized
 
 
 @pytest.fixture
@@ -243,6 +245,16 @@ def test_packed_weights_are_not_held_a_second_time(checkpoint):
     model = load_model(checkpoint)
     assert all(parameter.target.is_meta for parameter in model.parameters.table.values())
     assert all(linear.weight is None for linear in model.parameters.linears)
+
+
+def test_groups_of_4_bits_are_part_of_the_fingerprint():
+    """They are larger on GPUs, so that the same checkpoint has other weights there."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    config = DecodeConfig(model="demo", quantization="int4")
+    assert quantized(config, cpu) != quantized(config, cuda)
+    config = DecodeConfig(model="demo", quantization="int8")
+    assert quantized(config, cpu) == quantized(config, cuda) != ""
+    assert quantized(DecodeConfig(model="demo"), cpu) == ""
 
 
 def test_fingerprint(checkpoint):

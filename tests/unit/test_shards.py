@@ -156,6 +156,18 @@ def test_weights_are_quantized_while_loading_as_on_one_rank(tmp_path, quantizati
     assert difference(tmp_path, 2, quantization=quantization) < 1e-4
 
 
+@pytest.mark.parametrize(("quantization", "inner"), [("int8", 48), ("int4", 96)])
+def test_what_is_quantized_on_one_rank_is_not_left_plain_on_several(tmp_path, quantization, inner):
+    """Their pages would differ, and their fingerprints not."""
+    make, overrides = VARIANTS["llama3"]
+    save_checkpoint(
+        "llama3", tmp_path, variants={"llama3": (make, {**overrides, "intermediate_size": inner})}
+    )
+    weight_bytes(tmp_path, torch.float32, quantization=quantization)
+    with pytest.raises(CheckpointError, match=rf"down_proj: {inner // 2} columns a rank .* lower --tp"):
+        weight_bytes(tmp_path, torch.float32, quantization=quantization, shard=Shard(0, 2))
+
+
 @pytest.mark.parametrize(
     ("variant", "kind"),
     [("llama3", "Q4_1"), ("qwen3-moe", "Q8_0"), ("gpt-oss", "MXFP4"), ("deepseek-v3", "Q8_0")],

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from baton.checkpoint import CheckpointError
 from baton.layers.linear import Linear
 from baton.layers.shard import ONE_RANK, Communicator, Cut, Shard, Span
 from baton.layers.weights.method import Method, QuantizedWeight, WeightPlan
@@ -118,7 +119,8 @@ class Parameters:
         if columns is not None and not single:
             assert rows is None
             cuts = dict.fromkeys(parts, Cut(1, (columns,)))
-            inputs = columns[1]
+            whole, inputs = inputs, columns[1]
+            self._check_columns(whole, inputs, next(iter(parts)))
         plan = self.plan if quantize or self.plan.stored is not None else WeightPlan()
         method = plan.method_of([f"{self.prefix}{name}.weight" for name in parts], inputs)
         if method is not None and not _apart(method, sizes, bool(convert) or not single):
@@ -140,6 +142,16 @@ class Parameters:
         linear = Linear(weight, biases, self.communicator if summed and reduce else None)
         self.linears.append(linear)
         return linear
+
+    def _check_columns(self, whole: int, own: int, name: str) -> None:
+        """Raises CheckpointError for a matrix that is quantized while loading, but not if it is divided:
+        workers of other sizes, with which pages are shared, would have other weights."""
+        method = self.plan.method
+        if method is not None and self.plan.stored is None and method.fits(whole) and not method.fits(own):
+            raise CheckpointError(
+                f"{self.prefix}{name}: {own} columns a rank cannot be quantized to {method.name}; lower --tp "
+                "or leave out --quantization"
+            )
 
     def _weight(self, method: Method | None, outputs: int, inputs: int) -> torch.Tensor | QuantizedWeight:
         if method is None:

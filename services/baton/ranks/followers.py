@@ -142,7 +142,8 @@ class Followers:
         deadline = time.monotonic() + FAILED_SECONDS
         while time.monotonic() < deadline:
             codes = [process.poll() for process in self.processes]
-            if any(code is not None for code in codes):
+            # Others, which have lost it, may end before the one that has failed.
+            if EXIT_FAILED in codes or None not in codes:
                 return EXIT_FAILED in codes
             time.sleep(0.01)
         return False

@@ -39,8 +39,9 @@ class RankedRunner:
         return getattr(self._runner, "mask_stats", MaskStats())
 
     def launch(self, plan: StepPlan) -> Any:
-        message, threads = self._encoder.encode(plan), torch.get_num_threads()
         try:
+            # A plan that was not sent must not be remembered as if it were: also this ends the ranks.
+            message, threads = self._encoder.encode(plan), torch.get_num_threads()
             for follower in self._followers:
                 follower.send_plan(message, threads)
             return self._runner.launch(plan)

@@ -186,7 +186,7 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
-    variant = shape.variant + quantized(config)
+    variant = shape.variant + quantized(config, device)
     if config.tp > 1 and config.load_format == "dummy":
         variant += f" tp {config.tp}"  # each rank's weights are random
     info = node_pb2.ModelInfo(
@@ -336,6 +336,8 @@ def measure_steps(engine: Engine) -> StepCost:
         cost = measure_step_cost(engine.runner, step_limits(engine))
     except torch.OutOfMemoryError as error:
         raise failed_precondition(f"not enough device memory: {error}; lower --kv-tokens") from error
+    except RanksLost as error:
+        raise failed_precondition(str(error)) from error
     log_cost("steps measured", cost, seconds=round(time.monotonic() - started, 2))
     return cost
 

@@ -19,6 +19,7 @@ from baton.layers.shard import ONE_RANK, Communicator, Shard
 from baton.models.decoder import Model
 from baton.models.kv_scales import read_kv_scales
 from baton.models.loader import load_model, weight_bytes
+from baton.models.weight_plan import ONLINE_GROUP
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.worker.memory import check_weights, free_and_total
@@ -118,9 +119,14 @@ def kv_scales(config: WorkerConfig, path: Path, model: Model) -> torch.Tensor | 
     return read_kv_scales(path, len(model.attention_options), model.kv.heads, config.load_format)
 
 
-def quantized(config: WorkerConfig) -> str:
-    """What the weights' quantization while loading adds to a fingerprint: keys and values differ."""
-    return "" if config.quantization in ("auto", "none") else f" {config.quantization}"
+def quantized(config: WorkerConfig, device: torch.device) -> str:
+    """What the weights' quantization while loading adds to a fingerprint: keys and values differ. Groups of
+    4 bits are not the same on all devices."""
+    if config.quantization in ("auto", "none"):
+        return ""
+    return f" {config.quantization}" + (
+        f" {ONLINE_GROUP[device.type]}" if config.quantization == "int4" else ""
+    )
 
 
 def _progress_log() -> Callable[[int, int], None]:
