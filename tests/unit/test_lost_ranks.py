@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from baton.config import DecodeConfig
+from baton.decode.server import DecodeNode
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 from baton.ranks.followers import Followers
 from baton.ranks.runner import RankedRunner, RanksLost
-from baton.rpc.errors import BatonError
+from baton.rpc.errors import BatonError, failed_precondition
 from baton.worker.engine import build_engine, measure_steps
 
 pytestmark = pytest.mark.slow
@@ -37,7 +38,12 @@ def engine(monkeypatch):
         processes = engine.ranks.followers.processes
         assert all(process.poll() is not None for process in processes), "a follower is left"
         assert time.monotonic() - started < SECONDS
-        assert not list(Path("/dev/shm").glob(f"baton-*{INCARNATION:016x}"))
+        assert not segments(INCARNATION)
+
+
+def segments(incarnation):
+    """Files of a worker's shared memory."""
+    return list(Path("/dev/shm").glob(f"baton-*{incarnation:016x}"))
 
 
 def step(engine, number=1, page=0):
@@ -109,6 +115,21 @@ def test_ranks_that_are_lost_while_steps_are_measured_are_named(monkeypatch):
     monkeypatch.setattr("baton.worker.engine.step_limits", lambda engine: None)
     with pytest.raises(BatonError, match="another rank is lost"):
         measure_steps(SimpleNamespace(runner=None))
+
+
+async def test_a_node_that_cannot_start_leaves_no_ranks(monkeypatch):
+    """Nor shared memory."""
+
+    def lost(engine):
+        raise failed_precondition("another rank is lost")
+
+    monkeypatch.setattr("baton.worker.node.measure_steps", lost)
+    node = DecodeNode(DecodeConfig(model="demo", tp=2, kv_tokens=1024))
+    with pytest.raises(BatonError, match="another rank is lost"):
+        await node.start("127.0.0.1:1")
+    await node.stop()
+    assert all(process.poll() is not None for process in node.engine.ranks.followers.processes)
+    assert not segments(node.incarnation)
 
 
 def test_a_shard_that_cannot_be_made_is_named():

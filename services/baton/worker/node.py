@@ -23,7 +23,7 @@ from baton.kvcache.page_map import page_map
 from baton.ranks.runner import RanksLost
 from baton.rpc.address import new_incarnation
 from baton.rpc.authentication import Cluster
-from baton.rpc.errors import unavailable
+from baton.rpc.errors import BatonError, unavailable
 from baton.rpc.logs import get_logger
 from baton.rpc.tasks import Tasks
 from baton.stepcost import CostCalibration
@@ -104,7 +104,11 @@ class WorkerNode(WorkerShell[C]):
         self.layout, self.page_bytes = self.engine.layout, self.engine.pool.layout.page_bytes
         if self._page_source is not None:
             self._page_source.source = PageSourceServicer(self.engine.pages)
-        cost = await asyncio.to_thread(measure_steps, self.engine)
+        try:
+            cost = await asyncio.to_thread(measure_steps, self.engine)
+        except BatonError:
+            self.engine.close()  # as `stop` does, but for a node without a core
+            raise
         core = self.core_or_none = self.make_core(self.engine.cache)
         core.step_stats.calibration = CostCalibration(cost)
         self.steps = StepLoop(
