@@ -291,3 +291,13 @@ def test_blocks_are_not_kept_across_matrices_that_do_not_end_with_one(hopper, tm
     layer = declared(tmp_path, torch.bfloat16, plan=plan).layers[0]
     assert layer.attention.qkv.quantized is None
     assert layer.attention.output.quantized.block == layer.feed_forward.gate_up.quantized.block == 128
+
+
+def test_a_plain_matrix_is_quantized_in_blocks_where_its_memory_has_them():
+    """An expert that the checkpoint left plain, or random weights. Rows differ in size, as scales do."""
+    weight = torch.randn(200, 272) * torch.logspace(-2, 0, 200)[:, None]
+    memory = QuantizedWeight(Method(8, 128, floating=True, rows=128), 200, 272, torch.device("cpu"))
+    memory.fill(0, weight)
+    assert memory.scale.shape == (2, 3)
+    error = (memory.unpacked().dequantize() - weight).abs()
+    assert (error <= weight.abs() / 16 + memory.scale.max() / 512).all()

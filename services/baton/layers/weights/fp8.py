@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from baton.layers.weights.quantized import QuantizedTensor, by_row
 
@@ -70,3 +71,13 @@ def quantize(weight: torch.Tensor) -> QuantizedTensor:
     scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-12) / E4M3_MAX
     codes = (weight.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return QuantizedTensor(codes, scale, weight.shape[1])
+
+
+def quantize_blocks(weight: torch.Tensor, rows: int, columns: int) -> QuantizedTensor:
+    """[out, in] with a scale a block, rounded to nearest."""
+    size = weight.shape
+    padded = F.pad(weight.float(), (0, -size[1] % columns, 0, -size[0] % rows)).abs()
+    blocks = padded.view(padded.shape[0] // rows, rows, -1, columns).amax((1, 3))
+    scale = of_blocks(blocks.clamp_min_(1e-12).div_(E4M3_MAX), size, rows, columns)
+    values = weight.float() / scale.repeat_interleave(columns, 1)[:, : size[1]]
+    return QuantizedTensor(values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale, columns)

@@ -82,7 +82,10 @@ class QuantizedWeight:
         if not isinstance(source, QuantizedTensor):
             source = source.to(self.device)
             group = self.group if self.bits == 4 or columns is None else source.shape[1]
-            source = fp8.quantize(source) if self.floating else quantize(source, self.bits, group)
+            if self.block > 1:
+                source = fp8.quantize_blocks(source, self.block, self.group)
+            else:
+                source = fp8.quantize(source) if self.floating else quantize(source, self.bits, group)
         if columns is not None:
             source = source.columns(*columns)
         target = self.rows(first, len(source.codes))
