@@ -97,6 +97,9 @@ def test_everything_arrives():
         ({"messages": "Hi", "tools": [NOTE, {"description": "x"}]}, "tools[1]"),
         ({"messages": "Hi", "tools": ["x"]}, "tools[0]"),
         ({"messages": [{"content": "x"}]}, "prompt"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "prompt"),
+        ({"messages": "Hi", "response_format": dict}, "response_format"),
+        ({"messages": "Hi", "grammar": "x"}, "grammar"),
     ],
 )
 def test_what_cannot_be_sent_is_named(options, field):

@@ -159,12 +159,15 @@ async def test_a_schema_that_cannot_be_compiled_is_named():
     async def refuse(running):
         await running.failed(invalid("sampling.grammar", "sampling.grammar: unclosed", "INVALID_GRAMMAR"))
 
-    async with ScriptedDecode(refuse) as node, gateway(node) as rig:
+    async with ScriptedDecode(refuse, context=2000) as node, gateway(node, **PARSERS) as rig:
         refused = (await post(rig, {**ASK, "output_format": FORMAT})).json()["error"]
         assert refused == {"type": "invalid_request_error", "message": "output_config.format: unclosed"}
         text = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
         response = await post(rig, {"model": "scripted", "input": "x", "text": text}, "responses")
         assert response.json()["error"]["param"] == "text.format", response.text
+        strict = {"tools": [{**TOOL, "strict": True}]}
+        refused = (await post(rig, {**ASK, **strict})).json()["error"]
+        assert refused == {"type": "invalid_request_error", "message": "tools: unclosed"}
 
 
 async def test_keys_and_their_limits_in_its_form(tmp_path):

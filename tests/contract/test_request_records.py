@@ -190,7 +190,7 @@ async def test_calls_over_grpc_that_are_refused_have_a_line_and_a_count_by_reaso
     assert "zyzzyva" not in str(lines) and BOB not in str(lines)
 
 
-async def test_a_client_that_gets_nothing_but_refusals_leaves_few_lines(monkeypatch):
+async def test_a_client_that_gets_nothing_but_refusals_leaves_few_lines(monkeypatch, caplog):
     monkeypatch.setattr(request_log, "REPEAT_SECONDS", 0.2)
     with capture_logs() as lines:
         async with ScriptedDecode(saying([5, 6])) as decode, gateway(decode) as rig:
@@ -201,7 +201,11 @@ async def test_a_client_that_gets_nothing_but_refusals_leaves_few_lines(monkeypa
             writer.write(b"zyzzyva\r\n\r\n")
             assert b"400" in await reader.readline()
             writer.close()
+            async with httpx.AsyncClient(base_url=rig.http, trust_env=False) as http:
+                upgrade = {"connection": "upgrade", "upgrade": "websocket"}
+                assert (await http.get("/health", headers=upgrade)).status_code == 200
             found = await scrape(rig)
+        assert not caplog.records, "libraries have their own lines"
         seen = [line for line in lines if line["event"] == "refused"]
     of_bodies = [line for line in seen if line["reason"] != "INVALID_HTTP"]
     assert sum(line.get("requests", 1) for line in of_bodies) == 50 and len(of_bodies) < 25

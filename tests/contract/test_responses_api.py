@@ -109,6 +109,8 @@ async def test_a_conversation_goes_on_stored_or_sent_back():
         assert list(stored.token_ids) == list(stateless.token_ids)
         found = await api.responses.retrieve(second.id)
         assert found.output_text == second.output_text
+        async with httpx.AsyncClient(base_url=rig.http, trust_env=False) as http:
+            assert (await http.head(f"/v1/responses/{second.id}")).status_code == 200
         await api.responses.delete(second.id)
         for use in (
             api.responses.retrieve(second.id),

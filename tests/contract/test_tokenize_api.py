@@ -1,6 +1,12 @@
 """/tokenize and /detokenize, and the OpenAPI document."""
 
+import threading
+
 from test_openai_api import MODEL, api
+
+from baton.gateway import tokenize_api
+from baton.gateway import tokenizer as gateway_tokenizer
+from baton.tokenizer.vocabulary import Vocabulary
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Zürich?"}
@@ -36,6 +42,34 @@ async def test_texts_and_conversations_there_and_back():
         assert "get_weather" in await text((await tokens(messages=[USER], tools=[TOOL]))["tokens"])
         assert (await tokens(prompt=""))["tokens"] == [] and await text([]) == ""
         await rig.idle()
+
+
+async def test_the_event_loop_goes_on_while_a_long_answer_is_made(monkeypatch):
+    """In pieces, by another thread: a prompt may have millions of tokens."""
+    threads = set()
+    bytes_of, decode = Vocabulary.bytes_of, gateway_tokenizer.decode
+
+    def watched_bytes(vocabulary, token):
+        threads.add(threading.current_thread())
+        return bytes_of(vocabulary, token)
+
+    def watched_decode(*given):
+        threads.add(threading.current_thread())
+        return decode(*given)
+
+    monkeypatch.setattr(tokenize_api, "PIECE", 3)
+    async with api(say="fine") as rig:
+        prompt = "def f(x):\n  return '\"Zürich' 🚀"
+        ids = await rig.encode(prompt)
+        assert len(ids) > 9
+        monkeypatch.setattr(Vocabulary, "bytes_of", watched_bytes)
+        monkeypatch.setattr(gateway_tokenizer, "decode", watched_decode)
+        answer = await rig.plain.post("/tokenize", json={"prompt": prompt, "return_token_strs": True})
+        found = answer.json()
+        assert (found["tokens"], found["count"]) == (ids, len(ids))
+        each = [(await rig.plain.post("/detokenize", json={"tokens": [id]})).json()["prompt"] for id in ids]
+        assert found["token_strs"] == each
+    assert threads and threading.main_thread() not in threads
 
 
 WRONG = [

@@ -157,6 +157,7 @@ def test_calls_and_answers_come_after_the_reasoning(backend, tokenizer):
     [
         (Grammar(json_schema=json.dumps(SCHEMA)), '{"unit": "c"}'),
         (Grammar(regex="a/b+"), "a/bb"),
+        (Grammar(regex=r"a\/b[\\/]"), "a/b/"),
         (Grammar(choice={"strings": ['y"es', "no"]}), 'y"es'),
     ],
 )
@@ -277,6 +278,7 @@ def steered(backend, tokenizer, made, seed, texts, most=120):
     [
         (SamplingParams(), Tool(name="f", parameters=json.dumps({"title": "a" * 2**19})), "chat.tools"),
         (SamplingParams(ignore_eos=True), Tool(name="f"), "sampling.ignore_eos"),
+        (SamplingParams(), Tool(name="f", parameters='{"type": "array"}'), "chat.tools"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(tokenizer, sampling, tool, field):

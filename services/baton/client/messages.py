@@ -59,7 +59,7 @@ def make_start(
             start.text = prompt
         else:
             start.tokens.CopyFrom(inference_pb2.TokenPrompt(token_ids=token_ids))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise invalid("prompt", f"the prompt cannot be sent: {error}") from error
     return inference_pb2.GenerateRequest(start=start)
 
@@ -84,7 +84,7 @@ def _set(start: inference_pb2.GenerateStart, name: str, value: object) -> None:
             start.sampling.grammar.CopyFrom(grammar_message(value))  # type: ignore[arg-type]
         else:
             setattr(start.sampling, name, value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise invalid(name, f"{name}={value!r} cannot be sent: {error}") from error
 
 

@@ -212,6 +212,6 @@ def _encode(event: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % to_json(event)
 
 
-def to_json(event: dict[str, Any]) -> bytes:
+def to_json(event: Any) -> bytes:
     """In one line."""
     return json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()

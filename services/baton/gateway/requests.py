@@ -351,6 +351,7 @@ class Request:
             self._attempts.ended(error, time.monotonic(), lost=lost)
         except BatonError as last:
             if last.field == "sampling.grammar":
+                last.message = last.message.replace(last.field, self._grammar_field)
                 last.field = self._grammar_field
             self.fail(last)
             return

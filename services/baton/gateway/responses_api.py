@@ -80,7 +80,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
                 under_way[owner, id] = job
             return await respond(job, answer, bool(asked.stream), ignored)
 
-    @app.get("/v1/responses/{id}")
+    @app.api_route("/v1/responses/{id}", methods=["GET", "HEAD"])
     async def retrieve(id: str, request: Request) -> Response:
         found = find(id, request.state.api_key.owner)
         return Response(found.response, media_type="application/json")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from fastapi import FastAPI, Request, Response
@@ -10,16 +11,19 @@ from fastapi.responses import JSONResponse
 
 from baton.gateway.admission import check_model
 from baton.gateway.gateway import Gateway
-from baton.gateway.http_requests import BodyReader, name_ignored, unread_arguments
+from baton.gateway.http_requests import BodyReader, name_ignored, to_json, unread_arguments
 from baton.gateway.openai_chat import Message, Tool, add_messages, add_template_arguments, add_tools
 from baton.gateway.openai_errors import invalid_value
 from baton.gateway.openai_fields import Elements, Strict, TokenId
 from baton.gateway.recorded_calls import recorded_call
 from baton.rpc.validate import check_token_ids
+from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import inference_pb2, tokenizer_pb2
 
 TOO_LONG = 8
 """Times the context: more token ids are not put together to a text."""
+PIECE = 2**13
+"""Tokens that are written at a time: the encoder of JSON lets no other thread run."""
 
 
 class TokenizeRequest(Strict):
@@ -84,14 +88,15 @@ def add_tokens(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             given.add_special_tokens = asked.add_special_tokens
         with recorded_call(gateway, request.state.api_key, "tokenize", computes=False) as call:
             encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
-            ids = list(encoded.token_ids)
-            call.tokens = len(ids)
-            answer = {"count": len(ids), "max_model_len": gateway.model().context_length, "tokens": ids}
-            answer["token_strs"] = None
+            call.tokens = len(encoded.token_ids)
+            vocabulary = None
             if asked.return_token_strs:
                 vocabulary = await gateway.tokenizer.ready(gateway.config.request_seconds)
-                answer["token_strs"] = [vocabulary.bytes_of(id).decode("utf-8", "replace") for id in ids]
-        return name_ignored(JSONResponse(answer), body.ignored | unread_arguments(gateway, start.chat))
+            most = gateway.model().context_length
+            # In a thread: a prompt may have millions of tokens.
+            answer = await asyncio.to_thread(_answer, encoded.token_ids, most, vocabulary)
+        response = Response(answer, media_type="application/json")
+        return name_ignored(response, body.ignored | unread_arguments(gateway, start.chat))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -113,3 +118,19 @@ def add_tokens(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
                 body.made, gateway.config.request_seconds, skip_special_tokens=False
             )
         return JSONResponse({"prompt": text})
+
+
+def _answer(ids: Sequence[int], max_model_len: int, vocabulary: Vocabulary | None) -> bytes:
+    """Of /tokenize, as JSON. vocabulary: for the texts of the tokens, where they are asked for."""
+
+    def written(value: Callable[[int], int | str]) -> bytes:
+        pieces = (ids[first : first + PIECE] for first in range(0, len(ids), PIECE))
+        texts = (to_json([value(id) for id in piece])[1:-1] for piece in pieces)
+        return b"[%b]" % b",".join(texts)
+
+    texts = b"null"
+    if vocabulary is not None:
+        bytes_of = vocabulary.bytes_of
+        texts = written(lambda id: bytes_of(id).decode("utf-8", "replace"))
+    head = b'"count":%d,"max_model_len":%d' % (len(ids), max_model_len)
+    return b'{%b,"tokens":%b,"token_strs":%b}' % (head, written(int), texts)

@@ -248,7 +248,9 @@ def _answer(grammar: common_pb2.Grammar) -> list[str]:
             raise invalid("sampling.grammar", text)
         return [f"answer: %json {_dumps({**schema, 'x-guidance': _SPACE})}"]
     if kind == "regex":
-        return [f"answer: /{grammar.regex.replace('/', chr(92) + '/')}/"]
+        # A slash ends it, unless it is escaped already.
+        regex = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", grammar.regex, flags=re.DOTALL)
+        return [f"answer: /{regex}/"]
     if kind == "choice":
         return [f"answer: {' | '.join(map(_literal, grammar.choice.strings))}"]
     text = "sampling.grammar: a Lark grammar cannot be beside tools or reasoning; give raw_output or no tools"
@@ -259,7 +261,11 @@ def _schema(tool: tokenizer_pb2.Tool, *, any_object: bool) -> str:
     schema: dict[str, Any] = {"type": "object"}
     if not any_object:
         schema = json.loads(tool.parameters) if tool.parameters else {"type": "object", "properties": {}}
-        schema.setdefault("type", "object")
+        kind = schema.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            text = f"chat.tools: the schema of {tool.name} is of no object, which arguments are"
+            raise invalid("chat.tools", text)
+        schema["type"] = "object"
         if "properties" in schema and "patternProperties" not in schema:
             schema.setdefault("additionalProperties", False)
     return _dumps({**schema, "x-guidance": _SPACE})

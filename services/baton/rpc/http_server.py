@@ -61,6 +61,7 @@ class HttpServer:
                 http=cast(type[asyncio.Protocol], partial(_Protocol, on_malformed=on_malformed)),
                 ws="none",
                 log_config=None,
+                log_level="error",  # its warnings are of what clients send: a line for each
                 access_log=False,
                 lifespan="off",
                 proxy_headers=False,
