@@ -139,7 +139,7 @@ def test_sixteen_bits_are_greedy_by_float32_logits(checkpoints, monkeypatch, fam
     params = greedy(len(prompts), 12)
     if body == "modules":
         monkeypatch.setattr("baton.models.body.why_not_fused", lambda model: "for this test")
-    elif family in ("gemma3", "gpt-oss"):
+    elif family == "gemma3":
         pytest.skip("has no fused body")
     runner, cache = make(path, f"graphs:{pair}", dtype)
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_which_families_have_fused_kernels(checkpoints):
         for family in FAMILIES
         if why_not_fused(load_model(checkpoints(family), torch.bfloat16, CUDA)) is None
     }
-    assert fused == FAMILIES.keys() - {"gemma3", "gpt-oss"}
+    assert fused == FAMILIES.keys() - {"gemma3"}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "gemma3"])

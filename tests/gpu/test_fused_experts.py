@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint
 
-from baton.layers.experts import Experts, Mixture, Router, Routing
+from baton.layers.experts import ClampedSwiglu, Experts, Mixture, Router, Routing
 from baton.layers.mlp import GatedMlp
 from baton.layers.parameters import Parameters
 
@@ -28,6 +28,7 @@ SHAPES = {
         {"correction": True, "float32": True},
     ),
     "large": (128, 8, 2048, 768, Routing(8), {}),
+    "gpt-oss": (16, 4, 360, 184, Routing(4), {"bias": True}),
 }
 
 
@@ -35,7 +36,9 @@ def mixture_of(name, shared=False, dtype=torch.bfloat16):
     count, _, hidden, inner, routing, options = SHAPES[name]
     parameters = Parameters(dtype, CUDA)
     router = Router(parameters, "gate", hidden, count, routing, **options)
-    experts = Experts(parameters.under("experts"), count, hidden, inner)
+    clamped = name == "gpt-oss"
+    activation = ClampedSwiglu(1.702, 1.0) if clamped else "silu"
+    experts = Experts(parameters.under("experts"), count, hidden, inner, bias=clamped, activation=activation)
     own = GatedMlp(parameters.under("shared"), hidden, 2 * inner) if shared else None
     torch.manual_seed(count)
     for parameter in parameters.table.values():
@@ -53,8 +56,15 @@ def reference(mixture, x):
     total = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(mixture.experts.count):
         token, place = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token].float(), mixture.experts.gate_up[expert].float()).chunk(2, -1)
-        out = F.linear(F.silu(gate) * up, mixture.experts.down[expert].float())
+        experts, own = mixture.experts, x[token].float()
+        gate, up = F.linear(own, experts.gate_up[expert].float()).chunk(2, -1)
+        if experts.gate_up_bias is None:
+            out = F.linear(F.silu(gate) * up, experts.down[expert].float())
+        else:
+            gate = (gate + experts.gate_up_bias[expert, : experts.inner].float()).clamp(max=1.0)
+            up = (up + experts.gate_up_bias[expert, experts.inner :].float()).clamp(-1.0, 1.0)
+            inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            out = F.linear(inner, experts.down[expert].float(), experts.down_bias[expert].float())
         total.index_add_(0, token, out * weights[token, place][:, None])
     if mixture.shared is not None:
         gate, up = F.linear(x.float(), mixture.shared.gate_up.weight.float()).chunk(2, -1)

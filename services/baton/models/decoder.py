@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.attention import Attention, AttentionOptions, KvShape
-from baton.layers.experts import Mixture
+from baton.layers.experts import ClampedSwiglu, Mixture
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.latent_attention import LatentAttention
 from baton.layers.linear import CpuLayout, Linear, Transposed, fastest_layout, fastest_product
@@ -253,7 +253,7 @@ class Decoder:
 
 def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
     """The layers if all are like those of Llama or of DeepSeek, and whole: heads rotated alike, wholly or in
-    part, or latents, a gated SiLU layer or a mixture of such; else None."""
+    part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss' experts; else None."""
     if not isinstance(decoder, Decoder):
         return None
     if decoder.shard.size > 1:
@@ -279,5 +279,5 @@ def _plain_feed_forward(module: FeedForward | None) -> bool:
         return False
     experts, shared = module.experts, module.shared
     aligned = experts.inner % 8 == 0 and experts.gate_up.shape[2] % 8 == 0
-    simple = experts.activation == "silu" and experts.gate_up_bias is None and experts.computable
-    return aligned and simple and (shared is None or _plain_feed_forward(shared))
+    known = experts.activation == "silu" or isinstance(experts.activation, ClampedSwiglu)
+    return aligned and known and experts.computable and (shared is None or _plain_feed_forward(shared))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from baton.layers.experts import Mixture
+from baton.layers.experts import ClampedSwiglu, Mixture
 
 
 def device_mixture(mixture: Mixture) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -30,8 +30,8 @@ def why_no_kernels(mixture: Mixture) -> str | None:
         return f"the kernels do not compute {str(experts.gate_up.dtype).removeprefix('torch.')}"
     if experts.inner % 8 or experts.gate_up.shape[2] % 8:
         return "its sizes are not multiples of 8"
-    if experts.activation != "silu" or experts.gate_up_bias is not None:
-        return "its experts have biases, or an activation that the kernels do not know"
+    if experts.activation != "silu" and not isinstance(experts.activation, ClampedSwiglu):
+        return "its experts have an activation that the kernels do not know"
     if shared is not None and (
         shared.activation != "silu" or (shared.down.weight is None and shared.down.quantized is None)
     ):

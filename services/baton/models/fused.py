@@ -83,9 +83,13 @@ class FusedDecoder:
             )
         dense = [w.feed_forward for w in self._layers if isinstance(w.feed_forward, GatedMlp)]
         self._inner = max((mlp.inner for mlp in dense), default=0)
-        linears = [w.attention.output for w in self._layers]
-        linears += [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
-        self._few = MOST_ROWS if not invariant and all(fits(linear) for linear in linears) else 0
+        linears = [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
+        few = all(fits(linear) for linear in linears)
+        for w in self._layers:
+            # Where a mixture follows, `add_norm` adds the bias that `project_parts` leaves out.
+            few = few and fits(w.attention.output, bias=isinstance(w.feed_forward, FusedMixture))
+            linears.append(w.attention.output)
+        self._few = MOST_ROWS if few and not invariant else 0
         """Rows up to which `_forward_few` computes decode steps."""
         if any(linear.quantized is not None and linear.quantized.bits == 4 for linear in linears):
             self._few = min(self._few, quantized_linear.MOST_ROWS[4])
@@ -186,7 +190,7 @@ class FusedDecoder:
             parts = project_parts(_for(attention.output, attended), attention.output)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
-                add_norm(residual, parts, w.post_norm, normed, eps)
+                add_norm(residual, parts, w.post_norm, normed, eps, attention.output.bias)
                 parts = mlp.parts(normed)
             else:
                 x = self._norm(residual, parts, w.post_norm, mlp.gate_up, out=normed)

@@ -33,7 +33,8 @@ def weight_plan(
 ) -> WeightPlan:
     """`quantization`: "auto": what a checkpoint has quantized stays so where `device` computes with it;
     "none": everything is dequantized while loading; otherwise what is not quantized is, while loading.
-    `head`: the head, too. `dtype`: the model's. Raises CheckpointError.
+    `head`: the head, too. `dtype`: the model's. Whatever the plan, experts with biases are dequantized
+    (`layers.experts`): no kernel computes them from codes. Raises CheckpointError.
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)

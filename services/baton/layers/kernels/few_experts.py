@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baton.layers.experts import Experts, Router
+from baton.layers.kernels.activation import gated, gating
 from baton.layers.kernels.routing import constants, ranked_experts
 from baton.layers.mlp import GatedMlp
 
@@ -30,6 +31,7 @@ def _gate_up(
     weight,
     unit,
     shared,
+    expert_bias,
     out,
     scale,
     eps,
@@ -47,6 +49,10 @@ def _gate_up(
     RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     CORRECTION: tl.constexpr,
+    EXPERT_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -121,7 +127,11 @@ def _gate_up(
         factor = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         y = y * factor
         z = z * factor
-    y = y / (1 + tl.exp(-y)) * z
+    if EXPERT_BIAS:
+        own = expert_bias + expert.to(tl.int64) * (2 * INNER) + n
+        y += tl.load(own, mask=n < INNER, other=0.0).to(tl.float32)
+        z += tl.load(own + INNER, mask=n < INNER, other=0.0).to(tl.float32)
+    y = gated(y, z, CLAMPED, ALPHA, LIMIT)
     tl.store(out + tl.program_id(1).to(tl.int64) * INNER + n, y, mask=n < INNER)
 
 
@@ -133,6 +143,7 @@ def _down(
     weight,
     unit,
     shared,
+    expert_bias,
     out,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
@@ -140,6 +151,7 @@ def _down(
     SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
     ADD: tl.constexpr,
+    EXPERT_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -180,6 +192,10 @@ def _down(
             value = tl.load(own + TOP_K * INNER + k, mask=there, other=0.0).to(tl.float32)
             total += w.to(tl.float32) * value[None, :]
     y = tl.sum(total, 1)
+    if EXPERT_BIAS:
+        for choice in range(token * TOP_K, token * TOP_K + TOP_K):
+            bias_at = expert_bias + tl.load(experts + choice).to(tl.int64) * HIDDEN + n
+            y += tl.load(bias_at, mask=n < HIDDEN, other=0.0).to(tl.float32) * tl.load(weights + choice)
     target = out + token.to(tl.int64) * HIDDEN + n
     if ADD:
         y += tl.load(target, mask=n < HIDDEN, other=0.0).to(tl.float32)
@@ -198,9 +214,9 @@ def gate_up_one(
     block: Block | None = None,
     pdl: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Chooses the experts of one token x [1, hidden] by its scores `logits` [1, experts]; silu(gate) * up of
-    each, of x normalized with `norm` [hidden]. -> inner [top_k + shared, inner], weights float32 and experts
-    int32 [1, top_k]. The router has no groups. `shared`: see `joins`."""
+    """Chooses the experts of one token x [1, hidden] by scores `logits` [1, experts]; gate and up of each,
+    activated and multiplied, of x normalized with `norm` [hidden]. -> inner [top_k + shared, inner], weights
+    float32 and experts int32 [1, top_k]. The router has no groups. `shared`: see `joins`."""
     top_k = router.routing.top_k
     weights = torch.empty(1, top_k, dtype=torch.float32, device=x.device)
     chosen = torch.empty(1, top_k, dtype=torch.int32, device=x.device)
@@ -220,7 +236,7 @@ def gate_up(
     block: Block | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
-    """silu(gate) * up of each token's experts: x [tokens, hidden], chosen int32 [tokens, top_k] ->
+    """Activated gate * up of each token's experts: x [tokens, hidden], chosen int32 [tokens, top_k] ->
     [tokens * (top_k + shared), inner]. `shared`: see `joins`."""
     pairs = len(x) * (chosen.shape[1] + _count(shared, experts))
     out = torch.empty(pairs, experts.inner, dtype=x.dtype, device=x.device)
@@ -232,6 +248,7 @@ def gate_up(
 def joins(shared: GatedMlp, experts: Experts) -> bool:
     """Whether the shared layer can be computed as further experts of every token, of weight 1."""
     plain = shared.gate_up.bias is None and shared.down.bias is None and experts.quantized is None
+    plain = plain and experts.gate_up_bias is None and experts.activation == "silu"
     weights = shared.gate_up.weight, shared.down.weight
     same = all(weight is not None and weight.dtype == experts.down.dtype for weight in weights)
     return plain and same and shared.inner % experts.inner == 0
@@ -268,6 +285,7 @@ def _launch_gate_up(
         matrix.values,
         x if matrix.scale is None else matrix.scale,
         x if shared is None else shared.gate_up.weight,
+        x if experts.gate_up_bias is None else experts.gate_up_bias,
         out,
         router.routing.scale,
         eps,
@@ -278,6 +296,8 @@ def _launch_gate_up(
         NORM=norm is not None,
         CHOOSE=logits is not None,
         **constants(router, 1) | {"BIAS": False},
+        **gating(experts),
+        EXPERT_BIAS=experts.gate_up_bias is not None,
         ROWS=rows,
         COLUMNS=columns,
         STAGES=stages,
@@ -311,6 +331,7 @@ def down(
         matrix.values,
         weights if matrix.scale is None else matrix.scale,
         weights if shared is None else shared.down.weight,
+        weights if experts.down_bias is None else experts.down_bias,
         out,
         HIDDEN=hidden,
         INNER=inner,
@@ -318,6 +339,7 @@ def down(
         SCALED=matrix.scaled,
         TOP_K=chosen.shape[1],
         ADD=add,
+        EXPERT_BIAS=experts.down_bias is not None,
         ROWS=rows,
         COLUMNS=columns,
         STAGES=stages,

@@ -96,12 +96,14 @@ def _add_norm(
     residual,
     parts,
     weight,
+    bias,
     out,
     eps,
     rows,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     gdc_launch_dependents()
     gdc_wait()
@@ -111,6 +113,8 @@ def _add_norm(
     total = tl.load(residual + row * COLUMNS + columns, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
         total += tl.load(parts + (part * rows + row) * COLUMNS + columns, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias + columns, mask=inside, other=0.0)
     tl.store(residual + row * COLUMNS + columns, total, mask=inside)
     scale = tl.rsqrt(tl.sum(total * total, 0) / COLUMNS + eps)
     y = total * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -122,13 +126,15 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def fits(linear: Linear) -> bool:
-    """Whether `project_parts` and `gated` compute this layer: on a Hopper GPU, 16 bits or quantized, no
-    bias."""
+def fits(linear: Linear, *, bias: bool = False) -> bool:
+    """Whether `project_parts` and `gated` compute this layer: on a Hopper GPU, 16 bits or quantized. `bias`:
+    it may have one, which they leave out."""
+    if linear.bias is not None and not bias:
+        return False
     if linear.quantized is not None:
-        return linear.bias is None
+        return True
     weight = linear.weight
-    if weight is None or linear.bias is not None or weight.dtype.itemsize != 2:
+    if weight is None or weight.dtype.itemsize != 2:
         return False
     hopper = torch.cuda.get_device_capability(weight.device)[0] == 9
     return hopper and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
@@ -186,22 +192,29 @@ def _operand(x: torch.Tensor | Quantized, linear: Linear) -> tuple[torch.Tensor,
 
 
 def add_norm(
-    residual: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float
+    residual: torch.Tensor,
+    parts: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """residual += sum of `parts` [parts, rows, columns]; out = RMS-normalized residual, times
-    `weight` [columns]. residual, out: [rows, columns]. In float32, rounded once."""
+    """residual += sum of `parts` [parts, rows, columns] and `bias` [columns]; out = RMS-normalized residual,
+    times `weight` [columns]. residual, out: [rows, columns]. In float32, rounded once."""
     count, rows, columns = parts.shape
     block = triton.next_power_of_2(columns)
     _add_norm[(rows,)](
         residual,
         parts,
         weight,
+        weight if bias is None else bias,
         out,
         eps,
         rows,
         COLUMNS=columns,
         BLOCK=block,
         PARTS=count,
+        BIAS=bias is not None,
         num_warps=min(8, max(1, block // 512)),
         launch_pdl=True,
     )

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.layers.experts import ExpertMatrix, Experts
+from baton.layers.kernels.activation import gated, gating
 from baton.layers.kernels.routing import Tiles
 
 
@@ -54,6 +55,7 @@ def _gate_up(
     x,
     weight,
     unit,
+    bias,
     order,
     tile_experts,
     num_tiles,
@@ -67,6 +69,10 @@ def _gate_up(
     BK: tl.constexpr,
     SWAP: tl.constexpr,
     SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -92,8 +98,14 @@ def _gate_up(
         if SCALED == "rows":
             gate = _row_units(gate, unit, top, tl.arange(0, BN), COLUMNS - left, SWAP)
             up = _row_units(up, unit, top + COLUMNS, tl.arange(0, BN), COLUMNS - left, SWAP)
-        y = gate / (1 + tl.exp(-gate)) * up
         n = left + tl.arange(0, BN)
+        if BIAS:
+            at = bias + top + tl.arange(0, BN)
+            own = tl.load(at, mask=n < COLUMNS, other=0.0).to(tl.float32)
+            more = tl.load(at + COLUMNS, mask=n < COLUMNS, other=0.0).to(tl.float32)
+            gate += own[:, None] if SWAP else own[None, :]
+            up += more[:, None] if SWAP else more[None, :]
+        y = gated(gate, up, CLAMPED, ALPHA, LIMIT)
         y = y.to(out.dtype.element_ty)
         if SWAP:
             y = y.T
@@ -105,6 +117,7 @@ def _down(
     x,
     weight,
     unit,
+    bias,
     weights,
     order,
     tile_experts,
@@ -119,6 +132,7 @@ def _down(
     BK: tl.constexpr,
     SWAP: tl.constexpr,
     SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -140,6 +154,9 @@ def _down(
         there = pair < pairs
         scale = tl.load(weights + pair, mask=there, other=0.0)
         n = left + tl.arange(0, BN)
+        if BIAS:
+            own = tl.load(bias + top + tl.arange(0, BN), mask=n < COLUMNS, other=0.0).to(tl.float32)
+            y += own[:, None] if SWAP else own[None, :]
         # Part by part, as `gemm.add_norm` adds them up.
         row = (pair % TOP_K).to(tl.int64) * (pairs // TOP_K) + pair // TOP_K
         if SWAP:
@@ -152,7 +169,8 @@ def _down(
 def gate_up(
     x: torch.Tensor, experts: Experts, tiles: Tiles, top_k: int, tile: Tile, *, pdl: bool = True
 ) -> torch.Tensor:
-    """silu(gate) * up of each choice's token, x [tokens, hidden] -> [rows of all tiles, inner], sorted."""
+    """Gate and up of each choice's token, activated and multiplied: x [tokens, hidden] -> [rows of all tiles,
+    inner], sorted."""
     matrix, _ = experts.matrices()
     count, _, hidden = matrix.values.shape
     inner = experts.inner
@@ -162,6 +180,7 @@ def gate_up(
         x,
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]),
         x if matrix.scale is None else matrix.scale,
+        x if experts.gate_up_bias is None else experts.gate_up_bias,
         tiles.order,
         tiles.experts,
         tiles.count,
@@ -170,6 +189,8 @@ def gate_up(
         K=hidden,
         COLUMNS=inner,
         TOP_K=top_k,
+        BIAS=experts.gate_up_bias is not None,
+        **gating(experts),
         **_options(tiles, tile, matrix, pdl),
     )
     return out
@@ -193,6 +214,7 @@ def down(
         TensorDescriptor.from_tensor(x, [tiles.rows, tile.inner]),
         TensorDescriptor.from_tensor(matrix.values.view(count * hidden, inner), [tile.columns, tile.inner]),
         weights if matrix.scale is None else matrix.scale,
+        weights if experts.down_bias is None else experts.down_bias,
         weights,
         tiles.order,
         tiles.experts,
@@ -202,6 +224,7 @@ def down(
         K=inner,
         COLUMNS=hidden,
         TOP_K=weights.shape[1],
+        BIAS=experts.down_bias is not None,
         **_options(tiles, tile, matrix, pdl),
     )
 
