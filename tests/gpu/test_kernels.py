@@ -42,22 +42,24 @@ def test_gemv(rows, columns, gated, add, norm, bias, pdl):
 @pytest.mark.parametrize(
     ("columns", "k"), [(4096, 4096), (4096, 12288), (1024, 3072), (1000, 1504), (2048, 8960), (96, 64)]
 )
-def test_project_and_add_norm(rows, columns, k):
+@pytest.mark.parametrize("bias", [False, True])
+def test_project_and_add_norm(rows, columns, k, bias):
     """Parts of a projection, added to the residual and normalized; a second time, as a graph's replay is."""
     from baton.layers.kernels.gemm import add_norm, fits, project_parts
 
     torch.manual_seed(rows)
-    linear = Linear(torch.randn(columns, k, device=CUDA).bfloat16() / k**0.5)
-    assert fits(linear)
+    own = torch.randn(columns, device=CUDA).bfloat16() if bias else None
+    linear = Linear(torch.randn(columns, k, device=CUDA).bfloat16() / k**0.5, own)
+    assert fits(linear, bias=True) and fits(linear) == (not bias)
     x = torch.randn(rows, k, device=CUDA).bfloat16()
     scale = torch.rand(columns, device=CUDA).bfloat16()
     before = torch.randn(rows, columns, device=CUDA).bfloat16()
     assert linear.weight is not None
-    total = before.float() + x.float() @ linear.weight.float().t()
+    total = before.float() + F.linear(x.float(), linear.weight.float(), None if own is None else own.float())
     want = F.rms_norm(total, (columns,), scale.float(), 1e-6)
     for _ in range(2):
         residual, out = before.clone(), torch.full_like(before, torch.nan)
-        add_norm(residual, project_parts(x, linear), scale, out, 1e-6)
+        add_norm(residual, project_parts(x, linear), scale, out, 1e-6, own)
         assert ((residual.float() - total).norm() / total.norm()).item() < 4e-3
         assert ((out.float() - want).norm() / want.norm()).item() < 4e-3
 
