@@ -254,7 +254,11 @@ def test_groups_of_4_bits_are_part_of_the_fingerprint():
     assert quantized(config, cpu) != quantized(config, cuda)
     config = DecodeConfig(model="demo", quantization="int8")
     assert quantized(config, cpu) == quantized(config, cuda) != ""
-    assert quantized(DecodeConfig(model="demo"), cpu) == ""
+    assert (
+        quantized(DecodeConfig(model="demo"), cpu)
+        == ""
+        != quantized(DecodeConfig(model="demo", quantization="none"), cpu)
+    )
 
 
 def test_fingerprint(checkpoint):

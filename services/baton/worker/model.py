@@ -120,9 +120,9 @@ def kv_scales(config: WorkerConfig, path: Path, model: Model) -> torch.Tensor | 
 
 
 def quantized(config: WorkerConfig, device: torch.device) -> str:
-    """What the weights' quantization while loading adds to a fingerprint: keys and values differ. Groups of
-    4 bits are not the same on all devices."""
-    if config.quantization in ("auto", "none"):
+    """What --quantization adds to a fingerprint: keys and values differ. Groups of 4 bits are not the same on
+    all devices. `none` dequantizes a checkpoint whose products `auto` may compute in 8 bits."""
+    if config.quantization == "auto":
         return ""
     return f" {config.quantization}" + (
         f" {ONLINE_GROUP[device.type]}" if config.quantization == "int4" else ""

@@ -121,9 +121,11 @@ class WorkerNode(WorkerShell[C]):
             cooled=lambda error: _log.warning("first tokens come later: no warm turns", exc_info=error),
             spare=partial(self._spare_turn, core),
         )
-        self._idle_steps: IdleSteps | None = IdleSteps(
-            self.engine.runner, step_limits(self.engine), self.engine.cache, time.monotonic
-        )
+        # Other processes do not slow a GPU's steps at the start, and a node that shares the GPU would wait.
+        self._idle_steps: IdleSteps | None = None
+        if self.engine.device.type == "cpu":
+            limits = step_limits(self.engine)
+            self._idle_steps = IdleSteps(self.engine.runner, limits, self.engine.cache, time.monotonic)
         self.engine.ranks.watch(self._rank_lost)
         self._embedder = Embedder(self.config, self.steps, self.model_info)
         self.observe()
