@@ -56,7 +56,11 @@ def test_prefill_two_hellos_and_malformed_messages(prefill, hello):
 
 
 def test_prefill_refuses_another_layout(prefill, hello):
-    for name, value in (("page_size", 32), ("model_fingerprint", "00"), ("version", hello.layout.version + 1)):
+    for name, value in (
+        ("page_size", 32),
+        ("model_fingerprint", "00"),
+        ("version", hello.layout.version + 1),
+    ):
         stream = Prefill(prefill, None)
         wrong = prefill_pb2.PrefillHello()
         wrong.CopyFrom(hello)
