@@ -17,7 +17,7 @@ from baton.gateway.json_body import MAX_ESCAPES, MAX_FIELDS, MAX_VALUES
 LIMIT = 16 * 2**20
 LOOP_SECONDS = 0.1
 TICK_SECONDS = 0.005
-SMALL = 16 * 2**20
+SMALL = 24 * 2**20
 """What the process may take besides: for the client here, for what the allocator keeps."""
 MILLION = 10**6
 
