@@ -113,3 +113,11 @@ def test_a_side_that_takes_nothing_holds_up_the_other_for_a_limited_time():
     with pytest.raises(ChannelError, match="takes no messages"):
         for _ in range(1000):
             channel.send_plan(bytes(2**16), 1)
+
+
+def test_the_rest_of_a_message_is_waited_for_no_longer_than_that():
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours, 0.05)
+    theirs.sendall(b"\0\0\0\x08half")  # 8 bytes are announced
+    with theirs, pytest.raises(ChannelClosed):
+        channel.receive(1.0)

@@ -25,11 +25,12 @@ class ChannelClosed(ChannelError):
 
 
 class Channel:
-    """One end. `seconds`: longest time that a message may wait to be taken."""
+    """One end. `seconds`: longest wait until a message is taken, or for its rest once it has begun."""
 
     def __init__(self, own: socket.socket, seconds: float) -> None:
         timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
         self._connection = Connection(own.detach())
         self._sent = self._received = 0

@@ -96,7 +96,10 @@ class Followers:
             )
         self.processes.append(process)
         self.channels.append(Channel(ours, SEND_SECONDS))
-        self.channels[-1].send(setup)
+        try:
+            self.channels[-1].send(setup)
+        except ChannelError as error:
+            raise FollowerError(f"rank {setup.shard.rank} could not be started: {error}") from error
 
     def await_all(self, seconds: float) -> list[Any]:
         """The next answer of each. Raises FollowerError."""
