@@ -33,7 +33,7 @@ TESTS = Path(__file__).parent.parent
 CORPUS = TESTS / "fuzz_corpus"
 PROTO = TESTS.parent / "proto"
 CALLS = 130
-"""Of each kind; about four messages each."""
+"""Of each kind; of one to a dozen messages each, by chance."""
 STRANGERS = 150
 
 
@@ -71,11 +71,11 @@ def test_fresh_messages(fuzzed: Run, tmp_path: Path):
     seed = int(os.environ.get("BATON_FUZZ_SEED", "0")) or secrets.randbits(32)
     print(f"BATON_FUZZ_SEED={seed}")
     rng = Random(seed)
-    before = fuzzed.report.messages
+    before = fuzzed.report.calls
     fuzzed.send(structured(CALLS, seed), rng)
     fuzzed.send(itertools.islice(mutated(rng), CALLS), rng)
     clean(fuzzed, tmp_path)
-    assert fuzzed.report.messages - before > 500
+    assert fuzzed.report.calls - before > 1.8 * CALLS  # those that lack a message are not sent
 
 
 def test_strangers(closed: Run, tmp_path: Path):
