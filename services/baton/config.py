@@ -104,6 +104,13 @@ class WorkerConfig(NodeConfig):
     """Ranks that share the model and its work (tensor parallelism): one process each, of which this one is
     the first. Their number must divide that of attention heads, and divide or be a multiple of that of KV
     heads."""
+    nnodes: int = 1
+    """Hosts that the ranks are divided among: as many of them on each. The same command is started on every
+    one, with its --node-rank."""
+    node_rank: int = 0
+    """Which of them this one is. Only 0 serves; the others end with it."""
+    master: str = ""
+    """host:port of host 0 where it meets the others; with --nnodes."""
     kv_dtype: str = "auto"
     """Keys and values in the pool: "auto": as the model computes; "fp8_e4m3": in half of 16 bits' bytes, with
     the checkpoint's scales, else 1. All workers of a deployment alike."""

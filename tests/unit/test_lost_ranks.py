@@ -35,7 +35,7 @@ def engine(monkeypatch):
         yield engine
     finally:
         engine.close()
-        processes = engine.ranks.followers.processes
+        processes = engine.ranks.followers.processes.values()
         assert all(process.poll() is not None for process in processes), "a follower is left"
         assert time.monotonic() - started < SECONDS
         assert not segments(INCARNATION)
@@ -54,7 +54,7 @@ def step(engine, number=1, page=0):
 
 def test_killed(engine):
     assert step(engine).rows[0].error is None
-    (follower,) = engine.ranks.followers.processes
+    (follower,) = engine.ranks.followers.processes.values()
     lost = []
     engine.ranks.watch(lambda rank, code: lost.append((rank, code)))
     follower.kill()
@@ -68,7 +68,7 @@ def test_killed(engine):
 
 
 def test_stopped(engine):
-    (follower,) = engine.ranks.followers.processes
+    (follower,) = engine.ranks.followers.processes.values()
     follower.send_signal(signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(RanksLost, match="another rank is lost") as caught:
@@ -91,9 +91,11 @@ def test_failed_there(engine):
 def test_the_one_that_failed_may_be_the_last_to_end():
     """The others lose it when its sockets close, which is before it has ended."""
     for codes, blamed in ((("exit 3", "sleep 0.2; exit 1"), True), (("exit 3", "kill -9 $$"), False)):
-        followers = Followers(1, None)
+        followers = Followers([], None)
         try:
-            followers.processes += [subprocess.Popen(["sh", "-c", code]) for code in codes]
+            followers.processes |= {
+                rank: subprocess.Popen(["sh", "-c", code]) for rank, code in enumerate(codes, 1)
+            }
             assert followers.failed() is blamed
         finally:
             followers.close()
@@ -128,7 +130,7 @@ async def test_a_node_that_cannot_start_leaves_no_ranks(monkeypatch):
     with pytest.raises(BatonError, match="another rank is lost"):
         await node.start("127.0.0.1:1")
     await node.stop()
-    assert all(process.poll() is not None for process in node.engine.ranks.followers.processes)
+    assert all(process.poll() is not None for process in node.engine.ranks.followers.processes.values())
     assert not segments(node.incarnation)
 
 

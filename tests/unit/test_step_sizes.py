@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.config import WorkerConfig
-from baton.worker.engine import sized
+from baton.worker.model import sized
 
 
 @pytest.mark.parametrize(

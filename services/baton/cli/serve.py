@@ -102,6 +102,10 @@ def _add(role: str) -> None:
         if lifeline:
             hold_lifeline()
         settings = build(config, values, defaults)
+        if getattr(settings, "node_rank", 0):
+            from baton.worker.hosts import serve_host
+
+            sys.exit(serve_host(settings, role))
         process = importlib.import_module(f"baton.{role}.server")
         from baton.rpc.node import run_process
 

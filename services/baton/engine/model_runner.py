@@ -111,7 +111,7 @@ class ModelRunner:
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Of ranks that hold the same heads in one pool the first copies, and the others wait for it."""
-        if not self._pool_shared or self._model.shard.keeps(self._pool.layout.num_kv_heads):
+        if not self._pool_shared or self._model.shard.keeps(self._model.kv.heads):
             for source, destination in pairs:
                 self._pool.copy_page(source, destination)
         if self._communicator is not None:

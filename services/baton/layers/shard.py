@@ -8,7 +8,7 @@ inputs; the partial products are summed over all ranks. Embedding and head are c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -59,10 +59,24 @@ NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which of how many ranks."""
+    """Which of how many ranks, which are divided evenly among hosts: the first ones are on the first host."""
 
     rank: int = 0
     size: int = 1
+    hosts: int = 1
+
+    @property
+    def per_host(self) -> int:
+        return self.size // self.hosts
+
+    @property
+    def host(self) -> int:
+        """Of this rank; counted from 0."""
+        return self.rank // self.per_host
+
+    @property
+    def first_of_host(self) -> bool:
+        return self.rank % self.per_host == 0
 
     def split(self, count: int, what: str) -> Span:
         """This rank's equal part. Raises CheckpointError if there is none, naming `what`."""
@@ -79,9 +93,17 @@ class Shard:
             return self.rank * count // self.size, 1
         return self.split(count, "KV heads")
 
+    def host_kv_heads(self, count: int) -> Span:
+        """Those of all ranks of this rank's host."""
+        first, _ = replace(self, rank=self.host * self.per_host).kv_heads(count)
+        last, own = replace(self, rank=(self.host + 1) * self.per_host - 1).kv_heads(count)
+        return first, last + own - first
+
     def keeps(self, kv_heads: int) -> bool:
-        """Whether no rank before this one holds the same KV heads."""
-        return self.size % kv_heads != 0 or self.rank % (self.size // kv_heads) == 0
+        """Whether no rank before this one on its host holds the same KV heads."""
+        if self.size % kv_heads != 0 or self.first_of_host:
+            return True
+        return self.rank % (self.size // kv_heads) == 0
 
     def vocabulary(self, count: int) -> Span:
         """Its rows of the vocabulary; those of the last rank may be fewer than `vocabulary_rows`."""

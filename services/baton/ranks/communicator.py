@@ -1,11 +1,14 @@
 """Collectives among the ranks of a worker, by torch.distributed: gloo, on CPUs.
 
-Each worker has a process group of its own: torch's default group, of which a process has one, is not used.
+The ranks meet at torch's own stores: a file on one host, TCP between several. Each worker has a process group
+of its own: torch's default group, of which a process has one, is not used.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,18 +26,37 @@ class CollectiveError(Exception):
     """Another rank is gone, or has taken longer than the time limit. The ranks cannot go on together."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where all ranks meet."""
+
+    store: Path | tuple[str, int]
+    """A file that nobody has used, which may be removed once all have met; or host and port of rank 0's
+    store."""
+    address: str = "127.0.0.1"
+    """Of this rank's host, for the others' connections."""
+
+
 class GroupCommunicator:
     """A `Communicator`. Its calls raise CollectiveError."""
 
-    def __init__(self, shard: Shard, rendezvous: Path, seconds: float) -> None:
-        """`rendezvous`: a file that all ranks name and nobody has used; it may be removed once all have
-        returned. `seconds`: time limit of each call, and of meeting the others. Blocks. Raises
-        CollectiveError."""
+    def __init__(
+        self, shard: Shard, rendezvous: Rendezvous, seconds: float, listener: socket.socket | None = None
+    ) -> None:
+        """`seconds`: time limit of each call, and of meeting the others; `listener`: of rank 0, where the
+        store is at an address; it is taken over. Blocks. Raises CollectiveError."""
         self._rank, self._size, limit = shard.rank, shard.size, timedelta(seconds=seconds)
         try:
-            store = dist.FileStore(str(rendezvous), shard.size)  # type: ignore[attr-defined]
+            if isinstance(rendezvous.store, Path):
+                store = dist.FileStore(str(rendezvous.store), shard.size)  # type: ignore[attr-defined]
+            else:
+                host, port = rendezvous.store
+                descriptor = None if listener is None else listener.detach()
+                store = dist.TCPStore(
+                    host, port, None, descriptor is not None, limit, False, master_listen_fd=descriptor
+                )
             store.set_timeout(limit)
-            self._group = _gloo(store, shard, limit)
+            self._group = _gloo(store, shard, limit, rendezvous.address)
         except RuntimeError as error:
             raise CollectiveError(f"the ranks do not meet: {str(error).splitlines()[0]}") from error
 
@@ -63,10 +85,9 @@ class GroupCommunicator:
             raise CollectiveError(f"rank {self._rank}: {str(error).splitlines()[0]}") from error
 
 
-def _gloo(store: Any, shard: Shard, limit: timedelta) -> Any:
-    """Ranks of one host, by its loopback interface."""
+def _gloo(store: Any, shard: Shard, limit: timedelta, address: str) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = limit
     options._threads = 1
     return dist.ProcessGroupGloo(store, shard.rank, shard.size, options)

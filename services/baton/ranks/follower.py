@@ -1,7 +1,8 @@
 """The process of a further rank: loads its shard, then executes rank 0's plans until rank 0 ends.
 
-Started by `Followers` with the descriptor of its socket. It takes no signals of a console and no SIGTERM: it
-ends when the socket closes, at the latest when its parent has ended.
+Started by `Followers` with the descriptor of a socket: to rank 0, or where that is on another host, to the
+process that keeps this host's ranks. It takes no signals of a console and no SIGTERM: it ends when rank 0's
+connection does, at the latest when its parent has ended.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ import time
 from typing import Any
 
 from baton.ranks.channel import Channel, ChannelClosed
-from baton.ranks.followers import EXIT_FAILED, IMPORT_SECONDS, SEND_SECONDS, Failed, Setup
+from baton.ranks.followers import (
+    EXIT_FAILED,
+    EXIT_LOST,
+    IMPORT_SECONDS,
+    SEND_SECONDS,
+    Failed,
+    Setup,
+)
+from baton.ranks.hosts import JoinError
 
 PARENT_SECONDS = 0.1
 """How often it is checked whether rank 0 is still there."""
-EXIT_ORPHANED = 3
-"""Another rank has ended."""
 
 
 def main(descriptor: int) -> int:
@@ -34,19 +41,31 @@ def main(descriptor: int) -> int:
     from baton.rpc import logs
 
     logs.configure(f"rank{setup.shard.rank}", setup.config.log_level, setup.config.log_format)
+    log = logs.get_logger()
+    parent: Channel | None = None
+    pages: Channel | None = None
+    if setup.rendezvous is None:
+        from baton.worker.hosts import join_master
+
+        parent = channel
+        try:
+            channel, pages, setup = join_master(setup)
+        except JoinError as error:
+            log.error("this rank cannot join the others", why=str(error))
+            return EXIT_FAILED
     from baton.ranks.communicator import CollectiveError
     from baton.worker.follower import Follower
 
-    log = logs.get_logger()
     follower: Follower | None = None
     try:
-        follower = Follower(setup, channel)
-        follower.run()
+        follower = Follower(setup, channel, parent, pages)
+        follower.run()  # until rank 0 ends, as it was asked
     except ChannelClosed:
-        return 0  # rank 0 has ended
+        # Rank 0 has ended. On its own host it may have been asked to.
+        return EXIT_LOST if parent else 0
     except CollectiveError as error:
         log.warning("another rank is lost", error=str(error))
-        return EXIT_ORPHANED
+        return EXIT_LOST
     except Exception as error:
         log.error("this rank has failed", exc_info=error)
         _tell(channel, error)
@@ -66,7 +85,7 @@ def _end_with(parent: int) -> Any:
     """Also ends a process that hangs in a collective."""
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
-    os._exit(EXIT_ORPHANED)
+    os._exit(EXIT_LOST)
 
 
 if __name__ == "__main__":

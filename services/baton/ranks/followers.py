@@ -1,7 +1,9 @@
-"""The processes of a worker's further ranks, as rank 0 starts and watches them."""
+"""The processes of a worker's further ranks, as rank 0 starts and watches them. Those of another host are
+started there, and come to rank 0 over TCP."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -10,8 +12,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ FAILED_SECONDS = 0.5
 """For a follower that has failed to end."""
 EXIT_FAILED = 1
 """A follower's exit code if the start or a step failed there."""
+EXIT_LOST = 3
+"""A follower's exit code if it has lost another rank."""
 END_SECONDS = 2.0
 """For followers to end by themselves."""
 
@@ -43,11 +47,16 @@ class Setup:
     """The first message to a follower."""
 
     shard: Shard
-    rendezvous: Path
+    rendezvous: Path | tuple[str, int] | None
+    """The communicators' store. None: rank 0 is on another host; it joins it there."""
     parent: int
-    """Rank 0's process id."""
+    """The process that starts it."""
     config: Any
     """Its WorkerConfig."""
+    address: str = "127.0.0.1"
+    """Of this host, for other ranks' connections."""
+    secret: str = field(default="", repr=False)
+    """To join rank 0 with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +66,32 @@ class MakePool:
     pages: int
     page_size: int
     context: int
-    segment: Path
-    """That holds the pool, which all ranks share."""
+    segment: Path | None
+    """That holds the pool, which all ranks of a host share. None: make it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The shard is there."""
+
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The pool is there."""
+
+    pid: int
+    host: str
+    device: str
+    resident_bytes: int
+    segment: Path | None
+    """That it has made."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """To a follower of another host: rank 0 ends as it was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +102,40 @@ class Failed:
 
 
 class Followers:
-    """All further ranks. `close` ends them."""
+    """The further ranks that this process started, and those of other hosts that came. `close` ends them."""
 
-    def __init__(self, size: int, config: Any) -> None:
-        """Starts them; they load their libraries meanwhile. `config`: for `Setup`."""
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        config: Any,
+        store: tuple[str, int] | None = None,
+        *,
+        address: str = "127.0.0.1",
+        secret: str | None = None,
+    ) -> None:
+        """Starts one for each shard; they load their libraries meanwhile. `config`: for `Setup`; `store`: of
+        several hosts; `secret`: rank 0 is on another host, and they join it."""
         self._directory = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        self.rendezvous = self._directory / "rendezvous"
-        self.channels: list[Channel] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.rendezvous = store or self._directory / "rendezvous"
+        self.channels: dict[int, Channel] = {}
+        """By rank."""
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        """By rank; of this host."""
+        self._others: dict[int, int | None] = {}
+        """Exit codes of ranks of other hosts, as far as they are known."""
+        self._watches: list[threading.Thread] = []
         self._closing = False
         self._lock = threading.Lock()
+        where = None if secret is not None else self.rendezvous
         try:
-            for rank in range(1, size):
-                self._start(Setup(Shard(rank, size), self.rendezvous, os.getpid(), config))
+            for shard in shards:
+                self._start(Setup(shard, where, os.getpid(), config, address, secret or ""))
         except BaseException:
             self.close()
             raise
 
     def _start(self, setup: Setup) -> None:
+        rank = setup.shard.rank
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "baton.ranks.follower", str(theirs.fileno())]
@@ -94,57 +143,82 @@ class Followers:
             process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
             )
-        self.processes.append(process)
-        self.channels.append(Channel(ours, SEND_SECONDS))
+        self.processes[rank] = process
+        self.channels[rank] = Channel(ours, SEND_SECONDS)
         try:
-            self.channels[-1].send(setup)
+            self.channels[rank].send(setup)
         except ChannelError as error:
-            raise FollowerError(f"rank {setup.shard.rank} could not be started: {error}") from error
+            raise FollowerError(f"rank {rank} could not be started: {error}") from error
 
-    def await_all(self, seconds: float) -> list[Any]:
-        """The next answer of each. Raises FollowerError."""
-        deadline, answers = time.monotonic() + seconds, []
-        for rank, channel in enumerate(self.channels, 1):
+    def add(self, rank: int, channel: Channel) -> None:
+        """One of another host."""
+        self.channels[rank] = channel
+        self._others[rank] = None
+
+    def await_all(self, seconds: float, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """The next answer of each of these ranks, or of all. Raises FollowerError."""
+        deadline, answers = time.monotonic() + seconds, {}
+        for rank in self.channels if ranks is None else ranks:
             try:
-                answer = channel.receive(max(0.0, deadline - time.monotonic()))
+                answer = self.channels[rank].receive(max(0.0, deadline - time.monotonic()))
             except ChannelError as error:
                 raise FollowerError(f"rank {rank} could not be started: {error}") from error
             if isinstance(answer, Failed):
                 raise FollowerError(f"rank {rank}: {answer.message}")
-            answers.append(answer)
+            answers[rank] = answer
         return answers
 
-    def ask(self, what: Any, seconds: float = ANSWER_SECONDS) -> list[Any]:
-        """Sends the same to all; their answers. Raises FollowerError."""
+    def ask(self, what: Any, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, Any]:
+        """Sends these ranks the same; their answers. Raises FollowerError."""
         try:
-            for channel in self.channels:
-                channel.send(what)
+            for rank in ranks:
+                self.channels[rank].send(what)
         except ChannelError as error:
             raise FollowerError(f"a rank is lost: {error}") from error
-        return self.await_all(seconds)
+        return self.await_all(seconds, ranks)
 
     def met(self) -> None:
         """The ranks have formed their group: its file is needed no more."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def watch(self, lost: Callable[[int, int], None]) -> None:
-        """Calls `lost` with rank and exit code, in a thread, when a follower ends by itself."""
-        for rank, process in enumerate(self.processes, 1):
+        """Calls `lost` with rank and exit code, in a thread, when a follower ends by itself. They must not be
+        asked any more."""
+        for rank in self.channels:
+            wait = self._wait_here if rank in self.processes else self._wait_there
+            arguments = (rank, wait, lost)
             name = f"watch of rank {rank}"
-            threading.Thread(target=self._watch, args=(rank, process, lost), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._watch, args=arguments, name=name, daemon=True)
+            if rank in self._others:
+                self._watches.append(thread)
+            thread.start()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes], lost: Callable[[int, int], None]) -> None:
-        code = process.wait()
+    def _watch(self, rank: int, wait: Callable[[int], int], lost: Callable[[int, int], None]) -> None:
+        code = wait(rank)
         with self._lock:
             if self._closing:
                 return
         lost(rank, code)
 
+    def _wait_here(self, rank: int) -> int:
+        return self.processes[rank].wait()
+
+    def _wait_there(self, rank: int) -> int:
+        """A follower says nothing more but why it fails; then its connection ends."""
+        code = EXIT_LOST
+        try:
+            if isinstance(self.channels[rank].receive(None), Failed):
+                code = EXIT_FAILED
+        except ChannelError:
+            pass
+        self._others[rank] = code
+        return code
+
     def failed(self) -> bool:
         """Whether one has ended with an error of its own, not by a signal; waits a moment for it."""
         deadline = time.monotonic() + FAILED_SECONDS
         while time.monotonic() < deadline:
-            codes = [process.poll() for process in self.processes]
+            codes = [*(process.poll() for process in self.processes.values()), *self._others.values()]
             # Others, which have lost it, may end before the one that has failed.
             if EXIT_FAILED in codes or None not in codes:
                 return EXIT_FAILED in codes
@@ -152,18 +226,25 @@ class Followers:
         return False
 
     def kill(self) -> None:
-        """Ends them at once."""
-        for process in self.processes:
+        """Ends those of this host at once; the others notice that their connections have ended."""
+        for process in self.processes.values():
             process.kill()
 
     def close(self) -> None:
         """Ends them; those that do not end by themselves are killed."""
         with self._lock:
             self._closing = True
-        for channel in self.channels:
+        for rank in self._others:
+            with contextlib.suppress(ChannelError):
+                self.channels[rank].send(End())
+            self.channels[rank].end()
+        for thread in self._watches:
+            if thread is not threading.current_thread():
+                thread.join(END_SECONDS)  # it waits for the connection, which has ended
+        for channel in self.channels.values():
             channel.close()  # which followers notice, unless they hang
         deadline = time.monotonic() + END_SECONDS
-        for process in self.processes:
+        for process in self.processes.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:

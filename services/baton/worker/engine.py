@@ -30,9 +30,9 @@ from baton.kvcache.pool import KvLayout, KvPool, default_page_size
 from baton.models.config import ModelError
 from baton.models.decoder import Model
 from baton.models.kv_scales import digest
-from baton.models.loader import fingerprint
 from baton.ranks.communicator import CollectiveError
 from baton.ranks.followers import FollowerError, MakePool
+from baton.ranks.hosts import JoinError
 from baton.ranks.runner import RanksLost
 from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
@@ -41,6 +41,7 @@ from baton.stepcost import StepCost, StepLoad, read_cost
 from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.grammars import make_compiler
+from baton.worker.hosts import check_hosts
 from baton.worker.memory import num_pages, run_largest_steps
 from baton.worker.model import (
     KV_DTYPES,
@@ -48,10 +49,12 @@ from baton.worker.model import (
     check_shards,
     device_of,
     dtype_of,
+    host_part,
     kv_layout,
     kv_scales,
     load,
-    quantized,
+    model_fingerprint,
+    sized,
 )
 from baton.worker.pool import PublishedPool, make_pool
 from baton.worker.ranks import Ranks
@@ -124,6 +127,7 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         FollowerError,
         CollectiveError,
         RanksLost,
+        JoinError,
     ) as error:
         raise failed_precondition(str(error)) from error
     except torch.OutOfMemoryError as error:
@@ -154,18 +158,20 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
 def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, ranks: Ranks) -> Engine:
     dtype = dtype_of(config.dtype, device)
     try:
-        kinds = check_kinds(config.transports)
+        kinds = check_kinds(config.transports if config.nnodes == 1 else ("grpc",))
     except ValueError as error:
         raise invalid("transport", str(error)) from error
     for orphan in reap_orphans():
         _log.info("removed the segment of a worker that is gone", path=str(orphan))
     path = resolve(config.model)
     model = load(config, path, dtype, device, ranks.shard, ranks.communicator)
-    ranks.loaded()
+    name = model_fingerprint(config, path, model, device)
+    ranks.loaded(name)
     shape = model.config
     size = config.page_size or default_page_size(device)
     context = min(config.context_length or shape.context_length, shape.context_length)
     layout = kv_layout(model, size, context, device)
+    own = host_part(layout, ranks.shard)[0]
     (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
     seen = context
 
@@ -176,9 +182,10 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
         return runner if device.type != "cpu" else _tuned(runner, len(pool.layout.groups))
 
     measured = None if config.step_profile else computing
-    pages = num_pages(config, layout, shape.context_length, device, measured)
+    pages = num_pages(config, own, shape.context_length, device, measured)
     context = longest(layout.groups, pages, context, size, 2 * config.token_budget)
     pool, published = make_pool(layout, pages, device, kinds, incarnation, ranks.shard)
+    published.pages = ranks.pages(published.pages, layout)
     shared = published.segment.path if published.segment is not None and device.type == "cpu" else None
     tree = PrefixTree(size, config.eviction, layout.groups)
     cache = KvCache(PageAllocator(pages, published.generations), tree)
@@ -186,16 +193,13 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))
-    variant = shape.variant + quantized(config, device)
-    if config.tp > 1 and config.load_format == "dummy":
-        variant += f" tp {config.tp}"  # each rank's weights are random
     info = node_pb2.ModelInfo(
         name=model_name(config.model),
         architecture=shape.architecture,
         context_length=context,
         vocab_size=shape.vocab_size,
         eos_token_ids=shape.eos_token_ids,
-        fingerprint=fingerprint(path, model.dtype, config.load_format, variant),
+        fingerprint=name,
         dtype=str(model.dtype).removeprefix("torch."),
         parameters=model.num_parameters,
         grammars=not config.step_profile,
@@ -262,17 +266,6 @@ def _tuned(runner: Runner[Any], groups: int) -> TunedRunner:
     return tuned
 
 
-def sized(config: WorkerConfig, device: torch.device) -> WorkerConfig:
-    """The same with --max-rows, --token-budget and the threads of several ranks chosen, where they are 0."""
-    rows, budget = (64, 512) if device.type == "cpu" else (256, 2048)
-    rows = config.max_rows or min(rows, config.token_budget or rows)
-    threads = config.threads
-    if config.tp > 1 and not threads:
-        threads = max(1, torch.get_num_threads() // config.tp)
-    budget = config.token_budget or max(budget, rows)
-    return replace(config, max_rows=rows, token_budget=budget, threads=threads)
-
-
 def _check(config: WorkerConfig) -> None:
     """What would otherwise fail only after the model has been loaded. Raises BatonError."""
     if config.policy not in POLICIES:
@@ -287,6 +280,7 @@ def _check(config: WorkerConfig) -> None:
         raise invalid("tp", "steps of --step-profile compute nothing: leave out --tp")
     if config.tp > 1 and config.batch_invariant:
         raise invalid("batch_invariant", "--batch-invariant does not work with --tp; leave one of them out")
+    check_hosts(config)
     if config.kv_dtype not in KV_DTYPES:
         raise invalid("kv_dtype", f"--kv-dtype {config.kv_dtype!r} is not known; use {', '.join(KV_DTYPES)}")
     if not 0.0 < config.memory_fraction <= 1.0:

@@ -2,47 +2,74 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import threading
+import time
 from typing import Any
 
+import psutil
 import torch
 
 from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.pool import KvPool
-from baton.ranks.channel import Channel
-from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator
-from baton.ranks.followers import MakePool, Setup
+from baton.ranks.channel import Channel, ChannelError
+from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous
+from baton.ranks.followers import EXIT_LOST, End, Loaded, MakePool, Ready, Setup
+from baton.ranks.pages import serve_pages
 from baton.ranks.plan_codec import PlanDecoder
+from baton.rpc.address import new_incarnation
+from baton.rpc.logs import get_logger
 from baton.transport import Segment
-from baton.worker.model import attention_of, device_of, dtype_of, kv_layout, load
+from baton.worker.model import (
+    attention_of,
+    device_of,
+    dtype_of,
+    host_part,
+    kv_layout,
+    load,
+    model_fingerprint,
+)
 from baton.worker.runners import make_runner
+
+_log = get_logger()
+
+
+PAGES_SECONDS = 5.0
+"""For a follower to end whose pages rank 0 does not reach any more."""
 
 
 class Follower:
     """Answers once after each of: its start, meeting the others and loading, each MakePool."""
 
-    def __init__(self, setup: Setup, channel: Channel) -> None:
-        """Loads. Raises CheckpointError, CollectiveError and others."""
-        self._channel = channel
+    def __init__(
+        self, setup: Setup, channel: Channel, parent: Channel | None = None, pages: Channel | None = None
+    ) -> None:
+        """Loads. Where rank 0 is on another host, `parent` is told when this rank is ready, and the first one
+        of a host serves `pages`. Raises CheckpointError, CollectiveError and others."""
+        self._channel, self._parent, self._pages = channel, parent, pages
+        self._segment: Segment | None = None
         self._config: WorkerConfig = setup.config
         self._device = device_of(self._config.device)
         torch.set_num_threads(self._config.threads)
         channel.send("started")
-        communicator = GroupCommunicator(setup.shard, setup.rendezvous, COLLECTIVE_SECONDS)
+        assert setup.rendezvous is not None
+        meeting = Rendezvous(setup.rendezvous, setup.address)
+        communicator = GroupCommunicator(setup.shard, meeting, COLLECTIVE_SECONDS)
         path, dtype = resolve(self._config.model), dtype_of(self._config.dtype, self._device)
         self._model = load(self._config, path, dtype, self._device, setup.shard, communicator)
         self._runner: Runner[Any] | None = None
         self._decoder = PlanDecoder()
-        channel.send("loaded")
+        name = model_fingerprint(self._config, path, self._model, self._device)
+        channel.send(Loaded(name))
 
     def run(self) -> None:
-        """Until rank 0 closes the channel; raises ChannelError then."""
-        while True:
-            message = self._channel.next()
+        """Until rank 0 says that it ends. Raises ChannelError when it closes the channel."""
+        while not isinstance(message := self._channel.next(), End):
             if isinstance(message, MakePool):
                 self._make(message)
-                self._channel.send("ready")
                 continue
             threads, plan = message
             if torch.get_num_threads() != threads:
@@ -53,12 +80,36 @@ class Follower:
     def _make(self, asked: MakePool) -> None:
         self._runner, self._decoder = None, PlanDecoder()
         layout = kv_layout(self._model, asked.page_size, asked.context, self._device)
-        heads = self._model.shard.kv_heads(layout.num_kv_heads)
-        pool = KvPool(layout, asked.pages, storage=Segment.join(asked.segment), heads=heads)
+        layout, heads = host_part(layout, self._model.shard)
+        if asked.segment is not None:
+            memory = Segment.join(asked.segment)
+        else:
+            self._segment = Segment.create(asked.pages, layout.page_bytes, new_incarnation())
+            memory = self._segment.pages
+            assert self._pages is not None
+            serving = (self._pages, memory, layout.page_bytes)
+            threading.Thread(target=_serve, args=serving, name="pages of this host", daemon=True).start()
+        pool = KvPool(layout, asked.pages, storage=memory, heads=heads)
         prefill, decode = attention_of(self._config, self._model, self._device)
         rows, context = self._config.max_rows, asked.context
         self._runner = make_runner(self._model, pool, prefill[0], decode[0], rows, context)
+        made = None if self._segment is None else self._segment.path
+        resident = psutil.Process().memory_info().rss
+        self._channel.send(Ready(os.getpid(), platform.node(), str(self._device), resident, made))
+        if self._parent is not None:
+            self._parent.send("ready")
 
     def close(self) -> None:
         """Frees its memory."""
         self._runner = None
+        if self._segment is not None:
+            self._segment.close()
+
+
+def _serve(channel: Channel, memory: memoryview, page_bytes: int) -> None:
+    try:
+        serve_pages(channel, memory, page_bytes)
+    except ChannelError as error:
+        time.sleep(PAGES_SECONDS)  # rank 0 may be ending, and says so on the other connection
+        _log.error("rank 0 does not reach the pages of this host any more", error=str(error))
+        os._exit(EXIT_LOST)

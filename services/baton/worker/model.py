@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,10 +16,10 @@ from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.kvcache.groups import divide_layers
 from baton.kvcache.pool import KvLayout
-from baton.layers.shard import ONE_RANK, Communicator, Shard
+from baton.layers.shard import ONE_RANK, Communicator, Shard, Span
 from baton.models.decoder import Model
 from baton.models.kv_scales import read_kv_scales
-from baton.models.loader import load_model, weight_bytes
+from baton.models.loader import fingerprint, load_model, weight_bytes
 from baton.models.weight_plan import ONLINE_GROUP
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -41,6 +42,17 @@ def attention_of(
     return prefill, resolve_attention(config.decode_attention, *needs)
 
 
+def sized(config: WorkerConfig, device: torch.device) -> WorkerConfig:
+    """The same with --max-rows, --token-budget and the threads of several ranks chosen, where they are 0."""
+    rows, budget = (64, 512) if device.type == "cpu" else (256, 2048)
+    rows = config.max_rows or min(rows, config.token_budget or rows)
+    threads = config.threads
+    if config.tp > 1 and not threads:
+        threads = max(1, torch.get_num_threads() * config.nnodes // config.tp)
+    budget = config.token_budget or max(budget, rows)
+    return replace(config, max_rows=rows, token_budget=budget, threads=threads)
+
+
 def check_shards(config: WorkerConfig, device: torch.device) -> None:
     """Before other ranks are started. Raises CheckpointError for a model that cannot be divided."""
     weight_bytes(
@@ -51,7 +63,7 @@ def check_shards(config: WorkerConfig, device: torch.device) -> None:
         quantize_head=config.quantize_head,
         device=device,
         load_format=config.load_format,
-        shard=Shard(0, config.tp),
+        shard=Shard(0, config.tp, config.nnodes),
     )
 
 
@@ -77,7 +89,7 @@ def load(
         shard=shard,
     )
     # Ranks on a CPU share its memory.
-    together = shard.size if device.type == "cpu" and shard.rank == 0 else 1
+    together = shard.per_host if device.type == "cpu" and shard.first_of_host else 1
     check_weights(size * together, *free_and_total(device), config.memory_fraction, device)
     started = time.monotonic()
     model = load_model(
@@ -129,6 +141,14 @@ def quantized(config: WorkerConfig, device: torch.device) -> str:
     )
 
 
+def model_fingerprint(config: WorkerConfig, path: Path, model: Model, device: torch.device) -> str:
+    """Of the checkpoint, and of all that changes its keys and values. Raises ModelError."""
+    variant = model.config.variant + quantized(config, device)
+    if config.tp > 1 and config.load_format == "dummy":
+        variant += f" tp {config.tp}"  # each rank's weights are random
+    return fingerprint(path, model.dtype, config.load_format, variant)
+
+
 def _progress_log() -> Callable[[int, int], None]:
     """Logs the progress of a long load about once a second."""
     last = time.monotonic()
@@ -174,3 +194,9 @@ def kv_layout(model: Model, page_size: int, context: int, device: torch.device) 
     layers = max(len(group.layers) for group in groups)
     dtype = model.dtype if model.attention_options[0].kv_scales is None else E4M3
     return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, dtype, model.kv.parts, groups)
+
+
+def host_part(layout: KvLayout, shard: Shard) -> tuple[KvLayout, Span]:
+    """Of the pages of all heads, what this rank's host keeps; and the heads of the rank in it."""
+    held, own = shard.host_kv_heads(layout.num_kv_heads), shard.kv_heads(layout.num_kv_heads)
+    return replace(layout, num_kv_heads=held[1]), (own[0] - held[0], own[1])

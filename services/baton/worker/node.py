@@ -101,7 +101,7 @@ class WorkerNode(WorkerShell[C]):
         self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self.role)
         self.config, self.model_info = self.engine.config, self.engine.model_info
         self.device = self.engine.device.type
-        self.layout, self.page_bytes = self.engine.layout, self.engine.pool.layout.page_bytes
+        self.layout, self.page_bytes = self.engine.layout, self.engine.pages.page_bytes
         if self._page_source is not None:
             self._page_source.source = PageSourceServicer(self.engine.pages)
         try:

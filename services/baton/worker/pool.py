@@ -14,6 +14,7 @@ from baton.layers.shard import ONE_RANK, Shard
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore, Segment, SegmentError, TransportError, offered
 from baton.v1 import common_pb2
+from baton.worker.model import host_part
 
 if TYPE_CHECKING:
     from baton.transport.cuda_pages import CudaPages
@@ -57,8 +58,8 @@ def make_pool(
     incarnation: int,
     shard: Shard = ONE_RANK,
 ) -> tuple[KvPool, PublishedPool]:
-    """The pool, in shared memory on a CPU if `shm` is one of the kinds or several ranks share it. Raises
-    SegmentError."""
+    """The pool of this host, in shared memory on a CPU if `shm` is one of the kinds or several ranks share
+    it. `layout`: of all heads. Raises SegmentError."""
     if device.type == "cpu":
         return _host_pool(layout, num_pages, kinds, incarnation, shard)
     from baton.transport.cuda_pages import CudaPages
@@ -83,8 +84,9 @@ def _host_pool(
     layout: KvLayout, num_pages: int, kinds: tuple[str, ...], incarnation: int, shard: Shard
 ) -> tuple[KvPool, PublishedPool]:
     shared = "shm" in kinds or shard.size > 1
+    layout, heads = host_part(layout, shard)
     segment = Segment.create(num_pages, layout.page_bytes, incarnation) if shared else None
-    storage, heads = segment.pages if segment is not None else None, shard.kv_heads(layout.num_kv_heads)
+    storage = segment.pages if segment is not None else None
     pool = KvPool(layout, num_pages, storage=storage, heads=heads)
     raw: Any = pool.raw.numpy()
     memory = segment.pages if segment is not None else memoryview(raw).cast("B")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -12,44 +15,119 @@ import torch
 
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
+from baton.kvcache.pool import KvLayout
 from baton.layers.shard import ONE_RANK, Communicator, Shard
-from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator
-from baton.ranks.followers import IMPORT_SECONDS, LOAD_SECONDS, Followers, MakePool
+from baton.ranks.channel import Channel
+from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous
+from baton.ranks.followers import (
+    IMPORT_SECONDS,
+    LOAD_SECONDS,
+    FollowerError,
+    Followers,
+    MakePool,
+    Ready,
+)
+from baton.ranks.hosts import PAGES, PLANS, Master
+from baton.ranks.pages import PagesOfHosts, Part, RemotePart
 from baton.ranks.runner import RankedRunner, RanksLost
+from baton.rpc.address import family_of
+from baton.rpc.authentication import Cluster
+from baton.rpc.logs import get_logger
+from baton.transport import HostPages, PageStore
 from baton.v1 import node_pb2
+from baton.worker.hosts import master_address, settings_of
+
+_log = get_logger()
 
 
 class Ranks:
     """Of a worker with one rank it does nothing."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Starts the followers, which begin to load. Raises FollowerError or CollectiveError."""
+        """Starts the followers, which begin to load, and waits for those of other hosts. Raises BatonError,
+        FollowerError, JoinError or CollectiveError."""
         self.shard: Shard = ONE_RANK
         self.communicator: Communicator | None = None
         self.followers: Followers | None = None
+        self._pages: dict[int, Channel] = {}
+        """By host: connections for its pages."""
+        self._there: dict[int, Ready] = {}
+        """What ranks of other hosts have said of themselves."""
         if config.tp == 1:
             return
-        self.shard = Shard(0, config.tp)
-        self.followers = Followers(config.tp, config)
+        self.shard = Shard(0, config.tp, config.nnodes)
         try:
-            self.followers.await_all(IMPORT_SECONDS)
-            self.communicator = GroupCommunicator(self.shard, self.followers.rendezvous, COLLECTIVE_SECONDS)
+            self._start(config)
         except BaseException:
             self.close()
             raise
 
-    def loaded(self) -> None:
-        """Waits until all have loaded their shards. Raises FollowerError."""
-        if self.followers is not None:
-            self.followers.await_all(LOAD_SECONDS)
-            self.followers.met()
+    def _start(self, config: WorkerConfig) -> None:
+        here = [replace(self.shard, rank=rank) for rank in range(1, self.shard.per_host)]
+        listener: socket.socket | None = None
+        address = "127.0.0.1"
+        if config.nnodes == 1:
+            self.followers = Followers(here, config)
+        else:
+            host, port, address = master_address(config)
+            listener = socket.create_server((address, 0), family=family_of(address))
+            store = (host, int(listener.getsockname()[1]))
+            master = Master(address, port, Cluster.load(config).secret, self._expected(), settings_of(config))
+            try:
+                master.start({"store": store})
+                self.followers = Followers(here, config, store, address=address)
+                _log.info("waiting for ranks of other hosts", master=config.master)
+                for (rank, purpose), channel in master.await_all().items():
+                    if purpose == PLANS:
+                        self.followers.add(rank, channel)
+                    else:
+                        self._pages[rank // self.shard.per_host] = channel
+            finally:
+                master.close()
+        self.followers.await_all(IMPORT_SECONDS)
+        meeting = Rendezvous(self.followers.rendezvous, address)
+        self.communicator = GroupCommunicator(self.shard, meeting, COLLECTIVE_SECONDS, listener)
+
+    def _expected(self) -> list[tuple[int, str]]:
+        """The connections of other hosts: of each rank for plans, and of the first ones for pages."""
+        others = range(self.shard.per_host, self.shard.size)
+        first = range(self.shard.per_host, self.shard.size, self.shard.per_host)
+        return [*((rank, PLANS) for rank in others), *((rank, PAGES) for rank in first)]
+
+    def loaded(self, fingerprint: str) -> None:
+        """Waits until all have loaded their shards. `fingerprint`: of rank 0's checkpoint. Raises
+        FollowerError."""
+        if self.followers is None:
+            return
+        for rank, answer in self.followers.await_all(LOAD_SECONDS).items():
+            if answer.fingerprint != fingerprint:
+                raise FollowerError(f"rank {rank} has another checkpoint: copy rank 0's --model to its host")
+        self.followers.met()
 
     def lead(self, runner: Runner[Any], pool: MakePool) -> Runner[Any]:
         """A runner of all ranks, whose pools are made for it. Raises FollowerError."""
         if self.followers is None:
             return runner
-        self.followers.ask(pool)
-        return RankedRunner(runner, self.followers.channels)
+        self.followers.ask(pool, range(1, self.shard.per_host))
+        for first in range(self.shard.per_host, self.shard.size, self.shard.per_host):
+            self._there |= self.followers.ask(replace(pool, segment=None), [first])
+            others = range(first + 1, first + self.shard.per_host)
+            self._there |= self.followers.ask(replace(pool, segment=self._there[first].segment), others)
+        return RankedRunner(runner, list(self.followers.channels.values()))
+
+    def pages(self, own: PageStore, layout: KvLayout) -> PageStore:
+        """Whole pages of the worker. `own`: of this host; `layout`: of all heads."""
+        if self.shard.hosts == 1:
+            return own
+        assert isinstance(own, HostPages)
+        others = [RemotePart(self._part(host, layout), channel) for host, channel in self._pages.items()]
+        return PagesOfHosts(layout.page_bytes, own, self._part(0, layout), others)
+
+    def _part(self, host: int, layout: KvLayout) -> Part:
+        head = layout.page_bytes // layout.num_kv_heads
+        rank = replace(self.shard, rank=host * self.shard.per_host)
+        first, count = rank.host_kv_heads(layout.num_kv_heads)
+        return Part(first * head, count * head)
 
     def watch(self, lost: Callable[[int, int], None]) -> None:
         """See Followers.watch."""
@@ -61,10 +139,20 @@ class Ranks:
         if self.followers is None:
             return []
         found = []
-        for rank, pid in enumerate([os.getpid(), *(each.pid for each in self.followers.processes)]):
+        here = {0: os.getpid()} | {rank: each.pid for rank, each in self.followers.processes.items()}
+        for rank, pid in here.items():
             with contextlib.suppress(psutil.NoSuchProcess):
                 resident = psutil.Process(pid).memory_info().rss
                 found.append(node_pb2.Rank(rank=rank, pid=pid, device=str(device), resident_bytes=resident))
+        for rank, told in sorted(self._there.items()):
+            one = node_pb2.Rank(
+                rank=rank, pid=told.pid, device=told.device, resident_bytes=told.resident_bytes
+            )
+            one.host = told.host
+            found.append(one)
+        if self.shard.hosts > 1:
+            for one in found[: self.shard.per_host]:
+                one.host = platform.node()
         return found
 
     def failed(self, error: RanksLost) -> bool:

@@ -1,0 +1,179 @@
+"""Workers whose ranks are on two hosts: the tokens of one rank, and the end of all when one host ends.
+
+Both "hosts" are this machine; nothing is shared between their processes but the loopback interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from asking import ask, greedy
+from checkpoints import make_model, save
+from deployment import Deployment
+from polling import until
+from process import READY_SECONDS, Process
+from reference import Answer, Reference
+
+from ports import free_port
+
+OUTPUT = 32
+LENGTHS = [1, 33, 64, 160]
+OPTIONS = ("--kv-tokens", "4096")
+END_SECONDS = 10.0
+
+
+class RankHost(Process):
+    """`baton serve ROLE --node-rank 1`: it serves nothing."""
+
+    def wait_ready(self) -> None:
+        words = self._read_line(time.monotonic() + READY_SECONDS).split()
+        assert words[0] == "ready" and "ranks=2,3" in words, f"{self.name} said {words}: {self.tail()}"
+
+    def followers(self) -> list[psutil.Process]:
+        return followers(self)
+
+
+def followers(process: Process) -> list[psutil.Process]:
+    found = psutil.Process(process.pid).children(recursive=True)
+    return [each for each in found if "baton.ranks.follower" in each.cmdline()]
+
+
+@dataclass
+class Worker:
+    """Of four ranks on two hosts."""
+
+    first: Process
+    other: RankHost
+
+    def end(self) -> None:
+        assert self.other._popen is not None
+        assert self.other._popen.wait(END_SECONDS) == 0
+
+
+def add(deployment: Deployment, role: str) -> Worker:
+    flags = [*OPTIONS, "--tp", "4", "--nnodes", "2", "--master", f"127.0.0.1:{free_port()}"]
+    first = deployment.add_worker(role, *flags)
+    other = RankHost(role, f"{role}-host-1", [*first.flags, "--node-rank", "1"], deployment.folder)
+    return Worker(first, other)
+
+
+@dataclass
+class Site:
+    deployment: Deployment
+    answers: list[Answer]
+    decode: Worker
+    prefill: Worker
+    single: Process
+    """A decode node of one rank."""
+    pairs: dict[str, Process]
+    """Gateways."""
+
+
+@pytest.fixture(scope="module")
+def site(qwen3: tuple[Path, Reference], tmp_path_factory, deployments) -> Iterator[Site]:
+    """Two KV heads: each host holds one of them, in two ranks."""
+    folder = tmp_path_factory.mktemp("rank-hosts")
+    deployment = Deployment(folder, qwen3[0])
+    decode, prefill = add(deployment, "decode"), add(deployment, "prefill")
+    single, prefill_of_one = (deployment.add_worker(role, *OPTIONS) for role in ("decode", "prefill"))
+    pairs = {
+        "1 to 2": deployment.add_gateway([decode.first], [prefill_of_one]),
+        "2 to 1": deployment.add_gateway([single], [prefill.first]),
+        "2 to 2": deployment.add_gateway([decode.first], [prefill.first]),
+        "both": deployment.add_gateway([decode.first, single], (), "--routing", "round-robin"),
+    }
+    for worker in (decode, prefill):
+        worker.other.start()
+    with deployment:
+        for worker in (decode, prefill):
+            worker.other.wait_ready()
+        deployments.append(deployment)
+        yield Site(deployment, qwen3[1].answers(LENGTHS, OUTPUT), decode, prefill, single, pairs)
+    for worker in (decode, prefill):
+        worker.end()
+
+
+@pytest.mark.parametrize("hosts", ["1 to 2", "2 to 1", "2 to 2"])
+async def test_pages_are_handed_off_between_workers_on_one_and_on_two_hosts(site, hosts):
+    """The second time all nodes have the prompts cached."""
+    for cached in (False, True):
+        requests = [greedy(each.prompt, OUTPUT, namespace=hosts) for each in site.answers]
+        for answer, completion in zip(
+            site.answers, await ask(site.pairs[hosts].address, requests), strict=True
+        ):
+            assert completion.token_ids == answer.tokens, f"prompt of {len(answer.prompt)} tokens"
+            if not cached and len(answer.prompt) > 32:
+                assert completion.stats.transport == "grpc"
+    # Choices of one prompt copy its last page on each host.
+    requests = [greedy(each.prompt, OUTPUT, n=2, namespace="copies") for each in site.answers]
+    for answer, completion in zip(site.answers, await ask(site.pairs[hosts].address, requests), strict=True):
+        assert [choice.token_ids for choice in completion.choices] == [answer.tokens] * 2
+
+
+async def test_a_worker_tells_its_ranks_on_all_hosts(site):
+    told = site.decode.first.info().ranks
+    assert [rank.rank for rank in told] == [0, 1, 2, 3]
+    (own,) = followers(site.decode.first)
+    others = [each.pid for each in site.decode.other.followers()]
+    assert [rank.pid for rank in told] == [site.decode.first.pid, own.pid, *sorted(others)]
+    assert all(rank.resident_bytes > 2**20 and rank.host for rank in told)
+
+
+async def test_a_worker_ends_with_one_of_its_hosts_and_its_requests_go_on_elsewhere(site):
+    decode = site.decode
+    own, others = followers(decode.first), decode.other.followers()
+    asked = asyncio.create_task(
+        ask(site.pairs["both"].address, [greedy(each.prompt, OUTPUT) for each in site.answers * 3])
+    )
+    await until(lambda: decode.first.load().running, "requests run there")
+    decode.other.kill()
+    for answer, completion in zip(site.answers * 3, await asked, strict=True):
+        assert completion.token_ids == answer.tokens
+    await until(lambda: not decode.first.alive, "rank 0 ends", END_SECONDS)
+    _, left = psutil.wait_procs([*own, *others], END_SECONDS)
+    assert not left, "ranks are left"
+    assert not [path for path in decode.first.segments() if path.exists()]
+
+    decode.first.start()  # before the other host: it waits
+    decode.other.start()
+    decode.first.wait_ready()
+    decode.other.wait_ready()
+    others = decode.other.followers()
+    decode.first.kill()  # rank 0's host is gone
+    _, left = psutil.wait_procs(others, END_SECONDS)
+    assert not left, "ranks outlive rank 0"
+    assert decode.other._popen is not None
+    assert decode.other._popen.wait(END_SECONDS) == 70
+
+    decode.first.start()
+    decode.other.start()
+    decode.first.wait_ready()
+    decode.other.wait_ready()
+    completions = await ask(
+        site.pairs["2 to 2"].address,
+        [greedy(each.prompt, OUTPUT, namespace="again") for each in site.answers],
+    )
+    assert [each.token_ids for each in completions] == [answer.tokens for answer in site.answers]
+
+
+@pytest.mark.slow
+async def test_latents_are_on_all_hosts(tmp_path):
+    model = make_model("deepseek")
+    answers = Reference(model).answers(LENGTHS, OUTPUT)
+    deployment = Deployment(tmp_path, save(model, tmp_path / "model"))
+    decode, prefill = add(deployment, "decode"), deployment.add_worker("prefill", *OPTIONS)
+    gateway = deployment.add_gateway([decode.first], [prefill])
+    decode.other.start()
+    with deployment:
+        decode.other.wait_ready()
+        for choices in (1, 2):
+            requests = [greedy(each.prompt, OUTPUT, n=choices) for each in answers]
+            for answer, completion in zip(answers, await ask(gateway.address, requests), strict=True):
+                assert [each.token_ids for each in completion.choices] == [answer.tokens] * choices
+    decode.end()
