@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from baton.cli.options import ROLES, SectionedCommand, build, config_file_option, config_options
+from baton.config import WorkerConfig
 
 GRACE_SECONDS = 5.0
 """From SIGTERM, at the supervisor's end, to SIGKILL. SIGTERM lets the process remove its shared memory."""
@@ -102,7 +103,7 @@ def _add(role: str) -> None:
         if lifeline:
             hold_lifeline()
         settings = build(config, values, defaults)
-        if getattr(settings, "node_rank", 0):
+        if isinstance(settings, WorkerConfig) and settings.node_rank:
             from baton.worker.hosts import serve_host
 
             sys.exit(serve_host(settings, role))

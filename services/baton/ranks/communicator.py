@@ -48,11 +48,11 @@ class GroupCommunicator:
         self._rank, self._size, limit = shard.rank, shard.size, timedelta(seconds=seconds)
         try:
             if isinstance(rendezvous.store, Path):
-                store = dist.FileStore(str(rendezvous.store), shard.size)  # type: ignore[attr-defined]
+                store: Any = dist.FileStore(str(rendezvous.store), shard.size)  # type: ignore[attr-defined]
             else:
                 host, port = rendezvous.store
                 descriptor = None if listener is None else listener.detach()
-                store = dist.TCPStore(
+                store = dist.TCPStore(  # type: ignore[attr-defined]
                     host, port, None, descriptor is not None, limit, False, master_listen_fd=descriptor
                 )
             store.set_timeout(limit)
