@@ -127,14 +127,13 @@ class _Reader:
 
     async def read(self, page: int) -> memoryview:
         asked = [
-            (first, asyncio.wrap_future(other.read(page, first - other.part.first, end - first)))
+            asyncio.wrap_future(other.read(page, first - other.part.first, end - first))
             for other, first, end in self._pieces
         ]
         whole = memoryview(self._page)
         whole[self._part.first : self._part.end] = await self._own.read(page)
-        for first, piece in asked:
-            data = await piece
-            whole[first : first + data.nbytes] = data
+        for (_, first, end), data in zip(self._pieces, await asyncio.gather(*asked), strict=True):
+            whole[first:end] = data
         return whole
 
 
@@ -158,8 +157,9 @@ class _Writer:
         running = [*self._running, *(other.flush() for other in self._others)]
         futures = [asyncio.wrap_future(each) for each in running]
         await until_done(futures)
-        for future in futures:
-            future.result()
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
 
 
 def serve_pages(channel: Channel, memory: memoryview, page_bytes: int) -> None:
