@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import subprocess
@@ -34,18 +35,39 @@ class Rendered:
         return {each["metadata"]["name"]: each for each in self.documents if each["kind"] == kind}
 
     def pods(self) -> dict[str, Document]:
-        """Role -> the Deployment's pod template."""
-        return {
-            each["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"][
-                "template"
-            ]
-            for each in self.of("Deployment").values()
-        }
+        """Role -> the template of the pods that serve, as its controller labels them."""
+        found = {}
+        for document in self.workloads().values():
+            template = served_by(document)
+            found[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
+        return found
+
+    def workloads(self) -> dict[str, Document]:
+        """What makes pods, by name."""
+        return self.of("Deployment") | self.of("LeaderWorkerSet")
 
     def containers(self) -> Iterator[tuple[str, Document]]:
         for role, pod in self.pods().items():
             (container,) = pod["spec"]["containers"]
             yield role, container
+
+
+def served_by(workload: Document) -> Document:
+    if workload["kind"] == "Deployment":
+        template: Document = workload["spec"]["template"]
+        return template
+    return member(workload, "leaderTemplate", 0)
+
+
+def member(workload: Document, which: str, index: int) -> Document:
+    """A pod template of a LeaderWorkerSet, with the label and the variables that its controller adds."""
+    template: Document = copy.deepcopy(workload["spec"]["leaderWorkerTemplate"][which])
+    template["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] = str(index)
+    for container in template["spec"]["containers"]:
+        address = f"{workload['metadata']['name']}-0.{workload['metadata']['name']}.{NAMESPACE}"
+        added = {"LWS_LEADER_ADDRESS": address, "LWS_WORKER_INDEX": str(index)}
+        container["env"] += [{"name": name, "value": value} for name, value in added.items()]
+    return template
 
 
 def ask_helm(jobs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[list[Document], list[Rendered]]:

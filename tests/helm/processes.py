@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from base64 import b64decode
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +43,12 @@ def image_variables() -> dict[str, str]:
 def settings(role: str, container: Document, monkeypatch: Any) -> NodeConfig:
     """The configuration that `baton serve` makes of the container's arguments and variables. Raises
     click.ClickException for what it does not take."""
-    baton, word, said, *flags = [each.replace("$(POD_IP)", POD_IP) for each in container["args"]]
+    known = {
+        "POD_IP": POD_IP,
+        **{each["name"]: each["value"] for each in container["env"] if "value" in each},
+    }
+    arguments = [re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], each) for each in container["args"]]
+    baton, word, said, *flags = arguments
     assert (baton, word, said) == ("baton", "serve", role)
     for name in os.environ:
         if name.startswith("BATON_"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chart import ROOT, selects
+from chart import ROOT, member, selects
 
 from baton.rpc.metrics import GAUGES, SECONDS
 
@@ -37,7 +37,7 @@ def test_a_budget_for_each_role_allows_evictions(helm, rendered):
     budgets = rendered.of("PodDisruptionBudget")
     without = {"prefill", "decode"} if rendered is helm[1]["open"] else set()
     roles = [*rendered.pods().keys() - without]
-    assert budgets.keys() == {name for name in rendered.of("Deployment") if name.rpartition("-")[2] in roles}
+    assert budgets.keys() == {name for name in rendered.workloads() if name.rpartition("-")[2] in roles}
     for name, budget in budgets.items():
         special = rendered is helm[1]["everything"] and name.endswith("-decode")
         assert budget["spec"]["maxUnavailable"] == ("50%" if special else 1)
@@ -60,11 +60,15 @@ def test_only_the_gateway_is_open_and_only_callers_reach_nodes(helm, rendered):
     calls = set()
     for role, rules in open_to.items():
         grpc, *metrics = rules
+        if rendered is helm[1]["ranks"] and role == "decode":
+            among, *metrics = metrics
+            assert among.keys() == {"from"}
+            assert roles_chosen(rendered, among["from"][0]["podSelector"]["matchLabels"]) == [role]
         assert [port["port"] for port in grpc["ports"]] == ["grpc"]
         for peer in grpc["from"]:
             calls |= {(caller, role) for caller in roles_chosen(rendered, peer["podSelector"]["matchLabels"])}
         assert all(rule["from"] and [p["port"] for p in rule["ports"]] == ["http"] for rule in metrics)
-        assert len(metrics) == (1 if rendered is helm[1]["everything"] else 0)
+        assert len(metrics) == (1 if rendered in (helm[1]["everything"], helm[1]["ranks"]) else 0)
     assert calls == {(caller, role) for caller, role in CALLS if role in pods}
 
 
@@ -82,9 +86,12 @@ def test_replicas_are_the_autoscalers_where_there_is_one(rendered):
         each["spec"]["scaleTargetRef"]["name"]: each
         for each in rendered.of("HorizontalPodAutoscaler").values()
     }
-    for name, document in rendered.of("Deployment").items():
+    for name, document in rendered.workloads().items():
         assert ("replicas" in document["spec"]) == (name not in scaled)
-    assert scaled.keys() <= rendered.of("Deployment").keys()
+        if name in scaled:
+            target = scaled[name]["spec"]["scaleTargetRef"]
+            assert (target["apiVersion"], target["kind"]) == (document["apiVersion"], document["kind"])
+    assert scaled.keys() <= rendered.workloads().keys()
 
 
 def test_autoscaling_goes_by_metrics_that_workers_have(helm):
@@ -146,3 +153,14 @@ def test_pods_run_without_privileges(rendered):
         assert {"cpu", "memory"} <= container["resources"]["requests"].keys()
         assert "memory" in container["resources"]["limits"]
         assert "command" not in container  # the image's entry point gives each process an id of its own
+
+
+def test_only_the_first_pod_of_a_group_is_found(helm):
+    rendered = helm[1]["ranks"]
+    (group,) = rendered.of("LeaderWorkerSet").values()
+    selector = rendered.of("Service")["baton-decode"]["spec"]["selector"]
+    assert selects(selector, member(group, "leaderTemplate", 0))
+    assert not selects(selector, member(group, "workerTemplate", 1))
+    for kind, where in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+        labels = rendered.of(kind)["baton-decode"]["spec"][where]["matchLabels"]
+        assert selects(labels, member(group, "workerTemplate", 1))

@@ -6,6 +6,7 @@ import dataclasses
 
 import click
 import pytest
+from chart import NAMESPACE, member
 from processes import POD_IP, mounted, relocated, secret_of, settings, variables
 
 from baton.cli.health import health
@@ -13,6 +14,7 @@ from baton.cli.options import ROLES, fields_of
 from baton.discovery.dns import parse_name
 from baton.gateway.authentication import GatewayAuthentication
 from baton.rpc.authentication import Cluster, ClusterAuthentication, check_address
+from baton.worker.hosts import check_hosts
 
 STOP_SECONDS = 15.0
 """After the drain a process may take 5 s of air and 10 s to stop (rpc/node.py)."""
@@ -162,3 +164,35 @@ def test_a_model_has_the_time_to_load(helm):
             assert allowed == {"gateway": 120, "tokenizer": 300}.get(container["name"], seconds)
             # All roles: gateways are not ready before decode nodes are.
             assert document["spec"]["progressDeadlineSeconds"] > seconds
+
+
+def test_all_pods_of_a_group_start_one_worker(helm, monkeypatch):
+    rendered = helm[1]["ranks"]
+    (group,) = rendered.of("LeaderWorkerSet").values()
+    size = group["spec"]["leaderWorkerTemplate"]["size"]
+    configs = []
+    for index in range(size):
+        template = member(group, "workerTemplate" if index else "leaderTemplate", index)
+        (container,) = template["spec"]["containers"]
+        config = settings("decode", container, monkeypatch)
+        configs.append(dataclasses.replace(config, node_rank=0))
+        assert config.node_rank == index
+        assert sorted(name for name in container if name.endswith("Probe")) == (
+            [] if index else ["livenessProbe", "readinessProbe", "startupProbe"]
+        )
+        assert "ports" not in container or not index
+    assert configs[0] == configs[1] and len(configs) == size == 2
+    assert (configs[0].nnodes, configs[0].tp) == (2, 4)
+    assert configs[0].master == f"baton-decode-0.baton-decode.{NAMESPACE}:29500"
+    monkeypatch.setattr("baton.worker.hosts.is_loopback", lambda host: False)
+    monkeypatch.setattr("baton.worker.hosts.master_address", lambda config: ("10.0.0.1", 29500, "10.0.0.1"))
+    check_hosts(dataclasses.replace(configs[0], cluster_secret_file="", insecure=True))
+
+
+def test_ranks_have_room_for_the_pool_that_they_share(helm):
+    for role, pod in helm[1]["ranks"].pods().items():
+        volumes = {each["name"]: each for each in pod["spec"]["volumes"]}
+        mounts = [each["mountPath"] for each in pod["spec"]["containers"][0]["volumeMounts"]]
+        assert ("/dev/shm" in mounts) == (role in ("prefill", "decode"))
+        if role in ("prefill", "decode"):
+            assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory"}

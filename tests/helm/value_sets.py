@@ -65,6 +65,18 @@ SETS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "everything": ("baton", EVERYTHING),
+    "ranks": (
+        "baton",
+        {
+            "prefill": {"options": {"tp": 2}},
+            "decode": {
+                "hosts": 2,
+                "options": {"tp": 4},
+                "autoscaling": {"enabled": True},
+            },
+            "networkPolicy": {"metrics": [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]},
+        },
+    ),
 }
 """Name -> release name and values."""
 
@@ -77,6 +89,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "drainSeconds": {"gateway": {"drainSeconds": "long"}},
     "target": {"decode": {"autoscaling": {"target": "soon"}}},
     "maxUnavailable": {"decode": {"disruption": {"maxUnavailable": 0}}},
+    "hosts": {"decode": {"hosts": 0}},
+    "nnodes": {"decode": {"options": {"nnodes": 2}}},
     "volume": {"model": {"volume": {"emptyDir": {}, "hostPath": {"path": "/x"}}}},
 }
 """What Helm must say -> values that values.schema.json must refuse."""

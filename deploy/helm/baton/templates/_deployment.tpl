@@ -38,7 +38,7 @@ spec:
   # the answers, or its requests would be moved to other nodes.
   publishNotReadyAddresses: true
   selector:
-    {{- include "baton.selector" . | nindent 4 }}
+    {{- include "baton.serving" . | nindent 4 }}
   ports:
     - {name: grpc, port: {{ (include "baton.ports" .role | fromJson).grpc }}, targetPort: grpc, appProtocol: grpc}
     - {name: http, port: {{ (include "baton.ports" .role | fromJson).http }}, targetPort: http}

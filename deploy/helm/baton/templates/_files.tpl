@@ -68,7 +68,7 @@
 {{- if has .role (list "prefill" "decode") }}
 # Triton compiles kernels into this folder and loads them from it.
 - {name: triton, mountPath: /home/baton/.triton}
-{{- if (include "baton.settings" . | fromJson).hostSharedMemory }}
+{{- if or (include "baton.settings" . | fromJson).hostSharedMemory (eq (include "baton.ranked" .) "true") }}
 - {name: shared-memory, mountPath: /dev/shm}
 {{- end }}
 {{- end }}
@@ -108,6 +108,10 @@
 {{- if (include "baton.settings" . | fromJson).hostSharedMemory }}
 - name: shared-memory
   hostPath: {path: /dev/shm, type: Directory}
+{{- else if eq (include "baton.ranked" .) "true" }}
+# A container's own holds 64 MiB. What is in it counts as the pod's memory.
+- name: shared-memory
+  emptyDir: {medium: Memory}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -45,6 +45,25 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- toJson $own }}
 {{- end }}
 
+{{/* "true": each worker of the role is a group of pods, of which the first one serves. Takes a dict with root and role. */}}
+{{- define "baton.grouped" -}}
+{{- gt (int (include "baton.settings" . | fromJson).hosts) 1 }}
+{{- end }}
+
+{{/* Labels that select those pods of a role that serve. */}}
+{{- define "baton.serving" -}}
+{{ include "baton.selector" . }}
+{{- if eq (include "baton.grouped" .) "true" }}
+leaderworkerset.sigs.k8s.io/worker-index: "0"
+{{- end }}
+{{- end }}
+
+{{/* "true": the role's workers have several ranks, which share a pool in /dev/shm. */}}
+{{- define "baton.ranked" -}}
+{{- $options := mergeOverwrite (deepCopy .root.Values.options) ((include "baton.settings" . | fromJson).options | default dict) }}
+{{- gt (int $options.tp) 1 }}
+{{- end }}
+
 {{/* Options of `baton serve` as flags, in JSON. A number keeps its digits: 1048576, not 1.048576e+06. */}}
 {{- define "baton.flags" -}}
 {{- $flags := list }}

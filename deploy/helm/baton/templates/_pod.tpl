@@ -1,5 +1,6 @@
 {{/*
 The pod of a role. Call with (dict "root" $ "role" ROLE "flags" LIST): the flags stand before those of `options`.
+With "follower" true: a further pod of a worker on several hosts, which serves nothing.
 
 The image's entry point stays: it gives the process an id that no other pod's has, as CUDA IPC needs.
 */}}
@@ -59,10 +60,12 @@ spec:
         - name: {{ $name }}
           value: {{ quote $value }}
         {{- end }}
+      {{- if not .follower }}
       ports:
         - {name: grpc, containerPort: {{ $ports.grpc }}}
         - {name: http, containerPort: {{ $ports.http }}}
       {{- include "baton.probes" (dict "root" .root "role" .role "port" $ports.grpc "settings" $it) | nindent 6 }}
+      {{- end }}
       {{- if $preStop }}
       lifecycle:
         preStop:
