@@ -3,9 +3,11 @@
     python benchmarks/structured_output.py --json benchmarks/results/structured_output.json
 
 One engine on one core of a CPU, driven as a decode node's step thread drives it, without other processes.
-Rounds of 64 free streams and rounds of 32 free ones beside 32 constrained by a JSON Schema take turns; the
+Rounds of 64 free streams, of 32 free ones beside 32 constrained by a JSON Schema, and of 64 constrained ones
+take turns; the
 time between two tokens of a stream is the time of a step. A shared machine disturbs single steps: the medians
-of all rounds count, and the processor time of the process, the thread that computes masks included.
+of all rounds count, and the processor time of the process, the threads that compute masks included. Single
+masks are timed afterwards, for some of the outputs, one after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from baton.grammar.base import Grammar, GrammarError, GrammarSpec
 from baton.grammar.llguidance import LlguidanceMatcher
 from baton.worker.engine import build_engine
 
-ROWS, CONSTRAINED = 64, 32
+ROWS, KINDS = 64, {"64 free": 0, "32 free beside 32 constrained": 32, "64 constrained": 64}
+REPLAYED = 64
+"""Outputs whose masks are timed one by one."""
 PROMPT = 64
 ITEM = {
     "type": "object",
@@ -52,29 +56,43 @@ SCHEMA = {"type": "array", "items": ITEM, "minItems": 10_000}
 """Longer than any output here."""
 
 
-class TimedMatcher(LlguidanceMatcher):
-    """Notes what each mask took, the token before it included."""
+class NotedMatcher(LlguidanceMatcher):
+    """Notes the output."""
 
-    seconds: list[float]
+    output: list[int]
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        self.began = time.perf_counter()
-        super().accept(tokens)
-
-    def fill(self, words: Any) -> None:
-        super().fill(words)
-        self.seconds.append(time.perf_counter() - self.began)
+    @classmethod
+    def fill_all(cls, matchers: Any, tokens: Sequence[Sequence[int]], words: Any) -> dict[int, GrammarError]:
+        for matcher, own in zip(matchers, tokens, strict=True):
+            matcher.output += own
+        return super().fill_all(matchers, tokens, words)
 
 
-class TimedGrammar:
-    def __init__(self, grammar: Any, seconds: list[float]) -> None:
-        self.grammar, self.seconds = grammar, seconds
+class NotedGrammar:
+    def __init__(self, grammar: Any) -> None:
+        self.grammar = grammar
+        self.outputs: list[list[int]] = []
 
-    def matcher(self) -> TimedMatcher:
+    def matcher(self) -> NotedMatcher:
         made = self.grammar.matcher()
-        timed = TimedMatcher(made._matcher, made._usable)
-        timed.seconds, timed.began = self.seconds, time.perf_counter()
-        return timed
+        noted = NotedMatcher(made._matcher, made._usable, made._executor)
+        noted.output = []
+        self.outputs.append(noted.output)
+        return noted
+
+
+def single_masks(grammar: Grammar, outputs: Sequence[Sequence[int]], vocab_size: int) -> list[float]:
+    """Seconds of each mask, the token before it included."""
+    words = np.empty(-(-vocab_size // 32), np.int32)
+    times: list[float] = []
+    for output in outputs:
+        matcher = grammar.matcher()
+        for token in output:
+            began = time.perf_counter()
+            matcher.accept([token])
+            matcher.fill(words)
+            times.append(time.perf_counter() - began)
+    return times
 
 
 class Engine:
@@ -92,13 +110,11 @@ class Engine:
         spec = GrammarSpec("json_schema", json.dumps(SCHEMA))
         outcome = self.engine.grammars.submit(spec).result(120)
         assert not isinstance(outcome, GrammarError), outcome
-        self.spec, self.grammar = spec, outcome
-        self.mask_seconds: list[float] = []
+        self.spec, self.grammar = spec, NotedGrammar(outcome)
 
     def round(self, constrained: int) -> tuple[list[float], list[float], float]:
         """Seconds of each step with all rows: elapsed, and the step thread's on a processor; the process's
         mean on processors."""
-        grammar: Grammar = TimedGrammar(self.grammar, self.mask_seconds)
         rng = np.random.default_rng(self.number)
         for row in range(ROWS):
             self.number += 1
@@ -111,7 +127,7 @@ class Engine:
             )
             prompt = tuple(rng.integers(10, self.engine.model_info.vocab_size, PROMPT).tolist())
             key = Key("benchmark", self.number)
-            request = Request(key, prompt, params, grammar=grammar if bound else None)
+            request = Request(key, prompt, params, grammar=self.grammar if bound else None)
             self.core.start(key, 1, 0, request, (), time.monotonic())
         times: list[float] = []
         own: list[float] = []
@@ -136,26 +152,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=120, help="of each output")
     args = parser.parse_args()
     engine = Engine(args.model, args.tokens)
-    steps: dict[int, list[float]] = {0: [], CONSTRAINED: []}
-    threads: dict[int, list[float]] = {0: [], CONSTRAINED: []}
-    cpu: dict[int, list[float]] = {0: [], CONSTRAINED: []}
-    for kind in (0, CONSTRAINED):
+    steps, threads, cpu = ({kind: list[float]() for kind in KINDS.values()} for _ in range(3))
+    for kind in KINDS.values():
         engine.round(kind)  # warms up
-    engine.mask_seconds.clear()
     stats = engine.engine.masks
-    masks, waited = stats.masks, stats.waited
+    masks, seconds, waited = stats.masks, stats.seconds, stats.waited
     for _ in range(args.rounds):
-        for kind in (0, CONSTRAINED):
+        for kind in KINDS.values():
             times, own, used = engine.round(kind)
             steps[kind] += times
             threads[kind] += own
             cpu[kind].append(used)
-    mask = np.array(engine.mask_seconds) * 1e6
-    names = {0: "64 free", CONSTRAINED: "32 free beside 32 constrained"}
+    vocab_size, outputs = engine.engine.model_info.vocab_size, engine.grammar.outputs[-REPLAYED:]
+    mask = np.array(single_masks(engine.grammar.grammar, outputs, vocab_size)) * 1e6
+    bound_steps = len(steps[32]) + len(steps[64])
 
     def medians(found: dict[int, list[float]]) -> dict[str, float]:
-        milliseconds = {names[kind]: 1e3 * float(np.median(found[kind])) for kind in names}
-        return milliseconds | {"ratio": milliseconds[names[CONSTRAINED]] / milliseconds[names[0]]}
+        milliseconds = {name: 1e3 * float(np.median(found[kind])) for name, kind in KINDS.items()}
+        free, mixed, _ = milliseconds.values()
+        return milliseconds | {"ratio of the second to the first": mixed / free}
 
     found = {
         "itl_p50_ms": medians(steps),
@@ -165,8 +180,9 @@ def main() -> None:
             name: float(np.percentile(mask, q)) for name, q in (("p50", 50), ("p99", 99), ("max", 100))
         },
         "masks": stats.masks - masks,
-        "waited_us_a_step": 1e6 * (stats.waited - waited) / max(1, len(steps[CONSTRAINED])),
-        "vocabulary": engine.engine.model_info.vocab_size,
+        "masks_ms_a_step": 1e3 * (stats.seconds - seconds) / bound_steps,
+        "waited_us_a_step": 1e6 * (stats.waited - waited) / bound_steps,
+        "vocabulary": vocab_size,
     }
     rows = table("figure", "value")
     for name, value in found.items():

@@ -13,9 +13,10 @@ from baton.engine.cuda_sampler import CudaSampler
 from baton.engine.plan import SlotInit
 from baton.engine.sampler import Sampler
 from baton.engine.sampling import SamplingParams
+from baton.grammar.base import Matcher
 
 
-class EveryThird:
+class EveryThird(Matcher):
     """After n tokens those are allowed whose id is n modulo 3."""
 
     def __init__(self):

@@ -294,3 +294,26 @@ def test_a_mask_is_a_function_of_the_tokens(demo, spec):
         if output[-1] in tokenizer.eos_token_ids and spec.kind == "regex":
             text = b"".join(vocabulary.tokens[token] for token in output[:-1]).decode()
             assert re.fullmatch(PATTERN, text)
+
+
+def test_several_at_once_as_one_by_one(demo):
+    """A matcher that fails does not disturb the others, and stays failed."""
+    tokenizer, compiler = demo
+    spec = GrammarSpec(
+        "json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
+    )
+    grammar = compiler.submit(spec).result(60)
+    texts = ["", "{", '{"a"', "no", '{"a": 1', "[", '{"a": 1}']
+    outputs = [tokenizer.encode([text], add_special_tokens=False)[0] if text else [] for text in texts]
+    together, alone = [grammar.matcher() for _ in texts], [grammar.matcher() for _ in texts]
+    size = -(-len(tokenizer.vocabulary.tokens) // 32)
+    words, own = np.empty((len(texts), size), np.int32), np.empty(size, np.int32)
+    for tokens in ([list(output) for output in outputs], [[] for _ in outputs]):
+        errors = type(together[0]).fill_all(together, tokens, words)
+        assert sorted(errors) == [3, 5]
+        assert all("doesn't satisfy the grammar" in str(error) for error in errors.values())
+        for row, (matcher, given) in enumerate(zip(alone, tokens, strict=True)):
+            if row not in errors:
+                matcher.accept(given)
+                matcher.fill(own)
+                assert (words[row] == own).all()

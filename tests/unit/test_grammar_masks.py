@@ -9,7 +9,7 @@ from baton.engine.grammar_masks import GrammarMasks, unpack
 from baton.engine.plan import PlanRow, SlotInit
 from baton.engine.sampler import Sampler, row_results
 from baton.engine.sampling import SamplingParams
-from baton.grammar.base import GrammarError
+from baton.grammar.base import GrammarError, Matcher
 
 VOCAB, EOS = 301, 7
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ PARAMS = [
 ]
 
 
-class EveryThird:
+class EveryThird(Matcher):
     """After n tokens those are allowed whose id is n modulo 3, and the end after four."""
 
     def __init__(self):
@@ -197,6 +197,9 @@ def test_masks_for_a_device_equal_those_for_the_host():
     grammars = GrammarMasks(VOCAB)
     grammars.init(SlotInit(0, PARAMS[0], 0, (), (), grammar=EveryThird()))
     masks = grammars.begin([0], [0], {}).result()
-    host = masks.allowed(VOCAB, CPU)
-    assert host.shape == (1, VOCAB)
-    assert torch.equal(unpack(torch.from_numpy(masks.words), VOCAB), host)
+    logits = random_logits(0, 3)
+    host = logits.clone()
+    masks.apply(host, [1])
+    assert torch.equal(host[[0, 2]], logits[[0, 2]])
+    allowed = unpack(torch.from_numpy(masks.words), VOCAB)
+    assert torch.equal(host[1], logits[1].masked_fill(~allowed[0], -torch.inf))

@@ -73,6 +73,18 @@ def cut_at(text, places):
     return [text[a:b] for a, b in pairwise(places)]
 
 
+@pytest.mark.parametrize("form", TOOL_PARSERS)
+def test_where_calls_are_cut_off_no_part_of_one_is_text(form):
+    """But for two characters, which are as likely the beginning of something else."""
+    calls = [("f", {"s": "a b", "n": 3}), ("g", {"s": "x"})]
+    whole = said(form, calls)
+    for end in range(len(whole)):
+        text, _, found = parse(form, [whole[:end]], cut=True)
+        assert len(text) <= 2, whole[:end]
+        assert found == calls[: len(found)]
+    assert parse(form, ["a <t"], cut=True)[0] == "a <t"
+
+
 MARKS = [
     "<tool_call>",
     "</tool_call>",

@@ -55,11 +55,24 @@ class Masks:
     errors: dict[int, str]
     """Why a row has no mask."""
 
+    def apply(self, logits: torch.Tensor, places: Sequence[int]) -> None:
+        """Sets the logits of what may not be sampled to -inf. logits: [any, vocab_size], of which `places`
+        [rows] have these masks."""
+        vocab_size = logits.shape[1]
+        if logits.device.type == "cpu":
+            # Row by row, in place: torch would take several passes, and copies.
+            forbidden = np.unpackbits(
+                np.invert(self.words).view(np.uint8), axis=1, count=vocab_size, bitorder="little"
+            ).view(np.bool_)
+            values = logits.numpy()
+            for place, row in zip(places, forbidden, strict=True):
+                np.copyto(values[place], -np.inf, where=row)
+            return
+        at = to_device(np.array(places), logits.device)
+        logits[at] = logits[at].masked_fill_(~self.allowed(vocab_size, logits.device), -torch.inf)
+
     def allowed(self, vocab_size: int, device: torch.device) -> torch.Tensor:
         """bool [rows, vocab_size]: the tokens that may be sampled."""
-        if device.type == "cpu":
-            bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-            return torch.from_numpy(bits.view(np.bool_))
         return unpack(to_device(self.words, device), vocab_size)
 
     def launched(self) -> None:
@@ -126,28 +139,34 @@ class GrammarMasks:
         self, rows: list[int], outputs: list[Output], forbidden: Mapping[int, Sequence[int]]
     ) -> Masks:
         began = time.perf_counter()
-        result = Masks(rows, outputs, np.empty((len(rows), self._words), np.int32), {})
-        for index, (row, output) in enumerate(zip(rows, outputs, strict=True)):
-            words = result.words[index]
-            try:
-                _fill(output, words)
-                _forbid(words, forbidden.get(row, ()))
-            except GrammarError as error:
-                result.errors[row] = f"the grammar cannot be followed any further: {error}"
-                words.fill(-1)
+        words = np.empty((len(rows), self._words), np.int32)
+        errors = _fill(outputs, words)
+        for index, row in enumerate(rows):
+            if index in errors:
+                words[index] = -1
+            else:
+                _forbid(words[index], forbidden.get(row, ()))
         self.stats.masks += len(rows)
         self.stats.seconds += time.perf_counter() - began
-        return result
+        message = "the grammar cannot be followed any further: {}"
+        return Masks(
+            rows, outputs, words, {rows[index]: message.format(error) for index, error in errors.items()}
+        )
 
 
-def _fill(output: Output, words: Words) -> None:
-    if output.matcher is None:
-        assert output.init.grammar is not None
-        output.matcher = output.init.grammar.matcher()
-    if output.tokens:
-        tokens, output.tokens = output.tokens, []
-        output.matcher.accept(tokens)
-    output.matcher.fill(words)
+def _fill(outputs: Sequence[Output], words: Words) -> dict[int, GrammarError]:
+    """Why rows could not be filled."""
+    matchers: list[Matcher] = []
+    tokens: list[list[int]] = []
+    for output in outputs:
+        if output.matcher is None:
+            assert output.init.grammar is not None
+            output.matcher = output.init.grammar.matcher()
+        matchers.append(output.matcher)
+        tokens.append(output.tokens)
+        output.tokens = []
+    # All are of one library.
+    return type(matchers[0]).fill_all(matchers, tokens, words)
 
 
 def _forbid(words: Words, tokens: Sequence[int]) -> None:

@@ -107,7 +107,11 @@ class Sampler:
         """
         states = self._states
         masks = self.grammars.wait(pending) if pending is not None else None
-        peaks, tokens = logits.max(-1)
+        if (states.temperature[slots] > 0).all():
+            # Much faster than with the maxima's places, which nobody needs here.
+            peaks, tokens = logits.amax(-1), torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        else:
+            peaks, tokens = logits.max(-1)
         waiting = states.output_length[slots] < states.min_tokens[slots]
         special = (~states.plain[slots] | waiting).nonzero()[0]
         result = Samples(tokens, peaks, [])
@@ -138,19 +142,19 @@ class Sampler:
         masked = np.searchsorted(special, masks.rows) if masks is not None else np.zeros(0, np.int64)
         changed = self._modify(raw, own, masked)
         if masks is not None:
-            at = self._to_device(masked)
-            allowed = masks.allowed(states.vocab_size, self._device)
-            changed[at] = changed[at].masked_fill_(~allowed, -torch.inf)
-        random = (states.temperature[own] > 0).nonzero()[0]
+            masks.apply(changed, masked.tolist())
+        drawn = states.temperature[own] > 0
+        random, greedy = drawn.nonzero()[0], (~drawn).nonzero()[0]
         tokens = result.tokens if every else result.tokens[where]
-        if changed is not raw:
-            tokens = changed.argmax(-1)
+        if changed is not raw and greedy.size:
+            rows = self._to_device(greedy)
+            tokens = tokens.index_copy(0, rows, changed[rows].argmax(-1))
         if random.size:
             rows = self._to_device(random)
-            drawn = self._draw(
-                changed if random.size == own.size else changed[rows], own[random], positions[special][random]
+            chosen_from = changed if random.size == own.size else changed[rows]
+            tokens = tokens.index_copy(
+                0, rows, self._draw(chosen_from, own[random], positions[special][random])
             )
-            tokens = tokens.index_copy(0, rows, drawn)
         result.tokens = tokens if every else result.tokens.index_copy(0, where, tokens)
         wanted = (states.logprobs[own] >= 0).nonzero()[0]
         if wanted.size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,21 @@ class Matcher(Protocol):
         """Writes which tokens may come next; at least one. A pure function of the accepted tokens. Raises
         GrammarError if none may, or if the library gives up."""
         ...
+
+    @classmethod
+    def fill_all(
+        cls, matchers: Sequence[Self], tokens: Sequence[Sequence[int]], words: Words
+    ) -> dict[int, GrammarError]:
+        """Each of several different matchers accepts its tokens, and fills its row of `words` [matchers,
+        words]. Yields why rows could not be filled; these hold anything."""
+        errors = {}
+        for row, (matcher, own) in enumerate(zip(matchers, tokens, strict=True)):
+            try:
+                matcher.accept(own)
+                matcher.fill(words[row])
+            except GrammarError as error:
+                errors[row] = error
+        return errors
 
 
 class Grammar(Protocol):

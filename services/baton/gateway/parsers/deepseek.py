@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from baton.gateway.parsers.reader import Malformed
 from baton.gateway.parsers.tools import ToolParser, loads
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
@@ -29,7 +28,7 @@ class DeepSeek(ToolParser):
             if fenced:
                 name, _ = yield from self.until("\n")
                 if not (yield from self.accept("```json")):
-                    raise Malformed
+                    raise self.wrong()
             yield from self.space()
             self.call(name.strip(), loads((yield from self.json())))
             count += 1

@@ -29,7 +29,10 @@ class GptOss(ToolParser):
 
     def run(self) -> Generator[None, None, None]:
         space = yield from self.space()
-        begun = yield from self.accept(_CHANNEL, _START, "to=")
+        try:
+            begun = yield from self.accept(_CHANNEL, _START, "to=")
+        except Cut:
+            return
         if not begun:
             self.at -= len(space)
             yield from self.pass_text()  # no messages: plain text

@@ -103,12 +103,16 @@ class Reader(ABC):
         return Cut() if self.ended and self.at == len(self.text) else Malformed()
 
     def accept(self, *literals: str) -> Generator[None, None, str]:
-        """Reads the longest of the literals that the text goes on with; "": none."""
+        """Reads the longest of the literals that the text goes on with; "": none. Raises Cut where the text
+        has been cut off in one."""
         while True:
             rest = self.text[self.at : self.at + max(map(len, literals))]
-            if not self.ended and any(len(rest) < len(each) and each.startswith(rest) for each in literals):
+            half = any(len(rest) < len(each) and each.startswith(rest) for each in literals)
+            if half and not self.ended:
                 yield
                 continue
+            if half and rest and self.cut:
+                raise Cut
             found = max((each for each in literals if rest.startswith(each)), key=len, default="")
             self.at += len(found)
             return found

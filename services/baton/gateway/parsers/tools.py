@@ -24,6 +24,10 @@ MAX_VAIN = 2**16
 time that grows with the square of their number."""
 
 
+HALF_MARK = 3
+"""Where an output is cut off, so many characters of a mark are the beginning of a call; fewer are text."""
+
+
 class ToolParser(Reader):
     MARKS: tuple[str, ...] = ()
     """What a call begins with, or several in a row."""
@@ -82,9 +86,10 @@ class ToolParser(Reader):
                 self.put(self.text[self.at : index])
                 self.at = index + len(mark)
                 return mark
-            end = len(self.text)
-            if not self.ended:
-                end -= may_begin(self.text[self.at :], marks)
+            half = may_begin(self.text[self.at :], marks)
+            if self.ended and not (self.cut and half >= HALF_MARK):
+                half = 0
+            end = len(self.text) - half
             self.put(self.text[self.at : end])
             self.at = end
             if self.ended:
