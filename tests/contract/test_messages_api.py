@@ -144,6 +144,9 @@ async def test_counting_refuses_what_a_request_would_be_refused_for():
         long = {**asked, "messages": [{"role": "user", "content": "word " * 100}]}
         refused = await post(rig, long, "messages/count_tokens")
         assert refused.status_code == 400 and "more than the 100 allowed here" in refused.text
+        twice = {**asked, "output_format": FORMAT, "output_config": {"format": FORMAT}}
+        refused = await post(rig, twice, "messages/count_tokens")
+        assert refused.status_code == 400 and "output_format is another name" in refused.text
 
 
 async def test_schemas_and_effort_reach_the_model():
@@ -168,6 +171,11 @@ async def test_a_schema_that_cannot_be_compiled_is_named():
         strict = {"tools": [{**TOOL, "strict": True}]}
         refused = (await post(rig, {**ASK, **strict})).json()["error"]
         assert refused == {"type": "invalid_request_error", "message": "tools: unclosed"}
+        refused = (await post(rig, {**ASK, **strict, "output_format": FORMAT})).json()["error"]
+        assert refused["message"] == "output_config.format or tools: unclosed"
+        strict["tool_choice"] = {"type": "any"}  # so that no answer has a form
+        refused = (await post(rig, {**ASK, **strict, "output_format": FORMAT})).json()["error"]
+        assert refused["message"] == "tools: unclosed"
 
 
 async def test_keys_and_their_limits_in_its_form(tmp_path):

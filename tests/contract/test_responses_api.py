@@ -181,7 +181,7 @@ def test_the_store_is_bounded():
     assert [number for number in range(5) if store.get(str(number), ALICE)] == [2, 3, 4]
     assert store.get("4", BOB) is None and not store.delete("4", BOB)
     assert store.delete("3", ALICE) and not store.delete("3", ALICE)
-    store.put("large", bytes(1001), [], ALICE)
+    assert not store.put("large", bytes(1001), [], ALICE)
     assert store.get("large", ALICE) is None and store.get("4", ALICE)
     now = 10.0
     assert store.get("4", ALICE) is None
@@ -246,6 +246,20 @@ async def test_a_summary_beside_its_reasoning_is_a_hint():
             body = {"model": "scripted", "input": [thought, {"role": "user", "content": "Hi"}]}
             answer = await http.post(f"{rig.http}/v1/responses", json=body)
         assert answer.headers["x-baton-ignored"] == "input.summary", answer.text
+
+
+async def test_a_response_that_is_larger_than_the_store_says_so():
+    limits = {"response_store_mib": 1, "max_prompt_bytes": 2**21}
+    async with (
+        ScriptedDecode(silent, context=2**17) as node,
+        gateway(node, **limits) as rig,
+        client(rig) as api,
+    ):
+        await script(rig, node, "Hello.")
+        tools = [{**TOOL, "description": "x" * 2**20}]
+        answer = await api.responses.create(model="scripted", input="Hi", tools=tools, tool_choice="none")
+        assert answer.store is False
+        assert (await api.responses.create(model="scripted", input="Hi")).store
 
 
 async def test_without_a_store():

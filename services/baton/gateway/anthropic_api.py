@@ -41,7 +41,7 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         unread = unread_arguments(gateway, body.made[0].chat)
         ignored = body.ignored | {_FIELDS.get(name, name) for name in unread}
         async with running(gateway, body.made, request) as job:
-            with naming_grammar("output_config.format" if body.request.format is not None else "tools"):
+            with naming_grammar(body.made[0], "output_config.format"):
                 await job.wait_for_output()
             made = MessagesAnswer(job, body.request.model)
             return await respond(job, made, bool(body.request.stream), ignored)

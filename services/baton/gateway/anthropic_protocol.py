@@ -12,7 +12,7 @@ from baton.gateway.openai_chat import EFFORTS
 from baton.gateway.openai_errors import invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
 from baton.rpc.validate import check_sampling
-from baton.v1 import inference_pb2, tokenizer_pb2
+from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 _CACHE = {"cache_control": "every prompt finds what is cached of it"}
 
@@ -190,7 +190,10 @@ _MODES = {
 
 
 def count_start(request: CountRequest) -> inference_pb2.GenerateStart:
-    """A request that is checked and never runs. Raises ApiError."""
+    """A request that is checked and never runs. Raises ApiError, BatonError."""
+    sampling = common_pb2.SamplingParams()
+    _set_format(request, sampling)
+    check_sampling(sampling, None)
     return inference_pb2.GenerateStart(model=request.model, chat=chat_prompt(request))
 
 
@@ -204,11 +207,16 @@ def messages_start(request: MessagesRequest) -> inference_pb2.GenerateStart:
         if value is not None:
             setattr(sampling, name, value)
     sampling.stop.extend(request.stop_sequences or [])
-    if request.format is not None:
-        sampling.grammar.json_schema = json.dumps(request.format.schema_, ensure_ascii=False)
+    _set_format(request, sampling)
     check_sampling(sampling, None)
     start.chat.CopyFrom(chat_prompt(request))
     return start
+
+
+def _set_format(request: CountRequest, sampling: common_pb2.SamplingParams) -> None:
+    """Raises ApiError."""
+    if request.format is not None:
+        sampling.grammar.json_schema = json.dumps(request.format.schema_, ensure_ascii=False)
 
 
 def chat_prompt(request: CountRequest) -> tokenizer_pb2.ChatPrompt:

@@ -108,7 +108,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
         body = await bodies.read_starts(request, ChatRequest, lambda request: [chat_start(request)])
         ignored = body.ignored | unread_arguments(gateway, body.made[0].chat)
         async with running(gateway, body.made, request) as job:
-            with naming_grammar("response_format" if body.request.response_format else "tools"):
+            with naming_grammar(body.made[0], "response_format"):
                 await job.wait_for_output()  # `n` has been checked by then
             answer = ChatAnswer(job, body.request)
             return await respond(job, answer, bool(body.request.stream), ignored)

@@ -113,8 +113,13 @@ async def running(gateway: Gateway, starts: _Starts, request: Request) -> AsyncI
 
 
 @contextmanager
-def naming_grammar(field: str) -> Iterator[None]:
-    """field: that the request's grammar came from. Errors name it."""
+def naming_grammar(start: inference_pb2.GenerateStart, answer: str) -> Iterator[None]:
+    """Errors name the field that the request's grammar came from: `answer`, the one with the form of the
+    answer, or tools; both where both are in it."""
+    required = start.chat.tool_choice.mode == tokenizer_pb2.ToolChoice.MODE_REQUIRED
+    field = "tools"
+    if start.sampling.HasField("grammar") and not required:
+        field = f"{answer} or tools" if any(tool.strict for tool in start.chat.tools) else answer
     try:
         yield
     except ApiError as error:

@@ -39,6 +39,15 @@ _GETS = {
     "/v1/responses/{id}": ("A stored response.", "OpenAI"),
     "/health": ("Whether requests are served.", "operation"),
     "/version": ("Baton's version.", "operation"),
+    "/openapi.json": ("This document.", "operation"),
+    "/metrics": ("Metrics, for Prometheus.", "operation"),
+    "/traces": ("What happened to requests: timelines and events.", "operation"),
+}
+_TRACES_QUERY = {
+    "id": {"type": "array", "items": {"type": "string"}},
+    "limit": {"type": "integer"},
+    "slowest": {"type": "boolean"},
+    "gateway_only": {"type": "boolean"},
 }
 _MODULES = {"anthropic_protocol": "Messages", "openai_chat": "Chat", "responses_protocol": "Responses"}
 """Of models of the same name: what stands before it."""
@@ -92,6 +101,11 @@ def document() -> Json:
         paths[path] = {"post": operation}
     for path, (summary, tag) in _GETS.items():
         paths[path] = {"get": _operation(summary, tag, path)}
+    metrics = paths["/metrics"]["get"]["responses"]["200"]
+    metrics["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    paths["/traces"]["get"]["parameters"] = [
+        {"name": name, "in": "query", "schema": schema} for name, schema in _TRACES_QUERY.items()
+    ]
     paths["/v1/responses/{id}"]["delete"] = _operation("Deletes it.", "OpenAI", "/v1/responses/{id}")
     cancel = "/v1/responses/{id}/cancel"
     paths[cancel] = {"post": _operation("Cancels a response that is streamed.", "OpenAI", cancel)}

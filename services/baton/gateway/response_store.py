@@ -46,10 +46,11 @@ class ResponseStore:
 
     def put(
         self, id: str, response: bytes, conversation: list[tokenizer_pb2.ChatMessage] | None, owner: bytes
-    ) -> None:
+    ) -> bool:
+        """Whether there is room for it."""
         size = len(response) + sum(message.ByteSize() + MESSAGE_BYTES for message in conversation or ())
         if size > self.max_bytes:
-            return
+            return False
         now = self._clock()
         with self._lock:
             self._stored[id] = StoredResponse(response, conversation, owner, size, now + self._seconds)
@@ -60,6 +61,7 @@ class ResponseStore:
             while self._bytes.total() > self.max_bytes:
                 ((most, _),) = self._bytes.most_common(1)
                 self._drop(next(iter(self._ids[most])))
+            return id in self._stored
 
     def get(self, id: str, owner: bytes) -> StoredResponse | None:
         with self._lock:

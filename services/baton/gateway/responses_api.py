@@ -69,11 +69,12 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
                 response["store"] = False
                 return
             said = [*earlier_messages, *input_messages(asked), message] if message is not None else None
-            store.put(id, json.dumps(response, ensure_ascii=False).encode(), said, owner)
+            made = json.dumps(response, ensure_ascii=False).encode()
+            response["store"] = store.put(id, made, said, owner)
 
         earlier_messages = earlier(asked) if asked.store is not False else []
         async with running(gateway, body.made, request) as job:
-            with naming_grammar("text.format" if asked.has_format else "tools"):
+            with naming_grammar(body.made[0], "text.format"):
                 await job.wait_for_output()
             answer = ResponseAnswer(job, asked, id, keep)
             if asked.stream:  # else nobody knows its name before it has ended

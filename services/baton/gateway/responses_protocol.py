@@ -188,11 +188,6 @@ class ResponsesRequest(Strict):
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     @property
-    def has_format(self) -> bool:
-        """The answer must be of a form."""
-        return self.text is not None and self.text.format is not None and self.text.format.type != "text"
-
-    @property
     def has_unread_summary(self) -> bool:
         """Reasoning came with a summary, which is left out beside its text."""
         items = self.input if isinstance(self.input, list) else ()

@@ -123,11 +123,11 @@ class LlguidanceMatcher(Matcher):
         if rows:
             executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.strides[0], len(words))
         np.bitwise_and(words, matchers[0]._usable, out=words)
-        for row in (~words.any(1)).nonzero()[0].tolist():
-            errors[row] = GrammarError(_NOTHING_FITS)
-        for matcher, row in rows:
-            if matcher.is_error():
-                errors[row] = GrammarError(_one_line(matcher.get_error()))
+        for row in np.flatnonzero(~words.any(1)).tolist():
+            errors.setdefault(row, GrammarError(_NOTHING_FITS))
+        for failed, row in rows:
+            if failed.is_error():
+                errors[row] = GrammarError(_one_line(failed.get_error()))
         return errors
 
 
