@@ -12,7 +12,8 @@ from scripted_decode import STOP, ScriptedDecode, endless, saying, silent
 from test_inference import say
 
 from baton.gateway.response_store import ResponseStore
-from baton.gateway.responses_protocol import ResponsesRequest, input_messages
+from baton.gateway.responses_items import input_messages
+from baton.gateway.responses_protocol import ResponsesRequest
 from baton.v1 import tokenizer_pb2
 
 TOOL = {
@@ -216,7 +217,7 @@ def test_the_pieces_of_a_turn_are_put_together():
     said = {"type": "message", "role": "assistant", "content": "a"}
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "b"}]}
     asked = {"model": "scripted", "input": [said, thought, said, {"role": "user", "content": "c"}, thought]}
-    messages = input_messages(ResponsesRequest.model_validate(asked))
+    messages = input_messages(ResponsesRequest.model_validate(asked).input)
     assert [(each.content, each.reasoning) for each in messages] == [("aa", "b"), ("c", ""), ("", "b")]
 
 
@@ -246,6 +247,44 @@ async def test_a_summary_beside_its_reasoning_is_a_hint():
             body = {"model": "scripted", "input": [thought, {"role": "user", "content": "Hi"}]}
             answer = await http.post(f"{rig.http}/v1/responses", json=body)
         assert answer.headers["x-baton-ignored"] == "input.summary", answer.text
+
+
+async def test_a_conversation_is_compacted_and_goes_on():
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    async with (
+        ScriptedDecode(silent, context=2000) as node,
+        gateway(node, **PARSERS) as rig,
+        client(rig) as api,
+    ):
+        await script(rig, node, "<think>Hm.</think>They said hello. ")
+        made = await api.responses.compact(model="scripted", input=asked, instructions="Be kind.")
+        user, compaction = made.output
+        assert made.object == "response.compaction" and made.usage.output_tokens > 0
+        assert (user.role, user.content[0].text) == ("user", "Hi") and compaction.type == "compaction"
+        assert 0 < node.starts[-1].sampling.max_tokens < 2000
+        items = [item.model_dump(exclude_none=True, warnings=False) for item in made.output]
+        items.append({"role": "user", "content": "Who?"})
+        roles = [(message.role, message.content) for message in input_messages(parsed(items))]
+        said = "What has been said so far, in short: They said hello."
+        assert roles == [("user", "Hi"), ("assistant", said), ("user", "Who?")]
+        await api.responses.create(model="scripted", input=items)
+        first = await api.responses.create(model="scripted", input="One.")
+        again = await api.responses.compact(model="scripted", previous_response_id=first.id)
+        assert again.output[0].content[0].text == "One."
+        for content in ("secret", "baton1.?", "baton1.gA==", "baton1.é"):
+            with pytest.raises(openai.BadRequestError, match="not of this server") as caught:
+                await api.responses.create(
+                    model="scripted", input=[{"type": "compaction", "encrypted_content": content}]
+                )
+            assert caught.value.param == "input[0]"
+        with pytest.raises(openai.BadRequestError, match="input is empty"):
+            await api.responses.compact(model="scripted")
+        with pytest.raises(openai.BadRequestError, match="context"):
+            await api.responses.compact(model="scripted", input="word " * 3000)
+
+
+def parsed(items):
+    return ResponsesRequest.model_validate({"model": "scripted", "input": items}).input
 
 
 async def test_a_response_that_is_larger_than_the_store_says_so():

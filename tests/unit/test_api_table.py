@@ -7,6 +7,7 @@ import pytest
 
 from baton.gateway import (
     anthropic_protocol,
+    compaction,
     embeddings_api,
     openai_chat,
     openai_protocol,
@@ -27,6 +28,7 @@ MODELS = {
     "tools": openai_chat.Tool,
     "tools.function": openai_chat.Function,
     "responses": responses_protocol.ResponsesRequest,
+    "compact": compaction.CompactRequest,
     "anthropic": anthropic_protocol.MessagesRequest,
     "embeddings": embeddings_api.EmbeddingsRequest,
     "score": scores_api.ScoreRequest,

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from baton.gateway.anthropic_protocol import CountRequest, MessagesRequest
+from baton.gateway.compaction import CompactRequest
 from baton.gateway.embeddings_api import EmbeddingsRequest
 from baton.gateway.openai_chat import ChatRequest
 from baton.gateway.openai_protocol import CompletionRequest
@@ -23,6 +24,11 @@ _POSTS: dict[str, tuple[type[BaseModel], str, str]] = {
     "/v1/completions": (CompletionRequest, "Continues texts.", "OpenAI"),
     "/v1/chat/completions": (ChatRequest, "Answers a conversation.", "OpenAI"),
     "/v1/responses": (ResponsesRequest, "Answers a conversation, of items, that may be stored.", "OpenAI"),
+    "/v1/responses/compact": (
+        CompactRequest,
+        "Shortens a conversation to a summary.",
+        "OpenAI",
+    ),
     "/v1/embeddings": (EmbeddingsRequest, "Embeddings of texts.", "OpenAI"),
     "/v1/messages": (MessagesRequest, "Answers a conversation.", "Anthropic"),
     "/v1/messages/count_tokens": (CountRequest, "Counts the tokens of a conversation.", "Anthropic"),
@@ -49,7 +55,12 @@ _TRACES_QUERY = {
     "slowest": {"type": "boolean"},
     "gateway_only": {"type": "boolean"},
 }
-_MODULES = {"anthropic_protocol": "Messages", "openai_chat": "Chat", "responses_protocol": "Responses"}
+_MODULES = {
+    "anthropic_protocol": "Messages",
+    "openai_chat": "Chat",
+    "responses_items": "Responses",
+    "responses_protocol": "Responses",
+}
 """Of models of the same name: what stands before it."""
 _OPENAI_ERROR = {
     "type": "object",

@@ -62,14 +62,8 @@ class ResponseAnswer(TypedAnswer):
         return events
 
     def end(self, finished: inference_pb2.Finished) -> list[Json]:
-        usage, response = finished.usage, self._response
-        response["usage"] = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-            "total_tokens": usage.prompt_tokens + usage.output_tokens,
-        }
+        response = self._response
+        response["usage"] = usage_of(finished)
         response["status"] = "completed"
         if self._finish == common_pb2.FINISH_REASON_LENGTH:
             response["status"] = "incomplete"
@@ -162,6 +156,17 @@ class ResponseAnswer(TypedAnswer):
         events.append(self._event(f"{arguments}.done", **place, name=call.name, arguments=call.arguments))
         events.append(self._event("response.output_item.done", output_index=self._index, item={**item}))
         return events
+
+
+def usage_of(finished: inference_pb2.Finished) -> Json:
+    usage = finished.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+    }
 
 
 def _part(message: bool, text: str) -> Json:

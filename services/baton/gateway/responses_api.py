@@ -8,13 +8,15 @@ from weakref import WeakValueDictionary
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from baton.gateway.compaction import CompactAnswer, CompactRequest, bound, compact_start
 from baton.gateway.gateway import Gateway
 from baton.gateway.http_requests import BodyReader, naming_grammar, running, unread_arguments
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.response_store import ResponseStore, StoredResponse
 from baton.gateway.responses_answers import ResponseAnswer, response_id
-from baton.gateway.responses_protocol import ResponsesRequest, input_messages, response_start
+from baton.gateway.responses_items import input_messages
+from baton.gateway.responses_protocol import Conversation, ResponsesRequest, response_start
 from baton.gateway.typed_events import Json, naming_fields, respond
 from baton.v1 import inference_pb2, tokenizer_pb2
 
@@ -32,25 +34,25 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             raise ApiError(404, text, "response_id", "response_not_found")
         return found
 
+    def earlier(body: Conversation, owner: bytes) -> list[tokenizer_pb2.ChatMessage]:
+        previous = body.previous_response_id
+        if previous is None:
+            return []
+        found = store.get(previous, owner)
+        if found is None:
+            text = f"previous_response_id {previous[:80]!r} is not stored here: send its items as input"
+            raise ApiError(404, text, "previous_response_id", "previous_response_not_found")
+        if found.conversation is None:
+            text = f"previous_response_id {previous[:80]!r} has failed: nothing can follow it"
+            raise ApiError(400, text, "previous_response_id", "previous_response_failed")
+        return found.conversation
+
     @app.post("/v1/responses")
     async def create(request: Request) -> Response:
         owner, id = request.state.api_key.owner, response_id()
 
-        def earlier(body: ResponsesRequest) -> list[tokenizer_pb2.ChatMessage]:
-            previous = body.previous_response_id
-            if previous is None:
-                return []
-            found = store.get(previous, owner)
-            if found is None:
-                text = f"previous_response_id {previous[:80]!r} is not stored here: send its items as input"
-                raise ApiError(404, text, "previous_response_id", "previous_response_not_found")
-            if found.conversation is None:
-                text = f"previous_response_id {previous[:80]!r} has failed: nothing can follow it"
-                raise ApiError(400, text, "previous_response_id", "previous_response_failed")
-            return found.conversation
-
         def starts(body: ResponsesRequest) -> list[inference_pb2.GenerateStart]:
-            return [response_start(body, earlier(body))]
+            return [response_start(body, earlier(body, owner))]
 
         with naming_fields(r"(?:input|tools)\[\d+\]"):
             body = await bodies.read_starts(request, ResponsesRequest, starts)
@@ -68,11 +70,11 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
             if asked.store is False or not store.max_bytes:
                 response["store"] = False
                 return
-            said = [*earlier_messages, *input_messages(asked), message] if message is not None else None
+            said = [*earlier_messages, *input_messages(asked.input), message] if message is not None else None
             made = json.dumps(response, ensure_ascii=False).encode()
             response["store"] = store.put(id, made, said, owner)
 
-        earlier_messages = earlier(asked) if asked.store is not False else []
+        earlier_messages = earlier(asked, owner) if asked.store is not False else []
         async with running(gateway, body.made, request) as job:
             with naming_grammar(body.made[0], "text.format"):
                 await job.wait_for_output()
@@ -91,6 +93,20 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         find(id, request.state.api_key.owner)
         store.delete(id, request.state.api_key.owner)
         return JSONResponse({"id": id, "object": "response", "deleted": True})
+
+    @app.post("/v1/responses/compact")
+    async def compact(request: Request) -> Response:
+        owner = request.state.api_key.owner
+
+        def starts(body: CompactRequest) -> list[inference_pb2.GenerateStart]:
+            return [compact_start(body, earlier(body, owner))]
+
+        with naming_fields(r"input\[\d+\]"):
+            body = await bodies.read_starts(request, CompactRequest, starts)
+        await bound(gateway, body.made[0])
+        async with running(gateway, body.made, request) as job:
+            await job.wait_for_output()
+            return await respond(job, CompactAnswer(body.made[0]), False, set(body.ignored))
 
     @app.post("/v1/responses/{name}")
     async def unknown(name: str) -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -12,76 +11,11 @@ from pydantic import Discriminator, Field, Tag
 from baton.gateway.openai_chat import EFFORTS
 from baton.gateway.openai_errors import ApiError, invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
+from baton.gateway.responses_items import InputItem, ReasoningItem, input_messages
 from baton.rpc.validate import check_sampling
 from baton.v1 import inference_pb2, tokenizer_pb2
 
-Messages = list[tokenizer_pb2.ChatMessage]
 MAX_METADATA = 16
-
-
-class Part(Strict):
-    PLACE = "input.content"
-    HINTS: ClassVar[Mapping[str, str]] = {
-        "annotations": "is what an answer carried beside its text",
-        "logprobs": "is what an answer carried beside its text",
-    }
-
-    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
-    text: str | None = None
-    refusal: str | None = None
-
-
-class Item(Strict):
-    PLACE = "input"
-    HINTS: ClassVar[Mapping[str, str]] = {
-        "id": "items are in order",
-        "status": "what is sent back is taken as it is",
-        "phase": "is the client's own record",
-    }
-
-
-class MessageItem(Item):
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | Elements[Part]
-
-
-class CallItem(Item):
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-
-
-class OutputItem(Item):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | Elements[Part]
-
-
-class ReasoningItem(Item):
-    HINTS: ClassVar[Mapping[str, str]] = {
-        **Item.HINTS,
-        "encrypted_content": "the reasoning itself is sent",
-    }
-
-    type: Literal["reasoning"]
-    summary: Elements[Part] | None = None
-    content: Elements[Part] | None = None
-
-
-def _kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-    return kind if kind in ("function_call", "function_call_output", "reasoning") else "message"
-
-
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(_kind),
-]
 
 
 class Format(Strict):
@@ -140,7 +74,16 @@ Tool = Annotated[
 ]
 
 
-class ResponsesRequest(Strict):
+class Conversation(Strict):
+    """What requests about a conversation have in common."""
+
+    model: str
+    input: str | Elements[InputItem] = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+
+
+class ResponsesRequest(Conversation):
     """POST /v1/responses."""
 
     HINTS: ClassVar[Mapping[str, str]] = {
@@ -162,10 +105,6 @@ class ResponsesRequest(Strict):
         "top_logprobs": "is not supported: /v1/chat/completions has it",
     }
 
-    model: str
-    input: str | Elements[InputItem] = ""
-    instructions: str | None = None
-    previous_response_id: str | None = None
     store: bool | None = None
     stream: bool | None = None
     max_output_tokens: Int64 | None = None
@@ -206,8 +145,6 @@ def response_start(
 ) -> inference_pb2.GenerateStart:
     """earlier: the conversation of previous_response_id. Raises ApiError for what is not supported,
     BatonError for sampling parameters that are wrong."""
-    if not request.model:
-        raise invalid_value("model", "model is empty: name one of /v1/models")
     _check_metadata(request.metadata or {})
     start = inference_pb2.GenerateStart(id="http", model=request.model, include_token_ids=False)
     sampling = start.sampling
@@ -229,13 +166,7 @@ def response_start(
         raise invalid_value("text.format.schema", "text.format.schema goes with type json_schema only")
     check_sampling(sampling, None)
     chat = start.chat
-    if request.instructions:
-        chat.messages.add(role="system", content=request.instructions)
-    chat.messages.extend(earlier)
-    messages = input_messages(request)
-    if not messages and not request.previous_response_id:
-        raise invalid_value("input", "input is empty: give a text, or at least one item")
-    chat.messages.extend(messages)
+    add_messages(request, earlier, chat)
     _add_tools(request, chat)
     if request.reasoning is not None and request.reasoning.effort is not None:
         effort = request.reasoning.effort
@@ -243,6 +174,21 @@ def response_start(
         if effort == "none":
             chat.template_arguments.update({"enable_thinking": False})
     return start
+
+
+def add_messages(
+    request: Conversation, earlier: Iterable[tokenizer_pb2.ChatMessage], chat: tokenizer_pb2.ChatPrompt
+) -> None:
+    """Raises ApiError."""
+    if not request.model:
+        raise invalid_value("model", "model is empty: name one of /v1/models")
+    if request.instructions:
+        chat.messages.add(role="system", content=request.instructions)
+    chat.messages.extend(earlier)
+    messages = input_messages(request.input)
+    if not messages and not request.previous_response_id:
+        raise invalid_value("input", "input is empty: give a text, or at least one item")
+    chat.messages.extend(messages)
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
@@ -269,49 +215,3 @@ def _add_tools(request: ResponsesRequest, chat: tokenizer_pb2.ChatPrompt) -> Non
         chat.tool_choice.mode = _MODES[choice]
     if request.parallel_tool_calls is not None:
         chat.parallel_tool_calls = request.parallel_tool_calls
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A message, and pieces of it: put together once, however many there are."""
-
-    message: tokenizer_pb2.ChatMessage
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-
-
-def input_messages(request: ResponsesRequest) -> Messages:
-    """What an assistant wrote in one turn (reasoning, text, calls) is one message."""
-    if isinstance(request.input, str):
-        return [tokenizer_pb2.ChatMessage(role="user", content=request.input)] if request.input else []
-    messages: Messages = []
-    turn: _Turn | None = None
-    turns: list[_Turn] = []
-    for item in request.input:
-        if isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append(tokenizer_pb2.ChatMessage(role=item.role, content=_text(item.content)))
-            turn = None
-        elif isinstance(item, OutputItem):
-            content = _text(item.output)
-            messages.append(
-                tokenizer_pb2.ChatMessage(role="tool", content=content, tool_call_id=item.call_id)
-            )
-            turn = None
-        else:
-            if turn is None:
-                turn = _Turn(tokenizer_pb2.ChatMessage(role="assistant"))
-                turns.append(turn)
-                messages.append(turn.message)
-            if isinstance(item, MessageItem):
-                turn.texts.append(_text(item.content))
-            elif isinstance(item, CallItem):
-                turn.message.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
-            elif isinstance(item, ReasoningItem):
-                turn.thoughts.append(_text(item.content or item.summary or []))
-    for turn in turns:
-        turn.message.content, turn.message.reasoning = "".join(turn.texts), "".join(turn.thoughts)
-    return messages
-
-
-def _text(given: str | list[Part]) -> str:
-    return given if isinstance(given, str) else "".join(part.text or part.refusal or "" for part in given)

@@ -6,7 +6,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-from baton.grammar.base import GrammarError, GrammarSpec, Words
+from baton.grammar.base import GrammarError, GrammarSpec, Matcher, Words
 
 SPEC = GrammarSpec("regex", "simulated")
 
@@ -18,7 +18,7 @@ class SimGrammar:
         return SimMatcher()
 
 
-class SimMatcher:
+class SimMatcher(Matcher):
     """Forbids a third of all tokens, another third after each token."""
 
     def __init__(self) -> None:
