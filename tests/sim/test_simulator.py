@@ -68,7 +68,7 @@ def _ends(outcomes):
 
 def test_every_kind_of_fault_is_drawn():
     faults = [fault for seed in range(200) for fault in make_scenario(seed).faults]
-    assert {fault.kind for fault in faults} == {*FAULTS, "hang", "babble"}
+    assert {fault.kind for fault in faults} == {*FAULTS, "hang", "babble", "kill-rank", "stall-rank"}
 
 
 def test_the_audit_waits_for_the_latest_first_look_of_a_pull():
@@ -85,6 +85,33 @@ def test_hangs_that_overlap_end_before_the_calm():
         cluster.world.now = fault.at
         worker.hang(fault.seconds)
     assert worker.hangs_until <= replace(scenario, faults=tuple(faults)).calm - CALM_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("faults", "ends"),
+    [
+        ([Fault(1.5, "kill-rank", "d0", value=2)], 1),
+        ([Fault(1.5, "stall-rank", "d0", seconds=0.3, value=1)], 0),
+        ([Fault(1.5, "stall-rank", "d0", seconds=4.0, value=1)], 1),
+        ([Fault(1.5, "step", "d0", value=0)], 1),
+        ([Fault(1.5, "step", "d0", value=1)], 1),
+    ],
+)
+def test_a_worker_ends_with_one_of_its_ranks(faults, ends):
+    """And with a step that one of them has not computed; not with one that only lags."""
+    scenario = make_scenario(5)
+    decode = tuple(
+        (config, replace(machine, ranks=4, heads=2, collective_seconds=1.0))
+        for config, machine in scenario.decode
+    )
+    prefill = tuple((config, replace(machine, heads=2)) for config, machine in scenario.prefill)
+    lines = []
+    outcome = run_scenario(
+        replace(scenario, decode=decode, prefill=prefill, faults=tuple(faults)), trace=lines.append
+    )
+    assert not outcome.failure
+    assert outcome.requests["finished"] > 0.5 * len(scenario.requests)
+    assert sum("d0" in line and "starts, life" in line for line in lines) == 1 + ends
 
 
 def test_a_node_that_drains_takes_no_more_requests():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from baton.config import DecodeConfig
@@ -17,6 +20,7 @@ from baton.engine.sampling import SamplingParams
 from baton.ranks.followers import Followers
 from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError, failed_precondition
+from baton.transport.shm import reap_orphans
 from baton.worker.engine import build_engine, measure_steps
 
 pytestmark = pytest.mark.slow
@@ -103,7 +107,7 @@ def test_the_one_that_failed_may_be_the_last_to_end():
 
 def test_a_plan_that_cannot_be_sent_ends_the_ranks():
     """What it says of page tables would be missing in all later messages."""
-    runner = RankedRunner(SimpleNamespace(max_slots=1, vocab_size=1), [])
+    runner = RankedRunner(SimpleNamespace(max_slots=1, vocab_size=1), [], lambda: 1)
     with pytest.raises(RanksLost) as caught:
         runner.launch(StepPlan(1, (PlanRow(0, (5,), 0, (object(),), (0,)),)))
     assert caught.value.by_step
@@ -132,6 +136,47 @@ async def test_a_node_that_cannot_start_leaves_no_ranks(monkeypatch):
     await node.stop()
     assert all(process.poll() is not None for process in node.engine.ranks.followers.processes.values())
     assert not segments(node.incarnation)
+
+
+RANK_ZERO = """
+import sys, time
+from baton.config import DecodeConfig
+from baton.rpc import logs
+from baton.worker import ranks
+from baton.worker.engine import build_engine
+logs.configure("decode", "error", "json")  # not to the standard output
+if sys.argv[1] == "loading":
+    def loaded(self, fingerprint):
+        print(self.followers.processes[1].pid, flush=True)
+        time.sleep(60)
+    ranks.Ranks.loaded = loaded
+engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), int(sys.argv[2]), "decode")
+print(engine.ranks.followers.processes[1].pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("moment", ["loading", "idle", "stopped"])
+def test_a_killed_rank_0_leaves_nothing(moment, tmp_path):
+    """Neither a follower, be it stopped, nor files: its pool is removed by the follower."""
+    incarnation = INCARNATION + 1
+    command = [sys.executable, "-c", RANK_ZERO, moment, str(incarnation)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as rank_0:
+        assert rank_0.stdout is not None
+        follower = psutil.Process(int(rank_0.stdout.readline()))
+        assert len(segments(incarnation)) == (moment != "loading")
+        if moment == "stopped":
+            follower.suspend()
+        rank_0.kill()
+    deadline = time.monotonic() + SECONDS
+    while follower.is_running() and follower.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the follower outlives rank 0"
+        time.sleep(0.01)
+    assert moment == "stopped" or not segments(incarnation)
+    reap_orphans()
+    assert not segments(incarnation)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_shard_that_cannot_be_made_is_named():

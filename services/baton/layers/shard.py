@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from baton.checkpoint import CheckpointError
+
+if TYPE_CHECKING:  # the simulator, which loads no torch, divides heads too
+    import torch
 
 Span = tuple[int, int]
 """First and number of neighbours along an axis."""
@@ -46,12 +47,16 @@ class Cut:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         parts = [tensor.narrow(self.axis, first, count) for first, count in self.spans]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.axis)
+        if len(parts) == 1:
+            return parts[0]
+        import torch
+
+        return torch.cat(parts, self.axis)
 
     def shape(self, whole: torch.Size) -> torch.Size:
         sizes = list(whole)
         sizes[self.axis] = sum(count for _, count in self.spans)
-        return torch.Size(sizes)
+        return type(whole)(sizes)
 
 
 NO_CUTS: Mapping[str, Cut] = MappingProxyType({})

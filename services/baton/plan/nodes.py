@@ -84,7 +84,7 @@ class SimNode(WorkerShell[C]):
             world,
             self.actor,
             StepPipeline(self.core, self.runner, engine.overlap, self.clock),
-            done_at=lambda flight: float(flight.ends),
+            when_done=lambda flight, finish: self.after(max(0.0, flight.ends - world.now), finish),
             hop=0.0,
             pause=self._step_pause,
             turned=self._turned,

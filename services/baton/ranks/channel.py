@@ -31,6 +31,10 @@ class ChannelClosed(ChannelError):
     """The other side has ended."""
 
 
+class CollectiveError(Exception):
+    """Another rank is gone, or has taken longer than the time limit. The ranks cannot go on together."""
+
+
 class Seal:
     """Of one end of a TCP connection: each message carries a keyed hash (BLAKE2b) over it and its number, so
     that nobody without the key can add, change or repeat one. It hides nothing."""

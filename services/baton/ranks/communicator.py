@@ -17,13 +17,10 @@ import torch
 import torch.distributed as dist
 
 from baton.layers.shard import Shard
+from baton.ranks.channel import CollectiveError
 
 COLLECTIVE_SECONDS = 30.0
 """Time limit of a call: by so much ranks may differ in reaching it."""
-
-
-class CollectiveError(Exception):
-    """Another rank is gone, or has taken longer than the time limit. The ranks cannot go on together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +28,7 @@ class Rendezvous:
     """Where all ranks meet."""
 
     store: Path | tuple[str, int]
-    """A file that nobody has used, which may be removed once all have met; or host and port of rank 0's
-    store."""
+    """An empty file that all see for as long as they live; or host and port of rank 0's store."""
     address: str = "127.0.0.1"
     """Of this rank's host, for the others' connections."""
 

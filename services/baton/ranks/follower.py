@@ -1,8 +1,9 @@
 """The process of a further rank: loads its shard, then executes rank 0's plans until rank 0 ends.
 
 Started by `Followers` with the descriptor of a socket: to rank 0, or where that is on another host, to the
-process that keeps this host's ranks. It takes no signals of a console and no SIGTERM: it ends when rank 0's
-connection does, at the latest when its parent has ended.
+process that keeps this host's ranks. It takes no signals of a console and no SIGTERM: it ends when rank 0
+says so or its connection ends, at the latest when its parent has ended. What a killed parent leaves in
+shared memory it removes.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from baton.ranks.channel import Channel, ChannelClosed
+from baton.ranks.channel import Channel, ChannelClosed, CollectiveError
 from baton.ranks.followers import (
     EXIT_FAILED,
     EXIT_LOST,
@@ -29,6 +30,8 @@ from baton.ranks.hosts import JoinError
 
 PARENT_SECONDS = 0.1
 """How often it is checked whether rank 0 is still there."""
+LOST_SECONDS = 1.0
+"""From the end of a connection to that of the rank at its other end."""
 
 
 def main(descriptor: int) -> int:
@@ -36,10 +39,14 @@ def main(descriptor: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor), SEND_SECONDS)
     setup: Setup = channel.receive(IMPORT_SECONDS)
-    threading.Thread(target=_end_with, args=(setup.parent,), name="watch of rank 0", daemon=True).start()
+    left: list[Callable[[], object]] = []
+    watched = (setup.parent, left)
+    threading.Thread(target=_end_with, args=watched, name="watch of rank 0", daemon=True).start()
     # Imported late: rank 0 may end while torch is loading.
     from baton.rpc import logs
+    from baton.transport.shm import reap_orphans
 
+    left.append(reap_orphans)  # rank 0 makes nothing before all have loaded their libraries
     logs.configure(f"rank{setup.shard.rank}", setup.config.log_level, setup.config.log_format)
     log = logs.get_logger()
     parent: Channel | None = None
@@ -53,18 +60,15 @@ def main(descriptor: int) -> int:
         except JoinError as error:
             log.error("this rank cannot join the others", why=str(error))
             return EXIT_FAILED
-    from baton.ranks.communicator import CollectiveError
     from baton.worker.follower import Follower
 
     follower: Follower | None = None
     try:
         follower = Follower(setup, channel, parent, pages)
         follower.run()  # until rank 0 ends, as it was asked
-    except ChannelClosed:
-        # Rank 0 has ended. On its own host it may have been asked to.
-        return EXIT_LOST if parent else 0
-    except CollectiveError as error:
+    except (ChannelClosed, CollectiveError) as error:
         log.warning("another rank is lost", error=str(error))
+        time.sleep(LOST_SECONDS)  # if it is rank 0, and has started this process, the other thread ends it
         return EXIT_LOST
     except Exception as error:
         log.error("this rank has failed", exc_info=error)
@@ -81,11 +85,15 @@ def _tell(channel: Channel, error: Exception) -> None:
         channel.send(Failed(str(error)))
 
 
-def _end_with(parent: int) -> Any:
-    """Also ends a process that hangs in a collective."""
+def _end_with(parent: int, left: Sequence[Callable[[], object]]) -> None:
+    """Also ends a process that hangs in a collective. `left`: what removes what rank 0 has left."""
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
-    os._exit(EXIT_LOST)
+    try:
+        for remove in left:
+            remove()
+    finally:
+        os._exit(EXIT_LOST)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -48,7 +46,8 @@ class Setup:
 
     shard: Shard
     rendezvous: Path | tuple[str, int] | None
-    """The communicators' store. None: rank 0 is on another host; it joins it there."""
+    """The communicators' store; a file is one whose descriptor all inherit. None: rank 0 is on another host;
+    it joins it there."""
     parent: int
     """The process that starts it."""
     config: Any
@@ -91,7 +90,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """To a follower of another host: rank 0 ends as it was asked."""
+    """Rank 0 ends as it was asked. Without it, it has been killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +114,10 @@ class Followers:
     ) -> None:
         """Starts one for each shard; they load their libraries meanwhile. `config`: for `Setup`; `store`: of
         several hosts; `secret`: rank 0 is on another host, and they join it."""
-        self._directory = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        self.rendezvous = store or self._directory / "rendezvous"
+        # In memory alone: whenever rank 0 ends, no file is left. It is never closed, because torch's store
+        # opens it again when it is destroyed, and aborts the process if it cannot.
+        self._descriptor = os.memfd_create("baton-ranks")
+        self.rendezvous = store or Path(f"/proc/self/fd/{self._descriptor}")
         self.channels: dict[int, Channel] = {}
         """By rank."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -139,9 +140,13 @@ class Followers:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "baton.ranks.follower", str(theirs.fileno())]
-            # Not a console's process group: rank 0 decides when followers end.
+            # Not a console's process group: rank 0 decides when followers end. But the same session: then the
+            # kernel ends (SIGHUP) a follower that is stopped when rank 0 ends.
             process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                command,
+                pass_fds=[theirs.fileno(), self._descriptor],
+                stdin=subprocess.DEVNULL,
+                process_group=0,
             )
         self.processes[rank] = process
         self.channels[rank] = Channel(ours, SEND_SECONDS)
@@ -176,10 +181,6 @@ class Followers:
         except ChannelError as error:
             raise FollowerError(f"a rank is lost: {error}") from error
         return self.await_all(seconds, ranks)
-
-    def met(self) -> None:
-        """The ranks have formed their group: its file is needed no more."""
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def watch(self, lost: Callable[[int, int], None]) -> None:
         """Calls `lost` with rank and exit code, in a thread, when a follower ends by itself. They must not be
@@ -234,9 +235,10 @@ class Followers:
         """Ends them; those that do not end by themselves are killed."""
         with self._lock:
             self._closing = True
-        for rank in self._others:
+        for channel in self.channels.values():
             with contextlib.suppress(ChannelError):
-                self.channels[rank].send(End())
+                channel.send(End())
+        for rank in self._others:
             self.channels[rank].end()
         for thread in self._watches:
             if thread is not threading.current_thread():
@@ -250,4 +252,3 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self.met()

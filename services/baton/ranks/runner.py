@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import torch
-
-from baton.engine.grammar_masks import MaskStats
 from baton.engine.plan import Runner, StepPlan, StepResult
-from baton.ranks.channel import Channel, ChannelError
-from baton.ranks.communicator import CollectiveError
+from baton.ranks.channel import ChannelError, CollectiveError
 from baton.ranks.plan_codec import PlanEncoder
 
 
@@ -24,24 +20,34 @@ class RanksLost(BaseException):
         self.by_step = by_step
 
 
+class PlanChannel(Protocol):
+    """To a follower: ranks.channel.Channel, or a simulated one."""
+
+    def send_plan(self, plan: bytes, threads: int) -> None: ...
+
+
 class RankedRunner:
     """A `Runner`. `launch` and `read` raise RanksLost."""
 
-    def __init__(self, runner: Runner[Any], followers: Sequence[Channel]) -> None:
+    def __init__(
+        self, runner: Runner[Any], followers: Sequence[PlanChannel], threads: Callable[[], int]
+    ) -> None:
+        """`threads`: with which the next step is to be computed."""
         self.max_slots = runner.max_slots
         self.vocab_size = runner.vocab_size
         self._runner = runner
         self._followers = followers
+        self._threads = threads
         self._encoder = PlanEncoder()
 
     @property
-    def mask_stats(self) -> MaskStats:
-        return getattr(self._runner, "mask_stats", MaskStats())
+    def mask_stats(self) -> Any:
+        return self._runner.mask_stats  # type: ignore[attr-defined]  # where there is none, here neither
 
     def launch(self, plan: StepPlan) -> Any:
         try:
             # A plan that was not sent must not be remembered as if it were: also this ends the ranks.
-            message, threads = self._encoder.encode(plan), torch.get_num_threads()
+            message, threads = self._encoder.encode(plan), self._threads()
             for follower in self._followers:
                 follower.send_plan(message, threads)
             return self._runner.launch(plan)
@@ -56,5 +62,7 @@ class RankedRunner:
     def read(self, flight: Any) -> StepResult:
         try:
             return self._runner.read(flight)
+        except CollectiveError as error:
+            raise RanksLost(f"another rank is lost: {error}", by_step=False) from error
         except Exception as error:
             raise RanksLost(f"a step failed on rank 0: {error}", by_step=True) from error

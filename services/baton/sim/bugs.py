@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 from baton.engine.batch import Step, StepBuilder
-from baton.engine.plan import StepResult
+from baton.engine.plan import StepPlan, StepResult
 from baton.engine.request import Phase, TokenEvent
 from baton.engine.request import Sequence as EngineSequence
 from baton.engine.scheduler import Scheduler
@@ -22,13 +24,17 @@ from baton.kvcache import Holding, KvCache, KvGroup, PageAllocator
 from baton.kvcache.tree_node import PageRow
 from baton.kvcache.window_pages import WindowPages
 from baton.prefill.core import PrefillCore
+from baton.ranks import plan_codec
+from baton.ranks.plan_codec import Table
+from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
+from baton.sim.ranks import Collective, Ranks
 from baton.sim.transport import Pull as SimPull
 
 Wrong = Callable[..., Any]
 """Replaces a method: called with the method, then with its arguments."""
-Change = tuple[type, str, Wrong]
-"""The class and the name of the method, and what replaces it."""
+Change = tuple[type | ModuleType, str, Wrong]
+"""The class and the name of the method, or a module and its function, and what replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ BUGS: dict[str, Bug] = {}
 
 
 def _bug(
-    name: str, text: str, within: int, owner: type, method: str, *others: Change, seed: int = 0
+    name: str, text: str, within: int, owner: type | ModuleType, method: str, *others: Change, seed: int = 0
 ) -> Callable[[Wrong], Wrong]:
     """Registers what it decorates as the bug's first change."""
 
@@ -216,7 +222,7 @@ def _(announced: Wrong, side: DecodeSide, handoff: Handoff, chunk: ChunkAnnounce
     announced(side, handoff, replace(chunk, step=0), now)
 
 
-@_bug("never-stopped", "an unwanted pull keeps waiting for its step", 100, DecodeSide, "_stop")
+@_bug("never-stopped", "an unwanted pull keeps waiting for its step", 400, DecodeSide, "_stop", seed=244)
 def _(stop: Wrong, side: DecodeSide, pull: int, address: str) -> None:
     pass
 
@@ -310,6 +316,48 @@ def _(init: Wrong, builder: StepBuilder, sequence: EngineSequence, last_token: i
     init(builder, sequence, last_token)
     if sequence.request.grammar is not None:
         builder._inits[-1] = replace(builder._inits[-1], output=())
+
+
+# --- ranks --------------------------------------------------------------------------------------------------
+
+
+@_bug("one-rank", "a step is complete when rank 0 alone has written its pages", 25, Ranks, "complete", seed=5)
+def _(complete: Wrong, ranks: Ranks, found: Collective) -> bool:
+    return 0 in found.values
+
+
+@_bug(
+    "follower-behind",
+    "a follower is a sequence behind, and reuses its pages",
+    25,
+    plan_codec,
+    "_changes",
+    seed=5,
+)
+def _(changes: Wrong, before: Any, pages: Table, more: tuple[Table, ...]) -> list[tuple[int, Table]]:
+    """Page tables are taken to grow only."""
+    sent = () if before is None else (before[0], *before[1])
+    return [
+        (min(len(was), len(now)), now[len(was) :])
+        for was, now in itertools.zip_longest(sent, (pages, *more), fillvalue=())
+    ]
+
+
+@_bug(
+    "plans-differ",
+    "ranks go on after a step that rank 0 alone has not launched",
+    200,
+    RankedRunner,
+    "launch",
+    seed=83,
+)
+def _(launch: Wrong, runner: RankedRunner, plan: StepPlan) -> Any:
+    try:
+        return launch(runner, plan)
+    except RanksLost as error:
+        if error.by_step:
+            raise RuntimeError(str(error)) from error
+        raise
 
 
 # --- resumes ------------------------------------------------------------------------------------------------

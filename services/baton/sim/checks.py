@@ -15,7 +15,7 @@ from baton.sim.process import Process, Worker
 from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Actor, Violation, World
 
-_OUTAGES = ("crash", "stall", "hang", "cut", "drop", "drain", "slow")
+_OUTAGES = ("crash", "stall", "hang", "cut", "drop", "drain", "slow", "kill-rank", "stall-rank")
 EXCUSES = {
     "UNAVAILABLE": _OUTAGES,
     "STEP_FAILED": ("step",),
@@ -43,6 +43,7 @@ class Ledger:
         self._accounts = {spec.number: _account(spec, scenario.windows) for spec in scenario.requests}
         specs = scenario.requests
         self._poison = next((spec for spec in specs if spec.params.seed == POISON), None)
+        self._ranked = any(machine.ranks > 1 for _, machine in (*scenario.prefill, *scenario.decode))
         self.tokens = 0
         self.resumed = 0
         """How often a request with output was resumed."""
@@ -143,6 +144,8 @@ class Ledger:
         if code == "UNAVAILABLE" and self._poison is not None and self._poison.at <= now:
             return not spec.probe  # a node that the poisonous request ends is as good as a crashed one
         kinds = EXCUSES.get(reason, EXCUSES.get(code, ()))
+        if self._ranked:
+            kinds = (*kinds, "step")  # it ends a worker of several ranks
         return not spec.probe and any(f.kind in kinds and f.at <= now for f in self._scenario.faults)
 
 

@@ -10,9 +10,11 @@ from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.handoff.messages import AttemptName, CancelPrefill, ReleaseLease, StartPrefill
 from baton.kvcache import Holding
+from baton.ranks.runner import RanksLost
 from baton.sim.checks import Audit, Ledger
 from baton.sim.decode import SimDecode
 from baton.sim.gateway import SimGateway
+from baton.sim.model import Escaped
 from baton.sim.network import Endpoint, Network
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import Process, Worker
@@ -98,7 +100,7 @@ class Cluster:
             self.processes[name] = SimGateway(self.network, name, life, self.ledger, settings, *peers)
         process = self.processes[name]
         if isinstance(process, Worker):
-            process.ending = lambda: self._poisoned(process)
+            process.ending = lambda error: self._ended(process, error)
         self.world.note(name, f"starts, life {life}")
 
     def _ask(self, spec: RequestSpec) -> None:
@@ -143,6 +145,10 @@ class Cluster:
             self.world.at(_STEP_SECONDS, self._fate, lambda: _repair(process))
         elif fault.kind == "hang" and isinstance(process, Worker):
             process.hang(fault.seconds)
+        elif fault.kind == "kill-rank" and isinstance(process, Worker):
+            process.kill_rank(fault.value)
+        elif fault.kind == "stall-rank" and isinstance(process, Worker):
+            process.stall_rank(fault.value, fault.seconds)
         elif fault.kind == "babble" and isinstance(process, SimPrefill):
             process.babbles_until = self.world.now + fault.seconds
         elif fault.kind == "squeeze" and isinstance(process, Worker):
@@ -159,6 +165,15 @@ class Cluster:
             for number in [n for n, gateway in self._asked.items() if gateway is process]:
                 self.ledger.lost(number)
             self.world.at(seconds, self._fate, lambda: self._start(name))
+
+    def _ended(self, process: Process, error: BaseException | None) -> None:
+        """A process ends by itself. None: because another of its ranks has ended."""
+        if isinstance(error, Escaped):
+            self._poisoned(process)
+            return
+        told = isinstance(error, RanksLost) and error.by_step
+        seconds = _FAILED_SECONDS if told else 0.0
+        self.world.at(seconds, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
     def _poisoned(self, process: Process) -> None:
         """A poison request ends a process. It ends two, and two others for each fault that may hide an

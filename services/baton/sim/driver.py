@@ -7,21 +7,22 @@ from typing import Any, Generic
 
 from baton.engine.batch import Step
 from baton.engine.step_loop import CALLS_SECONDS, TICK_SECONDS, C, Launched, StepPipeline
+from baton.ranks.runner import RanksLost
 from baton.sim.model import Escaped
 from baton.sim.world import Actor, World
 
 
-def _crash(error: Escaped) -> None:
+def _crash(error: BaseException) -> None:
     raise error
 
 
 class StepDriver(Generic[C]):
     """Takes its first turn now.
 
-    done_at: when the results of a launched step, the runner's record of it, can be read. hop: from a call, or
-    a result, to the step thread. pause: from the end of a turn to the beginning of the next, after the step
-    that the turn has read, if any. turned: called when calls have been taken or a step been launched or read.
-    crashed: called with an error that escapes the core.
+    when_done: takes the runner's record of a launched step, and what to call in the step thread when its
+    results can be read. hop: from a call to the step thread. pause: from the end of a turn to the beginning
+    of the next, after the step that the turn has read, if any. turned: called when calls have been taken or
+    a step been launched or read. crashed: called with an error that escapes the core.
     """
 
     def __init__(
@@ -30,16 +31,16 @@ class StepDriver(Generic[C]):
         actor: Actor,
         pipeline: StepPipeline[C],
         *,
-        done_at: Callable[[Any], float],
+        when_done: Callable[[Any, Callable[[], None]], None],
         hop: float,
         pause: Callable[[Step | None], float],
         turned: Callable[[Step | None], None],
-        crashed: Callable[[Escaped], None] = _crash,
+        crashed: Callable[[BaseException], None] = _crash,
     ) -> None:
         self.pipeline = pipeline
         self._world = world
         self._actor = actor
-        self._done_at = done_at
+        self._when_done = when_done
         self._hop = hop
         self._pause = pause
         self._turned = turned
@@ -80,13 +81,16 @@ class StepDriver(Generic[C]):
         self._busy = True
         self._last_begin = self._world.now
         called = bool(self.pipeline.inbox)
-        due = self.pipeline.begin()
+        try:
+            due = self.pipeline.begin()
+        except RanksLost as error:
+            self._crashed(error)
+            return
         if called or due is not None:
             self._turned(None)
         if due is not None:
             self._since = self._world.now if self.pipeline.overlap else None
-            delay = max(0.0, self._done_at(due[1]) - self._world.now) + self._hop
-            self._world.at(delay, self._actor, lambda: self._finish(due))
+            self._when_done(due[1], lambda: self._finish(due))
         elif self.pipeline.idle and not self.pipeline.inbox:
             self._busy = False
             self._schedule(TICK_SECONDS)
@@ -103,7 +107,7 @@ class StepDriver(Generic[C]):
         self._since = None
         try:
             self.pipeline.finish(due)
-        except Escaped as error:
+        except (Escaped, RanksLost) as error:
             self._crashed(error)
             return
         self._turned(due[0])

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from baton.engine.plan import Logprobs, PlanRow, RowResult, SlotInit, StepPlan, StepResult
 from baton.kvcache import GONE
+from baton.ranks.channel import CollectiveError
 from baton.sim.grammar import SimGrammar, SimMatcher
 from baton.sim.world import Violation
 
@@ -134,10 +135,13 @@ class SimPool:
     """Page bytes, the pages' generations and the last retired step, as receivers see them. Outlives its
     process, like shared memory."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, heads: int = 1) -> None:
+        """A page: [head, token, entry]."""
         self.num_pages = num_pages
         self.page_size = page_size
-        self.page_bytes = page_size * ENTRY_BYTES
+        self.heads = heads
+        self.head_bytes = page_size * ENTRY_BYTES
+        self.page_bytes = heads * self.head_bytes
         self.data = bytearray([_UNWRITTEN]) * (num_pages * self.page_bytes)
         self.generations = array("Q", bytes(8 * num_pages))
         self.retired = 0
@@ -158,6 +162,25 @@ POISON = 2**63 + 1
 """The seed of a request whose steps end their process."""
 
 
+def salted(head: int, entries: bytes) -> bytes:
+    """Entries as a KV head's piece of a page holds them, which is another one for each head; and back."""
+    if not head:
+        return entries
+    salt = bytes((0, 0, 0, 0, head, head, head, head)) * (len(entries) // ENTRY_BYTES)
+    size = len(entries)
+    return (int.from_bytes(entries, "big") ^ int.from_bytes(salt, "big")).to_bytes(size, "big")
+
+
+View = tuple[bytes, tuple[bytes, ...]]
+"""What a row's last token sees in the heads of a rank, if it is sampled from, and what the tokens see whose
+logits are wanted."""
+
+
+def combined(views: Sequence[bytes]) -> bytes:
+    """Of all heads, or of all ranks, what a token sees: the same, or something that it should not see."""
+    return views[0] if all(view == views[0] for view in views) else b"".join(views)
+
+
 class Escaped(BaseException):
     """An error that escapes the core."""
 
@@ -174,13 +197,18 @@ class Flight:
     done_at: float = 0.0
     result: StepResult | None = None
     error: str = ""
+    lost: str = ""
+    """Why the ranks do not go on together."""
     poisoned: bool = False
+    ended: Callable[[], None] | None = None
+    """To be called once it is done: of a worker of several ranks nobody knows when."""
 
 
 class SimRunner:
-    """Implements engine.plan.Runner. `submit` puts a flight on the device, which calls `execute` in order.
+    """Implements engine.plan.Runner, and executes plans as one rank. `submit` puts a flight on the device.
 
-    `check_write` is told of every page before it is written. Not thread-safe.
+    `check_write` is told of every page before it is written. `heads`: first and number of the KV heads that
+    it holds. Not thread-safe.
     """
 
     vocab_size = VOCAB
@@ -192,9 +220,11 @@ class SimRunner:
         submit: Callable[[Flight], None],
         check_write: Callable[[StepPlan, int], None],
         windows: Windows = ONE,
+        heads: tuple[int, int] = (0, 1),
     ) -> None:
         self.max_slots = max_slots
         self.pool = pool
+        self._heads = range(heads[0], heads[0] + heads[1])
         self.plans = 0
         self.fail_next_launch = False
         self._submit = submit
@@ -216,9 +246,11 @@ class SimRunner:
         return flight
 
     def done(self, flight: Flight) -> bool:
-        return flight.result is not None or bool(flight.error)
+        return flight.result is not None or bool(flight.error or flight.lost)
 
     def read(self, flight: Flight) -> StepResult:
+        if flight.lost:
+            raise CollectiveError(flight.lost)
         if flight.error:
             raise StepError(flight.error)
         if flight.poisoned:
@@ -228,59 +260,106 @@ class SimRunner:
 
     def execute(self, flight: Flight) -> None:
         """Copies, slot inits, all writes, then all reads: the order that engine.plan promises. Nothing at all
-        for a step that is to fail."""
-        plan, pool = flight.plan, self.pool
+        for a step that is to fail. For a worker of one rank."""
         if flight.error:
             return
+        self.copy(flight.plan)
+        self.begin(flight.plan)
+        self.write(flight.plan)
+        self.end(flight, self.views(flight.plan))
+
+    def copy(self, plan: StepPlan) -> None:
+        pool = self.pool
         for source, target in plan.copies:
             self._check_write(plan, target)
-            pool.write(target, 0, pool.read(source, 0, pool.page_bytes))
+            for head in self._heads:
+                offset = head * pool.head_bytes
+                pool.write(target, offset, pool.read(source, offset, pool.head_bytes))
+
+    def begin(self, plan: StepPlan) -> None:
         for init in plan.inits:
             self._seeds[init.slot] = init.seed
             self._penalized[init.slot] = [*init.prompt, *init.output] if init.params.penalized else None
             self._matchers[init.slot] = _matcher(init)
             if init.last_token is not None:
                 self._last[init.slot] = init.last_token
+
+    def write(self, plan: StepPlan) -> None:
         inputs = [row.tokens if row.tokens is not None else (self._last[row.slot],) for row in plan.rows]
         for row, tokens in zip(plan.rows, inputs, strict=True):
             self._write(plan, row, tokens)
-        rows = tuple(RowResult(self._sample(row), self._prompt_logprobs(row)) for row in plan.rows)
+
+    def views(self, plan: StepPlan) -> list[View]:
+        return [
+            (
+                self._seen(row, row.start + row.count) if row.sample else b"",
+                tuple(self._seen(row, row.start + i + 1) for i in range(len(row.prompt_logprobs or ()))),
+            )
+            for row in plan.rows
+        ]
+
+    def end(self, flight: Flight, views: Sequence[View]) -> None:
+        """Samples, from what all heads see."""
+        plan = flight.plan
+        rows = tuple(
+            RowResult(
+                self._sample(row, seen),
+                tuple(
+                    Logprobs(token, _logprob([each]))
+                    for token, each in zip(row.prompt_logprobs or (), wanted, strict=True)
+                ),
+            )
+            for row, (seen, wanted) in zip(plan.rows, views, strict=True)
+        )
         flight.poisoned = any(self._seeds[slot] == POISON for row in plan.rows for slot in row.sample)
         flight.result = StepResult(plan.number, rows)
+
+    def accept(self, plan: StepPlan, tokens: Sequence[int]) -> None:
+        """As a follower: what rank 0 has sampled."""
+        slots = [slot for row in plan.rows for slot in row.sample]
+        for slot, token in zip(slots, tokens, strict=True):
+            self._last[slot] = token
 
     def _write(self, plan: StepPlan, row: PlanRow, tokens: Sequence[int]) -> None:
         size = self.pool.page_size
         tables = (row.pages, *row.more_pages)
         for position, token in enumerate(tokens, row.start):
-            before = [
-                self._read(table, position - 1 if window is None else position - window + 1, position)
-                for table, window in zip(tables, self._windows, strict=True)
-            ]
-            for table, written in zip(tables, entries(token, before, self._windows), strict=True):
-                page = table[position // size]
-                if position == row.start or position % size == 0:
-                    self._check_write(plan, page)
-                self.pool.write(page, position % size * ENTRY_BYTES, written)
+            if position == row.start or position % size == 0:
+                for table in tables:
+                    self._check_write(plan, table[position // size])
+            for head in self._heads:
+                before = [
+                    self._read(head, table, position + 1 - (2 if window is None else window), position)
+                    for table, window in zip(tables, self._windows, strict=True)
+                ]
+                offset = head * self.pool.head_bytes + position % size * ENTRY_BYTES
+                for table, written in zip(tables, entries(token, before, self._windows), strict=True):
+                    self.pool.write(table[position // size], offset, salted(head, written))
 
-    def _read(self, table: Sequence[int], first: int, behind: int) -> bytes:
-        """The entries of the positions from `first`, or 0, to `behind`."""
+    def _read(self, head: int, table: Sequence[int], first: int, behind: int) -> bytes:
+        """A head's entries of the positions from `first`, or 0, to `behind`."""
         pool, first = self.pool, max(0, first)
         pages = table[first // pool.page_size : -(-behind // pool.page_size)] if first < behind else ()
         if GONE in pages:
             raise Violation(f"window: position {behind - 1} sees a page that its sequence has given up")
-        whole = b"".join(pool.read(page, 0, pool.page_bytes) for page in pages)
+        whole = b"".join(pool.read(page, head * pool.head_bytes, pool.head_bytes) for page in pages)
         begin = first % pool.page_size * ENTRY_BYTES
-        return whole[begin : begin + (behind - first) * ENTRY_BYTES]
+        return salted(head, whole[begin : begin + (behind - first) * ENTRY_BYTES])
 
-    def _seen(self, row: PlanRow, end: int) -> list[bytes]:
-        """Of each group, what the token at `end` - 1 sees."""
-        pairs = zip((row.pages, *row.more_pages), self._windows, strict=True)
-        return [self._read(table, 0 if window is None else end - window, end) for table, window in pairs]
+    def _seen(self, row: PlanRow, end: int) -> bytes:
+        """What the token at `end` - 1 sees, in all groups."""
+        pairs = list(zip((row.pages, *row.more_pages), self._windows, strict=True))
+        return combined(
+            [
+                b"".join(
+                    self._read(head, table, 0 if window is None else end - window, end)
+                    for table, window in pairs
+                )
+                for head in self._heads
+            ]
+        )
 
-    def _sample(self, row: PlanRow) -> tuple[int, ...]:
-        if not row.sample:
-            return ()
-        seen = b"".join(self._seen(row, row.start + row.count))
+    def _sample(self, row: PlanRow, seen: bytes) -> tuple[int, ...]:
         samples = []
         for slot in row.sample:
             penalized = self._penalized[slot]
@@ -290,10 +369,3 @@ class SimRunner:
                 penalized.append(token)
             samples.append(token)
         return tuple(samples)
-
-    def _prompt_logprobs(self, row: PlanRow) -> tuple[Logprobs, ...]:
-        found = []
-        for index, token in enumerate(row.prompt_logprobs or ()):
-            seen = self._seen(row, row.start + index + 1)
-            found.append(Logprobs(token, _logprob(seen)))
-        return tuple(found)

@@ -8,18 +8,21 @@ from typing import Any
 
 from baton.config import WorkerConfig
 from baton.engine.batch import Step
-from baton.engine.plan import PlanRow, StepPlan
+from baton.engine.plan import PlanRow, Runner, StepPlan
 from baton.engine.scheduler import Scheduler
 from baton.engine.step_loop import StepPipeline
 from baton.grammar.base import Grammar, GrammarError, GrammarSpec
 from baton.kvcache import GONE, KvCache, KvGroup, PageAllocator, PrefixTree
 from baton.kvcache.groups import peak
 from baton.kvcache.page_allocator import PageState
+from baton.layers.shard import Shard
+from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
 from baton.sim.driver import StepDriver
 from baton.sim.grammar import SimGrammar
 from baton.sim.model import ONE, VOCAB, Flight, SimPool, SimRunner, Windows
 from baton.sim.network import Endpoint, Network, SimLink
+from baton.sim.ranks import Ranks
 from baton.sim.streams import SimStreams
 from baton.sim.tasks import Task
 from baton.sim.world import Actor, Violation, World
@@ -27,6 +30,8 @@ from baton.tracing.recorder import Recorder
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.shell import C, WorkerShell
 
+LOST_SECONDS = 1.0
+"""As in worker.node: how long the step thread has to notice by itself that another rank has ended."""
 HOP_SECONDS = 0.0001
 """From one thread of a process to another; the same always, so that calls keep their order."""
 
@@ -108,6 +113,11 @@ class Machine:
     """Whether pulls out of shared memory can wait for steps."""
     windows: Windows = ONE
     """Of the KV groups of the model that it computes."""
+    heads: int = 1
+    """KV heads of that model; 1 also stands for latents."""
+    ranks: int = 1
+    collective_seconds: float = 1.0
+    """Time limit of a collective."""
 
 
 class Worker(Process, WorkerShell[C]):
@@ -127,29 +137,79 @@ class Worker(Process, WorkerShell[C]):
         groups = tuple(map(KvGroup, machine.windows))
         # Enough for one sequence of as many tokens.
         pages = peak(groups, config.kv_tokens, config.page_size, 2 * config.token_budget)
-        self.pool = SimPool(pages, config.page_size)
+        self.pool = SimPool(pages, config.page_size, machine.heads)
         self.allocator = PageAllocator(pages, self.pool.generations)
         self.cache = KvCache(self.allocator, PrefixTree(config.page_size, config.eviction, groups))
         self.model_info = node_pb2.ModelInfo(context_length=config.kv_tokens, vocab_size=VOCAB, grammars=True)
         self.layout = common_pb2.Layout(page_size=config.page_size)
         self.page_bytes = self.pool.page_bytes
         self.device = "cpu"
-        self.runner = SimRunner(self.pool, config.max_rows, self._submit, self._check_write, machine.windows)
+        self.runner = self._make_runner(Shard(0, machine.ranks))
+        self.ranks = self._make_ranks() if machine.ranks > 1 else None
         self.flights: list[Flight] = []
         """Launched and not yet retired."""
         self.retired = 0
         """The last step whose results have been read."""
-        self.ending: Callable[[], None] = lambda: None
-        """Called when an error has escaped the core."""
+        self.ending: Callable[[BaseException | None], None] = lambda error: None
+        """Called when an error has escaped the core, or, with None, another rank has ended."""
         self.fail_next_read = False
         self.hangs_until = 0.0
         """Until then the device may do nothing at all."""
         self._device_free = 0.0
         self._device_rng = self.world.rng(f"device {name}")
 
+    def _make_runner(self, shard: Shard) -> SimRunner:
+        machine = self.machine
+        return SimRunner(
+            self.pool,
+            self.config.max_rows,
+            self._submit,
+            self._check_write,
+            machine.windows,
+            shard.kv_heads(machine.heads),
+        )
+
+    def _make_ranks(self) -> Ranks:
+        machine = self.machine
+        followers = [Shard(rank, machine.ranks) for rank in range(1, machine.ranks)]
+        return Ranks(
+            self.world,
+            self.name,
+            [self.runner, *(self._make_runner(shard) for shard in followers)],
+            [self.device_thread, *(Actor(f"{self.who}.rank{shard.rank}") for shard in followers)],
+            machine.heads,
+            machine.step_seconds,
+            machine.collective_seconds,
+            self._rank_lost,
+        )
+
     def hang(self, seconds: float) -> None:
         """The device does nothing for `seconds`. Overlapping hangs end with the last of them."""
         self._device_free = self.hangs_until = max(self._device_free, self.world.now + seconds)
+        if self.ranks is not None:
+            self.ranks.stall(0, seconds)
+
+    def kill_rank(self, rank: int) -> None:
+        """One rank at least, a follower."""
+        if self.ranks is not None:
+            self.hangs_until = max(self.hangs_until, self.world.now + 2 * LOST_SECONDS)
+            self.ranks.kill(1 + rank % (self.machine.ranks - 1))
+
+    def stall_rank(self, rank: int, seconds: float) -> None:
+        """Any rank; the others wait for it, as for a hanging device."""
+        if self.ranks is not None:
+            self.hangs_until = max(self.hangs_until, self.world.now + seconds + 2 * LOST_SECONDS)
+            self.ranks.stall(rank % self.machine.ranks, seconds)
+
+    def _rank_lost(self, why: str) -> None:
+        """Like worker.node: the step thread says so if a step is running."""
+        self.world.note(self.who, f"ranks  {why}")
+        self.world.at(LOST_SECONDS, self.loop, lambda: self.ending(None))
+
+    def crash(self, silently: bool) -> None:
+        super().crash(silently)
+        if self.ranks is not None:
+            self.ranks.orphan()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -179,19 +239,34 @@ class Worker(Process, WorkerShell[C]):
         self.steps = StepDriver(
             self.world,
             self.step_thread,
-            StepPipeline(self.core, self.runner, bool(self.config.overlap), self.clock),
-            done_at=lambda flight: float(flight.done_at),
+            StepPipeline(self.core, self._executor(), bool(self.config.overlap), self.clock),
+            when_done=self._when_done,
             hop=HOP_SECONDS,
             pause=lambda step: rng.uniform(0.0001, 0.001),
             turned=self._turned,
-            crashed=lambda error: self._end_with_error(),
+            crashed=self._end_with_error,
         )
 
-    def _end_with_error(self) -> None:
+    def _executor(self) -> Runner[Flight]:
+        if self.ranks is None:
+            return self.runner
+        return RankedRunner(self.runner, self.ranks.channels, lambda: 1)
+
+    def _when_done(self, flight: Flight, finish: Callable[[], None]) -> None:
+        world = self.world
+        if self.ranks is None:
+            world.at(max(0.0, flight.done_at - world.now) + HOP_SECONDS, self.step_thread, finish)
+        elif self.runner.done(flight):
+            world.at(HOP_SECONDS, self.step_thread, finish)
+        else:
+            flight.ended = lambda: world.at(HOP_SECONDS, self.step_thread, finish)
+
+    def _end_with_error(self, error: BaseException) -> None:
         """Like worker.node: callers learn which requests may be the cause; then the process ends."""
         self.step_thread.alive = False
-        self.core.node_failed("an error has escaped the core")
-        self.ending()
+        if not isinstance(error, RanksLost) or error.by_step:
+            self.core.node_failed("an error has escaped the core")
+        self.ending(error)
 
     def _turned(self, step: Step | None) -> None:
         if step is not None:
@@ -203,20 +278,26 @@ class Worker(Process, WorkerShell[C]):
         if flight.plan.num_tokens > self.config.token_budget:
             raise Violation(f"budget: step {flight.plan.number} of {self.who} exceeds its token budget")
         self.flights.append(flight)
-        usual = self.machine.step_seconds * (1 + flight.plan.num_tokens / 16)
-        start = max(self._device_free, self.world.now)
-        run_at = start + usual * self._device_rng.uniform(0.1, 1.0)
-        flight.done_at = self._device_free = run_at + usual * self._device_rng.uniform(0.0, 0.5)
         if self.fail_next_read:
             self.fail_next_read = False
             flight.error = "the device gave no answer"
-        self.world.at(run_at - self.world.now, self.device_thread, lambda: self._execute(flight))
+        if self.ranks is None:
+            self._schedule(flight)
+        else:
+            self.ranks.all[0].take(flight)
         if self.world.traced:
             rows = [
                 (r.slot, r.start, r.count, r.pages[r.start // self.pool.page_size :])
                 for r in flight.plan.rows
             ]
             self.world.note(self.who, f"launch {flight.plan.number} {rows} {flight.plan.copies}")
+
+    def _schedule(self, flight: Flight) -> None:
+        usual = self.machine.step_seconds * (1 + flight.plan.num_tokens / 16)
+        start = max(self._device_free, self.world.now)
+        run_at = start + usual * self._device_rng.uniform(0.1, 1.0)
+        flight.done_at = self._device_free = run_at + usual * self._device_rng.uniform(0.0, 0.5)
+        self.world.at(run_at - self.world.now, self.device_thread, lambda: self._execute(flight))
 
     def _execute(self, flight: Flight) -> None:
         self.runner.execute(flight)

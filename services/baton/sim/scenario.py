@@ -16,7 +16,7 @@ from baton.sim.transport import SLOWEST_PACE
 
 PAGE_SIZE = 4
 FAULTS = ("crash", "stall", "cut", "drop", "slow", "pull", "step", "drain", "squeeze", "stranger")
-"""Drawn a few kinds at a time; "hang" and "babble" apart from them."""
+"""Drawn a few kinds at a time; "hang", "babble" and those of ranks apart from them."""
 CALM_SECONDS = 12.0
 """After the last fault: time for every stream to be given up and opened again."""
 PULL_SECONDS = 5.0
@@ -107,6 +107,7 @@ def make_scenario(seed: int) -> Scenario:
     prefill = tuple(_prefill(rng, tight) for _ in range(rng.choice((1, 1, 2) if tight else (1, 2, 2, 3))))
     decode = tuple((config, replace(machine, windows=windows)) for config, machine in decode)
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
+    prefill, decode, of_ranks = _ranks(random.Random(f"ranks {seed}"), prefill, decode)
     gateways = rng.choice((1, 1, 2))
     room = min(config.kv_tokens for config, _ in decode)
     requests = _requests(rng, gateways, room, tight, windows)
@@ -119,7 +120,7 @@ def make_scenario(seed: int) -> Scenario:
     quiet = rng.random() < 0.1
     hangs = _hangs(random.Random(f"hang {seed}"), *names[:2])
     babbles = _babbles(random.Random(f"babble {seed}"), names[0])
-    faults = () if quiet else _in_order([*_faults(rng, tight, *names), *hangs, *babbles])
+    faults = () if quiet else _in_order([*_faults(rng, tight, *names), *hangs, *babbles, *of_ranks])
     latency = rng.choice((0.0005, 0.003, 0.02))
     gateway = _gateway(random.Random(f"gateway {seed}"))
     requests, faults = _poison(random.Random(f"poison {seed}"), requests, faults)
@@ -337,6 +338,42 @@ def _hangs(rng: random.Random, prefill: list[str], decode: list[str]) -> list[Fa
         )
         for _ in range(rng.choice((1, 2, 4)))
     ]
+
+
+Workers = tuple[
+    tuple[tuple[PrefillConfig, Machine], ...], tuple[tuple[DecodeConfig, Machine], ...], list[Fault]
+]
+
+
+def _ranks(
+    rng: random.Random,
+    prefill: tuple[tuple[PrefillConfig, Machine], ...],
+    decode: tuple[tuple[DecodeConfig, Machine], ...],
+) -> Workers:
+    """Every third deployment has workers of several ranks, each its own number. Also their faults."""
+    if rng.random() < 2 / 3:
+        return prefill, decode, []
+    heads, limit = rng.choice((1, 2, 2, 4)), rng.choice((0.5, 1.0, 3.0))
+
+    def ranked(machine: Machine) -> Machine:
+        return replace(machine, heads=heads, ranks=rng.choice((1, 2, 2, 4)), collective_seconds=limit)
+
+    prefill = tuple((config, ranked(machine)) for config, machine in prefill)
+    decode = tuple((config, ranked(machine)) for config, machine in decode)
+    machines = {f"p{i}": machine for i, (_, machine) in enumerate(prefill)}
+    machines |= {f"d{i}": machine for i, (_, machine) in enumerate(decode)}
+    several = [name for name, machine in machines.items() if machine.ranks > 1]
+    faults = [
+        Fault(
+            at=rng.uniform(0.9, rng.choice((1.5, 3.0, 6.0))),
+            kind=rng.choice(("kill-rank", "stall-rank", "stall-rank")),
+            target=rng.choice(several),
+            seconds=rng.choice((0.02, 0.2, limit, 4.0)) * rng.uniform(0.5, 1.5),
+            value=rng.randrange(4),
+        )
+        for _ in range(rng.choice((0, 0, 1, 3, 6)) if several else 0)
+    ]
+    return prefill, decode, faults
 
 
 def _babbles(rng: random.Random, prefill: list[str]) -> list[Fault]:

@@ -30,7 +30,7 @@ from baton.kvcache.pool import KvLayout, KvPool, default_page_size
 from baton.models.config import ModelError
 from baton.models.decoder import Model
 from baton.models.kv_scales import digest
-from baton.ranks.communicator import CollectiveError
+from baton.ranks.channel import CollectiveError
 from baton.ranks.followers import FollowerError, MakePool
 from baton.ranks.hosts import JoinError
 from baton.ranks.runner import RanksLost

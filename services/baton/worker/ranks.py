@@ -102,7 +102,6 @@ class Ranks:
         for rank, answer in self.followers.await_all(LOAD_SECONDS).items():
             if answer.fingerprint != fingerprint:
                 raise FollowerError(f"rank {rank} has another checkpoint: copy rank 0's --model to its host")
-        self.followers.met()
 
     def lead(self, runner: Runner[Any], pool: MakePool) -> Runner[Any]:
         """A runner of all ranks, whose pools are made for it. Raises FollowerError."""
@@ -113,7 +112,7 @@ class Ranks:
             self._there |= self.followers.ask(replace(pool, segment=None), [first])
             others = range(first + 1, first + self.shard.per_host)
             self._there |= self.followers.ask(replace(pool, segment=self._there[first].segment), others)
-        return RankedRunner(runner, list(self.followers.channels.values()))
+        return RankedRunner(runner, list(self.followers.channels.values()), torch.get_num_threads)
 
     def pages(self, own: PageStore, layout: KvLayout) -> PageStore:
         """Whole pages of the worker. `own`: of this host; `layout`: of all heads."""

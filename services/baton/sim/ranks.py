@@ -1,0 +1,267 @@
+"""The ranks of a simulated worker: each executes the same plans at its own pace, and waits for the others in
+collectives.
+
+Real are the plans' messages (ranks.plan_codec), what rank 0 does with a plan and with a lost rank
+(ranks.runner), and which heads a rank holds and copies (layers.shard). The collectives are in the place of
+torch.distributed: matched by their number alone, each with a time limit, and failing when a rank is gone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.engine.plan import StepPlan
+from baton.layers.shard import Shard
+from baton.ranks.channel import ChannelClosed
+from baton.ranks.plan_codec import PlanDecoder
+from baton.sim.model import Flight, SimRunner, View, combined
+from baton.sim.world import Actor, World
+
+PARENT_SECONDS = 0.1
+"""A follower ends so long after rank 0 at most; as in ranks.follower."""
+RESET_SECONDS = 0.001
+"""From the end of a rank until others see that its connections are gone."""
+
+COPIED, EMBEDDED, SUMMED, SAMPLED = "copied", "embedded", "summed", "sampled"
+"""Collectives of a step: after copies; before any entry is written; after all; of the tokens, from rank 0."""
+
+Call = tuple[str, Any]
+Steps = Generator[Call, Any, None]
+
+
+@dataclass(slots=True)
+class Collective:
+    kind: str
+    values: dict[int, Any] = field(default_factory=dict)
+    waiting: dict[int, Callable[[Any], None]] = field(default_factory=dict)
+
+
+class Ranks:
+    """Of one worker."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        runners: list[SimRunner],
+        actors: list[Actor],
+        heads: int,
+        step_seconds: float,
+        limit: float,
+        lost: Callable[[str], None],
+    ) -> None:
+        """`runners`, `actors`: of each rank. `limit`: of a collective, in seconds. `lost`: called once, with
+        why, when they cannot go on together."""
+        self.world = world
+        self.heads = heads
+        self.step_seconds = step_seconds
+        self.rng = world.rng(f"ranks {name}")
+        self.over = ""
+        """Why they do not go on."""
+        self._limit = limit
+        self._lost = lost
+        self._open: dict[int, Collective] = {}
+        self.all = [
+            Rank(self, Shard(rank, len(runners)), runner, actor)
+            for rank, (runner, actor) in enumerate(zip(runners, actors, strict=True))
+        ]
+        self.channels = [SimChannel(self, rank) for rank in self.all[1:]]
+
+    def enter(self, rank: Rank, kind: str, value: Any, resume: Callable[[Any], None]) -> None:
+        """The rank's next collective; `resume` is called with what it gives."""
+        number, rank.calls = rank.calls, rank.calls + 1
+        found = self._open.setdefault(number, Collective(kind))
+        if found.kind != kind:
+            self.lose(f"rank {rank.shard.rank} is at another collective than others")
+            return
+        found.values[rank.shard.rank], found.waiting[rank.shard.rank] = value, resume
+        self._go_on(found)
+        if len(found.values) == len(self.all):
+            del self._open[number]
+        if rank.shard.rank in found.waiting:
+            self.world.at(self._limit, rank.actor, lambda: self._expire(found, rank.shard.rank))
+
+    def _go_on(self, found: Collective) -> None:
+        if self.complete(found):
+            given = result(found)
+            for resume in found.waiting.values():
+                resume(given)
+            found.waiting.clear()
+
+    def complete(self, found: Collective) -> bool:
+        """Whether those who wait go on. Tokens come from rank 0; for all else each waits for all."""
+        return 0 in found.values if found.kind == SAMPLED else len(found.values) == len(self.all)
+
+    def _expire(self, found: Collective, rank: int) -> None:
+        if rank in found.waiting:
+            self.lose(f"rank {rank} has waited for others for {self._limit:g} s")
+
+    def lose(self, why: str) -> None:
+        """A rank is gone, or too late: all others end, rank 0 with an error of its steps."""
+        if self.over:
+            return
+        self.over = why
+        for rank in self.all[1:]:
+            rank.actor.alive = False
+        self.all[0].lose(why)
+        self._lost(why)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL of a follower."""
+        self.all[rank].actor.alive = False
+        self.world.at(RESET_SECONDS, Actor("kernel"), lambda: self.lose(f"rank {rank} has ended"))
+
+    def stall(self, rank: int, seconds: float) -> None:
+        self.all[rank].actor.stall(self.world.now + seconds)
+
+    def orphan(self) -> None:
+        """Rank 0 has ended."""
+        self.over = self.over or "rank 0 has ended"
+        for rank in self.all[1:]:
+            self.world.at(self.rng.uniform(0.0, PARENT_SECONDS), Actor("kernel"), rank.end)
+
+
+class Rank:
+    """One rank's device: it runs plans one after the other."""
+
+    def __init__(self, ranks: Ranks, shard: Shard, runner: SimRunner, actor: Actor) -> None:
+        self.shard = shard
+        self.actor = actor
+        self.calls = 0
+        """Collectives entered so far."""
+        self._ranks = ranks
+        self._runner = runner
+        self._queue: deque[Flight] = deque()
+        self._steps: Steps | None = None
+        self._broken = ""
+        """Why all further steps fail."""
+
+    def take(self, flight: Flight) -> None:
+        self._queue.append(flight)
+        if self._broken:
+            self._break()
+        elif self._ranks.over and self.shard.rank == 0:
+            self.lose(self._ranks.over)
+        elif len(self._queue) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._steps = self._run(self._queue[0])
+        self._after(None)
+
+    def _after(self, given: Any) -> None:
+        """Goes on after some time, with what a collective has given."""
+        rng, plan = self._ranks.rng, self._queue[0].plan
+        usual = self._ranks.step_seconds * (1 + plan.num_tokens / 16)
+        # Now and then one rank lags far behind.
+        delay = usual * rng.uniform(0.02, 0.4) * (10 if rng.random() < 0.03 else 1)
+        self._ranks.world.at(delay, self.actor, lambda: self._advance(given))
+
+    def _advance(self, given: Any) -> None:
+        if self._steps is None or (self._ranks.over and self.shard.rank == 0):
+            return
+        try:
+            kind, value = self._steps.send(given)
+        except StopIteration:
+            done = self._queue[0]
+            if done.error:
+                self._broken = done.error
+                self._break()
+                return
+            self._end()
+            if self._queue:
+                self._begin()
+            return
+        self._ranks.enter(self, kind, value, self._after)
+
+    def _run(self, flight: Flight) -> Steps:
+        """As engine.model_runner does on each rank."""
+        plan, runner = flight.plan, self._runner
+        if flight.error:
+            return
+        if plan.copies:
+            if self.shard.keeps(self._ranks.heads):
+                runner.copy(plan)
+            yield COPIED, None
+        runner.begin(plan)
+        views: list[View] = []
+        if plan.rows:
+            yield EMBEDDED, None
+            runner.write(plan)
+            views = yield SUMMED, runner.views(plan)
+        if self.shard.rank == 0:
+            runner.end(flight, views)
+        if not any(row.sample for row in plan.rows):
+            return
+        if self.shard.rank == 0:
+            assert flight.result is not None
+            yield SAMPLED, [token for row in flight.result.rows for token in row.tokens]
+        else:
+            runner.accept(plan, (yield SAMPLED, None))
+
+    def _break(self) -> None:
+        """Each step fails after one that has."""
+        for flight in self._queue:
+            flight.error = self._broken
+        while self._queue:
+            self._end()
+
+    def _end(self) -> None:
+        flight = self._queue.popleft()
+        if flight.ended is not None:
+            flight.ended()
+
+    def lose(self, why: str) -> None:
+        """All its steps that have not ended end with an error."""
+        self._steps = None
+        for flight in self._queue:
+            flight.lost = why
+        while self._queue:
+            self._end()
+
+    def end(self) -> None:
+        self.actor.alive = False
+
+
+def result(found: Collective) -> Any:
+    """What all ranks get. Of sums: of each row what the heads of all ranks see."""
+    if found.kind != SUMMED:
+        return found.values.get(0)
+    views: list[list[View]] = [found.values[rank] for rank in sorted(found.values)]
+    rows = len(views[0])
+    others = [each + [(b"?", ())] * (rows - len(each)) for each in views]
+    return [
+        (
+            combined([each[row][0] for each in others]),
+            tuple(
+                combined([each[row][1][i] if i < len(each[row][1]) else b"?" for each in others])
+                for i in range(len(views[0][row][1]))
+            ),
+        )
+        for row in range(rows)
+    ]
+
+
+class SimChannel:
+    """ranks.runner.PlanChannel to a follower: plans arrive in order."""
+
+    def __init__(self, ranks: Ranks, follower: Rank) -> None:
+        self._ranks = ranks
+        self._follower = follower
+        self._decoder = PlanDecoder()
+        self._last = 0.0
+
+    def send_plan(self, plan: bytes, threads: int) -> None:
+        if not self._follower.actor.alive:
+            raise ChannelClosed("it takes no messages: it has ended")
+        world, rng = self._ranks.world, self._ranks.rng
+        late = 0.02 if rng.random() < 0.05 else 0.0002
+        self._last = max(self._last, world.now + late * rng.uniform(0.1, 1.0))
+        world.at(self._last - world.now, self._follower.actor, lambda: self._arrive(plan))
+
+    def _arrive(self, message: bytes) -> None:
+        plan: StepPlan = self._decoder.decode(message)
+        self._follower.take(Flight(plan))
