@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
@@ -36,6 +39,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from transformers_architectures import ARCHITECTURES as OTHERS
+
 ARCHITECTURES: dict[str, tuple[type, type, bool]] = {
     "deepseek": (DeepseekV3Config, DeepseekV3ForCausalLM, False),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, True),
@@ -52,6 +57,12 @@ ARCHITECTURES: dict[str, tuple[type, type, bool]] = {
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, False),
 }
 """Name -> configuration, model, whether output and input embeddings are one."""
+MORE: dict[str, tuple[type, type, bool]] = {
+    "deepseek-v2": (DeepseekV2Config, DeepseekV2ForCausalLM, False),
+}
+"""Likewise; only in the whole matrix of test_exactness.py."""
+BY_TRANSFORMERS = [f"transformers:{name}" for name in OTHERS]
+"""Likewise, computed by transformers' code."""
 
 VOCABULARY = 320
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
@@ -88,7 +99,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
         "num_key_value_heads": 4,
         "q_lora_rank": 24,
-        "kv_lora_rank": 16,
+        "kv_lora_rank": 64,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 16,
         "v_head_dim": 16,
@@ -98,6 +109,29 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "n_group": 4,
         "topk_group": 2,
+    },
+    "deepseek-v2": {
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 64,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 20,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.9,
+        },
     },
     "gemma3": {
         "query_pre_attn_scalar": 16,
@@ -126,7 +160,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Random weights, wide enough that rounding does not decide which logit is the largest."""
-    config_class, model_class, tied = ARCHITECTURES[name]
     options = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -134,18 +167,21 @@ def make_model(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
         "max_position_embeddings": 1024,
         "initializer_range": 0.15,
-        "tie_word_embeddings": tied,
         "eos_token_id": 0,
         "bos_token_id": None,
         "pad_token_id": None,
-        **OPTIONS.get(name, {}),
-        **overrides,
     }
     torch.manual_seed(seed)
-    model = model_class(config_class(**options)).float().eval()
+    if name in BY_TRANSFORMERS:
+        config_class, own = OTHERS[name.removeprefix("transformers:")]
+        config = config_class(**{**options, "num_hidden_layers": 2, **own})
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+    else:
+        config_class, model_class, tied = {**ARCHITECTURES, **MORE}[name]
+        own = {"head_dim": 16, "tie_word_embeddings": tied, **OPTIONS.get(name, {}), **overrides}
+        model = model_class(config_class(**{**options, **own})).float().eval()
     for parameter_name, parameter in model.named_parameters():
         if "norm" in parameter_name or parameter_name.endswith("bias"):
             # As made they are all ones or zeros, which hides a norm or a bias that is left out.

@@ -1,19 +1,26 @@
-"""Greedy output through all four processes equals transformers' generate(), whatever the route."""
+"""Greedy output through all four processes equals transformers' generate(), whatever the route.
+
+BATON_TEST_EXACTNESS=whole adds what takes too long for every run: all lengths and routes of all families,
+and the architectures that transformers' code computes.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 from asking import ask, greedy
-from checkpoints import ARCHITECTURES, make_model, save
+from checkpoints import ARCHITECTURES, BY_TRANSFORMERS, MORE, make_model, save
 from deployment import Deployment
 from process import Process
 from reference import Answer, Reference
 
 from baton.decode.core import LOCAL_PREFILL_TOKENS
 
+WHOLE = os.environ.get("BATON_TEST_EXACTNESS") == "whole"
+MODELS = [*ARCHITECTURES, *MORE, *BY_TRANSFORMERS] if WHOLE else list(ARCHITECTURES)
 OUTPUT = 64
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
 """Around page borders, and more rows than the narrow workers have."""
@@ -23,6 +30,9 @@ WINDOWS: dict[str, list[int | None]] = {
     "gemma3": [None, 48, 48],
     "gpt-oss": [None, 40, 40],
     "mistral-window": [24],
+    **{f"transformers:{name}": [None, 24] for name in ("cohere2", "exaone4", "gemma2", "gpt-oss")},
+    "transformers:gemma3-images": [None, 24],
+    "transformers:starcoder2": [24],
 }
 """Of the KV groups; other models have one, without a window."""
 NARROW = ("--token-budget", "16", "--max-rows", "8", "--page-size", "16", "--transports", "grpc", "--overlap")
@@ -30,8 +40,7 @@ NARROW = ("--token-budget", "16", "--max-rows", "8", "--page-size", "16", "--tra
 TIGHT = ("--kv-tokens", "400", "--output-margin", "1", "--watermark", "0")
 """Pages for one of the long prompts at a time, none set aside for output: sequences are retracted."""
 
-
-WIDE_ONLY = {"llama", "mistral", "qwen2", "phi3", "mixtral", "qwen3-moe", "glm4-moe"}
+WIDE_ONLY = set() if WHOLE else {"llama", "mistral", "qwen2", "phi3", "mixtral", "qwen3-moe", "glm4-moe"}
 """Their KV groups are those of qwen3: the narrow workers would say nothing more."""
 
 
@@ -53,24 +62,25 @@ class Routes:
     narrow_aggregated: Process | None
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=MODELS)
 def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(request.param)
-    lengths = LENGTHS if request.param == "qwen3" else SOME_LENGTHS
+    lengths = LENGTHS if WHOLE or request.param == "qwen3" else SOME_LENGTHS
     windows = WINDOWS.get(request.param, [None])
     lengths = sorted({*lengths, *(w + more for w in windows if w is not None for more in (-1, 0, 1))})
     deployment = Deployment(folder, save(model, folder / "model"))
+    code = ("--model-impl", "transformers" if request.param in BY_TRANSFORMERS else "auto")
     wide = (
-        deployment.add_worker("prefill", "--kv-tokens", "8192"),
-        deployment.add_worker("decode", "--kv-tokens", "8192"),
+        deployment.add_worker("prefill", "--kv-tokens", "8192", *code),
+        deployment.add_worker("decode", "--kv-tokens", "8192", *code),
     )
     narrow = (
         ()
         if request.param in WIDE_ONLY
         else (
-            deployment.add_worker("prefill", *NARROW, "--kv-tokens", "4096"),
-            deployment.add_worker("decode", *NARROW, *TIGHT, "--local-prefill-tokens", "1"),
+            deployment.add_worker("prefill", *NARROW, "--kv-tokens", "4096", *code),
+            deployment.add_worker("decode", *NARROW, *TIGHT, *code, "--local-prefill-tokens", "1"),
         )
     )
     routes = Routes(
@@ -134,7 +144,7 @@ async def test_aggregated(routes):
 
 
 of_each_kind = pytest.mark.parametrize(
-    "routes", [name for name in ARCHITECTURES if name not in WIDE_ONLY], indirect=True, scope="module"
+    "routes", [name for name in MODELS if name not in WIDE_ONLY], indirect=True, scope="module"
 )
 
 

@@ -58,7 +58,7 @@ def _rope(kind: str, **parameters: float) -> dict[str, object]:
 
 _LATENT: dict[str, object] = {
     "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
+    "kv_lora_rank": 64,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 20,

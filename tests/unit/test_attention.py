@@ -12,12 +12,19 @@ from baton.attention.fa3 import mismatch
 from baton.attention.flashinfer_paged import workspace_bytes
 from baton.attention.registry import BACKENDS, NoBackend, resolve
 from baton.kvcache.pool import KvLayout, KvPool
+from baton.layers.attention import AttentionOptions
+from baton.layers.latent_attention import LatentProjections
 
 CPU = torch.device("cpu")
 ON_CPU = [
     name
     for name, backend in BACKENDS.items()
     if backend.available(CPU) is None and "latent" not in backend.features
+]
+OF_LATENTS = [
+    name
+    for name, backend in BACKENDS.items()
+    if backend.available(CPU) is None and "latent" in backend.features
 ]
 
 
@@ -74,6 +81,53 @@ def test_any_mix_of_rows(name, dtype, page_size, heads, kv_heads):
         first += row.count
     written = sum(start + count for start, count in shapes) * 2 * kv_heads * 16
     assert int(pool.pages.isfinite().sum()) == written
+
+
+@pytest.mark.parametrize("name", OF_LATENTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_latents_in_any_mix_of_rows(name, dtype, page_size):
+    """In both forms: the plain one by the definition."""
+    torch.manual_seed(page_size)
+    heads, rank, plain, rotated, value = 3, 64, 16, 8, 20
+    keys, values = (torch.randn(heads, n, rank) / 8 for n in (plain, value))
+    projections = LatentProjections(keys.to(dtype), values.to(dtype))
+    options = AttentionOptions(scale=0.3, latent=projections)
+    shapes = [(0, 1), (3, 1), (90, 1), (16, 1), (0, 7), (16, 16), (31, 5), (0, 40), (30, 70), (64, 2)]
+    forms = {projections.cheaper_absorbed(n, start + n, plain + rotated) for start, n in shapes if n > 1}
+    assert forms == {True, False}
+    layout = KvLayout(2, 1, rank + rotated, page_size, dtype, parts=1)
+    needed = [-(-(start + count) // page_size) for start, count in shapes]
+    pool = KvPool(layout, sum(needed) + 5)
+    pool.pages.fill_(math.nan)
+    free = torch.randperm(pool.num_pages).tolist()
+    rows, history = [], []
+    for (start, count), pages in zip(shapes, needed, strict=True):
+        row = AttentionRow(start, count, tuple(free.pop() for _ in range(pages)))
+        latents = torch.randn(start, rank + rotated).to(dtype)
+        for p in range(start):
+            pool.layer(1)[0][row.pages[p // page_size], p % page_size] = latents[p]
+        rows.append(row)
+        history.append(latents)
+    backend = BACKENDS[name](pool, heads, [options] * 2)
+    backend.prepare(rows)
+    total = sum(row.count for row in rows)
+    q, latents = (
+        torch.randn(total, n, d).to(dtype) for n, d in ((heads, plain + rotated), (1, rank + rotated))
+    )
+    out = torch.full((total, heads, value), math.nan, dtype=dtype)
+    with torch.inference_mode():
+        backend.forward(1, q, latents, latents, out)
+    exact = LatentProjections(projections.keys.double(), projections.values.double())
+    first = 0
+    for row, before in zip(rows, history, strict=True):
+        at = slice(first, first + row.count)
+        own = torch.cat((before, latents[at, 0])).double()
+        scaled = q[at].double() * 0.3 * math.sqrt(plain + rotated)
+        want = expected(scaled, *exact.expand(own), row.start)
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+        assert (out[at].double() - want).abs().max().item() < tolerance, row
+        first += row.count
 
 
 def test_resolve():

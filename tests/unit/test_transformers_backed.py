@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from random_checkpoints import (
-    VARIANTS,
     Driver,
     check_greedy,
     largest_difference,
@@ -23,70 +22,7 @@ from baton.layers.mlp import ACTIVATIONS
 from baton.models.config import ModelError, read_config
 from baton.models.loader import kv_shape, load_model
 from baton.models.registry import FAMILIES
-
-WINDOW = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def with_images(**options):
-    """Gemma 3 that takes images, too; the options are those of its language model."""
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    return transformers.Gemma3Config(text_config=options, vision_config=vision, mm_tokens_per_image=4)
-
-
-ARCHITECTURES = {
-    "gpt2": (transformers.GPT2Config, {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
-    "gpt-neox": (transformers.GPTNeoXConfig, {"rotary_pct": 0.25}),
-    "phi": (transformers.PhiConfig, {"partial_rotary_factor": 0.5}),
-    "arcee": (transformers.ArceeConfig, {"head_dim": 16}),
-    "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 24}),
-    "cohere": (transformers.CohereConfig, {"logit_scale": 0.3, "use_qk_norm": True}),
-    "cohere2": (transformers.Cohere2Config, WINDOW),
-    "gemma2": (
-        transformers.Gemma2Config,
-        {"head_dim": 32, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, **WINDOW},
-    ),
-    "gemma3-images": (with_images, {"head_dim": 32, "query_pre_attn_scalar": 20, **WINDOW}),
-    "gpt-oss": (
-        transformers.GptOssConfig,
-        {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOW},
-    ),
-    "olmo2": (transformers.Olmo2Config, {}),
-    "granite": (
-        transformers.GraniteConfig,
-        {"attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 3.0},
-    ),
-    "glm4": (transformers.Glm4Config, {"pad_token_id": None, "head_dim": 16, "partial_rotary_factor": 0.5}),
-    "nemotron": (transformers.NemotronConfig, {}),
-    "exaone4": (transformers.Exaone4Config, WINDOW),
-    "smollm3": (transformers.SmolLM3Config, {"pad_token_id": None, "no_rope_layers": [1, 0]}),
-    "deepseek-v3": (
-        transformers.DeepseekV3Config,
-        {
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 32,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "first_k_dense_replace": 1,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 24,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_group": 2,
-            "topk_group": 1,
-        },
-    ),
-    "olmoe": (transformers.OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
-    "seed-oss": (transformers.SeedOssConfig, {"head_dim": 16}),
-}
-"""With windows, softcaps, sinks, partial rotation, parallel blocks and layers without rotation among them."""
+from transformers_architectures import ARCHITECTURES
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -101,22 +37,51 @@ def test_logits_and_greedy_tokens_equal_generate(tmp_path, name):
 
 def check(model, driver):
     prompts = random_prompts(3, 23, 40, 33)
-    tracks = [driver.add(slot, prompt, 40) for slot, prompt in enumerate(prompts)]
-    driver.step([driver.chunk(track, 2) for track in tracks], [driver.init(track) for track in tracks])
-    driver.step([driver.chunk(track, len(track.tokens) - 2, sample=True) for track in tracks])
-    for _ in range(31):
-        driver.step([driver.decode(track) for track in tracks])
-    driver.finish()
-    for track, prompt in zip(tracks, prompts, strict=True):
+    for track, prompt in zip(run(driver, prompts, 32), prompts, strict=True):
         assert largest_difference(model, track) < 1e-4
         check_greedy(model, prompt, track.tokens[len(prompt) :])
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi3", "mistral-window"])
+def run(driver, prompts, outputs):
+    """The prompts in two chunks each, then decode rows."""
+    tracks = [driver.add(slot, prompt, outputs) for slot, prompt in enumerate(prompts)]
+    driver.step([driver.chunk(track, 2) for track in tracks], [driver.init(track) for track in tracks])
+    driver.step([driver.chunk(track, len(track.tokens) - 2, sample=True) for track in tracks])
+    for _ in range(outputs - 1):
+        driver.step([driver.decode(track) for track in tracks])
+    driver.finish()
+    return tracks
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama3",
+        "qwen2-window",
+        "qwen3",
+        "mistral-window",
+        "qwen3-moe",
+        "mixtral",
+        "phi3",
+        "gemma3",
+        "gpt-oss",
+        "glm4-moe",
+        "deepseek-v2",
+        "deepseek-v3",
+    ],
+)
 def test_our_families_equal_it(tmp_path, name):
-    model = save_checkpoint(name, tmp_path)
-    assert name in VARIANTS and read_config(tmp_path).implementation == "baton"
-    check(model, Driver(tmp_path, implementation="transformers"))
+    save_checkpoint(name, tmp_path)
+    assert read_config(tmp_path).implementation == "baton"
+    prompts = random_prompts(3, 40)
+    ours, theirs = (
+        run(Driver(tmp_path, implementation=which), prompts, 12) for which in ("baton", "transformers")
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert len(one.logits) == 12
+        for at, logits in one.logits.items():
+            assert (logits - other.logits[at]).abs().max().item() < 1e-4
+        assert one.tokens == other.tokens
 
 
 def test_the_family_that_the_documentation_adds(tmp_path, monkeypatch):

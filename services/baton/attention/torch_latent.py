@@ -13,7 +13,7 @@ from baton.layers.attention import AttentionOptions
 
 
 class TorchLatentAttention:
-    """Rows of one token in the absorbed form, all together; chunks in the plain form, one by one."""
+    """Rows of one token in the absorbed form, all together; chunks one by one, in the cheaper form."""
 
     name = "torch-latent"
     features = frozenset({"scale", "latent"})
@@ -64,30 +64,57 @@ class TorchLatentAttention:
         latents, _ = self._pool.layer(layer)
         latents[self._pages, self._offsets] = k
         options = self._options[layer]
-        projections, scale = options.latent, options.scale
-        assert projections is not None and scale is not None
+        projections = options.latent
+        assert projections is not None
         if self._single:
             gathered = latents[self._table].flatten(1, 3).view(self._single, -1, k.shape[-1])
             positions = torch.arange(gathered.shape[1], device=k.device)
             beyond = positions >= self._lengths[:, None]
             gathered = gathered.masked_fill(beyond[..., None], 0.0)  # unwritten memory may hold NaN
-            absorbed = projections.absorb(q[: self._single])
-            scores = torch.einsum("nhr,ntr->nht", absorbed, gathered).float() * scale
-            weights = scores.masked_fill(beyond[:, None], -torch.inf).softmax(-1).to(k.dtype)
-            attended = torch.einsum("nht,ntr->nhr", weights, gathered[..., : projections.rank])
-            out[: self._single] = projections.project(attended)
+            out[: self._single] = _absorbed(q[: self._single, None], gathered, beyond[:, None], options)
         for tokens, end, pages in self._rows:
-            keys, values = projections.expand(latents[pages].flatten(0, 2)[:end])
+            own = latents[pages].flatten(0, 2)[:end]
             count = tokens.stop - tokens.start
-            mask = torch.ones(count, end, dtype=torch.bool, device=k.device).tril(end - count)
-            result = F.scaled_dot_product_attention(
-                q[tokens].transpose(0, 1),
-                keys.transpose(0, 1),
-                values.transpose(0, 1),
-                attn_mask=mask,
-                scale=scale,
-            )
-            out[tokens] = result.transpose(0, 1)
+            if projections.cheaper_absorbed(count, end, q.shape[2]):
+                hidden = torch.ones(count, end, dtype=torch.bool, device=k.device).triu(end - count + 1)
+                out[tokens] = _absorbed(q[None, tokens], own[None], hidden[None], options)
+            else:
+                out[tokens] = _plain(q[tokens], own, options)
 
     def _tensor(self, values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, device=self._pool.device)
+
+
+def _absorbed(
+    q: torch.Tensor, latents: torch.Tensor, hidden: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """q [rows, tokens, heads, plain + rotated], latents [rows, keys, rank + rotated], hidden bool
+    [rows, tokens, keys] -> [rows * tokens, heads, value]"""
+    projections = options.latent
+    assert projections is not None and options.scale is not None
+    rows, tokens, heads, _ = q.shape
+    absorbed = projections.absorb(q.flatten(0, 1)).view(rows, tokens * heads, -1)
+    scores = (absorbed @ latents.transpose(1, 2)).float() * options.scale
+    scores = scores.view(rows, tokens, heads, -1).masked_fill_(hidden[:, :, None], -torch.inf)
+    weights = scores.softmax(-1).to(latents.dtype).view(rows, tokens * heads, -1)
+    attended = weights @ latents[..., : projections.rank]
+    return projections.project(attended.view(rows * tokens, heads, -1))
+
+
+def _plain(q: torch.Tensor, latents: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """q [tokens, heads, plain + rotated], latents [keys, rank + rotated], those of the tokens last ->
+    [tokens, heads, value]"""
+    assert options.latent is not None
+    keys, values = options.latent.expand(latents)
+    count, end, dim, width = len(q), len(keys), q.shape[2], values.shape[2]
+    mask = None
+    if count < end:
+        mask = q.new_zeros(count, end)
+        mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(end - count + 1), -torch.inf)
+    # Of one size, because torch's flash attention takes no others; without it scores would fill memory.
+    values = F.pad(values, (0, max(0, dim - width)))
+    heads_first = (x.transpose(0, 1)[None] for x in (q, keys, values))
+    result = F.scaled_dot_product_attention(
+        *heads_first, attn_mask=mask, is_causal=mask is None, scale=options.scale
+    )
+    return result[0].transpose(0, 1)[..., :width]

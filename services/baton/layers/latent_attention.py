@@ -58,6 +58,14 @@ class LatentProjections:
     def value_dim(self) -> int:
         return self.values.shape[1]
 
+    def cheaper_absorbed(self, tokens: int, keys: int, query_dim: int) -> bool:
+        """Whether the absorbed form takes fewer multiplications: where few tokens attend to many keys, which
+        the plain form would all project. `query_dim`: plain + rotated."""
+        projected = self.rank * (self.keys.shape[1] + self.value_dim)
+        latent = 2 * self.rank + query_dim - self.keys.shape[1]
+        plain = keys * projected + tokens * keys * (query_dim + self.value_dim)
+        return tokens * projected + tokens * keys * latent < plain
+
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, plain + rotated] -> [tokens, heads, rank + rotated]: the scores' other factors are
         latents with rotated keys"""
