@@ -113,8 +113,8 @@ def _plain(q: torch.Tensor, latents: torch.Tensor, options: AttentionOptions) ->
         mask.masked_fill_(torch.ones_like(mask, dtype=torch.bool).triu(end - count + 1), -torch.inf)
     # Of one size, because torch's flash attention takes no others; without it scores would fill memory.
     values = F.pad(values, (0, max(0, dim - width)))
-    heads_first = (x.transpose(0, 1)[None] for x in (q, keys, values))
+    q, keys, values = (x.transpose(0, 1)[None] for x in (q, keys, values))
     result = F.scaled_dot_product_attention(
-        *heads_first, attn_mask=mask, is_causal=mask is None, scale=options.scale
+        q, keys, values, attn_mask=mask, is_causal=mask is None, scale=options.scale
     )
     return result[0].transpose(0, 1)[..., :width]
