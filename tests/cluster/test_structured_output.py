@@ -1,7 +1,8 @@
 """Constrained decoding through all processes: what is finished is valid, what is cut is a beginning of
 it, and the route makes no difference.
 
-BATON_SCHEMAS=500 asks for so many random schemas, BATON_PUBLISHED=584 for so many published ones.
+BATON_SCHEMAS=500 asks for so many random schemas, BATON_PUBLISHED=584 for so many published ones,
+BATON_RESUMED=200 for so many whose decode node dies under half of them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from random_schemas import random_schema
 
 SCHEMAS = int(os.environ.get("BATON_SCHEMAS", "40"))
 PUBLISHED = int(os.environ.get("BATON_PUBLISHED", "48"))
+RESUMED = int(os.environ.get("BATON_RESUMED", "8"))
 TOKENS = 160
 PROMPT = "The following text describes a value, with names, numbers and lists of words. " * 3
 """It is handed off."""
@@ -69,7 +71,7 @@ def routes(tmp_path_factory, deployments) -> Iterator[Routes]:
             assert "Traceback" not in process.log.read_text(), process.log
 
 
-def requests() -> list[dict[str, Any]]:
+def requests(first: int = 0, last: int = SCHEMAS) -> list[dict[str, Any]]:
     return [
         {
             "prompt": f"{PROMPT} {seed}: ",
@@ -79,7 +81,7 @@ def requests() -> list[dict[str, Any]]:
             "max_tokens": TOKENS,
             "grammar": {"json_schema": random_schema(seed)},
         }
-        for seed in range(SCHEMAS)
+        for seed in range(first, last)
     ]
 
 
@@ -170,7 +172,16 @@ async def test_published_schemas(routes):
 
 async def test_the_same_after_a_decode_node_has_died(routes):
     """Half of the streams run at the node that is killed; they go on at the other one."""
-    given = [{**request, "n": 2} for request in requests()[:8]]
+    resumed = 0
+    for first in range(0, RESUMED, 16):
+        resumed += await _resumed(
+            [{**request, "n": 2} for request in requests(first, min(RESUMED, first + 16))], routes
+        )
+    print(f"{resumed} of {RESUMED} requests were resumed")
+
+
+async def _resumed(given: list[dict[str, Any]], routes: Routes) -> int:
+    """How many were."""
     want = await ask(routes.split.address, given, SECONDS)
     async with AsyncClient(routes.both.address) as client, asyncio.timeout(SECONDS):
         streams = [client.stream(**request) for request in given]
@@ -181,9 +192,11 @@ async def test_the_same_after_a_decode_node_has_died(routes):
         got = await asyncio.gather(*(stream.completion() for stream in streams))
     routes.decodes[1].start()
     routes.decodes[1].wait_ready()
-    assert any(completion.stats.resumed for completion in got)
     for request, one, other in zip(given, want, got, strict=True):
         assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices], request["grammar"]
+    resumed = sum(bool(completion.stats.resumed) for completion in got)
+    assert resumed
+    return resumed
 
 
 async def test_with_everything_else(routes):

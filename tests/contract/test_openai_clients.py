@@ -52,6 +52,13 @@ async def test_hints_are_accepted_and_named():
         more = {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "bös": 1}}
         response = await rig.plain.post("/v1/chat/completions", json={**CHAT, **hints, **more})
         assert ignored(response) == {*hints, "reasoning_effort", "chat_template_kwargs.enable_thinking"}
+        more = {"reasoning": {"effort": "low", "summary": "auto"}}
+        response = await rig.plain.post("/v1/chat/completions", json={**CHAT, **more})
+        assert ignored(response) == {"reasoning_effort", "reasoning.summary"}
+        response = await rig.plain.post(
+            "/v1/chat/completions", json={**CHAT, **more, "reasoning_effort": "high"}
+        )
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "reasoning.effort")
         streamed = {**CHAT, "stream": True, "user": "x", "stream_options": {"include_obfuscation": True}}
         response = await rig.plain.post("/v1/chat/completions", json=streamed)
         assert ignored(response) == {"user", "stream_options.include_obfuscation"}

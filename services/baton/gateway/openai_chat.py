@@ -128,6 +128,16 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+class Reasoning(Strict):
+    PLACE = "reasoning"
+    HINTS: ClassVar[Mapping[str, str]] = {
+        "summary": "the reasoning itself is shown",
+        "generate_summary": "the reasoning itself is shown",
+    }
+
+    effort: EFFORTS | None = None
+
+
 class ChatRequest(CommonRequest):
     """POST /v1/chat/completions."""
 
@@ -156,6 +166,7 @@ class ChatRequest(CommonRequest):
     # Beyond OpenAI's.
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    reasoning: Reasoning | None = None
 
 
 def chat_start(request: ChatRequest) -> inference_pb2.GenerateStart:
@@ -252,9 +263,13 @@ def _choose(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
 def _template_arguments(request: ChatRequest, chat: tokenizer_pb2.ChatPrompt) -> None:
     """chat_template_kwargs win over the fields that stand for one of them."""
     given: dict[str, Any] = {}
-    if request.reasoning_effort is not None:
-        given["reasoning_effort"] = request.reasoning_effort
-        if request.reasoning_effort == "none":
+    efforts = {request.reasoning_effort, request.reasoning and request.reasoning.effort} - {None}
+    if len(efforts) > 1:
+        text = "reasoning.effort and reasoning_effort are one, and differ: give one of them"
+        raise invalid_value("reasoning.effort", text)
+    for effort in efforts:
+        given["reasoning_effort"] = effort
+        if effort == "none":
             given["enable_thinking"] = False
     if request.enable_thinking is not None:
         given["enable_thinking"] = request.enable_thinking

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from baton.gateway.openai_chat import EFFORTS
+from baton.gateway.openai_chat import Reasoning
 from baton.gateway.openai_errors import ApiError, invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
 from baton.gateway.responses_items import InputItem, ReasoningItem, input_messages
@@ -35,16 +35,6 @@ class TextOptions(Strict):
     HINTS: ClassVar[Mapping[str, str]] = {"verbosity": "no model here is trained for it: say it in a message"}
 
     format: Format | None = None
-
-
-class Reasoning(Strict):
-    PLACE = "reasoning"
-    HINTS: ClassVar[Mapping[str, str]] = {
-        "summary": "the reasoning itself is shown",
-        "generate_summary": "the reasoning itself is shown",
-    }
-
-    effort: EFFORTS | None = None
 
 
 class NamedTool(Strict):
