@@ -18,12 +18,14 @@ from importlib.resources import files
 from typing import Any
 
 import grpc
+import httpx
 import jsonschema
 import numpy as np
 import openai
 import pytest
 from asking import ask
 from deployment import Deployment
+from polling import until
 from process import Process
 from pydantic import BaseModel, Field
 
@@ -178,6 +180,12 @@ async def test_the_same_after_a_decode_node_has_died(routes):
             [{**request, "n": 2} for request in requests(first, min(RESUMED, first + 16))], routes
         )
     print(f"{resumed} of {RESUMED} requests were resumed")
+    assert resumed >= max(1, RESUMED // 8)
+
+
+def _connected(gateway: Process) -> bool:
+    peers = httpx.get(f"http://{gateway.http}/health", trust_env=False).json()["peers"]
+    return all(peer["connected"] for peer in peers)
 
 
 async def _resumed(given: list[dict[str, Any]], routes: Routes) -> int:
@@ -185,18 +193,17 @@ async def _resumed(given: list[dict[str, Any]], routes: Routes) -> int:
     want = await ask(routes.split.address, given, SECONDS)
     async with AsyncClient(routes.both.address) as client, asyncio.timeout(SECONDS):
         streams = [client.stream(**request) for request in given]
-        for stream in streams:
+        for stream in streams[::2]:
             while len(stream.so_far.token_ids) < 3 and not stream.so_far.usage:
                 await anext(stream, None)
         routes.decodes[1].kill()
         got = await asyncio.gather(*(stream.completion() for stream in streams))
     routes.decodes[1].start()
     routes.decodes[1].wait_ready()
+    await until(lambda: _connected(routes.both), "the gateway has all nodes again")
     for request, one, other in zip(given, want, got, strict=True):
         assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices], request["grammar"]
-    resumed = sum(bool(completion.stats.resumed) for completion in got)
-    assert resumed
-    return resumed
+    return sum(bool(completion.stats.resumed) for completion in got)
 
 
 async def test_with_everything_else(routes):
@@ -319,23 +326,18 @@ SLOW = {"json_schema": {"type": "object", "properties": {f"p{i}": {"type": "stri
 """Takes seconds to compile, and is found to be too large then."""
 
 
-async def until(condition) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 async def test_a_client_that_leaves_while_a_grammar_compiles(routes):
     """It is gone at once everywhere, and others are answered meanwhile."""
     async with AsyncClient(routes.split.address) as client, asyncio.timeout(SECONDS):
         slow = asyncio.create_task(client.generate(prompt=PROMPT, max_tokens=5, grammar=SLOW))
-        await until(lambda: routes.decodes[0].load().waiting)
+        await until(lambda: routes.decodes[0].load().waiting, "it waits")
         other = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
         await client.generate(**other)  # type: ignore[arg-type]
         assert not slow.done()
         compiled = routes.decodes[0].load().grammars
         slow.cancel()
         await asyncio.gather(slow, return_exceptions=True)
-        await until(lambda: not routes.decodes[0].load().requests)
+        await until(lambda: not routes.decodes[0].load().requests, "it is gone")
         assert routes.decodes[0].load().grammars == compiled, "it ended because the grammar was compiled"
         # The outcome is kept, for the next one who asks.
         with pytest.raises(BatonError, match="items"):

@@ -118,6 +118,7 @@ async def test_an_agent_sends_back_what_it_got():
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "assistant"),
+        ({"messages": [*ASK["messages"], {"role": "assistant", "content": "The"}]}, "not gone on with"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"surprise": 1}, "surprise"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),

@@ -149,7 +149,7 @@ async def test_cancel_while_it_streams():
     [
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
-        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "surprise": 1}]}, "tools[0].surprise"),
@@ -157,6 +157,7 @@ async def test_cancel_while_it_streams():
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"metadata": {"a": "b" * 513}}, "metadata"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "name": "x"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"temperature": -1.0}, "temperature"),

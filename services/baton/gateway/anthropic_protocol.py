@@ -62,12 +62,9 @@ class RedactedThinking(Strict):
     type: Literal["redacted_thinking"]
 
 
-KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
-
-
 def _kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-    return kind if kind in KINDS else "text"
+    return kind if isinstance(kind, str) and kind else "text"
 
 
 Block = Annotated[
@@ -210,6 +207,9 @@ def messages_start(request: MessagesRequest) -> inference_pb2.GenerateStart:
     _set_format(request, sampling)
     check_sampling(sampling, None)
     start.chat.CopyFrom(chat_prompt(request))
+    if request.messages[-1].role == "assistant":
+        text = "messages: the last one is the assistant's, and is not gone on with here: end with a user's"
+        raise invalid_value("messages", text)
     return start
 
 

@@ -101,6 +101,7 @@ _WORDS = {
     "dict_type": "must be an object",
     "model_type": "must be an object",
     "literal_error": "must be {expected}",
+    "union_tag_invalid": "is of a type that is not supported: give one of {expected_tags}",
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
@@ -136,7 +137,7 @@ def _param(field: str) -> str:
 
 def _names_a_type(part: str | int) -> bool:
     """Parts of a location that name the branch of a union (such as "list[str]") rather than a field."""
-    return isinstance(part, str) and (part in ("str", "int", "none", "nullable") or "[" in part)
+    return isinstance(part, str) and (part in ("str", "int", "none", "nullable", "NamedTool") or "[" in part)
 
 
 def _indices(parts: tuple[str | int, ...]) -> list[int]:

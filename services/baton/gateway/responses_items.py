@@ -79,12 +79,9 @@ class CompactionItem(Item):
     encrypted_content: str
 
 
-_KINDS = ("function_call", "function_call_output", "reasoning", "compaction")
-
-
 def _kind(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "")
-    return kind if kind in _KINDS else "message"
+    return kind if isinstance(kind, str) and kind else "message"
 
 
 InputItem = Annotated[
