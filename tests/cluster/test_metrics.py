@@ -39,7 +39,7 @@ def listed() -> dict[str, Listed]:
             columns = cells if line.startswith("|") else []
             continue
         row = dict(zip(columns, cells, strict=True))
-        if columns[0] not in ("counter", "gauge", "series"):
+        if columns[0] not in ("counter", "gauge", "histogram", "series"):
             continue
         everywhere = columns[0] != "series"
         kind = columns[0] if everywhere else row["type"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from checkpoints import make_model, save
 from deployment import Deployment
 from polling import until
 from process import Process
+from prometheus_client.parser import text_string_to_metric_families
 from reference import Answer, Reference
 
 from baton.cli.nodes import ask_deployment
@@ -48,7 +51,7 @@ class Ranks:
 @pytest.fixture(scope="module")
 def ranks(qwen3: tuple[Path, Reference], tmp_path_factory, deployments) -> Iterator[Ranks]:
     deployment = Deployment(tmp_path_factory.mktemp("ranks"), qwen3[0])
-    decode = deployment.add_worker("decode", *OPTIONS, "--tp", "2")
+    decode = deployment.add_worker("decode", *OPTIONS, "--tp", "2", "--http-port", "0")
     single = deployment.add_worker("decode", *OPTIONS, "--transports", "grpc")
     prefill = deployment.add_worker("prefill", *OPTIONS)
     prefill_of_two = deployment.add_worker("prefill", *OPTIONS, "--tp", "2")
@@ -75,7 +78,20 @@ async def test_a_worker_tells_its_ranks(ranks):
     assert not ranks.single.info().ranks
     found = await ask_deployment(ranks.both.address)
     devices = list(status_table(found).columns[7].cells)
-    assert "cpu x 2" in devices and "cpu" in devices
+    assert "cpu" in devices
+    assert any(re.fullmatch(r"cpu x 2 \(\d+\.\d, \d+\.\d GiB\)", each) for each in devices)
+
+
+def test_metrics_know_the_ranks(ranks):
+    """Of steps there have been some: they are measured at the start."""
+    lines = urllib.request.urlopen(f"http://{ranks.decode.http}/metrics", timeout=10).read().decode()
+    found = {each.name: each.samples for each in text_string_to_metric_families(lines)}
+    memory = {each.labels["rank"]: each.value for each in found["baton_rank_resident_bytes"]}
+    assert memory.keys() == {"0", "1"} and min(memory.values()) > 2**20
+    plans = {(each.name, each.labels.get("le")): each.value for each in found["baton_plan_seconds"]}
+    count = plans["baton_plan_seconds_count", None]
+    assert count == plans["baton_plan_seconds_bucket", "+Inf"] > 0
+    assert 0 < plans["baton_plan_seconds_sum", None] / count < 0.1
 
 
 def followers(worker: Process) -> list[psutil.Process]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from random_checkpoints import save_checkpoint
 from test_transformers_backed import ARCHITECTURES
 
 from baton.bench.machine import DRIVER
-from baton.cli.doctor import doctor, process_id, run_checks
+from baton.cli.doctor import doctor, process_id, run_checks, served
 from baton.cli.health import health
 from baton.transport.shm import FIRST_PID_NAMESPACE, pid_namespace
 
@@ -95,3 +96,14 @@ def test_what_becomes_of_quantized_weights_is_said(tmp_path):
     config["quantization_config"] = {"quant_method": "bitsandbytes"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "'bitsandbytes' are not supported" in next(iter(ask(*model).values()))
+
+
+def test_a_model_divided_among_ranks():
+    found = {each.name: each for each in served("demo", "auto", tp=2)}
+    assert found["ranks"].verdict == "ok"
+    assert re.match(
+        r"2, each with up to 0\.\d+ GiB of weights and \d+ of \d+ KV heads", found["ranks"].detail
+    )
+    assert "ranks" not in {each.name for each in served("demo", "auto")}
+    (refused,) = served("demo", "auto", tp=7)
+    assert refused.verdict == "bad" and "cannot be divided among 7 ranks" in refused.detail

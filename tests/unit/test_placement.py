@@ -11,16 +11,29 @@ from rich.console import Console
 from baton.bench.machine import visible_gpus
 from baton.cli.deployment import Deployment, DeploymentPlan, assign_gpus
 from baton.cli.up import process_table
+from baton.rpc.errors import BatonError
 
 CUDA = {role: {"device": "cuda", "model": "demo"} for role in ("prefill", "decode")}
 
 
 def test_in_turn():
-    assert assign_gpus(["p", "d"], ["0", "1"]) == {"p": "0", "d": "1"}
-    assert assign_gpus(["p", "d"], ["5"]) == {"p": "5", "d": "5"}
-    assert assign_gpus(["a", "b", "c"], ["0", "1"]) == {"a": "0", "b": "1", "c": "0"}
-    assert assign_gpus(["p"], ["0", "1"]) == {"p": "0"}
-    assert assign_gpus(["p", "d"], []) == {}
+    def of(names: str, gpus: list[str]) -> dict[str, str]:
+        return assign_gpus(dict.fromkeys(names, 1), gpus)
+
+    assert of("pd", ["0", "1"]) == {"p": "0", "d": "1"}
+    assert of("pd", ["5"]) == {"p": "5", "d": "5"}
+    assert of("abc", ["0", "1"]) == {"a": "0", "b": "1", "c": "0"}
+    assert of("p", ["0", "1"]) == {"p": "0"}
+    assert of("pd", []) == {}
+
+
+def test_each_rank_has_a_gpu_of_its_own():
+    gpus = [str(number) for number in range(6)]
+    assert assign_gpus({"p": 2, "d": 2, "e": 2}, gpus) == {"p": "0,1", "d": "2,3", "e": "4,5"}
+    assert assign_gpus({"p": 1, "d": 4}, gpus) == {"p": "0", "d": "1,2,3,4"}
+    assert assign_gpus({"p": 2, "d": 2}, []) == {}
+    with pytest.raises(BatonError, match=r"7 ranks need a GPU each \(p 1, d 4, e 2\), and 6 can be used"):
+        assign_gpus({"p": 1, "d": 4, "e": 2}, gpus)
 
 
 def test_visible_gpus(monkeypatch):
@@ -56,6 +69,15 @@ def test_a_deployment_spreads_its_workers(tmp_path, monkeypatch):
     assert found["prefill-0"] == found["decode-0"] == ("6", "0.2")
     cpu = {role: {"device": "cpu"} for role in CUDA}
     assert set(started_with(tmp_path, monkeypatch, "6", settings=cpu).values()) == {none}
+    ranked = {role: {**settings, "tp": 2} for role, settings in CUDA.items()}
+    found = started_with(tmp_path, monkeypatch, "2,3,4,5,6,7", settings=ranked, decode=2)
+    assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [
+        ("2,3", None),
+        ("4,5", None),
+        ("6,7", None),
+    ]
+    with pytest.raises(BatonError, match="6 ranks need a GPU each"):
+        started_with(tmp_path, monkeypatch, "2,3,4,5,6", settings=ranked, decode=2)
     mixed = {"prefill": {"device": "cuda:1"}, "decode": {"device": "cuda"}}
     found = started_with(tmp_path, monkeypatch, "6,7", settings=mixed)
     assert found["prefill-0"] == none and found["decode-0"] == ("6", None)

@@ -210,3 +210,10 @@ def test_a_profile_of_steps_alone_says_what_is_assumed(profile, tmp_path):
     assert "the profile has no engine, pull, host" in found.output
     path.write_text("{}")
     assert "is no profile" in str(plan(str(path), "--rate", "1").exception)
+
+
+def test_ranks_are_counted(tmp_path):
+    path = tmp_path / "ranks.json"
+    path.write_text(json.dumps(PROFILE | {"engine": {**PROFILE["engine"], "ranks": 2, "device": "cuda"}}))
+    said = plan(str(path), *QUESTION, *("--ttft", "300", "--itl", "25", "--goodput-part", "0.95")).output
+    assert "Take 1 prefill and 1 decode node with --split always, of 2 ranks each (4 GPUs): 15" in said

@@ -34,16 +34,16 @@ from baton.cli.deployment import DeploymentPlan
 from baton.cli.options import (
     COUNT,
     FRACTION,
+    PROCESS,
     SECONDS,
     SIZE,
     SectionedCommand,
     config_options,
-    fields_of,
     option,
     options,
     take,
 )
-from baton.config import NodeConfig, WorkerConfig
+from baton.config import WorkerConfig
 
 if TYPE_CHECKING:
     from baton.bench.engine import EngineBench
@@ -161,7 +161,7 @@ def run_engine(
     deployment_options,
     option("--timeout", SECONDS, 600.0, TIMEOUT_HELP, "SECONDS"),
     report_options,
-    config_options(WorkerConfig, leave_out=fields_of(NodeConfig)),
+    config_options(WorkerConfig, leave_out=PROCESS),
 )
 def offline(engine: bool, repeats: int, **values: Any) -> None:
     """Measure output tokens per second of many requests at once.

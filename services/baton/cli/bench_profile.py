@@ -16,9 +16,17 @@ from baton.bench.processes import BenchError
 from baton.cli.bench_options import NUMBERS, Report, engine_config, open_engine, report_options, run_here
 from baton.cli.console import progress_bar, shown, table
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.options import SECONDS, SectionedCommand, config_options, fields_of, option, options, take
+from baton.cli.options import (
+    PROCESS,
+    SECONDS,
+    SectionedCommand,
+    config_options,
+    option,
+    options,
+    take,
+)
 from baton.cli.supervisor import ChildError
-from baton.config import NodeConfig, WorkerConfig
+from baton.config import WorkerConfig
 from baton.plan.profile import EngineFacts, HostCost, Profile, to_dict
 
 if TYPE_CHECKING:
@@ -109,6 +117,7 @@ def _facts(bench: Any) -> EngineFacts:
         page_bytes=pool.layout.page_bytes,
         overlap=bench.engine.overlap,
         device=bench.engine.device.type,
+        ranks=config.tp,
         windows=tuple(group.window or 0 for group in pool.layout.groups),
     )
 
@@ -159,7 +168,7 @@ def show(profile: Profile, found: Fitted, report: dict[str, Any], console: Conso
     ),
     click.option("--host/--no-host", default=True, help="Start processes and measure their messages."),
     report_options,
-    config_options(WorkerConfig, leave_out={*fields_of(NodeConfig), "step_profile"}),
+    config_options(WorkerConfig, leave_out=PROCESS | {"step_profile"}),
 )
 def profile(**values: Any) -> None:
     """Measure what steps, pulls and messages cost on this machine, for `baton plan`.

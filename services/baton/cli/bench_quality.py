@@ -11,8 +11,16 @@ from rich.console import Console
 
 from baton.cli.bench_options import Report, engine_config, report_options, run_here
 from baton.cli.console import progress_bar, shown, table
-from baton.cli.options import COUNT, SectionedCommand, config_options, fields_of, option, options, take
-from baton.config import NodeConfig, WorkerConfig
+from baton.cli.options import (
+    COUNT,
+    PROCESS,
+    SectionedCommand,
+    config_options,
+    option,
+    options,
+    take,
+)
+from baton.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,7 @@ def _device(config: WorkerConfig) -> Any:
         "FILE",
     ),
     report_options,
-    config_options(WorkerConfig, leave_out=fields_of(NodeConfig)),
+    config_options(WorkerConfig, leave_out=PROCESS),
 )
 def quality(**values: Any) -> None:
     """Measure what quantization costs: perplexity of a text, and the share of greedy tokens that stay.

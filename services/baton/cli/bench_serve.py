@@ -35,17 +35,17 @@ from baton.cli.options import (
     COUNT,
     FILE,
     FRACTION,
+    PROCESS,
     SECONDS,
     SIZE,
     Parsed,
     SectionedCommand,
     config_options,
-    fields_of,
     option,
     options,
     take,
 )
-from baton.config import NodeConfig, WorkerConfig
+from baton.config import WorkerConfig
 from baton.latency import Targets
 
 LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "end to end"}
@@ -221,7 +221,7 @@ async def _serve(
     option("--timeout", SECONDS, 120.0, TIMEOUT_HELP, "SECONDS"),
     report_options,
     option("--plot picture", FILE, None, "Plot percentiles over rate, and distributions.", "FILE.png"),
-    config_options(WorkerConfig, leave_out=fields_of(NodeConfig)),
+    config_options(WorkerConfig, leave_out=PROCESS),
 )
 def serve(
     rates: tuple[float, ...],

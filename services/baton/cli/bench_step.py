@@ -15,14 +15,14 @@ from baton.cli.console import progress_bar, shown, table
 from baton.cli.options import (
     COUNT,
     FRACTION,
+    PROCESS,
     SectionedCommand,
     config_options,
-    fields_of,
     option,
     options,
     take,
 )
-from baton.config import NodeConfig, WorkerConfig
+from baton.config import WorkerConfig
 
 if TYPE_CHECKING:
     from baton.bench.engine import EngineBench
@@ -180,7 +180,7 @@ def _defaults(values: dict[str, Any], wanted: Measurement) -> dict[str, Any]:
         "FOLDER",
     ),
     report_options,
-    config_options(WorkerConfig, leave_out=fields_of(NodeConfig), defaults={"token_budget": TOKEN_BUDGET}),
+    config_options(WorkerConfig, leave_out=PROCESS, defaults={"token_budget": TOKEN_BUDGET}),
 )
 def step(**values: Any) -> None:
     """Measure decode steps of the engine by batch size and context, against their floor.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import random
 import socket
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from baton.cli.progress import LogFolder, follow_logs, rotate_logs, start_progre
 from baton.cli.supervisor import SERVE, Child, Supervisor
 from baton.config import WorkerConfig
 from baton.rpc.address import family_of, join_address, loopback
+from baton.rpc.errors import failed_precondition
 
 PORTS = range(10_000, 20_000)
 
@@ -46,9 +48,19 @@ def free_ports(host: str, count: int, claims: contextlib.ExitStack | None = None
     raise OSError(f"{host} has no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")
 
 
-def assign_gpus(workers: Sequence[str], gpus: Sequence[str]) -> dict[str, str]:
-    """Worker -> its GPU, in turn. Empty without GPUs."""
-    return {name: gpus[number % len(gpus)] for number, name in enumerate(workers) if gpus}
+def assign_gpus(workers: Mapping[str, int], gpus: Sequence[str]) -> dict[str, str]:
+    """Worker -> its GPUs, one for each of its ranks, separated by commas. Empty without GPUs. Workers of one
+    rank take them in turn, and may share one. Raises BatonError if there are ranks of a worker of several
+    that would have to share."""
+    needed = sum(workers.values())
+    if gpus and needed > len(gpus) and max(workers.values()) > 1:
+        ranks = ", ".join(f"{name} {count}" for name, count in workers.items())
+        raise failed_precondition(
+            f"{needed} ranks need a GPU each ({ranks}), and {len(gpus)} can be used ({', '.join(gpus)}): "
+            "lower --tp, --prefill or --decode, or use --device cpu"
+        )
+    turn = itertools.cycle(gpus)
+    return {name: ",".join(itertools.islice(turn, count)) for name, count in workers.items() if gpus}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +98,7 @@ class Deployment:
     """
 
     def __init__(self, plan: DeploymentPlan, console: Console) -> None:
-        """Raises BatonError if no log folder can be made, OSError without free ports."""
+        """Raises BatonError if no log folder can be made or ranks lack GPUs, OSError without free ports."""
         self.plan = plan
         self.console = console
         self._own_logs = LogFolder() if plan.log_folder is None else None
@@ -193,6 +205,10 @@ class Deployment:
 
 def _gpus(plan: DeploymentPlan, workers: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Of the workers that take any GPU; one whose device has an index sees all."""
-    devices = {role: plan.settings.get(role, {}).get("device", "auto") for role in ("prefill", "decode")}
-    names = [name for name, role in workers if devices[role] in ("cuda", "auto")]
-    return assign_gpus(names, visible_gpus() if names else [])
+    settings = {role: plan.settings.get(role, {}) for role in ("prefill", "decode")}
+    ranks = {
+        name: int(settings[role].get("tp", 1))
+        for name, role in workers
+        if settings[role].get("device", "auto") in ("cuda", "auto")
+    }
+    return assign_gpus(ranks, visible_gpus() if ranks else [])

@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -231,12 +232,13 @@ def model() -> Iterator[Check]:
 
 
 def served(
-    name: str, implementation: str, quantization: str = "auto", kv_dtype: str = "auto"
+    name: str, implementation: str, quantization: str = "auto", kv_dtype: str = "auto", tp: int = 1
 ) -> Iterator[Check]:
-    """Whether a model can be served here, by whose code, and what it takes."""
+    """Whether a model can be served here, by whose code, and what it takes; `tp`: of each rank, too."""
     import torch
 
     from baton.checkpoint import CheckpointError, resolve
+    from baton.layers.shard import Shard
     from baton.models.config import read_config
     from baton.models.loader import kv_shape, weight_bytes
     from baton.models.weight_plan import describe
@@ -246,11 +248,18 @@ def served(
         path = resolve(name)
         config = read_config(path, implementation=implementation)
         dtype = torch.float32 if device.type == "cpu" else config.dtype
-        size = weight_bytes(
-            path, dtype, implementation=implementation, quantization=quantization, device=device
+        needed = partial(
+            weight_bytes,
+            path,
+            dtype,
+            implementation=implementation,
+            quantization=quantization,
+            device=device,
         )
+        size = needed()
         how = describe(path, device, quantization, dtype)
         kv = kv_shape(config)
+        shards = [needed(shard=Shard(rank, tp)) for rank in range(tp)]
     except CheckpointError as error:
         yield Check(name, "bad", str(error))
         return
@@ -265,6 +274,8 @@ def served(
     name = str(dtype).removeprefix("torch.")
     yield Check("weights", "ok", f"{size / GIB:.2f} GiB on {device.type}, computed in {name}")
     size_of_one = dtype.itemsize if kv_dtype == "auto" else 1
+    if tp > 1:
+        yield _ranks(shards, Shard(0, tp).kv_heads(kv.heads)[1], kv.heads, device.type)
     token = config.num_layers * kv.heads * kv.dim * kv.parts * size_of_one
     kind = "latents" if kv.parts == 1 else "keys and values"
     if kv_dtype != "auto" and kv.parts == 1:
@@ -274,6 +285,20 @@ def served(
         f"{token * config.context_length / GIB:.2f} GiB for a context of {config.context_length:,} tokens"
     )
     yield Check("kv", "ok", f"{token / 1024:.1f} KiB of {kind} a token, {context}")
+
+
+def _ranks(shards: Sequence[int], heads: int, of: int, device: str) -> Check:
+    """shards: bytes of each rank's weights; heads: KV heads of a rank, of all `of`."""
+    weights = f"up to {max(shards) / GIB:.2f} GiB of weights"
+    text = f"{len(shards)}, each with {weights} and {heads} of {of} KV heads"
+    if device == "cpu":
+        return Check("ranks", "ok", f"{text}; they share this machine's memory")
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < len(shards):
+        return Check("ranks", "bad", f"{text}; each needs a GPU, and {count} can be used: lower --tp")
+    return Check("ranks", "bad", f"{text}; --tp works on CPUs only yet: use --device cpu")
 
 
 GROUPS: dict[str, Callable[[], Iterator[Check]]] = {
@@ -321,7 +346,10 @@ def _table(findings: list[tuple[str, Check]]) -> Table:
 @click.option("--model-impl", default="auto", show_default=True, help="auto, baton or transformers.")
 @click.option("--quantization", default="auto", show_default=True, help="auto, none, fp8, int8 or int4.")
 @click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "fp8_e4m3"]))
-def doctor(as_json: bool, model: str | None, model_impl: str, quantization: str, kv_dtype: str) -> None:
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Ranks of a worker.")
+def doctor(
+    as_json: bool, model: str | None, model_impl: str, quantization: str, kv_dtype: str, tp: int
+) -> None:
     """Say what this machine can run, and why not.
 
     Checks Python, memory, shared memory, torch, GPUs, attention backends, transports, the demo model and the
@@ -331,10 +359,11 @@ def doctor(as_json: bool, model: str | None, model_impl: str, quantization: str,
     Examples:
       baton doctor
       baton doctor --model ./my-model      whether it can be served, by whose code
+      baton doctor --model ./my-model --tp 4
       baton doctor --json | jq '.checks[] | select(.verdict != "ok")'
     """
     console = Console()
-    groups = {"model": lambda: served(model, model_impl, quantization, kv_dtype)} if model else GROUPS
+    groups = {"model": lambda: served(model, model_impl, quantization, kv_dtype, tp)} if model else GROUPS
     if as_json:
         findings = list(run_checks(groups))
     else:

@@ -313,6 +313,8 @@ def config_file_option(role: str, only: Collection[str] | None = None) -> Callab
     )
 
 
+PROCESS = frozenset({*fields_of(NodeConfig), "nnodes", "node_rank", "master"})
+"""What commands leave out that start workers by themselves: of their processes and hosts."""
 COUNT = click.IntRange(1)
 SIZE = click.IntRange(0)
 SECONDS = click.FloatRange(0, min_open=True)

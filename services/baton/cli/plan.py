@@ -190,7 +190,7 @@ def recommendation(plan_input: PlanInput, plan: Plan) -> str:
             f"No layout of at most {plan_input.most} nodes meets the targets; {closest.layout} comes closest "
             f"with {met:.1%} of the requests. Raise --max-nodes, or relax the targets."
         )
-    text = f"Take {_words(best)}: {_goodput(best, targets)}."
+    text = f"Take {_words(best)}{_ranks(plan_input, best)}: {_goodput(best, targets)}."
     other = plan.split if best is plan.aggregated else plan.aggregated
     tried_other = [each for each in plan.tried if bool(each.layout.prefill) != bool(best.layout.prefill)]
     if other is not None:
@@ -200,6 +200,14 @@ def recommendation(plan_input: PlanInput, plan: Plan) -> str:
         most = max(each.layout.nodes for each in tried_other)
         text += f" {kind}, {most} nodes do not meet the targets."
     return text
+
+
+def _ranks(plan_input: PlanInput, found: Simulated) -> str:
+    engine = plan_input.setup.profile.engine
+    if engine.ranks == 1:
+        return ""
+    devices = "GPUs" if engine.device == "cuda" else "processes"
+    return f", of {engine.ranks} ranks each ({engine.ranks * found.layout.nodes} {devices})"
 
 
 def _words(found: Simulated) -> str:

@@ -113,8 +113,13 @@ def _default_sampling(gateway: NodeReport) -> str:
 
 
 def _device(info: node_pb2.NodeInfo) -> str:
-    """With the number of ranks where there are several."""
-    return f"{info.device} x {len(info.ranks)}" if info.ranks else info.device
+    """With the number of ranks where there are several, their hosts, and the memory that they occupy."""
+    if not info.ranks:
+        return info.device
+    hosts = len({rank.host for rank in info.ranks})
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    memory = ", ".join(f"{rank.resident_bytes / 2**30:.1f}" for rank in info.ranks)
+    return f"{info.device} x {len(info.ranks)}{where} ({memory} GiB)"
 
 
 def status_table(reports: Sequence[NodeReport]) -> Table:

@@ -20,6 +20,7 @@ from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.nodes import Credentials, ask, reachable
 from baton.cli.options import (
     FRACTION,
+    PROCESS,
     ROLES,
     SectionedCommand,
     config_file_option,
@@ -43,7 +44,8 @@ from baton.rpc.errors import BatonError
 
 OWN = (
     *("host", "port", "http_port", "advertise", "drain_seconds", "shared", "shared_http", "siblings"),
-    *("tokenizer", "prefill", "decode", *(name for name in fields_of(NodeConfig) if name.startswith("etcd"))),
+    *("tokenizer", "prefill", "decode"),
+    *(name for name in fields_of(NodeConfig) if name.startswith("etcd")),
 )
 """Fields that `baton up` sets itself."""
 
@@ -243,7 +245,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
 )
 @config_file_option("gateway", only=("host", "port", "http_port"))
 @config_options(NodeConfig, leave_out=OWN)
-@config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
+@config_options(WorkerConfig, leave_out=PROCESS)
 @config_options(PrefillConfig, leave_out=fields_of(WorkerConfig))
 @config_options(DecodeConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
 @config_options(GatewayConfig, leave_out=(*fields_of(WorkerConfig), *OWN))
@@ -275,6 +277,7 @@ def up(
       baton up --prefill 2 --decode 2             more nodes
       baton up --gateways 4                       for tens of thousands of tokens/s
       baton up --prefill 0                        aggregated: no hand-off
+      baton up --tp 2                             each worker is two processes; on GPUs, one each
       baton up --device cuda --prefill 2          workers take the GPUs in turn; CUDA_VISIBLE_DEVICES chooses
       baton up --transports grpc                  pages over gRPC instead of shared memory
       baton up --config baton.toml --port 0       settings from a file, a free port

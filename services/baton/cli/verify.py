@@ -13,10 +13,10 @@ from rich.console import Console
 
 from baton.cli.console import Answer, collect_async, progress_bar, run_command, table
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.options import COUNT, SectionedCommand, config_options, fields_of, option, options
+from baton.cli.options import COUNT, PROCESS, SectionedCommand, config_options, option, options
 from baton.cli.up import fetch_model, settings_by_role
 from baton.client import AsyncClient, Options
-from baton.config import NodeConfig, WorkerConfig
+from baton.config import WorkerConfig
 
 LENGTHS = (20, 2400, 300, 1200, 80, 3600, 600, 160)
 """Characters of prompts; short and long ones share batches."""
@@ -191,7 +191,7 @@ async def _verify(
         "HOST:PORT",
     ),
 )
-@config_options(WorkerConfig, leave_out=fields_of(NodeConfig))
+@config_options(WorkerConfig, leave_out=PROCESS)
 def verify(
     prompts: int, max_tokens: int, concurrency: int, prefill_nodes: int, decode_nodes: int, against: str,
     **values: Any,

@@ -29,6 +29,8 @@ class EngineFacts:
     page_bytes: Count = 49152
     overlap: bool = False
     device: str = "cpu"
+    ranks: Count = 1
+    """Processes of a worker, each with a device (or cores) of its own."""
     windows: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
     """Of the model's KV groups; 0: none."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -26,6 +28,23 @@ class PlanChannel(Protocol):
     def send_plan(self, plan: bytes, threads: int) -> None: ...
 
 
+PLAN_SECONDS = (25e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 0.1)
+"""Bounds of PlanTimes."""
+
+
+class PlanTimes:
+    """How long rank 0 took to give plans to all followers: a histogram."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(PLAN_SECONDS) + 1)
+        """Up to each bound of PLAN_SECONDS, and above the last."""
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(PLAN_SECONDS, seconds)] += 1
+        self.seconds += seconds
+
+
 class RankedRunner:
     """A `Runner`. `launch` and `read` raise RanksLost."""
 
@@ -39,6 +58,7 @@ class RankedRunner:
         self._followers = followers
         self._threads = threads
         self._encoder = PlanEncoder()
+        self.plan_times = PlanTimes()
 
     @property
     def mask_stats(self) -> Any:
@@ -46,10 +66,12 @@ class RankedRunner:
 
     def launch(self, plan: StepPlan) -> Any:
         try:
+            began = time.perf_counter()
             # A plan that was not sent must not be remembered as if it were: also this ends the ranks.
             message, threads = self._encoder.encode(plan), self._threads()
             for follower in self._followers:
                 follower.send_plan(message, threads)
+            self.plan_times.add(time.perf_counter() - began)
             return self._runner.launch(plan)
         except (ChannelError, CollectiveError) as error:
             raise RanksLost(f"another rank is lost: {error}", by_step=False) from error

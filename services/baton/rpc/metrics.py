@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from baton.v1 import node_pb2
 
@@ -89,16 +96,19 @@ SECONDS = {
 class LoadCollector(Collector):
     """Turns the Load that `snapshot` returns into metrics, at each scrape; no metrics if it raises."""
 
-    def __init__(self, role: str, snapshot: Callable[[], node_pb2.Load]) -> None:
+    def __init__(
+        self, role: str, snapshot: Callable[[], node_pb2.Load], info: Callable[[], node_pb2.NodeInfo]
+    ) -> None:
         self._role = role
         self._snapshot = snapshot
+        self._info = info
 
     def describe(self) -> list[Metric]:
         return []  # keeps registration from calling collect()
 
     def collect(self) -> Iterator[Metric]:
         try:
-            load = self._snapshot()
+            load, ranks = self._snapshot(), self._info().ranks
         except Exception:
             return  # rpc.health logs it
         for name, text in COUNTERS.items():
@@ -113,6 +123,7 @@ class LoadCollector(Collector):
             gauge = GaugeMetricFamily(f"baton_{name}_seconds", text, labels=["role"])
             gauge.add_metric([self._role], unit * float(getattr(load, field_name)))
             yield gauge
+        yield from self._ranks(load, ranks)
         reasons = CounterMetricFamily(
             "baton_handoff_retry_reasons", "Hand-offs tried again, by reason.", labels=["role", "reason"]
         )
@@ -129,3 +140,21 @@ class LoadCollector(Collector):
         for field in node_pb2.PageCounts.DESCRIPTOR.fields:
             pages.add_metric([self._role, field.name], float(getattr(load.pages, field.name)))
         yield pages
+
+    def _ranks(self, load: node_pb2.Load, ranks: Sequence[node_pb2.Rank]) -> Iterator[Metric]:
+        """Nothing but the names where there is one rank."""
+        memory = GaugeMetricFamily(
+            "baton_rank_resident_bytes", "Main memory of each rank.", labels=["role", "rank"]
+        )
+        for rank in ranks:
+            memory.add_metric([self._role, str(rank.rank)], float(rank.resident_bytes))
+        yield memory
+        plans = HistogramMetricFamily(
+            "baton_plan_seconds", "From a step's plan until all ranks were sent it.", labels=["role"]
+        )
+        times = load.plan_times
+        if times.counts:
+            names = [*map(floatToGoString, times.bounds), "+Inf"]
+            buckets = list(zip(names, map(float, accumulate(times.counts)), strict=True))
+            plans.add_metric([self._role], buckets, sum_value=times.sum)
+        yield plans

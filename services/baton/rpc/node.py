@@ -250,7 +250,7 @@ class _Shell:
             _log.warning("callers are not authenticated", who=who, missing=missing)
         self.address = self._config.advertise or bound
         await self._server.start()
-        self._registry.register(LoadCollector(self._node.role, self.load))
+        self._registry.register(LoadCollector(self._node.role, self.load, self._node.info))
         if self._serve_http:
             self._start_http()
 

@@ -308,6 +308,7 @@ class WorkerNode(WorkerShell[C]):
             add_step_cost(load, self.core_or_none.step_stats)
             load.problems.extend(self.problems(load))
             add_grammars(load, self.engine)
+            self.engine.ranks.add_plans(load)
         return load
 
     def problems(self, load: node_pb2.Load) -> Iterator[node_pb2.Problem]:

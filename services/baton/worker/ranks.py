@@ -29,7 +29,7 @@ from baton.ranks.followers import (
 )
 from baton.ranks.hosts import PAGES, PLANS, Master
 from baton.ranks.pages import PagesOfHosts, Part, RemotePart
-from baton.ranks.runner import RankedRunner, RanksLost
+from baton.ranks.runner import PLAN_SECONDS, PlanTimes, RankedRunner, RanksLost
 from baton.rpc.address import family_of
 from baton.rpc.authentication import Cluster
 from baton.rpc.logs import get_logger
@@ -53,6 +53,7 @@ class Ranks:
         """By host: connections for its pages."""
         self._there: dict[int, Ready] = {}
         """What ranks of other hosts have said of themselves."""
+        self._plan_times = PlanTimes()
         if config.tp == 1:
             return
         self.shard = Shard(0, config.tp, config.nnodes)
@@ -112,7 +113,9 @@ class Ranks:
             self._there |= self.followers.ask(replace(pool, segment=None), [first])
             others = range(first + 1, first + self.shard.per_host)
             self._there |= self.followers.ask(replace(pool, segment=self._there[first].segment), others)
-        return RankedRunner(runner, list(self.followers.channels.values()), torch.get_num_threads)
+        ranked = RankedRunner(runner, list(self.followers.channels.values()), torch.get_num_threads)
+        self._plan_times = ranked.plan_times
+        return ranked
 
     def pages(self, own: PageStore, layout: KvLayout) -> PageStore:
         """Whole pages of the worker. `own`: of this host; `layout`: of all heads."""
@@ -153,6 +156,14 @@ class Ranks:
             for one in found[: self.shard.per_host]:
                 one.host = platform.node()
         return found
+
+    def add_plans(self, load: node_pb2.Load) -> None:
+        """The times of plans."""
+        if self.followers is not None:
+            times = self._plan_times
+            load.plan_times.CopyFrom(
+                node_pb2.Histogram(bounds=PLAN_SECONDS, counts=times.counts, sum=times.seconds)
+            )
 
     def failed(self, error: RanksLost) -> bool:
         """Whether what was computed may have ended the ranks: a step failed on one of them."""
