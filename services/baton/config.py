@@ -104,6 +104,9 @@ class WorkerConfig(NodeConfig):
     """Ranks that share the model and its work (tensor parallelism): one process each, of which this one is
     the first. Their number must divide that of attention heads, and divide or be a multiple of that of KV
     heads."""
+    ep: bool = False
+    """With --tp: each rank holds some of a mixture's experts whole, instead of a part of each (expert
+    parallelism). The ranks must divide their number."""
     nnodes: int = 1
     """Hosts that the ranks are divided among: as many of them on each. The same command is started on every
     one, with its --node-rank."""

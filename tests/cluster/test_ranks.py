@@ -139,14 +139,16 @@ async def hand_off(gateway: Process, transport: str, answers: list[Answer], **op
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "architecture"), [((2, 4), "qwen3"), ((4, 2), "deepseek")])
-async def test_four_ranks_with_heads_and_latents_that_several_hold(tmp_path, sizes, architecture):
+@pytest.mark.parametrize(
+    ("sizes", "architecture", "flags"), [((2, 4), "qwen3", ()), ((4, 2), "deepseek", ("--ep",))]
+)
+async def test_four_ranks_with_heads_and_latents_that_several_hold(tmp_path, sizes, architecture, flags):
     """Four ranks and two KV heads: two ranks hold each. Latents are held by all."""
     model = make_model(architecture)
     answers = Reference(model).answers([33, 64, 160], OUTPUT)
     deployment = Deployment(tmp_path, save(model, tmp_path / "model"))
     of = {"prefill": sizes[0], "decode": sizes[1]}
-    prefill, decode = (deployment.add_worker(role, *OPTIONS, "--tp", str(of[role])) for role in of)
+    prefill, decode = (deployment.add_worker(role, *OPTIONS, *flags, "--tp", str(of[role])) for role in of)
     gateway = deployment.add_gateway([decode], [prefill])
     with deployment:
         await hand_off(gateway, "shm", answers)

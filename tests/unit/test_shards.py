@@ -79,7 +79,7 @@ class FollowerDriver(Driver):
         self.runner.launch(StepPlan(self.number, tuple(rows), tuple(inits), tuple(copies)))
 
 
-def of_ranks(path, size, prompts, outputs, **options):
+def of_ranks(path, size, prompts, outputs, ep=False, **options):
     """Rank 0's driver and tracks. All ranks share a pool. `options`: of `load_model`."""
     storage = memoryview(bytearray(2**23))
 
@@ -88,7 +88,7 @@ def of_ranks(path, size, prompts, outputs, **options):
         driver = make(path, shard=shard, communicator=communicator, storage=storage, **options)
         return driver, run(driver, prompts, outputs)
 
-    return ThreadGroup(size).run(rank)[0]
+    return ThreadGroup(size, ep=ep).run(rank)[0]
 
 
 def divisible(variant, size):
@@ -101,9 +101,20 @@ CASES = [(variant, size) for variant in VARIANTS for size in (2, 4) if divisible
 
 @pytest.mark.parametrize(("variant", "size"), [*CASES, ("smollm", 3)])
 def test_logits_and_greedy_tokens_equal_transformers(checkpoints, variant, size):
-    path, model = checkpoints(variant)
+    equal_transformers(*checkpoints(variant), size)
+
+
+MIXTURES = ["mixtral", "qwen3-moe", "glm4-moe", "deepseek-v3", "gpt-oss"]
+
+
+@pytest.mark.parametrize(("variant", "size"), [*((variant, 2) for variant in MIXTURES), ("mixtral", 4)])
+def test_so_they_do_with_whole_experts_on_each_rank(checkpoints, variant, size):
+    equal_transformers(*checkpoints(variant), size, ep=True)
+
+
+def equal_transformers(path, model, size, **options):
     prompts = random_prompts(5, 33, 70, 1)
-    _, tracks = of_ranks(path, size, prompts, 8)
+    _, tracks = of_ranks(path, size, prompts, 8, **options)
     for track, prompt in zip(tracks, prompts, strict=True):
         assert largest_difference(model, track) < 1e-4
         check_greedy(model, prompt, track.tokens[len(prompt) :])
@@ -121,12 +132,12 @@ WIDE = {"intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
 """A rank's inputs of each projection are whole groups of 32."""
 
 
-def difference(path, size, **options):
+def difference(path, size, ep=False, **options):
     """Between logits of one rank and of several, at most."""
     prompts = random_prompts(40)
     (one,), (_, (several,)) = (
         run(Driver(path, **options), prompts, 6),
-        of_ranks(path, size, prompts, 6, **options),
+        of_ranks(path, size, prompts, 6, ep, **options),
     )
     assert one.logits.keys() == several.logits.keys()
     return max((one.logits[at] - several.logits[at]).abs().max().item() for at in one.logits)
@@ -146,6 +157,8 @@ def test_quantized_checkpoints_are_cut_as_they_are_stored(tmp_path, name, varian
     variants = {variant: (make, {**overrides, **WIDE})}
     write(tmp_path, save_checkpoint(variant, tmp_path, variants=variants), STORED[name])
     assert difference(tmp_path, 2) < 1e-4
+    if variant == "qwen3-moe":
+        assert difference(tmp_path, 2, ep=True) < 1e-4
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -180,6 +193,30 @@ def test_gguf_files(tmp_path, variant, kind):
     )
     path = write_gguf(tmp_path / "model.gguf", reference, kind, old=False)
     assert difference(path, 2) < 1e-4
+    if variant != "llama3":
+        assert difference(path, 2, ep=True) < 1e-4
+
+
+def test_each_rank_has_its_experts_alone_and_whole(checkpoints):
+    def sizes(**how):
+        return [weight_bytes(path, torch.float32, shard=Shard(rank, 2, **how)) for rank in (0, 1)]
+
+    path, _ = checkpoints("qwen3-moe")
+    assert sizes(ep=True) == sizes()
+    model = load_model(path, torch.float32, shard=Shard(1, 2, ep=True), communicator=NOBODY)
+    whole = load_model(path, torch.float32)
+    ours, all_of_them = (each.layers[1].feed_forward.experts for each in (model, whole))
+    assert ours.first == ours.count == all_of_them.count // 2
+    assert torch.equal(ours.gate_up, all_of_them.gate_up[ours.first :])
+
+
+def test_experts_that_cannot_be_divided_are_named(checkpoints):
+    for variant, size, text in (
+        ("llama3", 2, "--ep divides a mixture's experts, and this model has none"),
+        ("qwen3-moe", 3, "experts cannot be divided among 3 ranks"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            weight_bytes(checkpoints(variant)[0], torch.float32, shard=Shard(0, size, ep=True))
 
 
 def test_a_rank_allocates_and_reads_its_part_alone(checkpoints, monkeypatch):

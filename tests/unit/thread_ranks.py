@@ -17,8 +17,8 @@ T = TypeVar("T")
 class ThreadGroup:
     """What the communicators of its ranks share."""
 
-    def __init__(self, size: int, seconds: float = 20.0) -> None:
-        self.size = size
+    def __init__(self, size: int, seconds: float = 20.0, ep: bool = False) -> None:
+        self.size, self.ep = size, ep
         self.barrier = threading.Barrier(size, timeout=seconds)
         self.given: list[torch.Tensor] = [torch.empty(0)] * size
 
@@ -27,7 +27,7 @@ class ThreadGroup:
 
         def one(rank: int) -> T:
             try:
-                return work(Shard(rank, self.size), ThreadCommunicator(self, rank))
+                return work(Shard(rank, self.size, ep=self.ep), ThreadCommunicator(self, rank))
             except BaseException:
                 self.barrier.abort()
                 raise

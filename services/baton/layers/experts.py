@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from baton.layers.linear import Linear
 from baton.layers.mlp import ACTIVATIONS, GatedMlp
 from baton.layers.parameters import Parameters
-from baton.layers.shard import Span, times
+from baton.layers.shard import ONE_RANK, Cut, Span, times
 from baton.layers.weights.method import Method, QuantizedWeight
 
 
@@ -131,9 +131,17 @@ class Experts:
     ) -> None:
         """`projections`: names of an expert's gate, up and down projections in the checkpoint; None: it has
         all experts in one tensor, transposed, gate and up interleaved, as gpt-oss has."""
+        self.total, self.first = count, 0
+        """Experts of all ranks; the first one of this rank."""
+        if parameters.shard.ep and parameters.shard.size > 1:
+            self.first, count = parameters.shard.split(count, "experts")
+            for expert in range(self.total):
+                if projections is not None and not self.first <= expert < self.first + count:
+                    parameters.ignore(f"{expert}.")
+            parameters = replace(parameters, shard=ONE_RANK)  # of each expert it has all
         own = parameters.shard.split(inner, "inner values of an expert")
         self.count, self.inner = count, own[1]
-        """`inner`: of this rank."""
+        """Of this rank."""
         self.communicator = parameters.communicator
         """With several ranks what comes out is this rank's part of a sum."""
         self.activation = activation
@@ -149,7 +157,9 @@ class Experts:
                     QuantizedWeight(method, count * hidden, own[1], parameters.device),
                 )
             self.quantized = [
-                self._expert(parameters.under(str(expert)), expert, hidden, projections, inner, own)
+                self._expert(
+                    parameters.under(str(self.first + expert)), expert, hidden, projections, inner, own
+                )
                 for expert in range(count)
             ]
             count = 0
@@ -161,7 +171,7 @@ class Experts:
             self._declare_merged(parameters, inner, own)
         else:
             for expert in range(count):
-                self._declare(parameters.under(str(expert)), expert, projections, inner, own)
+                self._declare(parameters.under(str(self.first + expert)), expert, projections, inner, own)
         if self.down_bias is not None and parameters.shard.rank:
             self.down_bias = None  # rank 0 adds it
 
@@ -219,20 +229,22 @@ class Experts:
     def _declare_merged(self, parameters: Parameters, inner: int, own: Span) -> None:
         """Gate and up of an inner value are neighbours."""
         count, hidden, _ = self.down.shape
-        pairs = times(own, 2)
+        pairs, experts = times(own, 2), None
+        if count < self.total:
+            count, experts = self.total, Cut(0, ((self.first, count),))
         parameters.add(
             "gate_up_proj",
             self.gate_up,
             shape=torch.Size([count, hidden, 2 * inner]),
             convert=_transposed(_halves),
-            cut=parameters.shard.cut(2, pairs),
+            cut=experts or parameters.shard.cut(2, pairs),
         )
         parameters.add(
             "down_proj",
             self.down,
             shape=torch.Size([count, inner, hidden]),
             convert=_transposed(None),
-            cut=parameters.shard.cut(1, own),
+            cut=experts or parameters.shard.cut(1, own),
         )
         if self.gate_up_bias is not None and self.down_bias is not None:
             parameters.add(
@@ -241,18 +253,20 @@ class Experts:
                 shape=torch.Size([count, 2 * inner]),
                 fill="zeros",
                 convert=_halves,
-                cut=parameters.shard.cut(1, pairs),
+                cut=experts or parameters.shard.cut(1, pairs),
             )
-            parameters.add("down_proj_bias", self.down_bias, fill="zeros")
+            shape = torch.Size([count, hidden])
+            parameters.add("down_proj_bias", self.down_bias, shape=shape, fill="zeros", cut=experts)
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], weights and experts [tokens, n] -> float32 [tokens, hidden]: the weighted sum
-        of each token's experts, in the order of their numbers."""
+        of each token's experts, in the order of their numbers; of those of this rank."""
         order = experts.flatten().argsort(stable=True)
         tokens = order.div(experts.shape[1], rounding_mode="floor")
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        start = 0
-        for expert, size in enumerate(experts.flatten().bincount(minlength=self.count).tolist()):
+        sizes = experts.flatten().bincount(minlength=self.total).tolist()
+        start = sum(sizes[: self.first])
+        for expert, size in enumerate(sizes[self.first : self.first + self.count]):
             if size:
                 rows = tokens[start : start + size]
                 out = self._one(expert, x[rows])
@@ -262,8 +276,8 @@ class Experts:
 
     def dense(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """The same, each expert for all tokens: more products, but their sizes do not depend on the data."""
-        table = torch.zeros(len(x), self.count, dtype=torch.float32, device=x.device)
-        table.scatter_(1, experts, weights)
+        table = torch.zeros(len(x), self.total, dtype=torch.float32, device=x.device)
+        table = table.scatter_(1, experts, weights)[:, self.first : self.first + self.count]
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in range(self.count):
             total.addcmul_(self._one(expert, x).float(), table[:, expert, None])

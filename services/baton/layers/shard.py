@@ -69,6 +69,8 @@ class Shard:
     rank: int = 0
     size: int = 1
     hosts: int = 1
+    ep: bool = False
+    """Each rank holds some of a mixture's experts whole, instead of a part of each."""
 
     @property
     def per_host(self) -> int:

@@ -212,6 +212,7 @@ def load_model(
     _check_shard(plan, shard)
     parameters = Parameters(dtype, device, plan=plan, shard=shard, communicator=communicator)
     model = build(config, parameters)
+    _check_experts(parameters)
     report = progress or (lambda done, total: None)
     if load_format == "dummy":
         _fill(parameters, report)
@@ -238,6 +239,11 @@ def _check_plain(quantization: str, quantize_head: bool, shard: Shard) -> None:
 def _check_shard(plan: WeightPlan, shard: Shard) -> None:
     if shard.size > 1 and plan.fp8:
         raise ModelError("--quantization fp8 does not work with --tp; leave one of them out")
+
+
+def _check_experts(parameters: Parameters) -> None:
+    if parameters.shard.ep and not any(".experts." in name for name in parameters.table):
+        raise ModelError("--ep divides a mixture's experts, and this model has none; leave it out")
 
 
 def _check_tied(path: Path) -> None:
@@ -268,7 +274,9 @@ def declared(
     config = read_config(path, context_length, "baton")
     meta = torch.device("meta")
     parameters = Parameters(dtype or config.dtype, meta, plan=plan or WeightPlan(), shard=shard)
-    return build(config, parameters)
+    model = build(config, parameters)
+    _check_experts(parameters)
+    return model
 
 
 def weight_bytes(

@@ -276,6 +276,9 @@ def _check(config: WorkerConfig) -> None:
         raise invalid("eviction", f"--eviction: {error}") from error
     if config.tp < 1:
         raise invalid("tp", "--tp must be at least 1")
+    if config.ep and config.tp == 1:
+        text = "--ep divides experts among the ranks of --tp: give it 2 or more, or leave out --ep"
+        raise invalid("ep", text)
     if config.tp > 1 and config.step_profile:
         raise invalid("tp", "steps of --step-profile compute nothing: leave out --tp")
     if config.tp > 1 and config.batch_invariant:

@@ -44,6 +44,7 @@ ALIKE = (
     "quantization",
     "quantize_head",
     "tp",
+    "ep",
     "nnodes",
     "kv_dtype",
     "prefill_attention",
@@ -132,7 +133,7 @@ def serve_host(config: WorkerConfig, role: str) -> int:
 class _Host:
     def __init__(self, config: WorkerConfig, role: str) -> None:
         self._config, self._role = sized(config, device_of(config.device)), role
-        shard = Shard(0, config.tp, config.nnodes)
+        shard = Shard(0, config.tp, config.nnodes, config.ep)
         first = config.node_rank * shard.per_host
         self._shards = [replace(shard, rank=rank) for rank in range(first, first + shard.per_host)]
         self._events: queue.Queue[tuple[str, int, int]] = queue.Queue()

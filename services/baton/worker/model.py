@@ -63,7 +63,7 @@ def check_shards(config: WorkerConfig, device: torch.device) -> None:
         quantize_head=config.quantize_head,
         device=device,
         load_format=config.load_format,
-        shard=Shard(0, config.tp, config.nnodes),
+        shard=Shard(0, config.tp, config.nnodes, config.ep),
     )
 
 
@@ -145,7 +145,7 @@ def model_fingerprint(config: WorkerConfig, path: Path, model: Model, device: to
     """Of the checkpoint, and of all that changes its keys and values. Raises ModelError."""
     variant = model.config.variant + quantized(config, device)
     if config.tp > 1 and config.load_format == "dummy":
-        variant += f" tp {config.tp}"  # each rank's weights are random
+        variant += f" tp {config.tp}" + " ep" * config.ep  # each rank's weights are random
     return fingerprint(path, model.dtype, config.load_format, variant)
 
 

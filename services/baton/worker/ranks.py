@@ -56,7 +56,7 @@ class Ranks:
         self._plan_times = PlanTimes()
         if config.tp == 1:
             return
-        self.shard = Shard(0, config.tp, config.nnodes)
+        self.shard = Shard(0, config.tp, config.nnodes, config.ep)
         try:
             self._start(config)
         except BaseException:
