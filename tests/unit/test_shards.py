@@ -213,7 +213,7 @@ def test_each_rank_has_its_experts_alone_and_whole(checkpoints):
 def test_experts_that_cannot_be_divided_are_named(checkpoints):
     for variant, size, text in (
         ("llama3", 2, "--ep divides a mixture's experts, and this model has none"),
-        ("qwen3-moe", 3, "experts cannot be divided among 3 ranks"),
+        ("gpt-oss", 4, "6 experts cannot be divided among 4 ranks"),
     ):
         with pytest.raises(CheckpointError, match=text):
             weight_bytes(checkpoints(variant)[0], torch.float32, shard=Shard(0, size, ep=True))

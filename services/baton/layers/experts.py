@@ -135,9 +135,10 @@ class Experts:
         """Experts of all ranks; the first one of this rank."""
         if parameters.shard.ep and parameters.shard.size > 1:
             self.first, count = parameters.shard.split(count, "experts")
-            for expert in range(self.total):
-                if projections is not None and not self.first <= expert < self.first + count:
-                    parameters.ignore(f"{expert}.")
+            for expert in {*range(self.total)} - {*range(self.first, self.first + count)}:
+                for name in projections or ():
+                    parameters.leave(f"{expert}.{name}.weight")
+                    parameters.leave(f"{expert}.{name}.bias")
             parameters = replace(parameters, shard=ONE_RANK)  # of each expert it has all
         own = parameters.shard.split(inner, "inner values of an expert")
         self.count, self.inner = count, own[1]

@@ -50,6 +50,8 @@ class Parameters:
     linears: list[Linear] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     """How names start of tensors that a checkpoint may hold and the model does not use."""
+    elsewhere: set[str] = field(default_factory=set)
+    """Tensors that only other ranks use."""
     plan: WeightPlan = field(default_factory=WeightPlan)
     shard: Shard = ONE_RANK
     communicator: Communicator | None = None
@@ -62,6 +64,10 @@ class Parameters:
     def ignore(self, prefix: str) -> None:
         """Tensors below this prefix may be in the checkpoint and are not read."""
         self.ignored.append(self.prefix + prefix)
+
+    def leave(self, name: str) -> None:
+        """Another rank reads this tensor."""
+        self.elsewhere.add(self.prefix + name)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Memory that `add` gives names to."""

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def read_weights(path: Path, declared: Parameters, report: Progress) -> None:
     Raises ModelError naming the tensor that is missing, unexpected or of another shape.
     """
     parameters = declared.table
-    found = _check(path, parameters, declared.ignored)
+    found = _check(path, parameters, declared.ignored, declared.elsewhere)
     names = [name for _, names in found for name in names]
     progress = _Progress(sum(parameters[name].target.nbytes for name in names), report)
     count = min(_THREADS, os.cpu_count() or 1)
@@ -63,7 +63,7 @@ def read_weights(path: Path, declared: Parameters, report: Progress) -> None:
 
 
 def _check(
-    path: Path, parameters: dict[str, Parameter], ignored: Sequence[str]
+    path: Path, parameters: dict[str, Parameter], ignored: Sequence[str], elsewhere: Collection[str]
 ) -> list[tuple[TensorFile, list[str]]]:
     """The tensors to read from each file."""
     missing = set(parameters)
@@ -71,6 +71,8 @@ def _check(
     for file in tensor_files(path):
         names = []
         for name, shape in file.shapes().items():
+            if name in elsewhere:
+                continue
             if name not in missing:
                 # Some checkpoints carry frequencies, although config.json determines them.
                 if name.startswith(tuple(ignored)) or name.endswith("rotary_emb.inv_freq"):
