@@ -20,6 +20,7 @@ from baton.models.registry import FAMILIES, build
 from baton.rpc.errors import BatonError
 from baton.worker.memory import check_weights, free_and_total
 from baton.worker.model import quantized
+from quantizers import compressed, write
 
 
 @pytest.fixture
@@ -247,18 +248,36 @@ def test_packed_weights_are_not_held_a_second_time(checkpoint):
     assert all(linear.weight is None for linear in model.parameters.linears)
 
 
-def test_groups_of_4_bits_are_part_of_the_fingerprint():
-    """They are larger on GPUs, so that the same checkpoint has other weights there."""
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    config = DecodeConfig(model="demo", quantization="int4")
-    assert quantized(config, cpu) != quantized(config, cuda)
-    config = DecodeConfig(model="demo", quantization="int8")
-    assert quantized(config, cpu) == quantized(config, cuda) != ""
-    assert (
-        quantized(DecodeConfig(model="demo"), cpu)
-        == ""
-        != quantized(DecodeConfig(model="demo", quantization="none"), cpu)
-    )
+def test_weights_that_are_kept_quantized_are_part_of_the_fingerprint(checkpoint, monkeypatch):
+    """A CPU computes otherwise with the same codes than a GPU, or keeps none; groups of 4 bits are larger on
+    a GPU."""
+    monkeypatch.setattr("baton.models.weight_plan.unsuited", lambda device, dtype: None)
+    devices = torch.device("cpu"), torch.device("cuda")
+
+    def added(path, quantization="auto"):
+        config = DecodeConfig(model="demo", quantization=quantization)
+        return [quantized(config, path, device, torch.bfloat16) for device in devices]
+
+    assert added(checkpoint) == added(checkpoint, "none") == ["", ""]
+    found = [text for way in ("fp8", "int8", "int4") for text in added(checkpoint, way)]
+    assert len(set(found)) == 6 and "" not in found
+    write(checkpoint, None, compressed("int-quantized", num_bits=8, strategy="channel"))
+    kept = added(checkpoint)
+    assert len(set(kept)) == 2 and "" not in kept and added(checkpoint, "none") == ["", ""]
+
+
+def test_an_embedding_of_16_bits_is_kept_in_16_bits_beside_its_packed_head(checkpoint):
+    edit_config(checkpoint, tie_word_embeddings=True)
+    edit_weights(checkpoint, lambda t: t.pop("lm_head.weight", None))
+    tokens = torch.tensor([3, 1, 4])
+    exact = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"].float()
+    model = load_model(checkpoint, torch.float32)
+    assert torch.equal(model._embed(tokens), exact[tokens])
+    before = model.embedding.dtype
+    edit_weights(checkpoint, lambda t: t["model.embed_tokens.weight"].copy_(exact.bfloat16()))
+    model = load_model(checkpoint, torch.float32)
+    assert (before, model.embedding.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(model._embed(tokens), exact.bfloat16().float()[tokens])
 
 
 def test_fingerprint(checkpoint):

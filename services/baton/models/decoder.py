@@ -202,6 +202,19 @@ class Decoder:
             self._pack()
             for parameter in self.parameters.table.values():  # what has been packed is held no more
                 parameter.target = torch.empty(0, device="meta")
+            if self.config.tied and self.dtype.itemsize > 2:
+                self._narrow_embedding()
+
+    def _narrow_embedding(self) -> None:
+        """The packed head is another copy of the embedding, in a layout that no row can be read from. What is
+        kept for reading rows takes 16 bits a number if they hold each exactly, as those of a checkpoint of 16
+        bits do."""
+        for dtype in (torch.bfloat16, torch.float16):
+            narrow = torch.empty_like(self.embedding, dtype=dtype)
+            pieces = zip(self.embedding.split(4096), narrow.split(4096), strict=True)
+            if all(torch.equal(piece, part.copy_(piece).to(piece.dtype)) for piece, part in pieces):
+                self.embedding = narrow
+                return
 
     def _pack(self) -> None:
         """With several ranks nothing is measured: layouts round differently, and what all ranks compute, such
@@ -234,12 +247,12 @@ class Decoder:
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.communicator is None:
-            return F.embedding(tokens, self.embedding)
+            return F.embedding(tokens, self.embedding).to(self.dtype)
         first, count = self._own_tokens
         own = tokens - first
         others = (own < 0) | (own >= count)
-        hidden = F.embedding(own.masked_fill(others, 0), self.embedding).masked_fill_(others[:, None], 0)
-        return self.communicator.all_reduce(hidden)
+        hidden = F.embedding(own.masked_fill(others, 0), self.embedding).to(self.dtype)
+        return self.communicator.all_reduce(hidden.masked_fill_(others[:, None], 0))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> float32 [rows, vocab]; with several ranks on rank 0, [rows, 0] on others."""

@@ -20,7 +20,7 @@ from baton.layers.shard import ONE_RANK, Communicator, Shard, Span
 from baton.models.decoder import Model
 from baton.models.kv_scales import read_kv_scales
 from baton.models.loader import fingerprint, load_model, weight_bytes
-from baton.models.weight_plan import ONLINE_GROUP
+from baton.models.weight_plan import weight_plan
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.worker.memory import check_weights, free_and_total
@@ -131,19 +131,20 @@ def kv_scales(config: WorkerConfig, path: Path, model: Model) -> torch.Tensor | 
     return read_kv_scales(path, len(model.attention_options), model.kv.heads, config.load_format)
 
 
-def quantized(config: WorkerConfig, device: torch.device) -> str:
-    """What --quantization adds to a fingerprint: keys and values differ. Groups of 4 bits are not the same on
-    all devices. `none` dequantizes a checkpoint whose products `auto` may compute in 8 bits."""
-    if config.quantization == "auto":
-        return ""
-    return f" {config.quantization}" + (
-        f" {ONLINE_GROUP[device.type]}" if config.quantization == "int4" else ""
-    )
+def quantized(config: WorkerConfig, path: Path, device: torch.device, dtype: torch.dtype) -> str:
+    """What quantization adds to a fingerprint, as keys and values differ: how weights are quantized while
+    loading, and how they are kept in memory. A CPU and a GPU compute differently with what they keep, and a
+    CPU keeps less. Empty where the checkpoint's weights are computed with as they are."""
+    plan = weight_plan(path, device, config.quantization, False, config.load_format, dtype)
+    if plan.method is None:
+        return " fp8" if plan.fp8 else ""
+    how = "" if config.quantization == "auto" else f" {config.quantization}"
+    return f"{how} {plan.method.name} on {device.type}"
 
 
 def model_fingerprint(config: WorkerConfig, path: Path, model: Model, device: torch.device) -> str:
     """Of the checkpoint, and of all that changes its keys and values. Raises ModelError."""
-    variant = model.config.variant + quantized(config, device)
+    variant = model.config.variant + quantized(config, path, device, model.dtype)
     if config.tp > 1 and config.load_format == "dummy":
         variant += f" tp {config.tp}" + " ep" * config.ep  # each rank's weights are random
     return fingerprint(path, model.dtype, config.load_format, variant)
