@@ -88,6 +88,15 @@ class GgufFile:
         unpacked: np.ndarray[Any, np.dtype[np.float32]] = dequantize(tensor.data[rows], tensor.tensor_type)
         return unpacked
 
+    def kind(self, name: str) -> str:
+        """A tensor's type, such as Q4_K."""
+        return str(self.tensors[name].tensor_type.name)
+
+    def blocks(self, name: str, rows: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The same rows as they are stored: uint8 [rows, bytes]."""
+        stored: np.ndarray[Any, np.dtype[np.uint8]] = self.tensors[name].data[rows]
+        return stored
+
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation: those that the file states, and those whose names say it."""
         tokens = self.value("tokenizer.ggml.tokens", list)

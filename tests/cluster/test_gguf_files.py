@@ -24,7 +24,8 @@ def test_greedy_output_and_text(name, kind, parts, tmp_path, deployments):
     model = make_model(name)
     path = write_gguf(tmp_path / f"{name}-{kind}.gguf", model, kind, make_tokenizer(), parts=parts)
     answers = Reference(model).answers([1, 16, 33, 65, 160], OUTPUT)
-    with Deployment.split(tmp_path, path, worker=("--kv-tokens", "4096", "--page-size", "16")) as deployment:
+    worker = ("--kv-tokens", "4096", "--page-size", "16", "--quantization", "none")
+    with Deployment.split(tmp_path, path, worker=worker) as deployment:
         deployments.append(deployment)
         requests = [greedy(answer.prompt, OUTPUT) for answer in answers]
         completions = asyncio.run(ask(deployment.gateway.address, requests))

@@ -59,9 +59,8 @@ def deployment(tmp_path_factory, deployments) -> Iterator[Deployment]:
     except CheckpointError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("smollm2")
-    with Deployment.split(
-        folder, "smollm2", worker=("--kv-tokens", "8192", "--page-size", str(PAGE))
-    ) as made:
+    worker = ("--kv-tokens", "8192", "--page-size", str(PAGE), "--quantization", "none")
+    with Deployment.split(folder, "smollm2", worker=worker) as made:
         deployments.append(made)
         yield made
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize
 from gguf_tokenizer import TEXTS, make_tokenizer
 from random_checkpoints import (
     GREEDY,
@@ -24,12 +25,16 @@ from baton.checkpoint import CheckpointError, model_name, resolve
 from baton.gguf_file import SUPPORTED, GgufFile
 from baton.layers.experts import Mixture
 from baton.layers.parameters import Parameters
+from baton.layers.weights.cpu import CANDIDATES, Dequantized
+from baton.layers.weights.gguf import BLOCKS
+from baton.layers.weights.gguf import decode as decode_blocks
 from baton.models.config import make_rope, read_config
 from baton.models.gguf import read_hf_config
 from baton.models.gguf_rope import rope_scaling
 from baton.models.loader import fingerprint, load_model, read_weights, weight_bytes
 from baton.models.mxfp4 import dequantize as mxfp4_dequantize
 from baton.models.registry import build
+from baton.models.weight_plan import describe
 from baton.tokenizer.hf import load as load_tokenizer
 from gguf_models import write_gguf
 
@@ -146,10 +151,12 @@ def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(name,
     assert written.architecture == expected.architecture.replace("Mistral", "Llama")
     same_rope(written, expected)
     seen = []
-    model = load_model(path, torch.float32, progress=lambda done, total: seen.append((done, total)))
+    model = load_model(
+        path, torch.float32, progress=lambda done, total: seen.append((done, total)), quantization="none"
+    )
     assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] and len(seen) > len(model.parameters.table)
     same_weights(filled(path), filled(tmp_path / "rounded"))
-    driver = Driver(path)
+    driver = Driver(path, quantization="none")
     for slot, prompt in enumerate(random_prompts(5, 17, 40)):
         track = driver.add(slot, prompt, 40)
         driver.step([driver.chunk(track, len(prompt), sample=True)], [driver.init(track, GREEDY)])
@@ -160,14 +167,38 @@ def test_weights_and_greedy_output_are_those_of_the_model_that_was_written(name,
         assert largest_difference(reference, track) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["llama3", "mistral", "mixtral"])
+def test_blocks_of_4_bits_stay_so_and_compute_what_they_stand_for(name, tmp_path, monkeypatch):
+    """Heads whose rows the file interleaves, and experts. By the product that does not round."""
+    monkeypatch.setitem(CANDIDATES, 4, (Dequantized,))
+    variant, kind, options, _ = FAMILIES[name]
+    make, overrides = VARIANTS[variant]
+    reference = save_checkpoint(
+        variant, tmp_path / "plain", variants={variant: (make, {**overrides, **options})}
+    )
+    path = write_gguf(tmp_path / "model.gguf", reference, kind)
+    whole = weight_bytes(path, torch.float32, quantization="none")
+    assert weight_bytes(path, torch.float32) < (0.55 if name == "llama3" else 0.6) * whole
+    assert describe(path, torch.device("cpu")).startswith("blocks of 4 bits (GGUF) stay so")
+    for quantization in ("auto", "int4"):
+        driver = Driver(path, quantization=quantization)
+        (prompt,) = random_prompts(40)
+        track = driver.add(0, prompt, 8)
+        driver.step([driver.chunk(track, 40, sample=True)], [driver.init(track, GREEDY)])
+        for _ in range(4):
+            driver.step([driver.decode(track)])
+        driver.finish()
+        assert largest_difference(reference, track) < 1e-4, quantization
+
+
 def random_blocks(kind, rows, columns):
-    """Random blocks of a type that has no writer in Python, with scales of ordinary size."""
+    """Random blocks of a type, with scales of ordinary size."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     rng = np.random.default_rng(5)
     data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
     at = {
         **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
-        **{"IQ4_NL": (0,), "IQ4_XS": (0,)},
+        **{"IQ4_NL": (0,), "IQ4_XS": (0,), "Q4_0": (0,), "Q4_1": (0, 2)},
     }[kind]
     for offset in at:
         scales = rng.uniform(0.01, 0.1, data.shape[:2]).astype(np.float16)
@@ -216,6 +247,20 @@ def test_all_types_are_unpacked(tmp_path):
             theirs = module.dequantize(data, int(GGMLQuantizationType[kind])).reshape(6, 512).numpy()
             assert np.allclose(found, theirs, rtol=1e-5, atol=1e-5), kind
     assert np.array_equal(file.unpack("MXFP4", slice(None)), mxfp4(packed["MXFP4"]))
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
+def test_blocks_of_4_bits_are_taken_apart_without_loss(kind):
+    """Groups of 32 codes mean the same numbers as gguf's own reader unpacks; also where a scale is 0."""
+    type = GGMLQuantizationType[kind]
+    data = random_blocks(kind, 6, 512)
+    data[0, : GGML_QUANT_SIZES[type][1]] = 0  # all values are 0
+    data[1, :2] = 0  # the scale is 0
+    tensor = decode_blocks(kind, torch.from_numpy(data))
+    assert tensor.codes.dtype == torch.uint8 and int(tensor.codes.max()) == 15 and tensor.group == 32
+    expected = torch.from_numpy(dequantize(data, type))
+    assert tensor.shape == expected.shape == (6, 512)
+    torch.testing.assert_close(tensor.dequantize(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ import torch
 from baton.checkpoint import CheckpointError
 from baton.gguf_file import PIECE, GgufFile
 from baton.layers.shard import NO_CUTS, Cut
+from baton.layers.weights.gguf import BLOCKS, decode
+from baton.layers.weights.quantized import QuantizedTensor
 from baton.models.gguf_families import LAYER, OTHERS, common, family_of, layers
 
 _CONFIGURATION = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -50,6 +52,15 @@ class _Source(Protocol):
 
     def read(self, rows: slice) -> Floats: ...
 
+    @property
+    def kind(self) -> str | None:
+        """The type of its blocks, where they can be read as they are."""
+        ...
+
+    def blocks(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """[rows, bytes]"""
+        ...
+
 
 class _Rows:
     """A tensor of the file, or one expert's part of it."""
@@ -63,9 +74,19 @@ class _Rows:
         self._order = None if heads is None else _halves(self.shape[0], heads)
 
     def read(self, rows: slice) -> Floats:
-        index: Any = rows if self._order is None else self._order[rows]
-        piece = self._file.unpack(self._name, index if self._expert is None else (self._expert, index))
+        piece = self._file.unpack(self._name, self._index(rows))
         return piece + np.float32(self._add) if self._add else piece
+
+    @property
+    def kind(self) -> str | None:
+        return None if self._add or len(self.shape) != 2 else self._file.kind(self._name)
+
+    def blocks(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return self._file.blocks(self._name, self._index(slice(None)))
+
+    def _index(self, rows: slice) -> Any:
+        index: Any = rows if self._order is None else self._order[rows]
+        return index if self._expert is None else (self._expert, index)
 
 
 class _LatentUp:
@@ -81,6 +102,11 @@ class _LatentUp:
         keys, values = (self._file.unpack(name, slice(None)) for name in self._names)
         merged: Floats = np.concatenate((keys.swapaxes(1, 2), values), 1).reshape(self.shape)
         return merged[rows]
+
+    kind = None
+
+    def blocks(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        raise NotImplementedError
 
 
 def _halves(count: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -142,11 +168,23 @@ class GgufTensors:
     def shapes(self) -> dict[str, list[int]]:
         return {name: list(source.shape) for name, source in self._sources.items()}
 
+    def quantized(self) -> frozenset[str]:
+        """Names of the matrices that can be read as groups of 4 bits."""
+        return frozenset(name for name, source in self._sources.items() if source.kind in BLOCKS)
+
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Mapping[str, Cut] = NO_CUTS
-    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        self,
+        names: Collection[str],
+        whole: Collection[str],
+        cuts: Mapping[str, Cut] = NO_CUTS,
+        kept: Collection[str] = (),
+    ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
         for name in names:
             source = self._sources[name]
+            if name in kept and source.kind in BLOCKS:
+                blocks = torch.from_numpy(np.require(source.blocks(), requirements="CW"))
+                yield name, 0, decode(source.kind, blocks)
+                continue
             count, *inner = source.shape
             step = count if name in whole else max(1, PIECE // math.prod(inner))
             for start in range(0, count, step):

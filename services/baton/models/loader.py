@@ -16,6 +16,7 @@ from baton.gguf_file import GgufFile
 from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
 from baton.layers.shard import ONE_RANK, Communicator, Shard
+from baton.layers.weights import gguf
 from baton.layers.weights.method import QuantizedWeight, WeightPlan
 from baton.layers.weights.quantized import QuantizedTensor
 from baton.models import transformers_backed
@@ -109,7 +110,13 @@ def _copy(file: TensorFile, names: list[str], parameters: dict[str, Parameter], 
         if (cut := parameters[name].cut) is not None
         and not (isinstance(parameters[name].target, QuantizedWeight) and cut.axis)
     }
-    for name, start, source in file.read(names, whole | cuts.keys(), cuts):
+    kept = {
+        name
+        for name in names
+        if isinstance(target := parameters[name].target, QuantizedWeight)
+        and (target.bits, target.group) == (4, gguf.GROUP)
+    }
+    for name, start, source in file.read(names, whole | cuts.keys(), cuts, kept):
         parameter = parameters[name]
         target, cut = parameter.target, parameter.cut
         if isinstance(source, QuantizedTensor):

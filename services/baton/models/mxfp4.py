@@ -51,8 +51,15 @@ class Mxfp4Tensors:
                 found[name] = shape
         return found
 
+    def quantized(self) -> Collection[str]:
+        return ()
+
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Mapping[str, Cut] = NO_CUTS
+        self,
+        names: Collection[str],
+        whole: Collection[str],
+        cuts: Mapping[str, Cut] = NO_CUTS,
+        kept: Collection[str] = (),
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         packed = {f"{name}_blocks": name for name in names}
         for stored, start, tensor in self._file.read([*names, *packed], whole, cuts):

@@ -54,6 +54,7 @@ class QuantizedFile:
         names: Collection[str],
         whole: Collection[str],
         cuts: Mapping[str, Cut] = NO_CUTS,
+        kept: Collection[str] = (),
     ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
         stored = {}
         for name in names:

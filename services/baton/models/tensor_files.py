@@ -28,13 +28,22 @@ class TensorFile(Protocol):
         """Of all tensors, by the names of Hugging Face checkpoints."""
         ...
 
+    def quantized(self) -> Collection[str]:
+        """Names of the matrices that can be read as they are quantized."""
+        ...
+
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Mapping[str, Cut] = NO_CUTS
+        self,
+        names: Collection[str],
+        whole: Collection[str],
+        cuts: Mapping[str, Cut] = NO_CUTS,
+        kept: Collection[str] = (),
     ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
         """These tensors in turn, each in one or several parts along its first axis: name, where the part
         begins, part. One part at a time is in memory. Those named in `whole` come in one part, quantized ones
         always do. Of those in `cuts`, which are in `whole` too, only that is returned; quantized ones come as
-        if there were none."""
+        if there were none. `kept`: will be kept in groups of 4 bits; blocks of a GGUF file that are such
+        come quantized, and dequantized otherwise."""
         ...
 
     def sample(self, update: Callable[[bytes], None]) -> None:
@@ -98,8 +107,15 @@ class SafetensorsFile:
     def shapes(self) -> dict[str, list[int]]:
         return {name: tensors.get_slice(name).get_shape() for name, tensors in self._tensors()}
 
+    def quantized(self) -> Collection[str]:
+        return ()
+
     def read(
-        self, names: Collection[str], whole: Collection[str], cuts: Mapping[str, Cut] = NO_CUTS
+        self,
+        names: Collection[str],
+        whole: Collection[str],
+        cuts: Mapping[str, Cut] = NO_CUTS,
+        kept: Collection[str] = (),
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Of a tensor that is cut nothing else is read."""
         wanted = set(names)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from baton.layers.weights import gguf
 from baton.layers.weights.awq import Awq
 from baton.layers.weights.compressed import Compressed, Packed
 from baton.layers.weights.fp8 import Fp8, Fp8Blocks
@@ -13,7 +14,6 @@ from baton.layers.weights.gptq import Gptq
 from baton.layers.weights.method import INT4_GROUPS, Method, WeightPlan
 from baton.layers.weights.quantized import Format
 from baton.models.config import ModelError
-from baton.models.quantized_file import QuantizedFile
 from baton.models.tensor_files import stored_format, tensor_files
 
 QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
@@ -59,13 +59,21 @@ def weight_plan(
     if online:
         group = ONLINE_GROUP["cuda" if on_gpu else "cpu"]
         return WeightPlan(Method(8) if quantization == "int8" else Method(4, group), head=head, on_gpu=on_gpu)
+    if path.is_file() and quantization == "auto" and not on_gpu:
+        return _blocks_of_4_bits(path)
     method = _kept(format, on_gpu) if format is not None and quantization == "auto" else None
     if method is None or problem is not None:
         return WeightPlan()
     if load_format == "dummy":
         return WeightPlan(method, on_gpu=on_gpu)
-    files = [file for file in tensor_files(path) if isinstance(file, QuantizedFile)]
-    return WeightPlan(method, frozenset().union(*(file.quantized() for file in files)), on_gpu=on_gpu)
+    names = frozenset[str]().union(*(file.quantized() for file in tensor_files(path)))
+    return WeightPlan(method, names, on_gpu=on_gpu)
+
+
+def _blocks_of_4_bits(path: Path) -> WeightPlan:
+    """A CPU computes with those of a GGUF file; it has no kernel for its other types."""
+    names = frozenset[str]().union(*(file.quantized() for file in tensor_files(path)))
+    return WeightPlan(Method(4, gguf.GROUP), names) if names else WeightPlan()
 
 
 def unsuited(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -117,6 +125,8 @@ def describe(
     plan, format = weight_plan(path, device, quantization, False, load_format, dtype), stored_format(path)
     if plan.fp8:
         return "rounded to FP8 while loading, and kept in the model's dtype"
+    if format is None and plan.stored is not None:
+        return "blocks of 4 bits (GGUF) stay so in memory, other types are dequantized while loading"
     if format is None:
         return "" if plan.method is None else f"quantized to {plan.method.name} while loading"
     if plan.method is None:
