@@ -185,7 +185,7 @@ def test_what_is_quantized_on_one_rank_is_not_left_plain_on_several(tmp_path, qu
     ("variant", "kind"),
     [("llama3", "Q4_1"), ("qwen3-moe", "Q8_0"), ("gpt-oss", "MXFP4"), ("deepseek-v3", "Q8_0")],
 )
-def test_gguf_files(tmp_path, variant, kind):
+def test_gguf_files(tmp_path, variant, kind, exact):
     make, overrides = VARIANTS[variant]
     wide = {"moe_intermediate_size": 32, "norm_topk_prob": True} if variant == "qwen3-moe" else {}
     reference = save_checkpoint(
