@@ -211,7 +211,7 @@ class Decoder:
         bits do."""
         for dtype in (torch.bfloat16, torch.float16):
             narrow = torch.empty_like(self.embedding, dtype=dtype)
-            pieces = zip(self.embedding.split(4096), narrow.split(4096), strict=True)
+            pieces = zip(torch.split(self.embedding, 4096), torch.split(narrow, 4096), strict=True)
             if all(torch.equal(piece, part.copy_(piece).to(piece.dtype)) for piece, part in pieces):
                 self.embedding = narrow
                 return

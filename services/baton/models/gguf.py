@@ -182,7 +182,7 @@ class GgufTensors:
         for name in names:
             source = self._sources[name]
             if name in kept and source.kind in BLOCKS:
-                blocks = torch.from_numpy(np.require(source.blocks(), requirements="CW"))
+                blocks = torch.from_numpy(np.require(source.blocks(), requirements=("C", "W")))
                 yield name, 0, decode(source.kind, blocks)
                 continue
             count, *inner = source.shape
