@@ -37,8 +37,29 @@ def made(bits, outputs=96, inputs=128, group=32, seed=0):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantizing_rounds_to_the_nearest_code(bits):
     weight, quantized, values = made(bits)
-    assert ((values - weight).abs() <= quantized.scale.repeat_interleave(quantized.group, 1) * 0.501).all()
+    scale = quantized.scale.repeat_interleave(quantized.group, 1)
+    if bits == 8:
+        assert ((values - weight).abs() <= scale * 0.501).all()
+    else:
+        zero = quantized.zero.repeat_interleave(quantized.group, 1)
+        nearest = (weight.double() / scale + zero).clamp(0, 15)
+        assert ((quantized.unpacked().codes - nearest).abs() < 0.501).all()
     assert quantized.nbytes == 96 * 128 * bits // 8 + quantized.scale.nbytes * (2 if bits == 4 else 1)
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_4_bits_round_less_than_between_the_least_and_the_largest(group):
+    weight = torch.randn(200, 512, generator=torch.Generator().manual_seed(0))
+    parts = weight.reshape(200, -1, group)
+    low, high = parts.amin(2, keepdim=True), parts.amax(2, keepdim=True)
+    plain = ((parts - low) / (high - low) * 15).round() / 15 * (high - low) + low
+    error = (quantize(weight, 4, group).dequantize() - weight).norm()
+    assert error < 0.95 * (plain - parts).norm()
+
+
+def test_4_bits_of_groups_of_one_value_are_that_value():
+    weight = torch.tensor([0.0, 1.5, -3e-3, 1e-20])[:, None].repeat(1, 64)
+    torch.testing.assert_close(quantize(weight, 4, 32).dequantize(), weight, rtol=1e-5, atol=1e-10)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -13,6 +13,8 @@ from baton.layers.weights.quantized import QuantizedTensor
 
 INT4_GROUPS = (32, 64, 128, 256)
 """Those that torch has a kernel for."""
+_PIECE = 2**21
+"""Weights that are quantized to 4 bits at a time, for the memory that it takes."""
 
 
 class QuantizedWeight:
@@ -113,17 +115,51 @@ class QuantizedWeight:
 
 
 def quantize(weight: torch.Tensor, bits: int, group: int) -> QuantizedTensor:
-    """[out, in], rounded to nearest: 8 bits symmetric, 4 bits between a group's least and largest."""
-    parts = weight.float().reshape(len(weight), -1, group)
+    """[out, in]: 8 bits symmetric, rounded to nearest; 4 bits with the least squared error that is found."""
     if bits == 8:
+        parts = weight.float().reshape(len(weight), -1, group)
         scale = parts.abs().amax(2).clamp_min_(1e-12).div_(127)
         codes = parts.div(scale[..., None]).round_().clamp_(-127, 127).to(torch.int8)
         return QuantizedTensor(codes.flatten(1), scale, group)
-    low, high = parts.amin(2), parts.amax(2)
-    scale = high.sub(low).clamp_min_(1e-12).div_(15)
-    zero = low.div(scale).neg_()
-    codes = parts.div(scale[..., None]).add_(zero[..., None]).round_().clamp_(0, 15).to(torch.uint8)
-    return QuantizedTensor(codes.flatten(1), scale, group, zero)
+    pieces = [_four_bits(piece, group) for piece in torch.split(weight, max(1, _PIECE // weight.shape[1]))]
+    codes, scale, zero = (torch.cat(each) for each in zip(*pieces, strict=True))
+    return QuantizedTensor(codes, scale, group, zero)
+
+
+def _four_bits(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [out, in], scale and zero [out, groups]. Begins with codes between a group's least and largest
+    value, and with ones over nine tenths of that; twice takes the scale and zero that fit the codes best
+    (linear regression), then the codes nearest to the values. A group of 16 values at equal distances keeps
+    them."""
+    values = weight.float().reshape(len(weight), -1, group)
+    low, high = values.amin(2, keepdim=True), values.amax(2, keepdim=True)
+    mean = values.mean(2, keepdim=True)
+    centred = values - mean
+    found: list[torch.Tensor] = []
+    for part in (1.0, 0.9):
+        scale = high.sub(low).mul_(part / 15).clamp_min_(1e-12)
+        zero = 7.5 - (high + low).div_(2).div_(scale)
+        codes = _codes(values, scale, zero)
+        for _ in range(2):
+            middle = codes.mean(2, keepdim=True)
+            away = codes - middle
+            square = away.square().sum(2, keepdim=True).clamp_min_(1e-9)
+            fit = away.mul_(centred).sum(2, keepdim=True).div_(square)
+            scale = torch.where(fit > 0, fit, scale)
+            zero = middle - mean / scale
+            codes = _codes(values, scale, zero)
+        error = (codes - zero).mul_(scale).sub_(values).square_().sum(2, keepdim=True)
+        own = [codes, scale, zero, error]
+        if found:
+            better = error < found[3]
+            own = [torch.where(better, new, old) for new, old in zip(own, found, strict=True)]
+        found = own
+    codes, scale, zero, _ = found
+    return codes.to(torch.uint8).flatten(1), scale[..., 0], zero[..., 0]
+
+
+def _codes(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return values.div(scale).add_(zero).round_().clamp_(0, 15)
 
 
 @dataclass(frozen=True, slots=True)
