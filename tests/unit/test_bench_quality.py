@@ -61,6 +61,18 @@ def test_perplexity_and_greedy_tokens_are_those_of_transformers(tmp_path):
     assert found["tokens"] == 2 * (WINDOW - 1)
 
 
+def test_the_change_and_its_standard_error():
+    """Of two windows, whose tokens lose 0.1 and 0.3 on average."""
+    losses = [0.1] * (WINDOW - 1) + [0.2, 0.4] * ((WINDOW - 2) // 2) + [0.3]
+    reference = Scores([-2.0] * len(losses), [0] * len(losses))
+    own = Scores([-2.0 - loss for loss in losses], [0] * len(losses))
+    change, error = own.change(reference)
+    assert change == pytest.approx(math.exp(0.2) - 1) == own.perplexity / reference.perplexity - 1
+    assert error == pytest.approx(math.exp(0.2) * 0.1)  # of 0.1 and 0.3: sqrt(0.02 / 2)
+    half = WINDOW - 1
+    assert math.isnan(Scores(own.logprobs[:half], []).change(Scores(reference.logprobs[:half], []))[1])
+
+
 def test_a_text_that_is_too_short_is_refused(tmp_path):
     text = tmp_path / "text"
     text.write_text("short")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 
 from baton.config import WorkerConfig
 from baton.engine.plan import PlanRow, StepPlan
@@ -29,6 +30,17 @@ class Scores:
     @property
     def perplexity(self) -> float:
         return math.exp(-sum(self.logprobs) / len(self.logprobs))
+
+    def change(self, reference: Scores) -> tuple[float, float]:
+        """Relative change of the perplexity, and its standard error: windows are taken for independent
+        samples. NaN with one window."""
+        pairs = zip(self.logprobs, reference.logprobs, strict=True)
+        each = [theirs - own for own, theirs in pairs]
+        size = WINDOW - 1
+        means = [fmean(each[at : at + size]) for at in range(0, len(each), size)]
+        error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.nan
+        ratio = math.exp(fmean(each))
+        return ratio - 1, ratio * error
 
     def kept(self, reference: Scores) -> float:
         """The share of places with the same likeliest token."""

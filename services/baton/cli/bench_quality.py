@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def _quality(config: WorkerConfig, wanted: Measured, output: Report, console: Co
             bar = progress.add_task(name, total=len(texts))
             scores.append(score(each, texts, lambda bar=bar: progress.advance(bar)))  # type: ignore[misc]
     reference, own = scores
-    change = own.perplexity / reference.perplexity - 1
+    change, error = own.change(reference)
     report |= {
         "model": config.model,
         "quantization": config.quantization,
@@ -63,6 +64,7 @@ def _quality(config: WorkerConfig, wanted: Measured, output: Report, console: Co
         "perplexity": own.perplexity,
         "reference_perplexity": reference.perplexity,
         "perplexity_change": change,
+        "perplexity_change_error": None if math.isnan(error) else error,
         "greedy_kept": own.kept(reference),
     }
     how = describe(path, _device(config), config.quantization) or "nothing is quantized"
@@ -71,7 +73,7 @@ def _quality(config: WorkerConfig, wanted: Measured, output: Report, console: Co
     rows = table("weights", "perplexity", "change", "greedy tokens kept")
     rows.add_row("dequantized", shown(reference.perplexity, 3), "", "")
     kept = f"{own.kept(reference):.2%}"
-    rows.add_row(name, shown(own.perplexity, 3), f"{change:+.2%}", kept)
+    rows.add_row(name, shown(own.perplexity, 3), f"{change:+.2%} ± {error:.2%}", kept)
     console.print(rows)
     output.save(report)
 
@@ -101,8 +103,8 @@ def quality(**values: Any) -> None:
 
     The model is loaded twice: with all weights dequantized (--quantization none) and the KV pool in the
     model's dtype, and as the options say.
-    Runs in this process. The share is that of the places in the text in which both find the same token
-    likeliest.
+    Runs in this process. Behind ± is the standard error of the change; more --windows make it smaller. The
+    share is that of the places in the text in which both find the same token likeliest.
 
     \b
     Examples:
