@@ -4,8 +4,9 @@
 
 The engine alone, greedy, in this process, by the processor's time divided by the number of threads. All ways
 of holding the weights are in memory at the same time and take turns, a few steps each, so that a busy machine
-disturbs all; medians. "8x512" is a random Qwen3 of 8 layers and 512 hidden. With llama-cpp-python installed,
-llama.cpp computes the same GGUF file with as many threads.
+disturbs all; medians. "8x512" is a random Qwen3 of 8 layers and 512 hidden. With xllamacpp installed, which is
+llama.cpp, that computes the same GGUF file with as many threads, one stream: its whole step, sampling and text
+too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import importlib.util
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +82,29 @@ class Engine:
         return found
 
 
-def llama_cpp(path: Path, threads: int) -> Any:
-    """llama.cpp's model, or None."""
-    if path.suffix != ".gguf" or importlib.util.find_spec("llama_cpp") is None:
+def llama_cpp(path: Path, threads: int) -> Callable[[int], list[float]] | None:
+    """Seconds a token of a run of so many tokens by llama.cpp; None where it is not installed."""
+    if path.suffix != ".gguf" or importlib.util.find_spec("xllamacpp") is None:
         return None
-    from llama_cpp import Llama
+    import xllamacpp
 
-    model = Llama(str(path), n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
-    model.eval(list(range(1, 17)))
-    return model
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = str(path), CONTEXT, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
+
+    def steps(count: int) -> list[float]:
+        # The prompt's one token is computed as the others are.
+        request = {"prompt": [1], "n_predict": count, "temperature": 0, "ignore_eos": True}
+        started = time.process_time()
+        answer = server.handle_completions({**request, "cache_prompt": False})
+        spent = time.process_time() - started
+        made = answer["timings"]["predicted_n"]
+        if made != count:
+            raise SystemExit(f"llama.cpp made {made} tokens instead of {count}")
+        return [spent / count]
+
+    return steps
 
 
 def measure(name: str, path: Path, threads: int, turns: int) -> dict[str, Any]:
@@ -111,10 +127,7 @@ def measure(name: str, path: Path, threads: int, turns: int) -> dict[str, Any]:
                 if turn:  # the first turn warms up
                     times[way][rows] += found
         if other is not None and turn:
-            for _ in range(TURN):
-                started = time.process_time()
-                other.eval([1])
-                times["llama.cpp"][1].append(time.process_time() - started)
+            times["llama.cpp"][1] += other(4 * TURN)
     results: dict[str, Any] = {}
     for way, by_rows in times.items():
         if by_rows[1]:
