@@ -4,9 +4,9 @@
 
 The engine alone, greedy, in this process, by the processor's time divided by the number of threads. All ways
 of holding the weights are in memory at the same time and take turns, a few steps each, so that a busy machine
-disturbs all; medians. "8x512" is a random Qwen3 of 8 layers and 512 hidden. With xllamacpp installed, which is
-llama.cpp, that computes the same GGUF file with as many threads, one stream: its whole step, sampling and text
-too.
+disturbs all; medians. "8x512" is a random Qwen3 of 8 layers and 512 hidden. With xllamacpp installed (it is
+llama.cpp), that computes the same GGUF file with as many threads, one stream: its whole step, sampling and
+text too.
 """
 
 from __future__ import annotations
