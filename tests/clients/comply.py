@@ -1,8 +1,9 @@
 """The suites llm-comply (https://github.com/Oaklight/llm-comply) and canitoolcall against a deployment; runs
 in .venv/clients.
 
-Arguments: the API's URL, the model's name, and a suite: chat, responses, messages or probe. Prints its
-results as JSON. Every request is the suite's own, but greedy: a small model that samples may write for ever.
+Arguments: the API's URL and the model's name. Prints results as JSON, a line for each of chat, responses,
+messages and probe. All requests run at the same time: in one batch they cost a small part of what they cost
+one by one. Every request is the suite's own, but greedy: a small model that samples may write for ever.
 canitoolcall's scenarios that expect calls require them, because whether a model of 135 million parameters
 calls of its own accord says nothing about the server.
 """
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import llm_comply
 from canitoolcall.probe import BUILTIN_SCENARIOS, Scenario, probe
 from llm_comply.config import ComplianceConfig
+from llm_comply.result import TestResult
 from llm_comply.runner import TestRunner
 from llm_comply.schema import SpecLoader
 from llm_comply.test_case import TestCase
@@ -40,16 +42,12 @@ def greedy(case: TestCase) -> TestCase:
     return replace(case, build_request=lambda config: {**build(config), "temperature": 0})
 
 
-def comply(url: str, model: str, name: str) -> list[dict[str, Any]]:
+def comply(pool: ThreadPoolExecutor, url: str, model: str, name: str) -> list[Future[TestResult]]:
     cases, spec = SUITES[name]
     config = ComplianceConfig(base_url=url, api_key="none", model=model, timeout=SECONDS)
     path = Path(llm_comply.__file__).parent / "specs" / spec
-    return [
-        result.to_dict()
-        for result in TestRunner(config, [greedy(case) for case in cases], SpecLoader(str(path)))
-        .run_all()
-        .results
-    ]
+    runner = TestRunner(config, [], SpecLoader(str(path)))
+    return [pool.submit(runner.run_one, greedy(case)) for case in cases]
 
 
 def calling(scenario: Scenario) -> Scenario:
@@ -59,13 +57,14 @@ def calling(scenario: Scenario) -> Scenario:
 
 
 def main() -> None:
-    url, model, suite = sys.argv[1:]
-    if suite == "probe":
+    url, model = sys.argv[1:]
+    with ThreadPoolExecutor(sum(len(cases) for cases, _ in SUITES.values())) as pool:
+        running = {name: comply(pool, url, model, name) for name in SUITES}
         scenarios = [calling(scenario) for scenario in BUILTIN_SCENARIOS]
-        found = probe(url, model, scenarios=scenarios, timeout_s=SECONDS).to_dict()["outcomes"]
-    else:
-        found = comply(url, model, suite)
-    print(json.dumps({suite: found}))
+        probed = probe(url, model, scenarios=scenarios, timeout_s=SECONDS, concurrency=2 * len(scenarios))
+        print(json.dumps({"probe": probed.to_dict()["outcomes"]}))
+        for name, results in running.items():
+            print(json.dumps({name: [each.result().to_dict() for each in results]}))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,11 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
     return {key: value for line in done.stdout.splitlines() for key, value in json.loads(line).items()}
 
 
+@pytest.fixture(scope="module")
+def suites(deployment: Deployment) -> dict[str, Any]:
+    return run("comply.py", f"http://{deployment.gateway.http}/v1", "smollm2")
+
+
 NOT_OF_A_TEXT_MODEL = {
     "chat-image-input": "images are refused: no model here sees",
     "image-input": "images are refused: no model here sees",
@@ -68,9 +73,8 @@ All else is the server's: marks in answers, arguments that are no JSON or do not
 
 
 @pytest.mark.parametrize(("api", "count"), [("chat", 9), ("responses", 13), ("messages", 9)])
-def test_llm_comply(deployment: Deployment, api: str, count: int):
-    found = run("comply.py", f"http://{deployment.gateway.http}/v1", "smollm2", api)
-    results = {each["id"]: each for each in found[api]}
+def test_llm_comply(suites: dict[str, Any], api: str, count: int):
+    results = {each["id"]: each for each in suites[api]}
     assert len(results) == count
     failed = {id for id, each in results.items() if each["status"] != "passed"}
     assert failed == results.keys() & NOT_OF_A_TEXT_MODEL.keys(), {id: results[id] for id in failed}
@@ -78,8 +82,8 @@ def test_llm_comply(deployment: Deployment, api: str, count: int):
     assert image["errors"][0].startswith("HTTP 400")
 
 
-def test_canitoolcall(deployment: Deployment):
-    outcomes = run("comply.py", f"http://{deployment.gateway.http}/v1", "smollm2", "probe")["probe"]
+def test_canitoolcall(suites: dict[str, Any]):
+    outcomes = suites["probe"]
     assert len(outcomes) == 27
     for each in outcomes:
         wrong = (each["detail"] or "").split("; ") if each["status"] != "pass" else []

@@ -262,6 +262,32 @@ def test_only_its_holder_ends_an_attempt():
     assert not side.outputs
 
 
+@pytest.mark.parametrize("end", ["retires", "fails", "ends the node"])
+def test_of_a_cancelled_prompt_its_step_decides_the_answer(end):
+    side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    for holder, number in ("holder", 1), ("gone", 2):
+        side.connect(holder, 0.0)
+        name = AttemptName(7, number, 0, 0)
+        side.start(holder, name, Request(name, PROMPT, SamplingParams()), True, 0.0)
+    step = side.plan(1.0)
+    first, second = (AttemptName(7, number, 0, 0) for number in (1, 2))
+    side.cancel("holder", first, 1.5)
+    side.cancel("gone", second, 1.5)
+    assert side.requests == 0 and not side.outputs and side.holds("holder")
+    side.disconnect("gone", 1.6)
+    if end == "retires":
+        side.commit(step, StepResult(step.plan.number, tuple(RowResult((50,)) for _ in step.records)), 2.0)
+    elif end == "fails":
+        side.fail_step(step, "no device")
+    else:
+        side.node_failed("an error has escaped")
+    ((holder, failed),) = side.outputs
+    reasons = {"retires": "CANCELLED", "fails": "STEP_FAILED", "ends the node": "NODE_FAILED"}
+    assert (holder, failed.name, failed.reason) == ("holder", first, reasons[end])
+    if end != "ends the node":
+        assert not side.holds("holder") and side.scheduler.cache.counts().owned == 0
+
+
 def test_heartbeats_of_who_is_connected_are_answered():
     side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
     side.connect("holder", 100.0)

@@ -4,6 +4,9 @@
                  \\         \\            \\
                   +---------+------------+--> failed (cancelled, out of time, expired, revoked)
 
+A cancelled prompt gives up its pages at once. If a step with it is in flight, the answer waits for the step:
+it may fail, and the holder must know that the prompt was in it.
+
 Pages are announced once the step that writes them has retired; to holders that can wait for that themselves
 (`ahead`) when it is planned, with its number, and cached ones, which are final, at once.
 
@@ -16,10 +19,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
 
 from baton.engine.batch import Step
-from baton.engine.plan import Logprobs, StepResult
+from baton.engine.plan import StepResult
 from baton.engine.request import (
     ChunkEvent,
     FailedEvent,
@@ -32,6 +34,7 @@ from baton.engine.request import (
 )
 from baton.engine.scheduler import Scheduler
 from baton.grammar.base import Grammar, GrammarBusy, GrammarError
+from baton.handoff.attempt import Attempt, CancelledInFlight, PrefillCounters
 from baton.handoff.messages import (
     Alive,
     AttemptName,
@@ -48,39 +51,6 @@ from baton.tracing.recorder import Kind, Recorder
 REVOKE_AFTER_SECONDS = 2.0
 """A prompt that has waited this long for pages may take the pages of a lease that has been complete as
 long."""
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """State of one requested prompt."""
-
-    name: AttemptName
-    holder: Hashable
-    request: Request
-    keep_pages: bool
-    ahead: bool
-    """Pages are announced before their step has retired."""
-    length: int
-    """Tokens of the prompt, delivered output included."""
-    announced: list[int] | None = None
-    """Of each KV group: the page index up to which pages have been announced; None: there was no
-    announcement."""
-    leased_since: float | None = None
-    first: list[tuple[int, Logprobs | None]] = field(default_factory=list)
-    complete_since: float | None = None
-    leased_pages: int = 0
-
-
-@dataclass(slots=True)
-class PrefillCounters:
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    revoked: int = 0
-    expired: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
 
 
 class PrefillSide:
@@ -102,6 +72,7 @@ class PrefillSide:
         self._max_leased = max_leased_pages
         self._attempts: dict[AttemptName, Attempt] = {}
         self._ended = RecentNames()
+        self._cancelled = CancelledInFlight()
         self._heard: dict[Hashable, float] = {}
         self._leased: Counter[Hashable] = Counter()
         self._blocked_since: float | None = None
@@ -117,6 +88,7 @@ class PrefillSide:
         for attempt in [a for a in self._attempts.values() if a.holder == holder]:
             self.counters.cancelled += 1
             self._end(attempt, "cancelled")
+        self._cancelled.forget(holder)
 
     def heartbeat(self, holder: Hashable, now: float) -> None:
         if holder in self._heard:
@@ -174,7 +146,9 @@ class PrefillSide:
         attempt = self._owned(holder, name)
         if attempt is not None:
             self.counters.cancelled += 1
-            self._fail(attempt, "CANCELLED", "CANCELLED", "cancelled by its holder")
+            self._end(attempt, "cancelled")
+            if not self._cancelled.hold(attempt):
+                self._answer_cancelled(attempt)
 
     def release(self, holder: Hashable, name: AttemptName, now: float) -> None:
         """The holder has its copies. The answer confirms that the lease stood until now."""
@@ -206,9 +180,12 @@ class PrefillSide:
 
     def plan(self, now: float) -> Step | None:
         step = self.scheduler.plan()
-        for record in step.records if step is not None else ():
+        if step is None:
+            return None
+        self._cancelled.launched(step)
+        for record in step.records:
             attempt = self._attempt_of(record.sequence.request)
-            if step is not None and attempt is not None and attempt.ahead:
+            if attempt is not None and attempt.ahead:
                 leader = record.sequence
                 if leader.retired:
                     self._announce(attempt, leader, leader.retired, False, now)
@@ -218,18 +195,26 @@ class PrefillSide:
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         self.scheduler.commit(step, result)
         self._take_events(now)
+        for attempt, _ in self._cancelled.ended(step):
+            self._answer_cancelled(attempt)
 
     def fail_step(self, step: Step, message: str) -> None:
         self.scheduler.fail_step(step, message)
         self._take_events(0.0)
+        for attempt, lost in self._cancelled.ended(step, failed=True):
+            if lost:
+                failed = PrefillFailed(attempt.name, "UNAVAILABLE", "STEP_FAILED", message)
+                self.outputs.append((attempt.holder, failed))
+            else:
+                self._answer_cancelled(attempt)
 
     def node_failed(self, message: str) -> None:
         """An error has escaped the core, and the process ends: fails the prompts that were being computed.
         Changes nothing else, because the state cannot be relied on."""
-        for attempt in self._attempts.values():
-            if attempt.request.sequences[0].phase is Phase.PROMPT:
-                failed = PrefillFailed(attempt.name, "UNAVAILABLE", "NODE_FAILED", message)
-                self.outputs.append((attempt.holder, failed))
+        computed = [a for a in self._attempts.values() if a.request.sequences[0].phase is Phase.PROMPT]
+        for attempt in computed + self._cancelled:
+            failed = PrefillFailed(attempt.name, "UNAVAILABLE", "NODE_FAILED", message)
+            self.outputs.append((attempt.holder, failed))
 
     def may_admit(self, request: Request) -> bool:
         """Whether the holder's finished but unpulled prompts leave room for another."""
@@ -256,8 +241,8 @@ class PrefillSide:
                     yield from table[begin:end]
 
     def holds(self, holder: Hashable) -> bool:
-        """Whether the holder has an attempt here."""
-        return any(attempt.holder == holder for attempt in self._attempts.values())
+        """Whether the holder has an attempt here, or is still to be told of the end of one."""
+        return any(a.holder == holder for a in [*self._attempts.values(), *self._cancelled])
 
     def knows(self, name: AttemptName) -> bool:
         """Whether an attempt of this name is running here."""
@@ -368,8 +353,12 @@ class PrefillSide:
         self._end(attempt, "released")
         self.outputs.append((attempt.holder, LeaseFinished(attempt.name, stood=True)))
 
+    def _answer_cancelled(self, attempt: Attempt) -> None:
+        failed = PrefillFailed(attempt.name, "CANCELLED", "CANCELLED", "cancelled by its holder")
+        self.outputs.append((attempt.holder, failed))
+
     def _fail(self, attempt: Attempt, code: str, reason: str, message: str) -> None:
-        self._end(attempt, reason if code != "CANCELLED" else "cancelled")
+        self._end(attempt, reason)
         self.outputs.append((attempt.holder, PrefillFailed(attempt.name, code, reason, message)))
 
     def _revoke_under_pressure(self, now: float) -> None:

@@ -45,8 +45,6 @@ class Cluster:
         self.processes: dict[str, SimGateway | SimPrefill | SimDecode] = {}
         self._fate = Actor("fate")
         self._ended_by_poison = 0
-        self._retracted = 0
-        """Sequences that processes which have ended had retracted."""
         self._lives: dict[str, int] = {}
         self._asked: dict[int, SimGateway] = {}
         self._prefill = {f"p{i}": settings for i, settings in enumerate(scenario.prefill)}
@@ -160,7 +158,6 @@ class Cluster:
         name = process.name
         if self.processes.get(name) is process:
             process.crash(silently)
-            self._retracted += process.scheduler.retractions if isinstance(process, SimDecode) else 0
             del self.processes[name]
             for number in [n for n, gateway in self._asked.items() if gateway is process]:
                 self.ledger.lost(number)
@@ -181,10 +178,7 @@ class Cluster:
         self._ended_by_poison += 1
         self.world.note(process.name, "an error has escaped the core")
         struck = sum(fault.at <= self.world.now for fault in self.scenario.faults)
-        # A retraction gives up a hand-off; its prefill node may forget the prompt while its step runs.
-        nodes = [node for node in self.processes.values() if isinstance(node, SimDecode)]
-        retracted = self._retracted + sum(node.scheduler.retractions for node in nodes)
-        if self._ended_by_poison > 2 + 2 * struck + retracted:
+        if self._ended_by_poison > 2 + 2 * struck:
             raise Violation(f"poison: a request has ended {self._ended_by_poison} processes")
         self.world.at(_FAILED_SECONDS, self._fate, lambda: self._crash(process, 0.0, silently=False))
 
