@@ -83,3 +83,9 @@ def test_one_core_is_left_to_others(four_threads, monkeypatch):
     runner = Costly({1: 0.008, 2: 0.002, 4: 0.001})
     tuned = TunedRunner(runner, runner.clock)
     assert tuned.small_steps == {4: 1, 32: 1} and tuned.threads == 4
+
+
+def test_one_thread_is_not_measured(four_threads):
+    torch.set_num_threads(1)
+    runner = Costly({1: 1.0})
+    assert TunedRunner(runner).small_steps == {4: 1, 32: 1} and not runner.used

@@ -70,6 +70,8 @@ class TunedRunner:
         """
         most = min(self.threads, max(1, (os.cpu_count() or 1) - 1))
         candidates = [1 << power for power in range(most.bit_length()) if 1 << power < most]
+        if not candidates:
+            return most
         best, count = float("inf"), 1
         deadline = self._clock() + BUDGET_SECONDS
         for threads in [*candidates, most]:
