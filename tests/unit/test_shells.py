@@ -12,8 +12,8 @@ from baton.decode.shell import DecodeShell
 from baton.decode.stream import DecodeStream
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
+from baton.handoff.attempt import PrefillCounters
 from baton.handoff.messages import AttemptName, StartPrefill
-from baton.handoff.prefill_side import PrefillCounters
 from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.tracing.recorder import Recorder

@@ -10,15 +10,16 @@ from types import ModuleType
 from typing import Any
 
 from baton.engine.batch import Step, StepBuilder
+from baton.engine.capacity import Slots
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.request import Phase, TokenEvent
 from baton.engine.request import Sequence as EngineSequence
 from baton.engine.scheduler import Scheduler
-from baton.engine.scheduler_state import Slots
 from baton.gateway.attempts import Attempts
+from baton.handoff.attempt import Attempt
 from baton.handoff.decode_side import DecodeSide, Handoff
 from baton.handoff.messages import AttemptName, ChunkAnnounced, LeaseFinished, PrefillOutput, ReleaseLease
-from baton.handoff.prefill_side import Attempt, PrefillSide
+from baton.handoff.prefill_side import PrefillSide
 from baton.handoff.pulls import Pull, Pulls
 from baton.kvcache import Holding, KvCache, KvGroup, PageAllocator
 from baton.kvcache.tree_node import PageRow
