@@ -56,9 +56,7 @@ NOT_OF_A_TEXT_MODEL = {
     "chat-image-input": "images are refused: no model here sees",
     "image-input": "images are refused: no model here sees",
     "anth-image-input": "images are refused: no model here sees",
-    "chat-reasoning-summary": "the suite skips it for this model, which does not reason",
-    "reasoning-summary": "the suite skips it for this model, which does not reason",
-    "anth-thinking-display": "the suite skips it for this model, which does not reason",
+    "reasoning-summary": "no model here writes summaries of its reasoning: the reasoning itself is shown",
 }
 """Tests of llm-comply that need an ability that the model has not, and why."""
 THE_MODEL = (

@@ -23,6 +23,7 @@ TOOL = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+CALLED = {"type": "function_call", "call_id": "c", "name": "weather"}
 ALICE, BOB = b"alice", b"bob"
 PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
 
@@ -157,6 +158,11 @@ async def test_cancel_while_it_streams():
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"metadata": {"a": "b" * 513}}, "metadata"),
         ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 99999}, "max_output_tokens"),
+        ({"input": [{**CALLED, "arguments": "{"}]}, "input.arguments"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "name": "x"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
@@ -259,6 +265,10 @@ async def test_a_conversation_is_compacted_and_goes_on():
     ):
         await script(rig, node, "<think>Hm.</think>They said hello. ")
         made = await api.responses.compact(model="scripted", input=asked, instructions="Be kind.")
+        assert node.starts[-1].sampling.temperature == 0
+        warmer = {"extra_body": {"temperature": 0.5}}
+        await api.responses.compact(model="scripted", input=asked, **warmer)
+        assert node.starts[-1].sampling.temperature == 0.5
         user, compaction = made.output
         assert made.object == "response.compaction" and made.usage.output_tokens > 0
         assert (user.role, user.content[0].text) == ("user", "Hi") and compaction.type == "compaction"

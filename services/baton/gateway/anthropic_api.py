@@ -15,10 +15,11 @@ from baton.gateway.http_requests import BodyReader, name_ignored, naming_grammar
 from baton.gateway.openai_answers import RequestBatch
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.recorded_calls import recorded_call
-from baton.gateway.typed_events import Json, TypedAnswer, naming_fields, respond
+from baton.gateway.typed_events import OF_TOOLS, Json, TypedAnswer, naming_fields, respond
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 TAGGED = r"messages\[\d+\]\.content\[\d+\]"
+NAMES = (*OF_TOOLS, (r"^stop\b", "stop_sequences"))
 _FIELDS = {
     "reasoning_effort": "output_config.effort",
     "chat_template_kwargs.enable_thinking": "thinking",
@@ -36,19 +37,19 @@ def add_messages(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
-        with naming_fields(TAGGED):
+        with naming_fields(TAGGED, NAMES):
             body = await bodies.read_starts(request, MessagesRequest, lambda body: [messages_start(body)])
         unread = unread_arguments(gateway, body.made[0].chat)
         ignored = body.ignored | {_FIELDS.get(name, name) for name in unread}
         async with running(gateway, body.made, request) as job:
-            with naming_grammar(body.made[0], "output_config.format"):
+            with naming_fields(TAGGED, NAMES), naming_grammar(body.made[0], "output_config.format"):
                 await job.wait_for_output()
             made = MessagesAnswer(job, body.request.model)
             return await respond(job, made, bool(body.request.stream), ignored)
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> Response:
-        with naming_fields(TAGGED):
+        with naming_fields(TAGGED, NAMES):
             body = await bodies.read_starts(request, CountRequest, lambda body: [count_start(body)])
         api_key = request.state.api_key
         with recorded_call(gateway, api_key, "count_tokens", computes=False) as call:

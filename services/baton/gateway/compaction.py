@@ -13,6 +13,7 @@ from baton.gateway.responses_answers import usage_of
 from baton.gateway.responses_items import compacted
 from baton.gateway.responses_protocol import Conversation, add_messages
 from baton.gateway.typed_events import Json, TypedAnswer
+from baton.rpc.validate import check_sampling
 from baton.v1 import inference_pb2, tokenizer_pb2
 
 ASK = (
@@ -24,6 +25,8 @@ MAX_TOKENS = 1024
 
 
 class CompactRequest(Conversation):
+    """POST /v1/responses/compact."""
+
     HINTS: ClassVar[Mapping[str, str]] = {
         "prompt_cache_key": "every prompt finds what is cached of it",
         "prompt_cache_retention": "pages are kept as long as there is room",
@@ -36,13 +39,16 @@ class CompactRequest(Conversation):
         "text": "is of answers",
     }
 
+    temperature: float | None = None
+
 
 def compact_start(
     request: CompactRequest, earlier: Iterable[tokenizer_pb2.ChatMessage]
 ) -> inference_pb2.GenerateStart:
-    """earlier: the conversation of previous_response_id. Raises ApiError."""
+    """earlier: the conversation of previous_response_id. Raises ApiError, BatonError."""
     start = inference_pb2.GenerateStart(id="http", model=request.model, include_token_ids=False)
-    start.sampling.temperature = 0
+    start.sampling.temperature = request.temperature or 0
+    check_sampling(start.sampling, None)
     add_messages(request, earlier, start.chat)
     start.chat.messages.add(role="user", content=ASK)
     return start

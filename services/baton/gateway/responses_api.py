@@ -17,8 +17,15 @@ from baton.gateway.response_store import ResponseStore, StoredResponse
 from baton.gateway.responses_answers import ResponseAnswer, response_id
 from baton.gateway.responses_items import input_messages
 from baton.gateway.responses_protocol import Conversation, ResponsesRequest, response_start
-from baton.gateway.typed_events import Json, naming_fields, respond
+from baton.gateway.typed_events import OF_TOOLS, Json, naming_fields, respond
 from baton.v1 import inference_pb2, tokenizer_pb2
+
+TAGGED = r"(?:input|tools)\[\d+\]"
+NAMES = (
+    *OF_TOOLS,
+    (r"^max_tokens$", "max_output_tokens"),
+    (r"^messages\[\d+\](\.tool_calls\[\d+\])?(\.function)?(?=\.|$)", "input"),
+)
 
 
 def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
@@ -54,7 +61,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         def starts(body: ResponsesRequest) -> list[inference_pb2.GenerateStart]:
             return [response_start(body, earlier(body, owner))]
 
-        with naming_fields(r"(?:input|tools)\[\d+\]"):
+        with naming_fields(TAGGED, NAMES):
             body = await bodies.read_starts(request, ResponsesRequest, starts)
         asked, ignored = body.request, set(body.ignored)
         if len(asked.functions) < len(asked.tools or ()):
@@ -76,7 +83,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
         earlier_messages = earlier(asked, owner) if asked.store is not False else []
         async with running(gateway, body.made, request) as job:
-            with naming_grammar(body.made[0], "text.format"):
+            with naming_fields(TAGGED, NAMES), naming_grammar(body.made[0], "text.format"):
                 await job.wait_for_output()
             answer = ResponseAnswer(job, asked, id, keep)
             if asked.stream:  # else nobody knows its name before it has ended
@@ -101,7 +108,7 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
         def starts(body: CompactRequest) -> list[inference_pb2.GenerateStart]:
             return [compact_start(body, earlier(body, owner))]
 
-        with naming_fields(r"input\[\d+\]"):
+        with naming_fields(TAGGED, NAMES):
             body = await bodies.read_starts(request, CompactRequest, starts)
         await bound(gateway, body.made[0])
         async with running(gateway, body.made, request) as job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse
 
 from baton.gateway.http_requests import EventStream, name_ignored, to_json
 from baton.gateway.openai_answers import RequestBatch
-from baton.gateway.openai_errors import ApiError
+from baton.gateway.openai_errors import ApiError, from_baton
+from baton.rpc.errors import BatonError
 from baton.v1 import inference_pb2
 
 Json = dict[str, Any]
@@ -43,18 +44,38 @@ class TypedAnswer(ABC):
     def whole(self) -> Json: ...
 
 
+Names = Sequence[tuple[str, str]]
+"""Regular expressions of fields' paths, and what stands there in the body of this API."""
+OF_TOOLS: Names = (
+    (r"^(tools\[\d+\])\.function\b", r"\1"),
+    (r"^tool_choice\.function\.name$", "tool_choice.name"),
+)
+
+
 @contextmanager
-def naming_fields(tagged: str) -> Iterator[None]:
-    """Errors name fields without the kind of item that pydantic has put into their path, behind what the
-    regular expression `tagged` matches."""
+def naming_fields(tagged: str, names: Names) -> Iterator[None]:
+    """Errors name fields as they are in the body: by `names`, and without the kind of item that pydantic has
+    put into their path, behind what the regular expression `tagged` matches."""
     try:
         yield
     except ApiError as error:
-        if error.param is not None:
-            plain = re.sub(rf"^({tagged})\.\w+(?=\.|$)", r"\1", error.param)
-            error.message = error.message.replace(error.param, plain)
-            error.param = plain
+        _rename(error, tagged, names)
         raise
+    except BatonError as error:
+        if error.recorded:
+            raise
+        converted = from_baton(error)
+        _rename(converted, tagged, names)
+        raise converted from error
+
+
+def _rename(error: ApiError, tagged: str, names: Names) -> None:
+    if error.param is not None:
+        plain = re.sub(rf"^({tagged})\.\w+(?=\.|$)", r"\1", error.param)
+        for pattern, name in names:
+            plain = re.sub(pattern, name, plain)
+        error.message = error.message.replace(error.param, plain)
+        error.param = plain
 
 
 async def respond(job: RequestBatch, answer: TypedAnswer, stream: bool, ignored: set[str]) -> Response:
