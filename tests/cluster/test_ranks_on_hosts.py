@@ -6,6 +6,7 @@ Both "hosts" are this machine; nothing is shared between their processes but the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import pytest
 from asking import ask, greedy
 from checkpoints import make_model, save
 from deployment import Deployment
+from hosts.host import CannotMakeHosts
+from hosts.lan import Lan, LanDeployment
 from polling import until
 from process import READY_SECONDS, Process
 from reference import Answer, Reference
@@ -26,6 +29,8 @@ OUTPUT = 32
 LENGTHS = [1, 33, 64, 160]
 OPTIONS = ("--kv-tokens", "4096")
 END_SECONDS = 10.0
+CUT_SECONDS = 60.0
+"""Within which hosts notice that they do not reach each other: 15 s, or 30 in the middle of a sum."""
 
 
 class RankHost(Process):
@@ -166,3 +171,35 @@ async def test_latents_are_on_all_hosts(tmp_path):
             for answer, completion in zip(answers, await ask(gateway.address, requests), strict=True):
                 assert [each.token_ids for each in completion.choices] == [answer.tokens] * choices
     decode.end()
+
+
+@pytest.mark.slow
+async def test_ranks_on_hosts_of_their_own_end_when_the_cable_between_them_is_cut(qwen3, tmp_path):
+    """Network namespaces: neither the loopback nor names are shared."""
+    with contextlib.ExitStack() as ends:
+        try:
+            lan = Lan()
+        except CannotMakeHosts as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        ends.callback(lan.close)
+        deployment = LanDeployment(tmp_path, qwen3[0], lan)
+        flags = [*OPTIONS, "--tp", "2", "--nnodes", "2", "--master", f"{lan.left.address}:29500"]
+        first = deployment.at(lan.left).add_worker("decode", *flags)
+        gateway = deployment.at(lan.front).add_gateway([first])
+        other = RankHost("decode", "decode-host-1", [*first.flags, "--node-rank", "1"], tmp_path)
+        other.prelude = f"from hosts.host import enter; enter({lan.right.namespace!r})"
+        other.start()
+        ends.callback(lambda: other.alive and other.kill())
+        deployment.start()
+        ends.callback(deployment._abandon)
+        other.wait_ready()
+        ranks = followers(other)
+        answers = qwen3[1].answers(LENGTHS, OUTPUT)
+        completions = await ask(gateway.outside, [greedy(each.prompt, OUTPUT) for each in answers])
+        assert [each.token_ids for each in completions] == [answer.tokens for answer in answers]
+        lan.left_right.cut()
+        await until(lambda: not first.alive, "rank 0 ends", CUT_SECONDS)
+        _, left = psutil.wait_procs(ranks, CUT_SECONDS)
+        assert not left, "rank 1 waits for rank 0"
+        assert other._popen is not None
+        assert other._popen.wait(END_SECONDS) == 70

@@ -189,6 +189,29 @@ async def test_pages_are_written_to_the_hosts_that_keep_them_and_read_from_them(
         assert bytes(await reader.read(page)) == written.get(page, bytes(PAGE))
 
 
+def serve_until_closed(channel, memory, page_bytes):
+    with contextlib.suppress(ChannelError):
+        serve_pages(channel, memoryview(memory), page_bytes)
+
+
+async def test_a_write_ends_when_the_other_host_has_its_part():
+    ours, theirs = socket.socketpair()
+    other, there = RemotePart(Part(0, PAGE), Channel(ours, SECONDS)), Channel(theirs, SECONDS)
+    pages = PagesOfHosts(PAGE, HostPages(memoryview(bytearray(PAGE)), PAGE), Part(0, PAGE), [other])
+    memory = bytearray(PAGE)
+    writer = pages.writer()
+    writer.write(0, 0, bytes(range(PAGE)))
+    finished = asyncio.create_task(writer.finish())
+    _, waiting = await asyncio.wait([finished], timeout=0.1)
+    assert waiting and not any(memory)
+    thread = threading.Thread(target=serve_until_closed, args=(there, memory, PAGE))
+    thread.start()
+    await finished
+    assert memory == bytes(range(PAGE))
+    pages.close()
+    thread.join(SECONDS)
+
+
 async def test_a_host_that_is_lost_fails_reads_and_writes():
     hosts = Hosts([Part(0, 12), Part(12, 12)])
     hosts.pages.others[0]._channel.end()
