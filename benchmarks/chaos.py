@@ -4,9 +4,13 @@
 
 Two prefill, two decode and two tokenizer processes and a gateway run on this machine, with --streams
 requests at any time. Each request's answer is known: transformers computes it in float32, and sampled ones
-are recorded before the first fault. A fault is SIGKILL, SIGTERM (drain), or SIGSTOP for longer than a lease
-and then SIGCONT. It is a problem if a stream fails, differs by a token, ends twice or hangs, or if a process
-still holds anything at the end. The exit code is 1 if there was a problem.
+are recorded, with workers of one rank, before the first fault. A fault is SIGKILL, SIGTERM (drain), or
+SIGSTOP for longer than a lease and then SIGCONT. It is a problem if a stream fails, differs by a token, ends
+twice or hangs, or if a process still holds anything at the end. The exit code is 1 if there was a problem.
+
+With --tp N each worker has N ranks, and a fault is SIGKILL of its rank 0 or of a follower: while it loads, is
+idle, computes a prompt, hands pages off, or makes tokens. It is a problem, too, if another of its ranks or a
+file in shared memory is left.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from reference import Reference
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from shared import make_parser, save_results
-from stress import Cluster, Report, make_tasks, record, run
+from stress import Cluster, Injector, RankInjector, Report, make_tasks, record, run
 from stress.clients import Outcome
 from stress.faults import Fault
 
@@ -45,8 +49,12 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
         TimeElapsedColumn(),
     )
     tasks = make_tasks(Reference(model), args.tasks)
+    one_rank = folder / "one rank"
+    one_rank.mkdir(exist_ok=True)
+    with Cluster(one_rank, path, nodes=1, tokenizers=1) as cluster:
+        known = asyncio.run(record(cluster.gateway.address, tasks))
     with (
-        Cluster(folder, path, tokenizers=args.tokenizers) as cluster,
+        Cluster(folder, path, tokenizers=args.tokenizers, tp=args.tp) as cluster,
         Progress(*columns, console=console) as bar,
     ):
         shown = bar.add_task("faults", total=args.faults)
@@ -60,9 +68,9 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
             bar.update(shown, advance=1, description=text)
 
         async def attack() -> Report:
-            known = await record(cluster.gateway.address, tasks)
             options = {"seed": args.seed, "faults": args.faults, "streams": args.streams}
-            return await run(cluster, known, **options, happened=happened, ended=ended)
+            injector = Injector if args.tp == 1 else RankInjector
+            return await run(cluster, known, **options, injector=injector, happened=happened, ended=ended)
 
         report = asyncio.run(attack())
         for process in cluster.processes:
@@ -80,6 +88,7 @@ def main() -> int:
     )
     parser.add_argument("--tasks", type=int, default=40, help="different requests")
     parser.add_argument("--tokenizers", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each worker")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
     args = parser.parse_args()
     args.seed = args.seed or secrets.randbits(32)

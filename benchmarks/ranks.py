@@ -32,13 +32,18 @@ from baton.worker.engine import Engine, build_engine
 
 WARM_UP = 100
 PAGES = 64
-"""Of each row."""
+"""Of each row, at first."""
 STEPS = 60
 
 
-def plan(number: int, rows: int, pages: list[tuple[int, ...]]) -> StepPlan:
-    start = 16 * PAGES - 8
-    return StepPlan(number, tuple(PlanRow(slot, None, start, pages[slot], (slot,)) for slot in range(rows)))
+def plan(number: int, rows: int, pages: list[list[int]]) -> StepPlan:
+    """As a scheduler makes it: each row is one token on, and each 16th one has a new page."""
+    start = 16 * PAGES + number
+    for slot in range(number % 16, rows, 16):
+        pages[slot].append(number)
+    return StepPlan(
+        number, tuple(PlanRow(slot, None, start, tuple(pages[slot]), (slot,)) for slot in range(rows))
+    )
 
 
 def way(rows: int, plans: int) -> dict[str, float]:
@@ -51,7 +56,7 @@ def way(rows: int, plans: int) -> dict[str, float]:
         os._exit(0)
     theirs.close()
     channel, encoder = Channel(ours, 5.0), PlanEncoder()
-    pages = [tuple(range(slot * PAGES, (slot + 1) * PAGES)) for slot in range(rows)]
+    pages = [list(range(slot * PAGES, (slot + 1) * PAGES)) for slot in range(rows)]
     times, own = [], []
     for number in range(plans):
         step = plan(number, rows, pages)

@@ -134,6 +134,11 @@ class Process:
         assert self._popen is not None
         self._popen.wait(EXIT_SECONDS)
 
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+        assert self._popen is not None
+        return self._popen.wait(EXIT_SECONDS)
+
     def stop(self) -> int:
         """SIGTERM; returns the exit code. One that is still there after EXIT_SECONDS is killed, and fails."""
         if self._channel is not None:

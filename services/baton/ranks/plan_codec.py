@@ -19,28 +19,43 @@ _UNUSED = SamplingParams()
 
 
 class PlanEncoder:
-    """Remembers of each slot the page tables that its last message gave."""
+    """Remembers of each slot the page tables that its last message gave, and the rows of the last plan."""
 
     def __init__(self) -> None:
         self._sent: dict[int, tuple[Table, tuple[Table, ...]]] = {}
+        self._slots: list[int] = []
+        self._next: list[int] = []
+        """Where the last plan's rows would go on; empty if one had tokens of its own."""
 
     def encode(self, plan: StepPlan) -> bytes:
-        rows: list[tuple[Any, ...]] = []
-        sent = self._sent
-        for row in plan.rows:
-            slot, pages, more = row.slot, row.pages, row.more_pages
-            before = sent.get(slot)
-            changes = None
-            if before is None or before[0] != pages or before[1] != more:
-                changes = _changes(before, pages, more)
-                sent[slot] = pages, more
-            if row.tokens is None:
-                rows.append((slot, row.start, changes, row.sample if row.sample != (slot,) else None))
-            else:
-                wanted = None if row.prompt_logprobs is None else len(row.prompt_logprobs)
-                rows.append((slot, row.start, changes, row.sample, tuple(row.tokens), wanted))
         inits = [(init.slot, init.last_token) for init in plan.inits if init.last_token is not None]
+        rows = self._rows(plan.rows)
         return marshal.dumps((plan.number, rows, inits, plan.copies))
+
+    def _rows(self, rows: Sequence[PlanRow]) -> list[tuple[Any, ...]] | tuple[Any, ...]:
+        """A tuple: the rows of the plan before, each one token on; whose tables have changed, and how."""
+        slots, starts = [row.slot for row in rows], [row.start for row in rows]
+        decode = all(row.tokens is None and row.sample == (row.slot,) for row in rows)
+        again = decode and starts == self._next and slots == self._slots
+        self._slots, self._next = slots, [start + 1 for start in starts] if decode else []
+        if not again:
+            return [self._row(row) for row in rows]
+        changes = [self._changed(row) for row in rows]
+        return tuple((at, found) for at, found in enumerate(changes) if found is not None)
+
+    def _row(self, row: PlanRow) -> tuple[Any, ...]:
+        changes = self._changed(row)
+        if row.tokens is None:
+            return row.slot, row.start, changes, row.sample if row.sample != (row.slot,) else None
+        wanted = None if row.prompt_logprobs is None else len(row.prompt_logprobs)
+        return row.slot, row.start, changes, row.sample, tuple(row.tokens), wanted
+
+    def _changed(self, row: PlanRow) -> list[tuple[int, Table]] | None:
+        before = self._sent.get(row.slot)
+        if before is not None and before[0] == row.pages and before[1] == row.more_pages:
+            return None
+        self._sent[row.slot] = row.pages, row.more_pages
+        return _changes(before, row.pages, row.more_pages)
 
 
 def _changes(
@@ -56,19 +71,39 @@ def _changes(
 
 
 class PlanDecoder:
-    """Makes plans of an encoder's messages, in their order."""
+    """Makes plans of an encoder's messages, in their order. A plan holds until the next one is made, which
+    may have the same rows."""
 
     def __init__(self) -> None:
         self._tables: dict[int, list[Table]] = {}
+        self._rows: tuple[PlanRow, ...] = ()
 
     def decode(self, message: bytes) -> StepPlan:
         number, rows, inits, copies = marshal.loads(message)
+        if isinstance(rows, tuple):
+            self._go_on(rows)
+        else:
+            self._rows = tuple([self._row(*row) for row in rows])
         return StepPlan(
             number,
-            tuple(self._row(*row) for row in rows),
+            self._rows,
             tuple(SlotInit(slot, _UNUSED, 0, (), (), last) for slot, last in inits),
             copies,
         )
+
+    def _go_on(self, changed: Sequence[tuple[int, Sequence[tuple[int, Table]]]]) -> None:
+        for row in self._rows:
+            row.start += 1
+        for at, changes in changed:
+            row = self._rows[at]
+            row.pages, *more = self._change(row.slot, changes)
+            row.more_pages = tuple(more)
+
+    def _change(self, slot: int, changes: Sequence[tuple[int, Table]]) -> list[Table]:
+        before = self._tables.get(slot) or [()] * len(changes)
+        now = [was[:stay] + added for was, (stay, added) in zip(before, changes, strict=True)]
+        self._tables[slot] = now
+        return now
 
     def _row(
         self,
@@ -79,12 +114,7 @@ class PlanDecoder:
         tokens: Table | None = None,
         wanted: int | None = None,
     ) -> PlanRow:
-        if changes is not None:
-            before = self._tables.get(slot) or [()] * len(changes)
-            self._tables[slot] = [
-                was[:stay] + added for was, (stay, added) in zip(before, changes, strict=True)
-            ]
-        pages, *more = self._tables[slot]
+        pages, *more = self._tables[slot] if changes is None else self._change(slot, changes)
         return PlanRow(
             slot,
             tokens,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.engine.plan import StepPlan
 from baton.layers.shard import Shard
 from baton.ranks.channel import ChannelClosed
 from baton.ranks.plan_codec import PlanDecoder
@@ -135,6 +134,9 @@ class Rank:
         self._ranks = ranks
         self._runner = runner
         self._queue: deque[Flight] = deque()
+        self._messages: deque[bytes] = deque()
+        """Of a follower: plans that it has not begun."""
+        self._decoder = PlanDecoder()
         self._steps: Steps | None = None
         self._broken = ""
         """Why all further steps fail."""
@@ -146,6 +148,18 @@ class Rank:
         elif self._ranks.over and self.shard.rank == 0:
             self.lose(self._ranks.over)
         elif len(self._queue) == 1:
+            self._begin()
+
+    def receive(self, message: bytes) -> None:
+        """As a follower: a plan, read when those before it have been executed."""
+        self._messages.append(message)
+        if not self._queue:
+            self._next()
+
+    def _next(self) -> None:
+        if self._messages:
+            self._queue.append(Flight(self._decoder.decode(self._messages.popleft())))
+        if self._queue:
             self._begin()
 
     def _begin(self) -> None:
@@ -172,8 +186,7 @@ class Rank:
                 self._break()
                 return
             self._end()
-            if self._queue:
-                self._begin()
+            self._next()
             return
         self._ranks.enter(self, kind, value, self._after)
 
@@ -251,7 +264,6 @@ class SimChannel:
     def __init__(self, ranks: Ranks, follower: Rank) -> None:
         self._ranks = ranks
         self._follower = follower
-        self._decoder = PlanDecoder()
         self._last = 0.0
 
     def send_plan(self, plan: bytes, threads: int) -> None:
@@ -260,8 +272,4 @@ class SimChannel:
         world, rng = self._ranks.world, self._ranks.rng
         late = 0.02 if rng.random() < 0.05 else 0.0002
         self._last = max(self._last, world.now + late * rng.uniform(0.1, 1.0))
-        world.at(self._last - world.now, self._follower.actor, lambda: self._arrive(plan))
-
-    def _arrive(self, message: bytes) -> None:
-        plan: StepPlan = self._decoder.decode(message)
-        self._follower.take(Flight(plan))
+        world.at(self._last - world.now, self._follower.actor, lambda: self._follower.receive(plan))

@@ -32,13 +32,15 @@ class Cluster(Deployment):
         nodes: int = 2,
         tokenizers: int = 2,
         kv_tokens: int = 32768,
+        tp: int = 1,
     ) -> None:
+        """`tp`: ranks of each worker."""
         super().__init__(folder, model)
         self.tokenizer.flags += ["--drain-seconds", "3"]
         for _ in range(tokenizers - 1):
             self._add("tokenizer", list(self.tokenizer.flags))
         grace = ("--lease-grace-seconds", str(GRACE_SECONDS))
-        worker = (*WORKER, "--kv-tokens", str(kv_tokens))
+        worker = (*WORKER, "--kv-tokens", str(kv_tokens), "--tp", str(tp))
         prefill = [self.add_worker("prefill", *worker, *grace) for _ in range(nodes)]
         decode = [self.add_worker("decode", *worker, "--handoff-seconds", "6") for _ in range(nodes)]
         self.add_gateway(decode, prefill, *GATEWAY)

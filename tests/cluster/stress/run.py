@@ -14,6 +14,7 @@ from stress.clients import Outcome
 from stress.cluster import REQUEST_SECONDS, Cluster
 from stress.faults import Fault, Injector
 from stress.load import Load, Tally
+from stress.rank_faults import RankInjector
 from stress.tasks import Task
 
 IDLE_SECONDS = 20.0
@@ -71,6 +72,7 @@ async def run(
     faults: int,
     streams: int = 64,
     gap: tuple[float, float] = (0.1, 1.2),
+    injector: type[Injector] | type[RankInjector] = Injector,
     happened: Callable[[Fault], None] = lambda fault: None,
     ended: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
@@ -80,12 +82,12 @@ async def run(
     started = time.monotonic()
     address, http = cluster.gateway.address, cluster.gateway.http
     load = Load(address, http, tasks, Random(rng.random()), deadline=REQUEST_SECONDS, ended=ended)
-    injector = Injector(cluster, Random(rng.random()), happened=happened)
+    faulty = injector(cluster, Random(rng.random()), happened=happened)
     stop = asyncio.Event()
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(load.closed_loop(streams, stop))
-            await injector.run(stop, faults, gap)
+            await faulty.run(stop, faults, gap)
             stop.set()
     finally:
         await load.close()
@@ -94,4 +96,4 @@ async def run(
         await asyncio.to_thread(cluster.assert_idle, IDLE_SECONDS)
     except AssertionError as error:
         left = str(error)
-    return Report(seed, time.monotonic() - started, load.tally, injector.faults, left)
+    return Report(seed, time.monotonic() - started, load.tally, faulty.faults, left)
