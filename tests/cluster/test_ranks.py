@@ -177,5 +177,9 @@ async def test_a_worker_ends_with_one_of_its_ranks_and_its_requests_go_on_elsewh
     ranks.decode.kill()
     _, left = psutil.wait_procs([follower], END_SECONDS)
     assert not left, "a follower outlives rank 0"
-    ranks.decode.start()  # removes the pool of the one before
+    assert not ranks.decode.segments(), "it has removed the pool"
+    ranks.decode.start()
     ranks.decode.wait_ready()
+    (follower,) = followers(ranks.decode)
+    follower.kill()  # of an idle worker
+    await until(lambda: not ranks.decode.alive, "the idle worker ends", END_SECONDS)
