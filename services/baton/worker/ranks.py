@@ -73,7 +73,10 @@ class Ranks:
             host, port, address = master_address(config)
             listener = socket.create_server((address, 0), family=family_of(address))
             store = (host, int(listener.getsockname()[1]))
-            master = Master(address, port, Cluster.load(config).secret, self._expected(), settings_of(config))
+            cluster = Cluster.load(config)
+            if cluster.tls is not None:
+                _log.warning("what ranks of several hosts say to each other is not encrypted")
+            master = Master(address, port, cluster.secret, self._expected(), settings_of(config))
             try:
                 master.start({"store": store})
                 self.followers = Followers(here, config, store, address=address)
