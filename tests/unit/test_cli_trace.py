@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from collections import defaultdict
+
 import pytest
 from rich.cells import cell_len
 
@@ -91,3 +95,42 @@ def test_chromes_format():
     ]
     begun, ended = [e for e in found if e["ph"] in "be" and e["tid"] == 2]
     assert (begun["id"], begun["ts"], ended["ts"]) == (ended["id"], 510_000, 529_000)
+
+
+def test_chromes_format_is_kept():
+    """The rules of the format's description, also for a request that runs."""
+    running = make("00000000000000ff-2", received=1100, more=[phase("decode", "decode", 100_000, None)])
+    running.outcome = ""
+    running.phases[-1].ClearField("end_us")
+    running.work.append(
+        trace_pb2.TracePhase(name="pull", role="decode", address="10.0.0.9:1", start_us=100_001)
+    )
+    event = running.events.add(role="decode", address="10.0.0.1:50061", at_us=50)
+    event.event.kind = trace_pb2.EVENT_RETRIED
+    found = json.loads(json.dumps(chrome_trace([make(), running])))["traceEvents"]
+    slices = defaultdict(list)
+    begun: dict[tuple[str, str, int], float] = {}
+    for each in found:
+        assert isinstance(each["name"], str) and isinstance(each["pid"], int), each
+        if each["ph"] == "M":
+            assert each["name"] in ("process_name", "thread_name") and each["args"]["name"]
+            continue
+        assert isinstance(each["tid"], int) and each["ts"] >= 0, each
+        if each["ph"] == "X":
+            assert each["dur"] >= 0
+            slices[each["pid"], each["tid"]].append((each["ts"], each["ts"] + each["dur"]))
+        elif each["ph"] == "i":
+            assert each["s"] in ("g", "p", "t")
+        else:  # asynchronous events are matched by category, id and name
+            key = each["cat"], each["id"], each["name"]
+            if each["ph"] == "b":
+                assert begun.setdefault(key, each["ts"]) == each["ts"]
+            else:
+                assert each["ph"] == "e" and begun.pop(key) <= each["ts"]
+    assert not begun, "asynchronous events that do not end"
+    for track in slices.values():  # of a track one slice ends before the next begins
+        track.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(track)), track
+    named = {(each["pid"], each.get("tid")) for each in found if each["ph"] == "M"}
+    used = {(each["pid"], tid) for each in found if each["ph"] != "M" for tid in (None, each["tid"])}
+    assert used <= named, used - named

@@ -16,23 +16,26 @@ from baton.cli.status import print_status
 from baton.cli.top import Sample, frame
 from baton.v1 import node_pb2, trace_pb2
 
-WORDS = ("gateway", "prefill", "decode", "tokenizer", "unreachable", "serving")
+WORDS = (
+    *("gateway", "prefill", "decode", "tokenizer", "unreachable", "serving"),
+    *("[fd00::5]:50051", "[fd00::7]:50071"),
+)
 
 
 def reports():
-    def make(role, port, **load):
+    def make(role, port, host="10.10.10.10", **load):
         info = node_pb2.NodeInfo(role=role, incarnation=2**63, pid=12345, device="cuda:0")
         info.model.name, info.model.dtype = "Qwen/Qwen3-0.6B", "bfloat16"
         info.peers.add(role="decode", address="10.10.10.10:50071", connected=True)
-        return NodeReport(role, f"10.10.10.10:{port}", info, node_pb2.Load(**load), "SERVING")
+        return NodeReport(role, f"{host}:{port}", info, node_pb2.Load(**load), "SERVING")
 
     pages = node_pb2.PageCounts(total=65536, free=60000, cached=5000)
     return [
         make("gateway", 50050, requests=3),
-        make("tokenizer", 50051),
+        make("tokenizer", 50051, host="[fd00::5]"),
         make("prefill", 50061, waiting=12, prefilling=4, leases=7, oldest_lease_ms=1234, pages=pages),
         make("decode", 50071, handing_off=3, running=64, pulls=2, pages=pages),
-        NodeReport("decode", "10.10.10.11:50071", error="refused"),
+        NodeReport("decode", "[fd00::7]:50071", error="refused"),
     ]
 
 
@@ -84,6 +87,7 @@ def test_top():
     lines = shown(True, 80, lambda console: console.print(frame(before, now)))
     text = "\n".join(lines)
     assert lines[0].startswith("10.0 requests/s, 0.0 failed/s, 1,500 output tokens/s")
+    assert text.count("[fd00::7]:50071") == 2, "also where its problem is told"
     for word in (*WORDS, "runs: queue", "9.000 s", "0.9 ms", "refused"):
         assert word in text, text
     assert max(map(cell_len, lines)) <= 80, text

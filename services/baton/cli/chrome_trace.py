@@ -24,7 +24,7 @@ def chrome_trace(traces: Sequence[trace_pb2.Trace]) -> dict[str, Any]:
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": name})
     for tid, trace in enumerate(ordered, 1):
         start = 1000 * (trace.received_unix_ms - begin)
-        for pid in sorted({pids[phase.role, phase.address] for phase in trace.phases}):
+        for pid in sorted({pids[each.role, each.address] for each in (*trace.phases, *trace.work)}):
             events.append(
                 {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": trace.id}}
             )

@@ -131,18 +131,18 @@ def status_table(reports: Sequence[NodeReport]) -> Table:
     for report in reports:
         info = report.info
         if info is None:
-            table.add_row(report.role, report.address, "", "", "[red]unreachable[/]")
+            table.add_row(report.role, escape(report.address), "", "", "[red]unreachable[/]")
             continue
         model = f"{info.model.name} {info.model.dtype}".strip()
         table.add_row(
             report.role,
-            report.address,
+            escape(report.address),
             str(info.pid),
             f"{info.incarnation:016x}"[:8],
             _HEALTH.get(report.health, report.health),
             _peers(report),
             escape(model),
-            _device(info),
+            escape(_device(info)),
             _load(report),
             _leases(report),
             _pages(report),
@@ -157,7 +157,8 @@ def status_lines(reports: Sequence[NodeReport]) -> list[str]:
     found = []
     for report in reports:
         info = report.info
-        start = f"[bold]{report.role:<{roles}}[/]  {report.address:<{addresses}}"
+        address = escape(report.address) + " " * (addresses - len(report.address))
+        start = f"[bold]{report.role:<{roles}}[/]  {address}"
         if info is None:
             found.append(f"{start}  [red]unreachable[/]")
             continue
@@ -218,5 +219,6 @@ def status(server: str, as_json: bool) -> None:
             console.print(f"where requests say nothing: {defaults} (--generation-config)", highlight=False)
         for report in reports:
             for text in wrong(report):
-                console.print(f"[red]{report.role} {report.address}[/] {escape(text)}", highlight=False)
+                who = f"{report.role} {escape(report.address)}"
+                console.print(f"[red]{who}[/] {escape(text)}", highlight=False)
     raise SystemExit(1 if any(wrong(report) for report in reports) else 0)

@@ -76,7 +76,7 @@ def request_line(trace: trace_pb2.Trace) -> str:
 def frame(before: Sample, now: Sample) -> Group:
     lines = [f"[bold]{rates(before, now)}[/]", "", *status_lines(now.reports)]
     lines += [
-        f"[red]{report.role} {report.address} {escape(text)}[/]"
+        f"[red]{report.role} {escape(report.address)} {escape(text)}[/]"
         for report in now.reports
         for text in wrong(report)
     ]
