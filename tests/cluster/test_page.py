@@ -334,6 +334,19 @@ def test_by_keyboard(page):
     assert {"theme", "try-prompt", "try-tokens", "try-send"} <= set(reached), reached
 
 
+def test_more_tabs_than_a_browser_has_connections_to_a_host(live):
+    """A tab that is not seen holds none; one that is seen again goes on."""
+    with chromium() as browser:
+        tabs = Page(live, browser)
+        for _ in range(7):
+            browser.switch_to.new_window("tab")
+            browser.get(f"http://{live.gateway.http}/")
+            tabs.frames(1)
+        browser.switch_to.window(browser.window_handles[1])
+        tabs.frames(2)
+        assert console(browser) == []
+
+
 @pytest.mark.times
 def test_a_killed_node_is_seen_within_two_seconds(page):
     """Last: it stays dead."""

@@ -41,6 +41,8 @@ class _Peer:
     incarnation: int = 0
     offset: float = 0.0
     measured: float = float("-inf")
+    questions: int = 0
+    """Under way."""
 
 
 class Traces:
@@ -59,19 +61,11 @@ class Traces:
     def recent(self, limit: int = DEFAULT_TRACES, slowest: bool = False) -> list[Name]:
         """Running and recent requests whose begin is still recorded: the latest, or those that took longest,
         first."""
-        started: dict[Name, float] = {}
-        took: dict[Name, float] = {}
-        for event in self._recorder.all():
-            name = event.gateway, event.request
-            if event.kind is Kind.RECEIVED:
-                started[name] = event.at
-            elif event.kind is Kind.ENDED and name in started:
-                took[name] = event.at - started[name]
-        now = self._recorder.clock()
+        found, now = self._recorder.requests(), self._recorder.clock()
+        names = list(reversed(found))
         if slowest:
-            names = sorted(started, key=lambda name: took.get(name, now - started[name]), reverse=True)
-        else:
-            names = list(reversed(started))
+            took = {name: (now if end is None else end) - begin for name, (begin, end) in found.items()}
+            names.sort(key=took.__getitem__, reverse=True)
         return names[:limit]
 
     async def timelines(
@@ -125,7 +119,16 @@ class Traces:
         ]
 
     async def _ask(self, address: str, names: set[Name]) -> tuple[list[Event], float]:
-        peer = await self._peer(address)
+        peer = self._peers.pop(address, None) or _Peer(self._dial(address))
+        self._peers[address] = peer
+        peer.questions += 1
+        try:
+            return await self._ask_peer(peer, names)
+        finally:
+            peer.questions -= 1
+            await self._close_idle()
+
+    async def _ask_peer(self, peer: _Peer, names: set[Name]) -> tuple[list[Event], float]:
         stub = node_pb2_grpc.NodeStub(peer.channel)
         wanted = [trace_pb2.RequestName(gateway=gateway, request=number) for gateway, number in names]
         answer = await stub.Recent(trace_pb2.RecentRequest(requests=wanted), timeout=ASK_SECONDS)
@@ -147,13 +150,13 @@ class Traces:
                 least, offset = after - before, (before + after) / 2 - answer.clock_us / 1e6
         return offset
 
-    async def _peer(self, address: str) -> _Peer:
-        peer = self._peers.pop(address, None) or _Peer(self._dial(address))
-        self._peers[address] = peer
+    async def _close_idle(self) -> None:
+        """Down to MAX_PEERS; those first that have not been asked for the longest time."""
         while len(self._peers) > MAX_PEERS:
-            _, oldest = self._peers.popitem(last=False)
-            await oldest.channel.close()
-        return peer
+            idle = next((address for address, peer in self._peers.items() if not peer.questions), None)
+            if idle is None:
+                return
+            await self._peers.pop(idle).channel.close()
 
 
 def _asked(events: dict[Name, list[Event]], *kinds: tuple[Kind, str]) -> dict[Process, set[Name]]:

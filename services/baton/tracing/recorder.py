@@ -42,6 +42,9 @@ class Kind(IntEnum):
     ENDED = 19
 
 
+_RECEIVED, _ENDED = Kind.RECEIVED.value, Kind.ENDED.value
+
+
 class Event(NamedTuple):
     at: float
     """Seconds of the recorder's clock."""
@@ -129,6 +132,17 @@ class Recorder:
             first -= 1
         return [_event(event) for event in ring[first:]]
 
+    def requests(self) -> dict[tuple[int, int], tuple[float, float | None]]:
+        """When each request whose begin is still recorded was received and has ended, oldest first. None: it
+        runs. Takes milliseconds when full."""
+        found: dict[tuple[int, int], tuple[float, float | None]] = {}
+        for at, kind, gateway, request, *_ in list(self._ring):
+            if kind == _RECEIVED:
+                found[gateway, request] = at, None
+            elif kind == _ENDED and (gateway, request) in found:
+                found[gateway, request] = found[gateway, request][0], at
+        return found
+
     def all(self) -> list[Event]:
-        """All events, oldest first."""
+        """All events, oldest first. Takes tens of milliseconds when full: for tests."""
         return [_event(event) for event in list(self._ring)]

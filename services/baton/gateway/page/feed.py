@@ -76,6 +76,7 @@ class Feed:
         self._open += 1
         try:
             if not self._collecting:
+                self.requests.begin()
                 self._collecting = [
                     self._tasks.spawn(self._collect(), "page: frames"),
                     self._tasks.spawn(self._follow_requests(), "page: requests"),
@@ -98,6 +99,7 @@ class Feed:
                 for task in self._collecting:
                     task.cancel()
                 self._collecting.clear()
+                self._whole = b""  # the next page may come much later
                 await self._processes.close()
 
     async def _sample(self) -> None:

@@ -19,8 +19,16 @@ SILENT_SECONDS = 2.5
 """A process that sends nothing for this time is taken for lost. It sends every INTERVAL_MS."""
 RETRY_SECONDS = 0.5
 MAX_CELLS = 4096
+"""Of a pool's map."""
+ALL_CELLS, LEAST_CELLS = 8192, 256
+"""Of all maps, as far as each has LEAST_CELLS: a thousand cells take a millisecond of each second."""
 
 ORDER = {"gateway": 0, "tokenizer": 1, "prefill": 2, "decode": 3}
+
+
+def max_cells(workers: int) -> int:
+    """Of each pool's map, where there are so many pools."""
+    return max(LEAST_CELLS, min(MAX_CELLS, ALL_CELLS // max(1, workers)))
 
 
 class Process:
@@ -111,7 +119,8 @@ class Processes:
     async def _watch(self, process: Process) -> None:
         """One stream to its end. Raises AioRpcError or TimeoutError."""
         async with self._gateway.nodes.dial(process.address) as channel:
-            request = node_pb2.WatchNodeRequest(interval_ms=INTERVAL_MS, max_cells=MAX_CELLS)
+            workers = len(self._gateway.nodes.prefill) + len(self._gateway.nodes.decode)
+            request = node_pb2.WatchNodeRequest(interval_ms=INTERVAL_MS, max_cells=max_cells(workers))
             call = node_pb2_grpc.NodeStub(channel).Watch(request)
             try:
                 while True:

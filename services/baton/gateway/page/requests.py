@@ -1,7 +1,7 @@
 """Running and recent requests for the page: bars of phases of the latest ones, and whole timelines.
 
-The gateway's own events are followed as they come. Other processes are asked once when a request's first
-token has come, and once when it has ended.
+The gateway's own events are followed as they come. Other processes are asked when a request's first token has
+come, when another decode node takes over, and when it has ended.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from baton.tracing.timeline import Phase, Timeline, parse_id, timeline
 
 SHOWN = 16
 """The latest ones; where more come within a second, the others are never seen here."""
-BEGIN_SECONDS = 60.0
-"""How far back the first page looks."""
+ASK_AT = (Kind.FIRST_TOKEN, Kind.RETRIED, Kind.RESUMED, Kind.ENDED)
 
 Json = dict[str, Any]
 
@@ -27,8 +26,10 @@ class Requests:
     def __init__(self, traces: Traces, recorder: Recorder) -> None:
         self._traces = traces
         self._recorder = recorder
-        self._seen = recorder.clock() - BEGIN_SECONDS
+        self._seen = 0.0
         """Events up to this time are known."""
+        self._new: list[Event] = []
+        """Of these, events that `refresh` has not looked at yet."""
         self._events: dict[Name, list[Event]] = {}
         """The gateway's own, of the requests shown, oldest request first."""
         self._asked: set[Name] = set()
@@ -36,20 +37,28 @@ class Requests:
         self._rows: dict[Name, Json] = {}
         self._changed: set[Name] = set()
 
+    def begin(self) -> None:
+        """Starts anew, with the latest requests that are recorded: a page opens, and none was open."""
+        self._seen = self._recorder.clock()
+        self._events = {name: [] for name in reversed(self._traces.recent(SHOWN))}
+        self._new = self._recorder.of(self._events)
+        for known in (self._rows, self._asked, self._changed):
+            known.clear()
+
     async def refresh(self) -> None:
         """Follows what has happened since the last call."""
         ask: set[Name] = set()
         touched: set[Name] = set()
-        self._seen = max(self._seen, self._recorder.clock() - BEGIN_SECONDS)
-        for event in self._recorder.since(self._seen):
-            self._seen = event.at
+        new, self._new = [*self._new, *self._recorder.since(self._seen)], []
+        for event in new:
+            self._seen = max(self._seen, event.at)
             name = event.gateway, event.request
             if event.kind is Kind.RECEIVED:
                 self._events[name] = []
             if name not in self._events:
                 continue
             self._events[name].append(event)
-            if event.kind in (Kind.FIRST_TOKEN, Kind.ENDED):
+            if event.kind in ASK_AT:
                 ask.add(name)
             elif event.kind is not Kind.TOKENS:
                 touched.add(name)

@@ -81,21 +81,32 @@ function lost(text) {
   say($("lost"), text);
 }
 
+// A hidden page holds no connection: a browser opens six to one host, and others need them.
+let source = null;
+let again = 0;
+
 function connect() {
-  const source = new EventSource("/page/events");
-  source.onmessage = (event) => {
+  source?.close();
+  clearTimeout(again);
+  if (document.hidden) return;
+  const own = source = new EventSource("/page/events");
+  own.onmessage = (event) => {
     heard = performance.now();
     lost("");
     show(JSON.parse(event.data));
   };
-  source.addEventListener("refused", (event) => {
-    source.close();
+  own.addEventListener("refused", (event) => {
+    own.close();
     lost(`${event.data}. Reload the page to try again.`);
   });
-  source.onerror = () => {
-    if (source.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
+  own.onerror = () => {
+    if (own.readyState === EventSource.CLOSED) again = setTimeout(connect, 2000);
   };
 }
+document.addEventListener("visibilitychange", () => {
+  heard = performance.now();
+  connect();
+});
 
 setInterval(() => {
   const silent = (performance.now() - heard) / 1000;
