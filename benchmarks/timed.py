@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from baton.cli.deployment import Deployment, DeploymentPlan
+from baton.cli.supervisor import SERVE
 from baton.client import AsyncClient
 from baton.client.types import Options
 from baton.stepcost import StepCost
@@ -50,9 +51,10 @@ def timed(
     kv_tokens: int = 131072,
     rows: int = 64,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    program: tuple[str, ...] = SERVE,
 ) -> Iterator[Deployment]:
     """A deployment with default settings except for the steps, to be entered with `async with`. settings:
-    more, of all processes."""
+    more, of all processes. program: what runs them."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         write_shape("tiny", folder / "model")
@@ -78,6 +80,7 @@ def timed(
                 "prefill": {**worker, **settings},
                 "decode": {**worker, **settings},
             },
+            program=program,
             restart=False,
         )
         yield Deployment(plan, console)
