@@ -12,7 +12,7 @@ from rich.console import Console
 from baton.bench.workload import Workload
 from baton.cli import bench_serve
 from baton.cli.nodes import NodeReport
-from baton.cli.status import print_status
+from baton.cli.status import print_problems, print_status
 from baton.cli.top import Sample, frame
 from baton.v1 import node_pb2, trace_pb2
 
@@ -56,6 +56,13 @@ def test_status(terminal, width):
         assert max(map(cell_len, lines)) <= width, text
     else:
         assert len(lines) == 1 + len(reports()), "a process is a line"
+
+
+def test_a_problem_is_one_line():
+    found = reports()
+    found[3].load.problems.add(reason="PREFILL_LOST", message="prompts are not handed off to " + "x" * 90)
+    lines = shown(False, 80, lambda console: print_problems(found, console))
+    assert len(lines) == 2 and lines[0].startswith("decode 10.10.10.10:50071 PREFILL_LOST: "), lines
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -187,6 +187,17 @@ def print_status(reports: Sequence[NodeReport], console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=False)
 
 
+def print_problems(reports: Sequence[NodeReport], console: Console) -> None:
+    """A line each, however long, so that it can be searched for."""
+    defaults = _default_sampling(reports[0])
+    lines = [f"where requests say nothing: {defaults} (--generation-config)"] if defaults else []
+    for report in reports:
+        who = f"{report.role} {escape(report.address)}"
+        lines += [f"[red]{who}[/] {escape(text)}" for text in wrong(report)]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
 @click.command()
 @server_option
 @click.option(
@@ -214,11 +225,5 @@ def status(server: str, as_json: bool) -> None:
     else:
         console = Console()
         print_status(reports, console)
-        defaults = _default_sampling(reports[0])
-        if defaults:
-            console.print(f"where requests say nothing: {defaults} (--generation-config)", highlight=False)
-        for report in reports:
-            for text in wrong(report):
-                who = f"{report.role} {escape(report.address)}"
-                console.print(f"[red]{who}[/] {escape(text)}", highlight=False)
+        print_problems(reports, console)
     raise SystemExit(1 if any(wrong(report) for report in reports) else 0)

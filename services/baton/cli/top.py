@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
-from baton.cli.console import no_gateway
+from baton.cli.console import UNLIMITED, no_gateway
 from baton.cli.nodes import NodeReport, ask_deployment, brief
 from baton.cli.options import fail, option
 from baton.cli.status import server_option, status_lines, wrong
@@ -114,6 +114,8 @@ def top(server: str, every: float, requests: int, once: bool) -> None:
       baton top --once
     """
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=UNLIMITED)
     try:
         asyncio.run(watch(server, every, requests, console, once or not console.is_terminal))
     except KeyboardInterrupt:

@@ -74,8 +74,12 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
             self._record(Kind.TOKENIZED, request, results)
             return results
 
-        with self._counted():
-            results = await self._work(work)
+        try:
+            with self._counted():
+                results = await self._work(work)
+        except BaseException as error:  # a span that was begun must end
+            self._record(Kind.ENDED, request, text=_outcome(error))
+            raise
         failed = sum(result.HasField("error") for result in results)
         self._counts.failed += failed
         self._counts.finished += len(results) - failed
@@ -87,12 +91,13 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServicer):
         kind: Kind,
         request: tokenizer_pb2.EncodeRequest,
         results: Sequence[tokenizer_pb2.EncodeResult] = (),
+        text: str = "",
     ) -> None:
         """May be called in a thread."""
         for index, each in enumerate(request.inputs):
             if each.HasField("request"):
                 number = len(results[index].token_ids) if results else 0
-                self._recorder.add(kind, each.request.gateway, each.request.request, number=number)
+                self._recorder.add(kind, each.request.gateway, each.request.request, number=number, text=text)
 
     async def Decode(
         self, request: tokenizer_pb2.DecodeRequest, context: grpc.aio.ServicerContext
@@ -319,3 +324,9 @@ def _render(tokenizer: HFTokenizer, chat: tokenizer_pb2.ChatPrompt, field: str) 
 def _add(total: node_pb2.Load, counts: node_pb2.Load) -> None:
     for field, value in counts.ListFields():
         setattr(total, field.name, getattr(total, field.name) + value)
+
+
+def _outcome(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "cancelled"
+    return error.reason if isinstance(error, BatonError) else "INTERNAL"

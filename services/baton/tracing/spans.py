@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 MAX_OPEN = 4096
-"""Sampled requests at a time; further ones have no spans."""
+"""Sampled requests at a time, with those whose spans are still to be made; further ones have no spans."""
 MAX_EVENTS = 1024
 """Of one request that become spans."""
 PHASES: dict[str, dict[Kind, str]] = {
@@ -88,7 +88,8 @@ class Spans:
         self._phases = PHASES[role]
         self._open: dict[Name, tuple[Span, list[Event]]] = {}
         self._ended: queue.SimpleQueue[tuple[Span, list[Event]] | None] = queue.SimpleQueue()
-        self._offset = time.time() - time.monotonic()
+        self._offset = 0.0
+        """Of the time of day to the monotonic clock."""
         self._thread = threading.Thread(target=self._work, name="spans", daemon=True)
         self._thread.start()
 
@@ -100,7 +101,7 @@ class Spans:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        if len(self._open) >= MAX_OPEN:
+        if len(self._open) + self._ended.qsize() >= MAX_OPEN:
             return ""
         propagator = TraceContextTextMapPropagator()
         parent = propagator.extract({"traceparent": traceparent} if traceparent else {})
@@ -147,6 +148,7 @@ class Spans:
     def _finish(self, span: Span, events: list[Event]) -> None:
         from opentelemetry import trace
 
+        self._offset = time.time() - time.monotonic()  # anew, because the time of day may be set
         context = trace.set_span_in_context(span)
         end = events[-1]
         for name, begun, until, attributes in self._children(events):

@@ -9,6 +9,7 @@ import { showRequests } from "./requests.js";
 import { showTry } from "./try.js";
 
 const LATE_SECONDS = 5;
+const NAMED = 3; // processes at the top of the page
 let heard = performance.now();
 
 function show(frame) {
@@ -28,7 +29,8 @@ function show(frame) {
 function showHealth(processes) {
   const wrong = processes.filter((each) => each.health !== "serving");
   const health = $("health");
-  const words = wrong.map((each) => `${each.role} ${each.address} ${word(each.health)}`);
+  const words = wrong.slice(0, NAMED).map((each) => `${each.role} ${each.address} ${word(each.health)}`);
+  if (wrong.length > NAMED) words.push(`${wrong.length - NAMED} more`);
   say(health, wrong.length ? words.join(", ") : `all ${processes.length} processes serve`);
   const bad = wrong.some((each) => each.health === "unreachable" || each.health === "not serving");
   health.className = `health ${wrong.length ? (bad ? "is-bad" : "is-warn") : "is-good"}`;
