@@ -115,9 +115,10 @@ class PageApp:
         return JSONResponse(life, headers={"cache-control": "no-store"})
 
     async def _events(self, request: Request) -> Response:
-        return StreamingResponse(
-            self._stream(), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
+        headers = {"cache-control": "no-store"}
+        if request.method == "HEAD":  # whose answer ends
+            return Response(media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._stream(), media_type="text/event-stream", headers=headers)
 
     async def _stream(self) -> AsyncIterator[bytes]:
         try:
