@@ -292,6 +292,19 @@ def test_requests_under_way_are_shown(page):
     page.until(lambda: rows("cancelled"), "it was left")
 
 
+def test_no_row_moves_under_the_focus(page):
+    def first() -> str | None:
+        return page.attribute("#requests button", "data-id")
+
+    before = first()
+    page.run("document.querySelector('#requests button').focus()")
+    page.deployment.client().generate(token_ids=[8] * 20, max_tokens=1)
+    page.frames(3)  # the list is renewed every two seconds
+    assert first() == before and "list held" in page.text("#requests-note")
+    page.run("document.activeElement.blur()")
+    page.until(lambda: first() != before, "the newest is the first again")
+
+
 def check_accessibility(page: Page) -> None:
     """With axe-core; not as a script of the page, which its policy forbids."""
     axe = (files("axe_core_python") / "axe.min.js").read_text()

@@ -5,21 +5,27 @@ import { bars } from "./phases.js";
 import { openTimeline } from "./timeline.js";
 
 const SHOWN = 16;
+const HELD_SECONDS = 5; // since somebody last pointed at the list or moved within it: meanwhile no row moves
 const LEGEND = [["gateway", "gateway"], ["tokenize", "tokenize"], ["queue", "queue"], ["prefill", "prefill"],
   ["handoff", "hand-off"], ["pull", "pull"], ["decode", "decode"], ["resume", "resume"]];
 
 const known = new Map();
+let touched = -Infinity;
+
+for (const kind of ["pointermove", "focusin", "keydown"]) $("requests").addEventListener(kind, () => { touched = performance.now(); });
+for (const kind of ["pointerleave", "focusout"]) $("requests").addEventListener(kind, () => { touched = -Infinity; });
 
 $("phases").append(...LEGEND.map(([key, word]) => el("li", { css: { "--key": `var(--${key})` } }, word)));
 
 export function showRequests(frame) {
   if (frame.whole) known.clear();
   for (const request of frame.requests ?? []) known.set(request.id, { ...request, got: frame.at });
-  const latest = [...known.values()].sort((a, b) => b.at - a.at);
-  for (const gone of latest.splice(SHOWN)) known.delete(gone.id);
+  const list = $("requests"), held = performance.now() - touched < 1000 * HELD_SECONDS;
+  const latest = held ? [...list.children].map((row) => known.get(row.firstChild.dataset.id)).filter(Boolean)
+    : [...known.values()].sort((a, b) => b.at - a.at);
+  if (!held) for (const gone of latest.splice(SHOWN)) known.delete(gone.id);
   for (const each of latest) if (!each.outcome) each.total = Math.max(each.total, frame.at - each.at);
   const scale = Math.max(...latest.map((each) => each.total), 1e-3);
-  const list = $("requests");
   while (list.children.length > latest.length) list.lastElementChild.remove();
   while (list.children.length < latest.length) list.append(makeRow());
   latest.forEach((request, index) => fill(list.children[index], request, scale));
@@ -27,7 +33,8 @@ export function showRequests(frame) {
   $("requests-axis").hidden = !latest.length;
   $("requests-axis").replaceChildren(el("span"),
     el("span", {}, ...[0, 0.5, 1].map((part) => el("i", {}, part ? seconds(scale * part) : "0"))));
-  say($("requests-note"), frame.totals.running ? `${plural(frame.totals.running, "request")} running` : "none running");
+  const note = frame.totals.running ? `${plural(frame.totals.running, "request")} running` : "none running";
+  say($("requests-note"), held ? `${note}, list held` : note);
 }
 
 function makeRow() {
