@@ -25,17 +25,32 @@ Measured for 16 rows of 304 tokens (2 and 4 KV heads x 64, one core with 2 MiB):
 all at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Where pages come together, of every layer the same; all share one buffer."""
+
+    pages: torch.Tensor
+    """[entries, page_size * dim]"""
+    vectors: torch.Tensor
+    """[entries * page_size, dim]"""
+    heads: torch.Tensor
+    """[2, rows, kv heads, length, dim]"""
+    keys: torch.Tensor
+    values: torch.Tensor
+    """Views of `heads`."""
+
+
 @dataclass(slots=True)
 class _Group:
-    """Rows of one token, padded to the longest; `rows` of the rows sorted by length."""
+    """Rows of one token, padded to the longest; groups follow each other by length."""
 
-    rows: slice
     length: int
     """Keys of the longest."""
     lengths: torch.Tensor | None
     """int64 [rows, 1, 1, 1]: keys of each row; None where nothing is padded."""
     padding: torch.Tensor | None
     """Entries of the gathered vectors that belong to no row."""
+    gathered: _Gathered
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     """By window: [rows, 1, 1, length], 0 or -inf; None: all keys of every row are seen."""
 
@@ -49,6 +64,7 @@ class _Chunk:
     """Keys of its last token."""
     pages: tuple[torch.Tensor, ...] | None
     """Like a group's; None where nothing precedes the chunk."""
+    gathered: _Gathered | None = None
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     """By window: [tokens, end], 0 or -inf; None: causal, nothing precedes the chunk."""
 
@@ -90,6 +106,8 @@ class TorchAttention:
         self._single = 0
         self._order: torch.Tensor | None = None
         self._groups: list[_Group] = []
+        self._group_sizes: list[int] = []
+        """Rows of each."""
         self._group_pages: tuple[tuple[torch.Tensor, ...], ...] = ()
         """Of each layer and group: entries of `KvPool.halves`, [2, rows, kv heads, pages] flattened."""
         self._chunks: list[_Chunk] = []
@@ -135,12 +153,10 @@ class TorchAttention:
         for chunk in self._chunks:
             at = chunk.tokens
             row_q = q[at].transpose(0, 1)[None]
-            if chunk.pages is None:
+            if chunk.pages is None or chunk.gathered is None:
                 row_k, row_v = k[at].transpose(0, 1)[None], v[at].transpose(0, 1)[None]
             else:
-                row_k, row_v = self._gather(chunk.pages[layer], 1, layer, q.dtype)[
-                    :, :, :, : chunk.end
-                ].unbind(0)
+                row_k, row_v = self._gather(chunk.gathered, chunk.pages[layer], layer, q.dtype)
             mask = self._chunk_mask(chunk, options.window, q.dtype)
             out[at] = _attend(row_q, row_k, row_v, mask, options)[0].transpose(0, 1)
 
@@ -151,12 +167,11 @@ class TorchAttention:
         q = q.reshape(shape) if order is None else q[order].view(shape)
         options = self._options[layer]
         results = []
-        for group, pages in zip(self._groups, self._group_pages[layer], strict=True):
-            rows = group.rows
-            gathered = self._gather(pages, rows.stop - rows.start, layer, q.dtype, group.padding)
-            keys, values = gathered[:, :, :, : group.length].unbind(0)
+        queries = torch.split(q, self._group_sizes)
+        for group, own, pages in zip(self._groups, queries, self._group_pages[layer], strict=True):
+            keys, values = self._gather(group.gathered, pages, layer, q.dtype, group.padding)
             mask = self._group_mask(group, options.window, q.dtype)
-            results.append(_attend(q[rows], keys, values, mask, options, causal=False))
+            results.append(_attend(own, keys, values, mask, options, causal=False))
         result = results[0] if len(results) == 1 else torch.cat(results)
         result = result.reshape(-1, self._num_heads, dim)
         if order is None:
@@ -166,26 +181,30 @@ class TorchAttention:
 
     def _gather(
         self,
+        where: _Gathered,
         pages: torch.Tensor,
-        rows: int,
         layer: int,
         dtype: torch.dtype,
         padding: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[2, rows, kv heads, tokens, head_dim]: keys and values, valid until the next call."""
-        halves = self._halves
-        needed = pages.shape[0] * halves.shape[1]
-        if self._buffer.numel() < needed:
-            self._buffer = self._buffer.new_empty(needed + needed // 4)
-        buffer = self._buffer[:needed].view(pages.shape[0], halves.shape[1])
-        torch.index_select(halves, 0, pages, out=buffer)
-        kv_heads, dim = self._kv_heads, self._layout.head_dim
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, kv heads, length, dim], valid until the next call."""
+        torch.index_select(self._halves, 0, pages, out=where.pages)
         if padding is not None:
             # Unwritten memory may hold NaN, and 0 times NaN is NaN.
-            buffer.view(-1, dim).index_fill_(0, padding, 0)
-        gathered = buffer.view(2, rows, kv_heads, -1, dim)
+            where.vectors.index_fill_(0, padding, 0)
         scales = self._options[layer].kv_scales
-        return gathered if scales is None else dequantize(gathered, scales[:, None, :, None, None], dtype)
+        if scales is None:
+            return where.keys, where.values
+        keys, values = dequantize(where.heads, scales[:, None, :, None, None], dtype).unbind(0)
+        return keys, values
+
+    def _gathered(self, entries: int, rows: int, length: int) -> _Gathered:
+        dim, size = self._layout.head_dim, self._halves.shape[1]
+        if self._buffer.numel() < entries * size:
+            self._buffer = self._buffer.new_empty(entries * size * 5 // 4)
+        pages = self._buffer[: entries * size].view(entries, size)
+        heads = pages.view(2, rows, self._kv_heads, -1, dim)[:, :, :, :length]
+        return _Gathered(pages, pages.view(-1, dim), heads, heads[0], heads[1])
 
     def _group(self, rows: Sequence[AttentionRow]) -> None:
         """Groups rows of one token, sorted by length; `_order` is None where they come so."""
@@ -205,13 +224,13 @@ class TorchAttention:
             total = needed
         self._order = None if order == list(range(len(order))) else self._tensor(order)
         self._groups = []
+        self._group_sizes = [len(part) for part in parts]
         entries: list[npt.NDArray[np.int64]] = []
-        first = 0
         for part in parts:
             entries.append(self._entries(self._padded_table(part), len(part)))
-            lengths, padding = self._lengths(part)
-            self._groups.append(_Group(slice(first, first + len(part)), part[0].start + 1, lengths, padding))
-            first += len(part)
+            length = part[0].start + 1
+            gathered = self._gathered(len(entries[-1]), len(part), length)
+            self._groups.append(_Group(length, *self._lengths(part), gathered))
         if parts:
             of_layers = self._there(np.concatenate(entries)) + 2 * self._layers
             sizes = [len(part) for part in entries]
@@ -250,8 +269,8 @@ class TorchAttention:
                 hidden = (
                     (keys >= lengths) if window is None else (keys >= lengths) | (keys < lengths - window)
                 )
-                rows = group.rows.stop - group.rows.start
-                mask = torch.zeros(rows, 1, 1, group.length, dtype=dtype, device=keys.device)
+                shape = group.gathered.keys.shape[0], 1, 1, group.length
+                mask = torch.zeros(shape, dtype=dtype, device=keys.device)
                 group.masks[window] = mask.masked_fill_(hidden, -torch.inf)
         return group.masks[window]
 
@@ -261,7 +280,7 @@ class TorchAttention:
         if pages is None:
             return _Chunk(tokens, end, None)
         of_layers = self._there(self._entries(pages, 1)) + 2 * self._layers
-        return _Chunk(tokens, end, of_layers.unbind(0))
+        return _Chunk(tokens, end, of_layers.unbind(0), self._gathered(of_layers.shape[1], 1, end))
 
     def _chunk_mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         if window is not None and window >= chunk.end:
