@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,23 @@ def test_a_product_that_is_not_exact_enough_is_never_chosen(monkeypatch):
 
     monkeypatch.setitem(CANDIDATES, 8, (Dequantized, Wrong, Missing))
     assert fastest_product(made(8)[1], torch.float32) is Dequantized
+
+
+def test_time_that_other_processes_take_does_not_decide_which_product_is_used(monkeypatch):
+    class Works(Dequantized):
+        def apply(self, x, bias):
+            ending = time.thread_time() + 0.002
+            while time.thread_time() < ending:
+                pass
+            return super().apply(x, bias)
+
+    class Waits(Dequantized):
+        def apply(self, x, bias):
+            time.sleep(0.006)
+            return super().apply(x, bias)
+
+    monkeypatch.setitem(CANDIDATES, 8, (Works, Waits))
+    assert fastest_product(made(8)[1], torch.float32) is Waits
 
 
 def test_a_linear_layer_gives_up_what_it_was_made_from():

@@ -24,7 +24,7 @@ REPEATS = 40
 SAMPLE = 2**23
 """Weights at most that products are tried with: in float64 they take 8 bytes each."""
 BUDGET_SECONDS = 0.02
-"""Time for measuring all layouts with one number of rows; each is measured at least twice."""
+"""The processor's time for measuring all layouts with one number of rows; each is measured at least twice."""
 
 
 class CpuLayout(Protocol):
@@ -76,7 +76,8 @@ class Blocked:
 def fastest_layout(weight: torch.Tensor) -> type[CpuLayout]:
     """For weights of this shape and dtype, by measuring (some tens of milliseconds, more for large ones).
 
-    With one thread, and the shortest of many times: other processes may be starting on the same cores.
+    With one thread, by the time that the processor gave it, and the shortest of many times: other processes
+    may be running on the same cores.
     """
     if not blocked_available(weight.dtype):
         return Transposed
@@ -111,13 +112,13 @@ def _fastest(made: Sequence[CpuLayout | Product], inputs: int, dtype: torch.dtyp
 def _times(layouts: Sequence[CpuLayout | Product], x: torch.Tensor) -> list[float]:
     """The shortest time of each layout in seconds; measured in turns, so that a disturbance affects all."""
     times: list[list[float]] = [[] for _ in layouts]
-    ending = time.perf_counter() + BUDGET_SECONDS
+    ending = time.thread_time() + BUDGET_SECONDS
     for repeat in range(REPEATS):
         for layout, own in zip(layouts, times, strict=True):
-            started = time.perf_counter()
+            started = time.thread_time()
             layout.apply(x, None)
-            own.append(time.perf_counter() - started)
-        if repeat and time.perf_counter() > ending:
+            own.append(time.thread_time() - started)
+        if repeat and time.thread_time() > ending:
             break
     return [min(own) for own in times]
 
