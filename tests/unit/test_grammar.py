@@ -187,7 +187,10 @@ REFERENCES = {f"{i:x}": {"$ref": f"#/$defs/{i + 1:x}"} for i in range(12_000)}
 )
 def test_a_long_chain_ends_no_process(spec):
     outcome = GrammarCompiler(backend).submit(spec).result(60)
-    assert isinstance(outcome, GrammarError) or outcome.matcher() is not None
+    if not isinstance(outcome, GrammarError):
+        matcher = outcome.matcher()
+        words = np.empty((1, -(-VOCAB // 32)), np.int32)
+        type(matcher).fill_all([matcher], [[]], words)  # in the library's thread, whose stack is smaller
 
 
 def test_compiled_once_and_kept():
