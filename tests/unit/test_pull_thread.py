@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from baton.transport.base import TransportError
 from baton.transport.pull_thread import REHEARSAL_SECONDS, PullThread
 
 
@@ -73,3 +74,23 @@ async def test_a_pull_that_is_cancelled_ends_without_the_quiet(monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(asyncio.shield(pull), 5)
     thread.close()
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_pull_that_is_given_up_does_not_look_at_a_peer_whose_memory_is_unmapped():
+    """The peer has been killed: what still waits for its step is given up, then its memory is unmapped."""
+    for _ in range(20):
+        unmapped = threading.Event()
+
+        def retired(unmapped=unmapped):
+            assert not unmapped.is_set()
+            return 0
+
+        thread = PullThread("test", retired)
+        waiting = [asyncio.create_task(thread.run(lambda stop: None, step)) for step in (1, 2)]
+        await asyncio.sleep(2e-3)
+        await asyncio.wait_for(thread.drain(), 5)
+        await asyncio.wait_for(thread.run(lambda stop, unmapped=unmapped: unmapped.set()), 5)
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(error, TransportError) for error in ended)
+        thread.close()

@@ -146,7 +146,8 @@ class PullThread:
             self._await(first)
 
     def _ready(self, job: _Job) -> bool:
-        return job.step <= self._retired() or job.ended.cancelled()
+        # In this order: the owner's memory may be unmapped, but not while anybody wants its pages.
+        return job.ended.cancelled() or job.step <= self._retired()
 
     def _await(self, first: _Job) -> None:
         """Waits until the job is ready, or no longer the first. Each poll is short: other threads need the
