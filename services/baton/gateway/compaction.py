@@ -20,8 +20,8 @@ ASK = (
     "Summarize this conversation for somebody who goes on with it: what is wanted, what has been decided and "
     "done, what is left to do, and every name, number and file that matters. Write the summary alone."
 )
-MAX_TOKENS = 1024
-"""Of a summary, the model's reasoning included."""
+MIN_TOKENS, MAX_TOKENS = 256, 1024
+"""Limits of a summary's limit, which is as many tokens as the conversation has; reasoning is included."""
 
 
 class CompactRequest(Conversation):
@@ -55,12 +55,12 @@ def compact_start(
 
 
 async def bound(gateway: Gateway, start: inference_pb2.GenerateStart) -> None:
-    """Limits the summary to what the context has room for, and to MAX_TOKENS. A prompt that leaves no room is
-    refused later."""
+    """Limits the summary. A prompt that leaves no room for it is refused later."""
     given = tokenizer_pb2.EncodeInput(chat=start.chat)
     encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
-    room = gateway.model().context_length - len(encoded.token_ids)
-    start.sampling.max_tokens = max(1, min(MAX_TOKENS, room))
+    tokens = len(encoded.token_ids)
+    room = gateway.model().context_length - tokens
+    start.sampling.max_tokens = max(1, min(room, MAX_TOKENS, max(MIN_TOKENS, tokens)))
 
 
 class CompactAnswer(TypedAnswer):
