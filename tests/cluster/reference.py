@@ -30,7 +30,7 @@ class Reference:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         model.generation_config.eos_token_id = model.config.eos_token_id = None
-        self._vocabulary = model.config.vocab_size
+        self._vocabulary = model.config.get_text_config().vocab_size
 
     @torch.inference_mode()
     def greedy(self, prompt: list[int], count: int) -> Answer:
