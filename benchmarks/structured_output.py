@@ -75,7 +75,7 @@ class NotedGrammar:
 
     def matcher(self) -> NotedMatcher:
         made = self.grammar.matcher()
-        noted = NotedMatcher(made._matcher, made._usable, made._executor)
+        noted = NotedMatcher(made._matcher, made._usable)
         noted.output = []
         self.outputs.append(noted.output)
         return noted

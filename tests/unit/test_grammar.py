@@ -190,7 +190,7 @@ def test_a_long_chain_ends_no_process(spec):
     if not isinstance(outcome, GrammarError):
         matcher = outcome.matcher()
         words = np.empty((1, -(-VOCAB // 32)), np.int32)
-        type(matcher).fill_all([matcher], [[]], words)  # in the library's thread, whose stack is smaller
+        type(matcher).fill_all([matcher], [[]], words)
 
 
 def test_compiled_once_and_kept():

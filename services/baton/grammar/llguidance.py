@@ -45,7 +45,6 @@ class LlguidanceBackend:
         self._usable: Words = np.packbits(usable, bitorder="little").view(np.int32)
         wrapped = library.TokenizerWrapper(_Tokenizer(table, special, eos[0], encode))
         self._tokenizer = library.LLTokenizer(wrapped, eos_token=list(eos))
-        self._executor = library.LLExecutor(1)
 
     def compile(self, spec: GrammarSpec) -> LlguidanceGrammar:
         try:
@@ -54,7 +53,7 @@ class LlguidanceBackend:
             raise GrammarError(_one_line(str(error))) from None
         if matcher.is_error():
             raise GrammarError(_one_line(matcher.get_error()))
-        grammar = LlguidanceGrammar(matcher, self._usable, self._executor)
+        grammar = LlguidanceGrammar(matcher, self._usable)
         # Some grammars are found to be too large, or to match nothing, only by their first masks.
         first, words = grammar.matcher(), np.empty_like(self._usable)
         first.fill(words)
@@ -66,23 +65,23 @@ class LlguidanceBackend:
 class LlguidanceGrammar:
     """Implements grammar.base.Grammar. Its matchers share a lexer, which the library locks."""
 
-    def __init__(self, matcher: library.LLMatcher, usable: Words, executor: library.LLExecutor) -> None:
+    def __init__(self, matcher: library.LLMatcher, usable: Words) -> None:
         """usable: the ids that stand for something."""
         self._matcher = matcher
         self._usable = usable
-        self._executor = executor
 
     def matcher(self) -> LlguidanceMatcher:
-        return LlguidanceMatcher(self._matcher.deep_copy(), self._usable, self._executor)
+        return LlguidanceMatcher(self._matcher.deep_copy(), self._usable)
 
 
 class LlguidanceMatcher(Matcher):
-    __slots__ = ("_executor", "_matcher", "_usable")
+    """Not by the library's executor: it has been seen to wait for ever in a decode node."""
 
-    def __init__(self, matcher: library.LLMatcher, usable: Words, executor: library.LLExecutor) -> None:
+    __slots__ = ("_matcher", "_usable")
+
+    def __init__(self, matcher: library.LLMatcher, usable: Words) -> None:
         self._matcher = matcher
         self._usable = usable
-        self._executor = executor
 
     def accept(self, tokens: Sequence[int]) -> None:
         if not self._matcher.consume_tokens(list(tokens)):
@@ -99,36 +98,6 @@ class LlguidanceMatcher(Matcher):
         np.bitwise_and(words, self._usable, out=words)
         if not words.any():
             raise GrammarError(_NOTHING_FITS)
-
-    @classmethod
-    def fill_all(
-        cls, matchers: Sequence[LlguidanceMatcher], tokens: Sequence[Sequence[int]], words: Words
-    ) -> dict[int, GrammarError]:
-        """In a thread of the library, which takes no interpreter lock: each time that this thread took it, it
-        would hold up the step thread."""
-        errors: dict[int, GrammarError] = {}
-        single: list[tuple[library.LLMatcher, int]] = []
-        for row, (matcher, own) in enumerate(zip(matchers, tokens, strict=True)):
-            if len(own) == 1:
-                single.append((matcher._matcher, own[0]))
-            elif own:
-                try:
-                    matcher.accept(own)
-                except GrammarError as error:
-                    errors[row] = error
-        executor = matchers[0]._executor
-        if single:
-            executor.consume_token_par(single)
-        rows = [(matcher._matcher, row) for row, matcher in enumerate(matchers) if row not in errors]
-        if rows:
-            executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, words.strides[0], len(words))
-        np.bitwise_and(words, matchers[0]._usable, out=words)
-        for row in np.flatnonzero(~words.any(1)).tolist():
-            errors.setdefault(row, GrammarError(_NOTHING_FITS))
-        for failed, row in rows:
-            if failed.is_error():
-                errors[row] = GrammarError(_one_line(failed.get_error()))
-        return errors
 
 
 def _source(spec: GrammarSpec) -> str:
