@@ -29,12 +29,9 @@ class GptOss(ToolParser):
 
     def run(self) -> Generator[None, None, None]:
         space = yield from self.space()
-        try:
-            begun = yield from self.accept(_CHANNEL, _START, "to=")
-        except Cut:
-            return
+        begun = yield from self.opening(_CHANNEL, _START, "to=")
         if not begun:
-            self.at -= len(space)
+            self.put(space)
             yield from self.pass_text()  # no messages: plain text
             if self._space:
                 self.events.append(Text(self._space))

@@ -35,6 +35,8 @@ class Call:
 
 
 Event = Text | Reasoning | Call
+HALF_MARK = 3
+"""Where an output is cut off, so many characters of a mark are the beginning of a call; fewer are text."""
 
 
 class Cut(Exception):
@@ -116,6 +118,16 @@ class Reader(ABC):
             found = max((each for each in literals if rest.startswith(each)), key=len, default="")
             self.at += len(found)
             return found
+
+    def opening(self, *literals: str) -> Generator[None, None, str]:
+        """As `accept`, of what an output may begin with. Where the output has been cut off in one, HALF_MARK
+        characters of it are left out; fewer are text."""
+        try:
+            return (yield from self.accept(*literals))
+        except Cut:
+            if len(self.text) - self.at >= HALF_MARK:
+                self.at = len(self.text)
+            return ""
 
     def space(self) -> Generator[None, None, str]:
         """Reads white space."""

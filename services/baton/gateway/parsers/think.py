@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from baton.gateway.parsers.reader import Cut, Event, Reader, Reasoning, Text, find, may_begin
+from baton.gateway.parsers.reader import Event, Reader, Reasoning, Text, find, may_begin
 from baton.gateway.parsers.tools import ToolParser
 
 
@@ -28,10 +28,7 @@ class Think(Reader):
         space = yield from self.space()
         opening = ""
         if not self._opened:
-            try:
-                opening = yield from self.accept(*(mark for mark, _ in self.MARKS))
-            except Cut:
-                return
+            opening = yield from self.opening(*(mark for mark, _ in self.MARKS))
         if self._opened or opening:
             self.in_reasoning = True
             closing = [end for mark, end in self.MARKS if opening in ("", mark)]

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from baton.gateway.parsers.reader import Call, Cut, Malformed, Reader, Text, find, may_begin
+from baton.gateway.parsers.reader import HALF_MARK, Call, Cut, Malformed, Reader, Text, find, may_begin
 
 Tools = Mapping[str, str]
 """Names of the tools that are offered, and the JSON Schemas of their arguments as JSON text (may be
@@ -22,10 +22,6 @@ empty)."""
 MAX_VAIN = 2**16
 """After so many characters that were read as calls and are none, all is text: marks within marks would take
 time that grows with the square of their number."""
-
-
-HALF_MARK = 3
-"""Where an output is cut off, so many characters of a mark are the beginning of a call; fewer are text."""
 
 
 class ToolParser(Reader):
