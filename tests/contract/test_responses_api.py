@@ -11,10 +11,12 @@ from gateway_rig import gateway, until
 from scripted_decode import STOP, ScriptedDecode, endless, saying, silent
 from test_inference import say
 
+from baton.gateway.authentication import ApiKey, Limits
+from baton.gateway.compaction import CompactAnswer, CompactRequest, compact_start
 from baton.gateway.response_store import ResponseStore
 from baton.gateway.responses_items import input_messages
 from baton.gateway.responses_protocol import ResponsesRequest
-from baton.v1 import tokenizer_pb2
+from baton.v1 import inference_pb2, tokenizer_pb2
 
 TOOL = {
     "type": "function",
@@ -292,6 +294,47 @@ async def test_a_conversation_is_compacted_and_goes_on():
             await api.responses.compact(model="scripted")
         with pytest.raises(openai.BadRequestError, match="context"):
             await api.responses.compact(model="scripted", input="word " * 3000)
+
+
+async def test_what_cannot_be_compacted():
+    config = {**PARSERS, "max_requests": 1}
+    async with (
+        ScriptedDecode(silent, context=2000) as node,
+        gateway(node, **config) as rig,
+        client(rig) as api,
+    ):
+        await script(rig, node, "<think>So long a thought.</think>")
+        with pytest.raises(openai.UnprocessableEntityError, match="no summary"):
+            await api.responses.compact(model="scripted", input="Hi")
+        wrong = {**CALLED, "arguments": "none"}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await api.responses.compact(model="scripted", input=[wrong])
+        assert caught.value.param == "input.arguments" and "messages" not in caught.value.message
+        await rig.idle()
+        held = rig.node.gateway
+        encode, encoded = held.tokenizer.encode, []
+        held.tokenizer.encode = lambda *given: encoded.append(given) or encode(*given)
+        with held.call(ApiKey("other", Limits())), pytest.raises(openai.RateLimitError):
+            await api.responses.compact(model="scripted", input="Hi")
+        assert not encoded
+
+
+@pytest.mark.parametrize("last", ["user", "assistant"])
+def test_a_compacted_conversation_alternates(last):
+    """As the templates of Gemma and Mistral demand."""
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    said = [{"role": role, "content": text} for role, text in turns[: 3 if last == "user" else 4]]
+    start = compact_start(CompactRequest.model_validate({"model": "m", "input": said}), [])
+    roles = [message.role for message in start.chat.messages]
+    assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"] * (len(roles) % 2)
+    answer = CompactAnswer(start)
+    answer.add(inference_pb2.Delta(text="They spoke."))
+    answer.end(inference_pb2.Finished())
+    items = answer.whole()["output"]
+    assert [item["content"][0]["text"] for item in items[:-1]] == ["a", "c"]
+    messages = input_messages(parsed([*items, {"role": "user", "content": "e"}]))
+    assert [message.role for message in messages] == ["user", "assistant", "user"]
+    assert messages[0].content == "a\n\nc"
 
 
 def parsed(items):

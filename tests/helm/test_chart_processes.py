@@ -185,7 +185,6 @@ def test_all_pods_of_a_group_start_one_worker(helm, monkeypatch):
     assert (configs[0].nnodes, configs[0].tp) == (2, 4)
     assert configs[0].master == f"baton-decode-0.baton-decode.{NAMESPACE}:29500"
     monkeypatch.setattr("baton.worker.hosts.is_loopback", lambda host: False)
-    monkeypatch.setattr("baton.worker.hosts.master_address", lambda config: ("10.0.0.1", 29500, "10.0.0.1"))
     check_hosts(dataclasses.replace(configs[0], cluster_secret_file="", insecure=True))
 
 

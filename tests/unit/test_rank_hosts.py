@@ -17,7 +17,7 @@ from baton.ranks.hosts import MAGIC, PAGES, PLANS, Join, JoinError, Master, join
 from baton.ranks.pages import PagesOfHosts, Part, RemotePart, serve_pages
 from baton.rpc.errors import BatonError
 from baton.transport import HostPages, TransportError
-from baton.worker.hosts import check_hosts
+from baton.worker.hosts import check_hosts, master_address
 
 SECRET = "a secret of sixteen or more"
 SECONDS = 10.0
@@ -273,6 +273,27 @@ def test_a_wrong_configuration_is_one_line(flags, text):
     with pytest.raises(BatonError, match=text) as caught:
         check_hosts(DecodeConfig(**flags))
     assert "\n" not in caught.value.message
+
+
+def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch):
+    """A pod may start before the cluster's DNS knows the first one."""
+    answers = [OSError(-2, "not known"), OSError(-2, "not known")]
+
+    def look_up(*given, **options):
+        if answers:
+            raise answers.pop()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 29500))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr("baton.worker.hosts.RETRY_SECONDS", 0.01)
+    flags = {"nnodes": 2, "tp": 2, "master": "first.pods:29500", "insecure": True}
+    for rank in (0, 1):
+        check_hosts(DecodeConfig(**flags, node_rank=rank))
+    assert master_address(DecodeConfig(**flags)) == ("first.pods", 29500, "192.0.2.1")
+    answers += [OSError(-2, "not known")] * 1000
+    monkeypatch.setattr("baton.worker.hosts.NAME_SECONDS", 0.05)
+    with pytest.raises(BatonError, match="'first.pods' is not known here"):
+        master_address(DecodeConfig(**flags))
 
 
 def test_ranks_may_come_at_the_same_time():

@@ -7,10 +7,11 @@ import uuid
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.openai_errors import ApiError
 from baton.gateway.responses_answers import usage_of
-from baton.gateway.responses_items import compacted
+from baton.gateway.responses_items import BREAK, compacted
 from baton.gateway.responses_protocol import Conversation, add_messages
 from baton.gateway.typed_events import Json, TypedAnswer
 from baton.rpc.validate import check_sampling
@@ -49,24 +50,33 @@ def compact_start(
     start = inference_pb2.GenerateStart(id="http", model=request.model, include_token_ids=False)
     start.sampling.temperature = request.temperature or 0
     check_sampling(start.sampling, None)
-    add_messages(request, earlier, start.chat)
-    start.chat.messages.add(role="user", content=ASK)
+    chat = start.chat
+    add_messages(request, earlier, chat)
+    chat.template_arguments.update({"enable_thinking": False})  # a summary has few tokens
+    if chat.messages[-1].role == "user":  # templates may demand that users and assistants alternate
+        chat.messages[-1].content += BREAK + ASK
+    else:
+        chat.messages.add(role="user", content=ASK)
     return start
 
 
-async def bound(gateway: Gateway, start: inference_pb2.GenerateStart) -> None:
-    """Limits the summary. A prompt that leaves no room for it is refused later."""
+async def bound(gateway: Gateway, start: inference_pb2.GenerateStart, api_key: ApiKey) -> None:
+    """Limits the summary. A prompt that leaves no room for it is refused later. Raises BatonError."""
     given = tokenizer_pb2.EncodeInput(chat=start.chat)
-    encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
+    with gateway.call(api_key):
+        encoded = await gateway.tokenizer.encode(given, gateway.config.request_seconds)
     tokens = len(encoded.token_ids)
-    room = gateway.model().context_length - tokens
+    model = gateway.model_or_last() or gateway.model()
+    room = model.context_length - tokens
     start.sampling.max_tokens = max(1, min(room, MAX_TOKENS, max(MIN_TOKENS, tokens)))
 
 
 class CompactAnswer(TypedAnswer):
     def __init__(self, start: inference_pb2.GenerateStart) -> None:
         self._name = uuid.uuid4().hex
-        self._users = [message.content for message in start.chat.messages[:-1] if message.role == "user"]
+        users = [message.content for message in start.chat.messages if message.role == "user"]
+        users[-1] = users[-1].removesuffix(ASK).removesuffix(BREAK)
+        self._users = [text for text in users if text]
         self._summary: list[str] = []
         self._usage: Json = {}
 
@@ -82,6 +92,12 @@ class CompactAnswer(TypedAnswer):
         return []  # has no stream
 
     def whole(self) -> Json:
+        """Raises ApiError."""
+        summary = "".join(self._summary).strip()
+        if not summary:
+            made = self._usage["output_tokens"]
+            text = f"the model wrote no summary in {made} tokens: send the items as they are, or fewer of them"
+            raise ApiError(422, text, None, "no_summary")
         output: list[Json] = [
             {
                 "type": "message",
@@ -92,8 +108,8 @@ class CompactAnswer(TypedAnswer):
             }
             for index, text in enumerate(self._users)
         ]
-        summary = compacted("".join(self._summary).strip())
-        output.append({"type": "compaction", "id": f"cmp_{self._name}", "encrypted_content": summary})
+        content = compacted(summary)
+        output.append({"type": "compaction", "id": f"cmp_{self._name}", "encrypted_content": content})
         return {
             "id": f"resp_{self._name}",
             "object": "response.compaction",

@@ -110,9 +110,10 @@ def add_responses(app: FastAPI, gateway: Gateway, bodies: BodyReader) -> None:
 
         with naming_fields(TAGGED, NAMES):
             body = await bodies.read_starts(request, CompactRequest, starts)
-        await bound(gateway, body.made[0])
+            await bound(gateway, body.made[0], request.state.api_key)
         async with running(gateway, body.made, request) as job:
-            await job.wait_for_output()
+            with naming_fields(TAGGED, NAMES):
+                await job.wait_for_output()
             return await respond(job, CompactAnswer(body.made[0]), False, set(body.ignored))
 
     @app.post("/v1/responses/{name}")

@@ -17,6 +17,8 @@ from baton.v1 import tokenizer_pb2
 Messages = list[tokenizer_pb2.ChatMessage]
 SUMMARY = "What has been said so far, in short: "
 """Begins the message that a compaction item becomes."""
+BREAK = "\n\n"
+"""Between messages that become one."""
 _COMPACTED = "baton1."
 """Begins the content of a compaction item. It needs no secret: it tells a client what its own items said."""
 
@@ -122,6 +124,7 @@ def input_messages(given: str | list[InputItem]) -> Messages:
             turn = None
         elif isinstance(item, CompactionItem):
             summary = _summary(item.encrypted_content, f"input[{index}]")
+            _join_users(messages)
             messages.append(tokenizer_pb2.ChatMessage(role="assistant", content=SUMMARY + summary))
             turn = None
         else:
@@ -138,6 +141,17 @@ def input_messages(given: str | list[InputItem]) -> Messages:
     for turn in turns:
         turn.message.content, turn.message.reasoning = "".join(turn.texts), "".join(turn.thoughts)
     return messages
+
+
+def _join_users(messages: Messages) -> None:
+    """Makes one of the users' messages at the end: templates may demand that users and assistants alternate,
+    and of what was compacted only the users' messages are left."""
+    first = len(messages)
+    while first and messages[first - 1].role == "user":
+        first -= 1
+    if first < len(messages):
+        joined = BREAK.join(message.content for message in messages[first:])
+        messages[first:] = [tokenizer_pb2.ChatMessage(role="user", content=joined)]
 
 
 def _text(given: str | list[Part]) -> str:

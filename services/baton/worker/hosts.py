@@ -26,7 +26,7 @@ from baton.ranks.followers import (
     Followers,
     Setup,
 )
-from baton.ranks.hosts import JOIN_SECONDS, PAGES, PLANS, Join, join, versions
+from baton.ranks.hosts import JOIN_SECONDS, PAGES, PLANS, RETRY_SECONDS, Join, join, versions
 from baton.rpc import logs
 from baton.rpc.address import is_loopback, split_address
 from baton.rpc.authentication import Cluster
@@ -36,6 +36,9 @@ from baton.worker.model import device_of, sized
 
 EXIT_REFUSED, EXIT_BROKEN = 2, 70
 """As of other processes: it could not start; a rank was lost."""
+NAME_SECONDS = 30.0
+"""How long rank 0 waits until its own host's name is known. Others wait for it, and for its name, when they
+join."""
 ALIKE = (
     "model_impl",
     "load_format",
@@ -74,7 +77,7 @@ def check_hosts(config: WorkerConfig) -> None:
         raise invalid(
             "transports", "pages of a worker on several hosts travel over grpc alone; use --transports grpc"
         )
-    host, _, _ = master_address(config)
+    host, _ = _master(config)
     if not (Cluster.load(config).secret or config.insecure or is_loopback(host)):
         raise failed_precondition(
             "--nnodes: the hosts know each other by --cluster-secret-file; give all the same, or --insecure "
@@ -83,20 +86,32 @@ def check_hosts(config: WorkerConfig) -> None:
         )
 
 
-def master_address(config: WorkerConfig) -> tuple[str, int, str]:
-    """Host and port of --master, and the address that the host has here. Raises BatonError."""
+def _master(config: WorkerConfig) -> tuple[str, int]:
+    """Host and port of --master. Raises BatonError."""
     if not config.master:
         raise invalid(
             "master", "--nnodes needs --master HOST:PORT: where rank 0's host is reached by the others"
         )
     try:
-        host, port = split_address(config.master)
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return split_address(config.master)
     except ValueError as error:
         raise invalid("master", f"--master: {error}") from None
-    except OSError as error:
-        raise invalid("master", f"--master: the host {host!r} is not known here: {error.strerror}") from None
-    return host, port, str(found[0][4][0])
+
+
+def master_address(config: WorkerConfig) -> tuple[str, int, str]:
+    """Host and port of --master, and the address that the host has here. Blocks while the name is not known:
+    that of a pod is a while after its start. Raises BatonError."""
+    host, port = _master(config)
+    deadline = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return host, port, str(found[0][4][0])
+        except OSError as error:
+            if time.monotonic() > deadline:
+                text = f"--master: the host {host!r} is not known here: {error.strerror}; name this host"
+                raise invalid("master", text) from None
+        time.sleep(RETRY_SECONDS)
 
 
 def settings_of(config: WorkerConfig) -> dict[str, Any]:
