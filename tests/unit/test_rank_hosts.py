@@ -292,7 +292,7 @@ def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch):
     assert master_address(DecodeConfig(**flags)) == ("first.pods", 29500, "192.0.2.1")
     answers += [OSError(-2, "not known")] * 1000
     monkeypatch.setattr("baton.worker.hosts.NAME_SECONDS", 0.05)
-    with pytest.raises(BatonError, match="'first.pods' is not known here"):
+    with pytest.raises(BatonError, match=r"'first\.pods' is not known here"):
         master_address(DecodeConfig(**flags))
 
 

@@ -96,7 +96,7 @@ class CompactAnswer(TypedAnswer):
         summary = "".join(self._summary).strip()
         if not summary:
             made = self._usage["output_tokens"]
-            text = f"the model wrote no summary in {made} tokens: send the items as they are, or fewer of them"
+            text = f"the model wrote no summary in {made} tokens: go on with the items as they are"
             raise ApiError(422, text, None, "no_summary")
         output: list[Json] = [
             {
