@@ -85,6 +85,15 @@ def test_where_calls_are_cut_off_no_part_of_one_is_text(form):
     assert parse(form, ["a <t"], cut=True)[0] == "a <t"
 
 
+@pytest.mark.parametrize("form", ["llama3_json", "pythonic"])
+def test_an_object_that_is_cut_off_and_cannot_be_a_call_is_text(form):
+    """As of answers with a response_format."""
+    for text in ('{"answer": "lo', ' {\n "names": [{"name": "f"'):
+        assert parse(form, [text], cut=True) == (text, "", [])
+    for text in ("{", '{"na', '{"name": "f", "par', '{"parameters": {}, "na', '{"ans'):
+        assert parse(form, [text], cut=True) == ("", "", [])
+
+
 @pytest.mark.parametrize("text", ["<", "[", " <t", "to", "t"])
 @pytest.mark.parametrize("form", ["", *TOOL_PARSERS])
 def test_a_first_token_that_may_begin_a_mark_is_text_where_it_is_the_last(form, text):

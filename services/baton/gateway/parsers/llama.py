@@ -12,6 +12,8 @@ from baton.gateway.parsers.tools import ToolParser, loads
 
 MAX_LIST = 2**20
 """Longest list of calls in Python: its parser takes much memory."""
+_NO_CALL = re.compile(r'\s*\{\s*"(?!(?:name|type|id|function|parameters|arguments)")[^"\\]*"\s*:')
+"""The begin of an object whose first key is none of a call's."""
 _CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*(?:\(|$)|$)")
 
 
@@ -30,7 +32,11 @@ class WholeAnswer(ToolParser):
                 self.at = self._begin + 1
                 self.put(self.text[self._begin : self.at])
             except Cut:
-                self.left_over(0)
+                if _NO_CALL.match(self.text, self._begin):
+                    self.put(self.text[self._begin :])
+                    self.at = len(self.text)
+                else:
+                    self.left_over(0)
         else:
             self.put(space)
         yield from super().run()
