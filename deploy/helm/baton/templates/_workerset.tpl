@@ -3,6 +3,9 @@ Workers on several hosts each: a group of pods a worker, by LeaderWorkerSet. Tak
 
 Its controller tells each pod its place (LWS_WORKER_INDEX) and the first one's address (LWS_LEADER_ADDRESS). If a pod of a
 group ends, all are made anew: so end the ranks of a worker.
+
+The role's headless service must have the set's name: the controller makes one of this name unless it exists, and the
+first one's address lies in it.
 */}}
 {{- define "baton.workerset" -}}
 {{- $it := include "baton.settings" . | fromJson -}}
