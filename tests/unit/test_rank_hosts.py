@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from baton.config import DecodeConfig
 from baton.layers.shard import Shard
+from baton.ranks import hosts as ranks_hosts
 from baton.ranks.channel import Channel, ChannelClosed, ChannelError, Seal
-from baton.ranks.hosts import MAGIC, PAGES, PLANS, Join, JoinError, Master, join
+from baton.ranks.hosts import MAGIC, NONCE, PAGES, PLANS, Join, JoinError, Master, join
 from baton.ranks.pages import PagesOfHosts, Part, RemotePart, serve_pages
 from baton.rpc.errors import BatonError
 from baton.transport import HostPages, TransportError
@@ -79,6 +82,54 @@ def test_a_stranger_is_closed_out(master, garbage):
     come(master).channel.close()
     for channel in master.await_all(SECONDS).values():
         channel.close()
+
+
+def test_a_stranger_who_says_little_by_little_is_closed_out(master, monkeypatch):
+    monkeypatch.setattr("baton.ranks.hosts.HANDSHAKE_SECONDS", 0.3)
+    hello, said = MAGIC + bytes(NONCE), 0
+    with socket.create_connection(("127.0.0.1", master.port), SECONDS) as stranger:
+        stranger.settimeout(0.1)
+        for said in range(len(hello)):
+            try:
+                stranger.sendall(hello[said : said + 1])
+                if not stranger.recv(64):
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+    assert said < len(hello) - 1
+
+
+def test_more_strangers_than_handshakes_at_a_time_keep_nobody_out(master, monkeypatch):
+    monkeypatch.setattr("baton.ranks.hosts.HANDSHAKE_SECONDS", 1.0)
+    with contextlib.ExitStack() as strangers:
+        for _ in range(ranks_hosts.MAX_HANDSHAKES):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", master.port), SECONDS))
+        monkeypatch.setattr("baton.ranks.hosts.HANDSHAKE_SECONDS", SECONDS)
+        come(master).channel.close()
+    for channel in master.await_all(SECONDS).values():
+        channel.close()
+
+
+def test_a_rank_of_another_version_may_say_more(master):
+    with socket.create_connection(("127.0.0.1", master.port), SECONDS) as own:
+        nonces = bytes(NONCE)
+        own.sendall(MAGIC + nonces)
+        nonces += ranks_hosts._read(own, 2 * NONCE, time.monotonic() + SECONDS)[:NONCE]
+        own.sendall(ranks_hosts._proof(SECRET.encode(), b"rank", nonces))
+        channel = ranks_hosts._channel(own, SECRET.encode(), nonces, master=False)
+    said = {"rank": 1, "purpose": PLANS, "settings": {"--dtype": "float32", "version": 2}, "more": 1}
+    channel.send_bytes(json.dumps(said).encode())
+    assert "version is 2" in json.loads(bytes(channel.receive_bytes(SECONDS)))["refused"]
+    channel.close()
+
+
+def test_a_stop_ends_the_wait_for_other_hosts(master):
+    stopping = threading.Event()
+    threading.Timer(0.1, stopping.set).start()
+    with pytest.raises(JoinError, match="stopped before all ranks"):
+        master.await_all(SECONDS, stopping)
 
 
 def test_hosts_with_different_flags_are_named(master):
@@ -226,6 +277,27 @@ async def test_a_host_that_is_lost_fails_reads_and_writes():
     writer.write(0, 0, bytes(PAGE))
     with pytest.raises(TransportError):
         await writer.finish()
+
+
+async def test_a_write_to_a_host_that_does_not_answer_ends_only_with_the_worker(monkeypatch):
+    """That host may write later what it was sent, into pages that another sequence would have by then."""
+    monkeypatch.setattr("baton.ranks.pages.ANSWER_SECONDS", 0.05)
+    ours, theirs = socket.socketpair()
+    other, there = RemotePart(Part(0, PAGE), Channel(ours, SECONDS)), Channel(theirs, SECONDS)
+    lost, ended = threading.Event(), threading.Event()
+    other.lost = lambda: lost.set() or ended.wait(SECONDS)
+    pages = PagesOfHosts(PAGE, HostPages(memoryview(bytearray(PAGE)), PAGE), Part(0, PAGE), [other])
+    writer = pages.writer()
+    writer.write(0, 0, bytes(PAGE))
+    finished = asyncio.create_task(writer.finish())
+    assert await asyncio.to_thread(lost.wait, SECONDS)
+    _, waiting = await asyncio.wait([finished], timeout=0.1)
+    assert waiting
+    ended.set()
+    with pytest.raises(TransportError, match="has not answered"):
+        await finished
+    pages.close()
+    there.close()
 
 
 async def test_pages_that_do_not_exist_are_not_served():

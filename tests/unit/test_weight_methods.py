@@ -110,6 +110,17 @@ def test_a_product_that_is_not_exact_enough_is_never_chosen(monkeypatch):
     assert fastest_product(made(8)[1], torch.float32) is Dequantized
 
 
+@pytest.mark.parametrize("outputs", [72, 80, 128])
+def test_a_product_that_was_tried_with_a_part_takes_the_whole(outputs, monkeypatch):
+    """torch's kernel of 4 bits takes numbers of outputs that 16 divides."""
+    monkeypatch.setattr("baton.layers.linear.SAMPLE", 64 * 128)
+    _, quantized, values = made(4, outputs=outputs)
+    product = fastest_product(quantized, torch.float32)(quantized, torch.float32)
+    x = torch.randn(2, 128)
+    expected = x.double() @ values.t()
+    assert (product.apply(x, None) - expected).norm() < 1e-2 * expected.norm()
+
+
 def test_time_that_other_processes_take_does_not_decide_which_product_is_used(monkeypatch):
     class Works(Dequantized):
         def apply(self, x, bias):

@@ -89,7 +89,10 @@ def fastest_product(weight: QuantizedWeight, dtype: torch.dtype, measure: bool =
     """For quantized weights of this kind in a model of this dtype, by measuring likewise, with a part of a
     large one; without measuring the first."""
     outputs, inputs = weight.shape
-    made = exact_products(weight.rows(0, min(outputs, max(64, SAMPLE // inputs // 64 * 64))), dtype)
+    most = max(64, SAMPLE // inputs // 64 * 64)
+    # Kernels take numbers of outputs that 16 or 64 divide: the part is divisible like the whole.
+    part = outputs if outputs <= most else most - -outputs % 64
+    made = exact_products(weight.rows(0, part), dtype)
     return type(made[_fastest(made, weight.shape[1], dtype) if measure else 0])
 
 

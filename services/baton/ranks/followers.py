@@ -125,6 +125,7 @@ class Followers:
         self._others: dict[int, int | None] = {}
         """Exit codes of ranks of other hosts, as far as they are known."""
         self._watches: list[threading.Thread] = []
+        self._lost: Callable[[int, int], None] = lambda rank, code: None
         self._closing = False
         self._lock = threading.Lock()
         where = None if secret is not None else self.rendezvous
@@ -185,21 +186,24 @@ class Followers:
     def watch(self, lost: Callable[[int, int], None]) -> None:
         """Calls `lost` with rank and exit code, in a thread, when a follower ends by itself. They must not be
         asked any more."""
+        self._lost = lost
         for rank in self.channels:
             wait = self._wait_here if rank in self.processes else self._wait_there
-            arguments = (rank, wait, lost)
             name = f"watch of rank {rank}"
-            thread = threading.Thread(target=self._watch, args=arguments, name=name, daemon=True)
+            thread = threading.Thread(target=self._watch, args=(rank, wait), name=name, daemon=True)
             if rank in self._others:
                 self._watches.append(thread)
             thread.start()
 
-    def _watch(self, rank: int, wait: Callable[[int], int], lost: Callable[[int, int], None]) -> None:
-        code = wait(rank)
+    def _watch(self, rank: int, wait: Callable[[int], int]) -> None:
+        self.lose(rank, wait(rank))
+
+    def lose(self, rank: int, code: int = EXIT_LOST) -> None:
+        """This rank has ended, or is reached no more."""
         with self._lock:
             if self._closing:
                 return
-        lost(rank, code)
+        self._lost(rank, code)
 
     def _wait_here(self, rank: int) -> int:
         return self.processes[rank].wait()

@@ -28,6 +28,7 @@ from baton.rpc.logs import get_logger
 JOIN_SECONDS = 600.0
 """How long the hosts wait for each other."""
 HANDSHAKE_SECONDS = 10.0
+"""For all of it."""
 RETRY_SECONDS = 0.25
 SEND_SECONDS = 20.0
 """For the other side to take a message."""
@@ -119,10 +120,16 @@ class Master:
         self._reply = json.dumps(reply).encode()
         threading.Thread(target=self._accept, name="ranks of other hosts", daemon=True).start()
 
-    def await_all(self, seconds: float = JOIN_SECONDS) -> dict[tuple[int, str], Channel]:
-        """Every expected connection. Raises JoinError."""
+    def await_all(
+        self, seconds: float = JOIN_SECONDS, stopping: threading.Event | None = None
+    ) -> dict[tuple[int, str], Channel]:
+        """Every expected connection. `stopping`: ends the wait when it is set. Raises JoinError."""
+        deadline, stopping = time.monotonic() + seconds, stopping or threading.Event()
         with self._changed:
-            self._changed.wait_for(lambda: self._refused or not self._missing, seconds)
+            while self._missing and not self._refused and (left := deadline - time.monotonic()) > 0:
+                if stopping.is_set():
+                    raise JoinError("stopped before all ranks of other hosts had come")
+                self._changed.wait(min(left, RETRY_SECONDS))
             if self._refused:
                 raise JoinError(self._refused)
             if missing := sorted({rank for rank, _ in self._missing}):
@@ -146,37 +153,36 @@ class Master:
 
     def _accept(self) -> None:
         while not self._closed:
+            self._slots.acquire()  # each handshake ends in time; who comes meanwhile waits in the backlog
             try:
                 own, address = self._listener.accept()
             except OSError:
                 return
-            if not self._slots.acquire(blocking=False):
-                own.close()
-                continue
             threading.Thread(target=self._handshake, args=(own, address[0]), daemon=True).start()
 
     def _handshake(self, own: socket.socket, peer: str) -> None:
         try:
             self._take(own, peer)
-        except (OSError, ValueError, ChannelError) as error:
+        except (OSError, ValueError, KeyError, TypeError, ChannelError) as error:
             _log.warning("a connection to the ranks' port was refused", peer=peer, error=str(error))
             own.close()
         finally:
             self._slots.release()
 
     def _take(self, own: socket.socket, peer: str) -> None:
-        """Raises OSError, ValueError or ChannelError."""
-        own.settimeout(HANDSHAKE_SECONDS)
-        hello = _read(own, len(MAGIC) + NONCE)
+        """Raises OSError and ChannelError; ValueError, KeyError or TypeError for what no rank says."""
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
+        hello = _read(own, len(MAGIC) + NONCE, deadline)
         if not hello.startswith(MAGIC):
             raise ValueError("it is not a rank of a worker")
         nonces = hello[len(MAGIC) :] + secrets.token_bytes(NONCE)
         own.sendall(nonces[NONCE:] + _proof(self._secret, b"master", nonces))
-        if not hmac.compare_digest(_read(own, NONCE), _proof(self._secret, b"rank", nonces)):
+        if not hmac.compare_digest(_read(own, NONCE, deadline), _proof(self._secret, b"rank", nonces)):
             raise ValueError("it has another cluster secret: give both the same --cluster-secret-file")
         channel = _channel(own, self._secret, nonces, master=True)
         try:
-            join = Join(**json.loads(bytes(channel.receive_bytes(HANDSHAKE_SECONDS))))
+            said = json.loads(bytes(channel.receive_bytes(HANDSHAKE_SECONDS)))
+            join = Join(said["rank"], said["purpose"], said["settings"])  # another version may say more
             key = join.rank, join.purpose
             problem = join.problem(self._settings)
             with self._changed:
@@ -226,7 +232,7 @@ def join(host: str, port: int, secret: str, what: Join, seconds: float = JOIN_SE
 def _introduce(own: socket.socket, address: str, secret: bytes, what: Join) -> Joined:
     nonce = secrets.token_bytes(NONCE)
     own.sendall(MAGIC + nonce)
-    answer = _read(own, 2 * NONCE)
+    answer = _read(own, 2 * NONCE, time.monotonic() + HANDSHAKE_SECONDS)
     nonces = nonce + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _proof(secret, b"master", nonces)):
         raise ValueError("rank 0 has another cluster secret: give both the same --cluster-secret-file")
@@ -259,10 +265,12 @@ def _proof(secret: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, role + b"\0" + nonces, "sha256")
 
 
-def _read(own: socket.socket, count: int) -> bytes:
+def _read(own: socket.socket, count: int, deadline: float) -> bytes:
     """Raises OSError, and ValueError if the connection ends before."""
     data = b""
     while len(data) < count:
+        # However slowly it comes.
+        own.settimeout(max(0.001, deadline - time.monotonic()))
         if not (more := own.recv(count - len(data))):
             raise ValueError("it closed the connection during the handshake")
         data += more

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -39,13 +39,18 @@ class Part:
 
 class RemotePart:
     """The part of another host, over its connection; one operation at a time, in a thread of its own. After
-    an error all fail, and that host notices that the connection has ended."""
+    an error all fail, and that host notices that the connection has ended.
+
+    A host that does not answer in time may still write later what it was sent. So the first error calls
+    `lost`, before anybody learns of it and gives the pages to others: the worker ends there.
+    """
 
     def __init__(self, part: Part, channel: Channel) -> None:
         self.part = part
         self._channel = channel
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pages of a host")
         self._broken = ""
+        self.lost: Callable[[], None] = lambda: None
 
     def read(self, page: int, offset: int, count: int) -> Future[memoryview]:
         return self._submit(_REQUEST.pack(READ, page, offset, count), count)
@@ -78,6 +83,7 @@ class RemotePart:
         except ChannelError as error:
             self._broken = f"the pages of another host of this worker: {error}"
             self._channel.close()
+            self.lost()
             raise TransportError(self._broken) from error
 
     def close(self) -> None:

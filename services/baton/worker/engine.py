@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -115,10 +116,12 @@ class Engine:
         self.published.close()
 
 
-def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
+def build_engine(
+    config: WorkerConfig, incarnation: int, role: str, stopping: threading.Event | None = None
+) -> Engine:
     """Loads the model and makes the pool; blocks. Raises BatonError with one line that says what to do."""
     try:
-        return _build(config, incarnation, role)
+        return _build(config, incarnation, role, stopping)
     except (
         CheckpointError,
         ModelError,
@@ -135,7 +138,7 @@ def build_engine(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         raise failed_precondition(text) from error
 
 
-def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
+def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threading.Event | None) -> Engine:
     device = device_of(config.device)
     config = sized(config, device)
     _check(config)
@@ -147,7 +150,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str) -> Engine:
         if device.type != "cpu":
             raise invalid("tp", f"--tp works on CPUs only, not on {device.type}; leave it out")
         check_shards(config, device)
-    ranks = Ranks(config)
+    ranks = Ranks(config, stopping)
     try:
         return _build_ranked(config, device, incarnation, ranks)
     except BaseException:

@@ -151,8 +151,8 @@ class _Host:
         shard = Shard(0, config.tp, config.nnodes, config.ep)
         first = config.node_rank * shard.per_host
         self._shards = [replace(shard, rank=rank) for rank in range(first, first + shard.per_host)]
-        self._events: queue.Queue[tuple[str, int, int]] = queue.Queue()
-        """What, rank, exit code or number of a signal."""
+        self._events: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+        """What, rank, exit code. A signal's handler puts into it, in the thread that takes from it."""
 
     def run(self) -> int:
         """Raises FollowerError and BatonError."""

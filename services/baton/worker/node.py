@@ -90,6 +90,7 @@ class WorkerNode(WorkerShell[C]):
         """When the last snapshot of the load was taken, on the monotonic clock."""
         self._cache_service = CacheServicer(self)
         self._page_source: _LatePageSource | None = None
+        self._stopping = threading.Event()
         self._registration: Registration | None = None
 
     # --- life -------------------------------------------------------------------------------------------
@@ -98,7 +99,9 @@ class WorkerNode(WorkerShell[C]):
         """Loads the model and starts the step thread. Raises BatonError."""
         self.loop = asyncio.get_running_loop()
         self._address = address
-        self.engine = await asyncio.to_thread(build_engine, self.config, self.incarnation, self.role)
+        self.engine = await asyncio.to_thread(
+            build_engine, self.config, self.incarnation, self.role, self._stopping
+        )
         self.config, self.model_info = self.engine.config, self.engine.model_info
         self.device = self.engine.device.type
         self.layout, self.page_bytes = self.engine.layout, self.engine.pages.page_bytes
@@ -158,6 +161,7 @@ class WorkerNode(WorkerShell[C]):
         return super().requests + (self._embedder.running if self.core_or_none is not None else 0)
 
     async def stop(self) -> None:
+        self._stopping.set()
         self._cache_service.close()
         if self._registration is not None:
             await self._registration.close()

@@ -6,8 +6,10 @@ import contextlib
 import os
 import platform
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -43,9 +45,9 @@ _log = get_logger()
 class Ranks:
     """Of a worker with one rank it does nothing."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Starts the followers, which begin to load, and waits for those of other hosts. Raises BatonError,
-        FollowerError, JoinError or CollectiveError."""
+    def __init__(self, config: WorkerConfig, stopping: threading.Event | None = None) -> None:
+        """Starts the followers, which begin to load, and waits for those of other hosts, not after `stopping`
+        is set. Raises BatonError, FollowerError, JoinError or CollectiveError."""
         self.shard: Shard = ONE_RANK
         self.communicator: Communicator | None = None
         self.followers: Followers | None = None
@@ -58,12 +60,12 @@ class Ranks:
             return
         self.shard = Shard(0, config.tp, config.nnodes, config.ep)
         try:
-            self._start(config)
+            self._start(config, stopping)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, config: WorkerConfig) -> None:
+    def _start(self, config: WorkerConfig, stopping: threading.Event | None) -> None:
         here = [replace(self.shard, rank=rank) for rank in range(1, self.shard.per_host)]
         listener: socket.socket | None = None
         address = "127.0.0.1"
@@ -81,7 +83,7 @@ class Ranks:
                 master.start({"store": store})
                 self.followers = Followers(here, config, store, address=address)
                 _log.info("waiting for ranks of other hosts", master=config.master)
-                for (rank, purpose), channel in master.await_all().items():
+                for (rank, purpose), channel in master.await_all(stopping=stopping).items():
                     if purpose == PLANS:
                         self.followers.add(rank, channel)
                     else:
@@ -125,7 +127,12 @@ class Ranks:
         if self.shard.hosts == 1:
             return own
         assert isinstance(own, HostPages)
-        others = [RemotePart(self._part(host, layout), channel) for host, channel in self._pages.items()]
+        others = []
+        for host, channel in self._pages.items():
+            other = RemotePart(self._part(host, layout), channel)
+            if self.followers is not None:
+                other.lost = partial(self.followers.lose, host * self.shard.per_host)
+            others.append(other)
         return PagesOfHosts(layout.page_bytes, own, self._part(0, layout), others)
 
     def _part(self, host: int, layout: KvLayout) -> Part:
