@@ -121,6 +121,15 @@ def test_a_product_that_was_tried_with_a_part_takes_the_whole(outputs, monkeypat
     assert (product.apply(x, None) - expected).norm() < 1e-2 * expected.norm()
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_ranks_that_do_not_measure_compute_with_the_codes(bits):
+    """Dequantizing a matrix for each product takes up to a hundred times as long."""
+    weight = made(bits)[1]
+    found = [type(product) for product in exact_products(weight, torch.float32)]
+    chosen = fastest_product(weight, torch.float32, measure=False)
+    assert chosen is (found[1] if len(found) > 1 else Dequantized)
+
+
 def test_time_that_other_processes_take_does_not_decide_which_product_is_used(monkeypatch):
     class Works(Dequantized):
         def apply(self, x, bias):

@@ -87,13 +87,13 @@ def fastest_layout(weight: torch.Tensor) -> type[CpuLayout]:
 
 def fastest_product(weight: QuantizedWeight, dtype: torch.dtype, measure: bool = True) -> type[Product]:
     """For quantized weights of this kind in a model of this dtype, by measuring likewise, with a part of a
-    large one; without measuring the first."""
+    large one; without measuring the first that computes with the codes, where there is one."""
     outputs, inputs = weight.shape
     most = max(64, SAMPLE // inputs // 64 * 64)
     # Kernels take numbers of outputs that 16 or 64 divide: the part is divisible like the whole.
     part = outputs if outputs <= most else most - -outputs % 64
     made = exact_products(weight.rows(0, part), dtype)
-    return type(made[_fastest(made, weight.shape[1], dtype) if measure else 0])
+    return type(made[_fastest(made, weight.shape[1], dtype) if measure else min(1, len(made) - 1)])
 
 
 def _fastest(made: Sequence[CpuLayout | Product], inputs: int, dtype: torch.dtype) -> int:
