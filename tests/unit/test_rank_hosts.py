@@ -11,15 +11,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from baton.config import DecodeConfig
 from baton.layers.shard import Shard
 from baton.ranks import hosts as ranks_hosts
 from baton.ranks.channel import Channel, ChannelClosed, ChannelError, Seal
+from baton.ranks.followers import End, Setup
 from baton.ranks.hosts import MAGIC, NONCE, PAGES, PLANS, Join, JoinError, Master, join
 from baton.ranks.pages import PagesOfHosts, Part, RemotePart, serve_pages
 from baton.rpc.errors import BatonError
 from baton.transport import HostPages, TransportError
+from baton.worker.follower import Follower
 from baton.worker.hosts import check_hosts, master_address
 
 SECRET = "a secret of sixteen or more"
@@ -130,6 +133,21 @@ def test_a_stop_ends_the_wait_for_other_hosts(master):
     threading.Timer(0.1, stopping.set).start()
     with pytest.raises(JoinError, match="stopped before all ranks"):
         master.await_all(SECONDS, stopping)
+
+
+def test_a_rank_that_has_come_waits_for_the_others_as_long_as_rank_0_does(tmp_path):
+    """Meeting has a short time limit, which begins when all have come."""
+    ours, theirs = socket.socketpair()
+    rank_0 = Channel(ours, SECONDS)
+    config = DecodeConfig(model="demo", tp=2, threads=torch.get_num_threads())
+    setup = Setup(Shard(1, 2), tmp_path / "store", 0, config)
+    with ThreadPoolExecutor(1) as threads:
+        follower = threads.submit(Follower, setup, Channel(theirs, SECONDS))
+        assert rank_0.receive(SECONDS) == "started"
+        rank_0.send(End())
+        with pytest.raises(ChannelClosed, match="before all ranks have come"):
+            follower.result(SECONDS)
+    rank_0.close()
 
 
 def test_hosts_with_different_flags_are_named(master):

@@ -59,6 +59,12 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
+class Meet:
+    """All ranks of all hosts are there and have loaded their libraries: now they meet, which has a time
+    limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class MakePool:
     """Rank 0 asks for a pool and a runner over it."""
 
@@ -176,12 +182,16 @@ class Followers:
 
     def ask(self, what: Any, ranks: Sequence[int], seconds: float = ANSWER_SECONDS) -> dict[int, Any]:
         """Sends these ranks the same; their answers. Raises FollowerError."""
+        self.tell(what, ranks)
+        return self.await_all(seconds, ranks)
+
+    def tell(self, what: Any, ranks: Sequence[int] | None = None) -> None:
+        """Sends these ranks, or all, the same. Raises FollowerError."""
         try:
-            for rank in ranks:
+            for rank in self.channels if ranks is None else ranks:
                 self.channels[rank].send(what)
         except ChannelError as error:
             raise FollowerError(f"a rank is lost: {error}") from error
-        return self.await_all(seconds, ranks)
 
     def watch(self, lost: Callable[[int, int], None]) -> None:
         """Calls `lost` with rank and exit code, in a thread, when a follower ends by itself. They must not be

@@ -15,9 +15,19 @@ from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.pool import KvPool
-from baton.ranks.channel import Channel, ChannelError
+from baton.ranks.channel import Channel, ChannelClosed, ChannelError
 from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous
-from baton.ranks.followers import EXIT_LOST, End, Loaded, MakePool, Ready, Setup
+from baton.ranks.followers import (
+    EXIT_LOST,
+    IMPORT_SECONDS,
+    End,
+    Loaded,
+    MakePool,
+    Meet,
+    Ready,
+    Setup,
+)
+from baton.ranks.hosts import JOIN_SECONDS
 from baton.ranks.pages import serve_pages
 from baton.ranks.plan_codec import PlanDecoder
 from baton.rpc.address import new_incarnation
@@ -42,19 +52,21 @@ PAGES_SECONDS = 5.0
 
 
 class Follower:
-    """Answers once after each of: its start, meeting the others and loading, each MakePool."""
+    """Answers once after each of: its start, Meet (when it has loaded, too), each MakePool."""
 
     def __init__(
         self, setup: Setup, channel: Channel, parent: Channel | None = None, pages: Channel | None = None
     ) -> None:
-        """Loads. Where rank 0 is on another host, `parent` is told when this rank is ready, and the first one
-        of a host serves `pages`. Raises CheckpointError, CollectiveError and others."""
+        """Loads, once all have come. Where rank 0 is on another host, `parent` is told when this rank is
+        ready, and the first one of a host serves `pages`. Raises CheckpointError, CollectiveError and others."""
         self._channel, self._parent, self._pages = channel, parent, pages
         self._segment: Segment | None = None
         self._config: WorkerConfig = setup.config
         self._device = device_of(self._config.device)
         torch.set_num_threads(self._config.threads)
         channel.send("started")
+        if not isinstance(channel.receive(JOIN_SECONDS + IMPORT_SECONDS), Meet):
+            raise ChannelClosed("rank 0 ends before all ranks have come")
         assert setup.rendezvous is not None
         meeting = Rendezvous(setup.rendezvous, setup.address)
         communicator = GroupCommunicator(setup.shard, meeting, COLLECTIVE_SECONDS)

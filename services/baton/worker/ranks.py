@@ -27,6 +27,7 @@ from baton.ranks.followers import (
     FollowerError,
     Followers,
     MakePool,
+    Meet,
     Ready,
 )
 from baton.ranks.hosts import PAGES, PLANS, Master
@@ -91,6 +92,7 @@ class Ranks:
             finally:
                 master.close()
         self.followers.await_all(IMPORT_SECONDS)
+        self.followers.tell(Meet())
         meeting = Rendezvous(self.followers.rendezvous, address)
         self.communicator = GroupCommunicator(self.shard, meeting, COLLECTIVE_SECONDS, listener)
 
