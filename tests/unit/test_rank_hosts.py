@@ -104,15 +104,18 @@ def test_a_stranger_who_says_little_by_little_is_closed_out(master, monkeypatch)
     assert said < len(hello) - 1
 
 
-def test_more_strangers_than_handshakes_at_a_time_keep_nobody_out(master, monkeypatch):
+def test_more_strangers_than_handshakes_at_a_time_keep_nobody_out(monkeypatch):
+    monkeypatch.setattr("baton.ranks.hosts.MAX_HANDSHAKES", 2)
     monkeypatch.setattr("baton.ranks.hosts.HANDSHAKE_SECONDS", 1.0)
+    master = Master("127.0.0.1", 0, SECRET, [(1, PLANS)], {"--dtype": "float32"})
     with contextlib.ExitStack() as strangers:
-        for _ in range(ranks_hosts.MAX_HANDSHAKES):
+        for _ in range(2):
             strangers.enter_context(socket.create_connection(("127.0.0.1", master.port), SECONDS))
-        monkeypatch.setattr("baton.ranks.hosts.HANDSHAKE_SECONDS", SECONDS)
+        master.start({})
         come(master).channel.close()
     for channel in master.await_all(SECONDS).values():
         channel.close()
+    master.close()
 
 
 def test_a_rank_of_another_version_may_say_more(master):

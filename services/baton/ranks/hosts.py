@@ -29,6 +29,8 @@ JOIN_SECONDS = 600.0
 """How long the hosts wait for each other."""
 HANDSHAKE_SECONDS = 10.0
 """For all of it."""
+TURN_SECONDS = 60.0
+"""For the master to begin it: others may come first."""
 RETRY_SECONDS = 0.25
 SEND_SECONDS = 20.0
 """For the other side to take a message."""
@@ -232,7 +234,7 @@ def join(host: str, port: int, secret: str, what: Join, seconds: float = JOIN_SE
 def _introduce(own: socket.socket, address: str, secret: bytes, what: Join) -> Joined:
     nonce = secrets.token_bytes(NONCE)
     own.sendall(MAGIC + nonce)
-    answer = _read(own, 2 * NONCE, time.monotonic() + HANDSHAKE_SECONDS)
+    answer = _read(own, 2 * NONCE, time.monotonic() + TURN_SECONDS)
     nonces = nonce + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _proof(secret, b"master", nonces)):
         raise ValueError("rank 0 has another cluster secret: give both the same --cluster-secret-file")

@@ -58,7 +58,7 @@ class Follower:
         self, setup: Setup, channel: Channel, parent: Channel | None = None, pages: Channel | None = None
     ) -> None:
         """Loads, once all have come. Where rank 0 is on another host, `parent` is told when this rank is
-        ready, and the first one of a host serves `pages`. Raises CheckpointError, CollectiveError and others."""
+        ready, and the first one of a host serves `pages`. Raises ChannelError, CheckpointError and others."""
         self._channel, self._parent, self._pages = channel, parent, pages
         self._segment: Segment | None = None
         self._config: WorkerConfig = setup.config
