@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shutil
 import subprocess
 import threading
@@ -17,6 +18,7 @@ import httpx
 import pytest
 from browser import CHROMIUM, DRIVER, PHONE, chromium, console
 from deployment import Deployment
+from process import Process
 from prometheus_client.parser import text_string_to_metric_families
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
@@ -24,6 +26,7 @@ from selenium.webdriver.remote.webelement import WebElement
 
 from baton.client import Client
 from baton.gateway.page.window import QUANTILES, quantile
+from baton.rpc.authentication import HEADER
 
 pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver"),
@@ -368,6 +371,27 @@ def test_more_tabs_than_a_browser_has_connections_to_a_host(live):
 
 
 @pytest.mark.times
+def test_without_the_secret_it_is_refused_where_keys_are_set(live, tmp_path):
+    secret = secrets.token_hex(32)
+    for name, content in (("keys", secrets.token_hex(16)), ("secret", secret)):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(content + "\n")
+    flags = ["--tokenizer", live.tokenizer.address, "--decode", live.decode.address]
+    flags += ["--api-keys", str(tmp_path / "keys"), "--cluster-secret-file", str(tmp_path / "secret")]
+    closed = Process("gateway", "closed", flags, tmp_path)
+    closed.metadata = ((HEADER, secret),)
+    closed.start()
+    try:
+        closed.wait_ready()
+        with chromium() as browser:
+            browser.get(f"http://{closed.http}/")
+            assert not browser.find_elements(By.CSS_SELECTOR, ".tile")
+            browser.get(f"http://me:{secret}@{closed.http}/")
+            assert browser.find_elements(By.CSS_SELECTOR, ".tile")
+    finally:
+        closed.stop()
+
+
 def test_a_killed_node_is_seen_within_two_seconds(page):
     """Last: it stays dead."""
     for process in (page.deployment.decode, page.deployment.prefill):
