@@ -75,7 +75,7 @@ def test_gated(rows, columns, k):
     assert linear.weight is not None
     both = x.float() @ linear.weight.float().t()
     want = F.silu(both[:, :columns]) * both[:, columns:]
-    out = gated(x, linear)
+    out = gated(x, linear, x.dtype)
     if out is None:
         assert rows > 64, "so few rows have few tiles"
         return
