@@ -43,7 +43,7 @@ class Runner(HashRunner):
 class Node:
     """Each step takes STEP seconds, and `stall` more once."""
 
-    def __init__(self, max_rows=4, runner=None):
+    def __init__(self, max_rows=4, runner=None, silence=10.0):
         self.now, self.stall, self.outputs = 0.0, 0.0, []
         self.runner = runner or Runner()
         config = SchedulerConfig(context_length=512, token_budget=64, max_rows=max_rows)
@@ -51,7 +51,7 @@ class Node:
         self.core = DecodeCore(
             cache,
             config,
-            DecodeConfig(fallback_tokens=64, handoff_seconds=10.0, pull_seconds=10.0),
+            DecodeConfig(fallback_tokens=64, handoff_seconds=silence, pull_seconds=10.0),
             lambda step, outputs, effects: self.outputs.extend(output for _, output in outputs),
         )
         self.pipeline = StepPipeline(self.core, self.runner, False, lambda: self.now)

@@ -14,7 +14,14 @@ from baton.engine.scheduler import SchedulerConfig
 from baton.engine.step_loop import MAX_FAILED_STEPS as MAX_IN_A_ROW
 from baton.engine.step_loop import StepPipeline
 from baton.gateway.attempts import PROVEN_TOKENS
-from baton.handoff.messages import AttemptName, ChunkAnnounced, FirstSampled, PrefillFailed, StartPrefill
+from baton.handoff.messages import (
+    AttemptName,
+    Beat,
+    ChunkAnnounced,
+    FirstSampled,
+    PrefillFailed,
+    StartPrefill,
+)
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.prefill.core import PrefillCore
 from baton.rpc.errors import BatonError, unavailable
@@ -102,26 +109,114 @@ def test_a_node_that_ends_names_the_requests_that_it_had_admitted():
     ]
 
 
+class HandedOff:
+    """A request that is handed off to p or q, in this order."""
+
+    def __init__(self, local_tokens=0, up="pq"):
+        self.node, self.asked, self.cancelled = Node(), [], []
+        self.core = self.node.core
+        self.core.flush_to = self.flushed
+        for address in "pq":
+            self.set(address, address in up)
+        self.request = Request(Key("caller", 1), tuple(range(8)), SamplingParams(max_tokens=9))
+        self.core.start(self.request.key, 7, 0, self.request, ("p", "q"), 0.0, local_tokens=local_tokens)
+        self.node.run(2)
+
+    def flushed(self, step, outputs, effects):
+        self.asked += [(each.address, each.name) for each in effects if isinstance(each, StartPrefill)]
+
+    @property
+    def addresses(self):
+        return "".join(address for address, _ in self.asked)
+
+    def set(self, address, up):
+        self.core.peer_changed(address, Peer(up, 0.0, "shm"), "", 0.0)
+
+    def retract(self):
+        self.core.scheduler.requeue(self.core.scheduler.handoffs[0])
+
+    def fail(self, address, number, code="UNAVAILABLE", reason="NODE_FAILED"):
+        """The answer of `address` to its hand-off of this number."""
+        self.core.receive(address, [PrefillFailed(self.asked[number][1], code, reason, "it ended")], 0.0)
+
+
 def test_a_failed_step_counts_although_its_hand_off_was_just_given_up():
-    node = Node()
-    core, request = node.core, Request(Key("caller", 1), tuple(range(8)), SamplingParams(max_tokens=9))
-    asked = []
-    core.flush_to = lambda step, outputs, effects: asked.extend(
-        (each.address, each.name) for each in effects if isinstance(each, StartPrefill)
+    case = HandedOff()
+    case.retract()
+    case.fail("q", 0)
+    assert case.request.failed_steps == 0, "another node's word"
+    case.fail("p", 0)
+    case.fail("p", 0)
+    assert case.request.failed_steps == 1
+    case.node.run(2)
+    assert case.addresses == "pq", "not again there"
+
+
+@pytest.mark.parametrize("answer", ["CANCELLED", "down"])
+def test_a_prompt_stays_where_a_step_with_it_may_be_in_flight(answer):
+    case = HandedOff(up="q")
+    case.set("p", True)
+    case.retract()
+    case.core.unfinished[case.request.key].local_tokens = 8
+    case.node.run(2)
+    assert case.addresses == "qq", "neither at p nor here, until q has answered"
+    case.fail("q", 0, "CANCELLED", "CANCELLED")
+    case.retract()
+    if answer == "down":
+        case.set("q", False)
+    else:
+        case.fail("q", 1, "CANCELLED", "CANCELLED")
+    case.node.run(1)
+    assert case.addresses == "qq" and case.core.scheduler.running, "here"
+    assert not case.core.routing.given_up
+
+
+def test_one_failure_of_two_hand_offs_at_a_node_counts_once():
+    case = HandedOff()
+    case.retract()
+    case.node.run(2)
+    assert case.addresses == "pp"
+    case.fail("p", 0)
+    case.fail("p", 1)
+    assert case.request.failed_steps == 1
+    case.node.run(2)
+    assert case.addresses == "ppq"
+
+
+def test_an_ended_request_awaits_no_answer():
+    case = HandedOff()
+    case.retract()
+    assert case.core.routing.given_up
+    case.core.cancel(case.request.key, 0.0)
+    assert not case.core.routing.given_up
+    case.fail("p", 0)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_prompt_is_handed_off_when_no_step_with_it_is_in_flight_here(waits):
+    case = HandedOff(local_tokens=8)
+    case.core.scheduler.requeue(case.core.scheduler.running[0])
+    case.core.unfinished[case.request.key].local_tokens = 0
+    case.request.sequences[0].last_step = case.core.scheduler.retired_step + waits
+    case.node.run(1)
+    assert case.addresses == ("" if waits else "p")
+    case.core.node_failed("it ended")
+    assert case.request.failed_steps == 1, "it was in a step, though it waits" if waits else "admitted"
+
+
+def test_heartbeats_are_more_frequent_than_silence_is_long():
+    node = Node(silence=1.0)
+    core, beats = node.core, []
+    core.flush_to = lambda step, outputs, effects: beats.extend(
+        node.now for each in effects if isinstance(each, Beat)
     )
-    for address in "pq":
-        core.peer_changed(address, Peer(True, 0.0, "shm"), "", 0.0)
-    core.start(request.key, 7, 0, request, ("p", "q"), 0.0, local_tokens=0)
-    node.run(2)
-    [(_, name)] = asked
-    core.scheduler.requeue(core.scheduler.handoffs[0])
-    failed = PrefillFailed(name, "UNAVAILABLE", "NODE_FAILED", "it ended")
-    core.receive("q", [failed], 0.0)
-    assert request.failed_steps == 0, "another node's word"
-    core.receive("p", [failed, failed], 0.0)
-    assert request.failed_steps == 1
-    node.run(2)
-    assert [address for address, _ in asked] == ["p", "q"], "not again there"
+    core.peer_changed("p", Peer(True, 0.0, "shm"), "", 0.0)
+    request = Request(Key("caller", 1), tuple(range(8)), SamplingParams())
+    core.start(request.key, 7, 0, request, ("p",), 0.0, local_tokens=0)
+    for _ in range(17):
+        node.run(1)
+        node.now += 1 / 16
+    assert beats == [0.25, 0.5, 0.75, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -179,8 +274,8 @@ def test_a_node_that_fails_with_a_request_counts_as_a_resume():
 
 
 def test_the_limits_of_both_sides_agree():
-    from baton.decode import core
+    from baton.decode import core, types
     from baton.gateway import attempts as gateway
 
-    assert core.PROVEN_TOKENS == gateway.PROVEN_TOKENS and core.STEP_FAILURES == gateway.STEP_FAILURES
+    assert core.PROVEN_TOKENS == gateway.PROVEN_TOKENS and types.STEP_FAILURES == gateway.STEP_FAILURES
     assert MAX_FAILED_STEPS == 2

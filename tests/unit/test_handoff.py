@@ -506,7 +506,7 @@ def test_a_prompt_that_waits_for_a_connection_holds_up_nobody():
     world.core.cancel(waiting.key, world.now)
     world.run()
     world.check(other)
-    assert not world.core._routes
+    assert not world.core.routing.chosen
 
 
 def test_short_rest_is_prefilled_here():

@@ -8,10 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from baton.config import DecodeConfig
 from baton.decode.overload import OverloadControl
+from baton.decode.prompt_routing import (
+    LOCAL_PREFILL_TOKENS,
+    MAX_FAILED_STEPS,
+    PromptRouting,
+    Unroutable,
+    repeated,
+)
 from baton.decode.recording import RequestRecording
 from baton.decode.types import (
     PHASES,
-    STEP_FAILURES,
     DecodeCounters,
     DecodeRequest,
     Done,
@@ -44,17 +50,9 @@ from baton.kvcache import KvCache
 from baton.kvcache.page_map import PageUse, mark
 from baton.tracing.recorder import TOKENS_EVERY, Kind, Recorder
 
-MAX_FAILED_STEPS = 2
-"""A request that was in this many steps that failed, or that ended their node, counts as the cause."""
 PROVEN_TOKENS = 8
-"""A request that has received this many tokens since does not. More than 1: a prompt's last chunk yields
-one, and the decode step may be the one that fails."""
-LOCAL_PREFILL_TOKENS = 32
-"""Prompts with at most this many uncached tokens are computed here if neither caller nor configuration sets a
-limit."""
-CONNECT_SECONDS = 2.0
-"""How long a prompt waits for a connection to a prefill node that is being opened."""
-
+"""A request that has received this many tokens since a step with it failed is not the cause. More than 1: a
+prompt's last chunk yields one, and the decode step may be the one that fails."""
 
 Flush = Callable[[int, list[tuple[Hashable, Output]], list[DecodeEffect]], None]
 
@@ -76,8 +74,7 @@ class DecodeCore:
     counters: DecodeCounters = field(default_factory=DecodeCounters)
     scheduler: Scheduler = field(init=False)
     handoffs: DecodeSide = field(init=False)
-    _routes: dict[Sequence, str] = field(default_factory=dict)
-    """Prefill node chosen for each sequence that is being admitted."""
+    routing: PromptRouting = field(init=False)
     _outputs: list[tuple[Hashable, Output]] = field(default_factory=list)
     _names: HandoffNames = field(default_factory=HandoffNames)
     _now: float = 0.0
@@ -90,7 +87,7 @@ class DecodeCore:
             self.cache,
             self.scheduling,
             self._route,
-            lambda leader: self.handoffs.abandon(leader),
+            lambda leader: self.routing.abandon(leader),
             record=self.recording.scheduled,
         )
         self.handoffs = DecodeSide(
@@ -100,9 +97,10 @@ class DecodeCore:
             name_of=self._name,
             pulled=self._pulled,
             failed=self._handoff_failed,
-            failed_late=self._given_up_failed,
+            failed_late=lambda *ended: self.routing.failed_late(*ended),
             record=self.recording.pulled,
         )
+        self.routing = PromptRouting(self.config, self.peers, self.unfinished, self.scheduler, self.handoffs)
         self.overload = OverloadControl(self.scheduler)
 
     @property
@@ -199,7 +197,7 @@ class DecodeCore:
     def caller_gone(self, caller: Hashable, now: float) -> None:
         for state in [r for r in self.unfinished.values() if r.key.caller == caller]:
             self.counters.cancelled += 1
-            del self.unfinished[state.key]
+            self._remove(state)
             self.scheduler.close(state.request)
             self.recording.ended(state, "cancelled")
 
@@ -217,12 +215,16 @@ class DecodeCore:
     def peer_changed(self, address: str, peer: Peer, reason: str, now: float) -> None:
         self.peers[address] = peer
         if not peer.up:
-            self.handoffs.peer_down(address, reason)
+            self._peer_down(address, reason)
 
     def forget_peer(self, address: str) -> None:
         """No recent request names the node; its connection has been closed."""
         self.peers.pop(address, None)
-        self.handoffs.peer_down(address, "no longer in use")
+        self._peer_down(address, "no longer in use")
+
+    def _peer_down(self, address: str, reason: str) -> None:
+        self.handoffs.peer_down(address, reason)
+        self.routing.peer_down(address)
 
     # --- the step loop ----------------------------------------------------------------------------------
 
@@ -252,8 +254,8 @@ class DecodeCore:
     def _begin_handoffs(self, now: float) -> None:
         for leader in list(self.scheduler.handoffs):
             if leader not in self.handoffs:
-                self.handoffs.begin(leader, self._routes[leader], now)
-        self._routes.clear()
+                self.handoffs.begin(leader, self.routing.chosen[leader], now)
+        self.routing.chosen.clear()
 
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         self._now = now
@@ -306,7 +308,7 @@ class DecodeCore:
             self._outputs.append((caller, prompt))
         elif isinstance(event, FinishedEvent):
             self.counters.finished += 1
-            del self.unfinished[state.key]
+            self._remove(state)
             state.enter("", self.recorder.clock())
             self.recording.ended(state, "finished")
             self._outputs.append(
@@ -320,37 +322,13 @@ class DecodeCore:
     # --- where prompts are computed ---------------------------------------------------------------------
 
     def _route(self, leader: Sequence, uncached: int) -> Route:
-        """Chooses the first candidate, in the caller's order, that is connected and has not failed this
-        request; else this node."""
         state = self._state(leader)
-        state.address, state.fallback, state.admitted = "", False, self._now - self.step_stats.stalled
-        if state.request.failed_steps >= MAX_FAILED_STEPS:
-            self._fail(state, "INTERNAL", "REPEATED_STEP_FAILURE", _repeated(state.last_failure))
+        state.admitted = self._now - self.step_stats.stalled
+        try:
+            return self.routing.route(leader, uncached, self._now)
+        except Unroutable as end:
+            self._fail(state, end.code, end.reason, end.message)
             return Route.DEFER
-        if not state.candidates or uncached <= state.local_tokens:
-            return Route.LOCAL
-        connecting = False
-        for address in state.candidates[state.tried :]:
-            peer = self.peers[address]
-            if peer.up and state.request.grammar is not None and not peer.grammars:
-                continue
-            if peer.up and address not in self.handoffs.overdue:
-                state.address = self._routes[leader] = address
-                return Route.REMOTE
-            connecting = connecting or self._now - peer.since < CONNECT_SECONDS
-        if connecting:
-            return Route.DEFER
-        prompts = (s for s in self.scheduler.prompts if s.request.pooling is None)
-        under_way = sum(s.missing for s in prompts if self._state(s).fallback)
-        if under_way and under_way + uncached > self.config.fallback_tokens:
-            text = state.last_failure or "none is connected"
-            message = f"no prefill node could take the prompt ({text}), and this node prefills no more itself"
-            # A step that failed is to be counted by the caller as well.
-            code = "UNAVAILABLE" if state.step_failure else "RESOURCE_EXHAUSTED"
-            self._fail(state, code, state.step_failure or "NO_PREFILL_NODE", message)
-            return Route.DEFER
-        state.fallback = True
-        return Route.LOCAL
 
     def _name(self, leader: Sequence, address: str) -> AttemptName:
         state = self._state(leader)
@@ -369,15 +347,6 @@ class DecodeCore:
         self.recording.add(state, Kind.RETRIED, text=reason)
         state.count_try(address, reason)
 
-    def _given_up_failed(self, name: AttemptName, address: str, reason: str) -> None:
-        """A retraction gave the hand-off up just before its step failed there. This counts as well: else
-        the request would go there again."""
-        if reason in STEP_FAILURES:
-            key = (name.gateway, name.request, name.attempt)
-            for state in self.unfinished.values():
-                if (state.gateway, state.key.request, state.attempt) == key and address in state.candidates:
-                    state.count_try(address, reason)
-
     def _state(self, leader: Sequence) -> DecodeRequest:
         return self.unfinished[leader.request.key]  # type: ignore[index]
 
@@ -388,18 +357,24 @@ class DecodeCore:
         state.request.failed_steps += 1
         if state.request.failed_steps < MAX_FAILED_STEPS:
             return "UNAVAILABLE", reason, message
-        return "INTERNAL", "REPEATED_STEP_FAILURE", _repeated(message)
+        return "INTERNAL", "REPEATED_STEP_FAILURE", repeated(message)
 
     def node_failed(self, message: str) -> None:
         """An error has escaped the core, and the process ends: fails all admitted requests, one of which
         may be the cause. Changes nothing else, because the state cannot be relied on."""
-        waiting = {sequence.request for sequence in self.scheduler.waiting}
+        scheduler = self.scheduler
+        waiting = {each.request for each in scheduler.waiting if not scheduler.in_flight(each)}
         failed: list[tuple[Hashable, Output]] = []
         for state in self.unfinished.values():
             if state.request not in waiting:
                 words = self._step_failed(state, "NODE_FAILED", message)
                 failed.append((state.key.caller, Failed(state.key.request, state.attempt, *words)))
         self.flush_to(0, failed, [])
+
+    def _remove(self, state: DecodeRequest) -> None:
+        """The request has ended."""
+        self.unfinished.pop(state.key, None)
+        self.routing.ended(state)
 
     def _fail(
         self,
@@ -411,7 +386,7 @@ class DecodeCore:
         retry: float | None = None,
     ) -> None:
         """`retry`: seconds after which asking again makes sense."""
-        self.unfinished.pop(state.key, None)
+        self._remove(state)
         self.scheduler.close(state.request)
         if code != "CANCELLED":
             self.counters.failed += 1
@@ -419,10 +394,6 @@ class DecodeCore:
         retry_ms = math.ceil(1000 * retry) if retry is not None else None
         failed = Failed(state.key.request, state.attempt, code, reason, message, field, retry_ms)
         self._outputs.append((state.key.caller, failed))
-
-
-def _repeated(message: str) -> str:
-    return f"the request was in {MAX_FAILED_STEPS} steps that failed, and is not tried again: {message}"
 
 
 def make_core(

@@ -60,6 +60,8 @@ class SchedulerState:
         self.embedded: list[EmbeddedEvent | FailedEvent] = []
         """Ends of requests whose embedding was wanted; the others' are in `events`."""
         self.retractions = 0
+        self.retired_step = 0
+        """The last step that has retired."""
         self.abandon = abandon
         self.record = record
         self._arrivals = 0
@@ -107,6 +109,10 @@ class SchedulerState:
     def take_embedded(self) -> list[EmbeddedEvent | FailedEvent]:
         embedded, self.embedded = self.embedded, []
         return embedded
+
+    def in_flight(self, sequence: Sequence) -> bool:
+        """Whether a step with the sequence has not retired, even if the sequence waits again since."""
+        return sequence.last_step > self.retired_step
 
     # --- pages ------------------------------------------------------------------------------------------
 
@@ -208,6 +214,7 @@ class SchedulerState:
     def retire(self, step: int, pinned: tuple[Holding, ...]) -> None:
         """The step has retired: frees what it was the last to use."""
         self.cache_pending_prefixes()
+        self.retired_step = step
         self.cache.retire(step)
         self.slots.retire(step)
         for holding in pinned:

@@ -93,7 +93,7 @@ class HandoffCounters:
 
 class DecodeSide:
     """All hand-offs of one decode node. Effects gather in `effects`; failures go to `failed`, those of
-    hand-offs that had been given up to `failed_late`."""
+    hand-offs that had ended here to `failed_late`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class DecodeSide:
         self._pulls: Pulls[Handoff] = Pulls(scheduler.cache, pull_seconds)
         self._ended = RecentNames()
         self._next_beat = 0.0
-        self._beat = HEARTBEAT_SECONDS
+        self._beat = min(HEARTBEAT_SECONDS, silence / 4)
         self._heard: dict[str, float] = {}
         """When each peer's step thread last sent anything."""
 
@@ -149,6 +149,11 @@ class DecodeSide:
 
     def __contains__(self, leader: Sequence) -> bool:
         return leader in self._by_leader
+
+    def address_of(self, leader: Sequence) -> str:
+        """The node that computes the sequence's prompt; empty: it has no hand-off."""
+        handoff = self._by_leader.get(leader)
+        return handoff.address if handoff is not None else ""
 
     def knows(self, name: AttemptName) -> bool:
         """Whether a running hand-off has this name."""
@@ -192,7 +197,7 @@ class DecodeSide:
                 self.counters.unknown += 1
                 if not isinstance(message, LeaseFinished | PrefillFailed):
                     self.effects.append(CancelPrefill(address, message.name))
-            elif isinstance(message, PrefillFailed) and self._ended.awaited_from(message.name, address):
+            elif isinstance(message, PrefillFailed):
                 self._failed_late(message.name, address, message.reason)
             return
         handoff.heard = now
@@ -341,14 +346,17 @@ class DecodeSide:
 
     # --- ends -------------------------------------------------------------------------------------------
 
-    def abandon(self, leader: Sequence) -> None:
-        """Ends the hand-off of a sequence that was cancelled, retracted, or finished by its first token."""
+    def abandon(self, leader: Sequence) -> tuple[AttemptName, str] | None:
+        """Ends the hand-off of a sequence that was cancelled, retracted, or finished by its first token.
+        Returns its name and the address of its node if that will say how it ended there."""
         handoff = self._by_leader.get(leader)
-        if handoff is not None:
-            self._forget(handoff)
-            self._ended.add(handoff.name, handoff.address)
-            if not handoff.released:
-                self.effects.append(CancelPrefill(handoff.address, handoff.name))
+        if handoff is None:
+            return None
+        self._forget(handoff)
+        if handoff.released:
+            return None
+        self.effects.append(CancelPrefill(handoff.address, handoff.name))
+        return handoff.name, handoff.address
 
     def _lose(self, handoff: Handoff, reason: str, message: str, tell: bool = True) -> None:
         """This try has failed: requeues the sequence, so that another node is tried."""

@@ -32,23 +32,15 @@ class RecentNames:
 
     def __init__(self, limit: int = 8192) -> None:
         self._limit = limit
-        self._names: OrderedDict[AttemptName, str] = OrderedDict()
+        self._names: OrderedDict[AttemptName, None] = OrderedDict()
 
-    def add(self, name: AttemptName, address: str = "") -> None:
-        """address: the node that may still say how it ended there."""
-        self._names[name] = address
+    def add(self, name: AttemptName) -> None:
+        self._names[name] = None
         while len(self._names) > self._limit:
             self._names.popitem(last=False)
 
     def __contains__(self, name: AttemptName) -> bool:
         return name in self._names
-
-    def awaited_from(self, name: AttemptName, address: str) -> bool:
-        """Whether this node may still say how it ended; from now on it may not."""
-        if not address or self._names.get(name) != address:
-            return False
-        self._names[name] = ""
-        return True
 
 
 REMEMBERED_TRIES = 16384

@@ -1,0 +1,119 @@
+"""Chooses where the prompts of a decode node are computed: at a prefill node, or here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.config import DecodeConfig
+from baton.decode.types import STEP_FAILURES, DecodeRequest, Key, Peer
+from baton.engine.request import Sequence
+from baton.engine.scheduler import Route, Scheduler
+from baton.handoff.decode_side import DecodeSide
+from baton.handoff.messages import AttemptName
+
+MAX_FAILED_STEPS = 2
+"""A request that was in this many steps that failed, or that ended their node, counts as the cause."""
+LOCAL_PREFILL_TOKENS = 32
+"""Prompts with at most this many uncached tokens are computed here if neither caller nor configuration sets a
+limit."""
+CONNECT_SECONDS = 2.0
+"""How long a prompt waits for a connection to a prefill node that is being opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unroutable(Exception):
+    """The request fails. `code` is the name of a gRPC status code."""
+
+    code: str
+    reason: str
+    message: str
+
+
+@dataclass(slots=True, eq=False)
+class PromptRouting:
+    """A request that ends nodes must end as few as possible. So its prompt is in steps of one node at a time:
+    until a prefill node has answered the cancel of a hand-off that a retraction gave up, a step with the
+    prompt may be in flight there, and the prompt goes to that node again."""
+
+    config: DecodeConfig
+    peers: dict[str, Peer]
+    unfinished: dict[Key, DecodeRequest]
+    scheduler: Scheduler
+    handoffs: DecodeSide
+    chosen: dict[Sequence, str] = field(default_factory=dict)
+    """Prefill node of each sequence that is being admitted."""
+    given_up: dict[AttemptName, tuple[DecodeRequest, str]] = field(default_factory=dict)
+    """Hand-offs of unfinished requests that were given up and whose node (its address) has not answered."""
+
+    def route(self, leader: Sequence, uncached: int, now: float) -> Route:
+        """Chooses the first candidate, in the caller's order, that is connected and has not failed this
+        request; else this node. Raises Unroutable."""
+        state = self.unfinished[leader.request.key]  # type: ignore[index]
+        state.address, state.fallback = "", False
+        if state.request.failed_steps >= MAX_FAILED_STEPS:
+            raise Unroutable("INTERNAL", "REPEATED_STEP_FAILURE", repeated(state.last_failure))
+        busy = self._busy_with(state)
+        if not state.candidates or (uncached <= state.local_tokens and not busy):
+            return Route.LOCAL
+        connecting = False
+        for address in sorted(state.candidates[state.tried :], key=lambda address: address != busy):
+            peer = self.peers[address]
+            if peer.up and state.request.grammar is not None and not peer.grammars:
+                continue
+            if peer.up and address not in self.handoffs.overdue:
+                if self.scheduler.in_flight(leader):
+                    return Route.DEFER
+                state.address = self.chosen[leader] = address
+                return Route.REMOTE
+            connecting = connecting or now - peer.since < CONNECT_SECONDS
+        if connecting:
+            return Route.DEFER
+        prompts = (s for s in self.scheduler.prompts if s.request.pooling is None)
+        fallbacks = (s.missing for s in prompts if self.unfinished[s.request.key].fallback)  # type: ignore[index]
+        under_way = sum(fallbacks)
+        if under_way and under_way + uncached > self.config.fallback_tokens:
+            text = state.last_failure or "none is connected"
+            message = f"no prefill node could take the prompt ({text}), and this node prefills no more itself"
+            # A step that failed is to be counted by the caller as well.
+            code = "UNAVAILABLE" if state.step_failure else "RESOURCE_EXHAUSTED"
+            raise Unroutable(code, state.step_failure or "NO_PREFILL_NODE", message)
+        state.fallback = True
+        return Route.LOCAL
+
+    def _busy_with(self, state: DecodeRequest) -> str:
+        """Address of a prefill node that may have the prompt in a step: of another choice, or of a hand-off
+        that was given up. Empty: none."""
+        for sequence in state.request.sequences:
+            address = self.chosen.get(sequence) or self.handoffs.address_of(sequence)
+            if address:
+                return address
+        return next((address for each, address in self.given_up.values() if each is state), "")
+
+    def abandon(self, leader: Sequence) -> None:
+        """The scheduler gives the hand-off up: the request has ended, or it is retracted."""
+        handoff = self.handoffs.abandon(leader)
+        state = self.unfinished.get(leader.request.key)  # type: ignore[call-overload]
+        if handoff is not None and state is not None:
+            name, address = handoff
+            self.given_up[name] = state, address
+
+    def failed_late(self, name: AttemptName, address: str, reason: str) -> None:
+        """The node at `address` says how a hand-off ended that had ended here. A step that failed with one
+        that was given up counts: else the request would go there again."""
+        state, asked = self.given_up.get(name, (None, ""))
+        if state is not None and asked == address:
+            del self.given_up[name]
+            if reason in STEP_FAILURES:
+                state.count_try(address, reason)
+
+    def peer_down(self, address: str) -> None:
+        """It will answer nothing more."""
+        self.given_up = {name: each for name, each in self.given_up.items() if each[1] != address}
+
+    def ended(self, state: DecodeRequest) -> None:
+        """The request has ended."""
+        self.given_up = {name: each for name, each in self.given_up.items() if each[0] is not state}
+
+
+def repeated(message: str) -> str:
+    return f"the request was in {MAX_FAILED_STEPS} steps that failed, and is not tried again: {message}"
