@@ -27,6 +27,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
 from checkpoints import make_model, save
@@ -68,9 +69,17 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
             bar.update(shown, advance=1, description=text)
 
         async def attack() -> Report:
-            options = {"seed": args.seed, "faults": args.faults, "streams": args.streams}
+            options = {"seed": args.seed, "streams": args.streams, "seconds": args.seconds}
             injector = Injector if args.tp == 1 else RankInjector
-            return await run(cluster, known, **options, injector=injector, happened=happened, ended=ended)
+            return await run(
+                cluster,
+                known,
+                faults=args.faults,
+                **options,
+                injector=injector,
+                happened=happened,
+                ended=ended,
+            )
 
         report = asyncio.run(attack())
         for process in cluster.processes:
@@ -82,6 +91,7 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--seconds", type=float, help="no fault begins later; default: no limit")
     parser.add_argument("--streams", type=int, default=64, help="running at any time")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the faults and requests; 0: a random one"

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
 from checkpoints import make_model, save

@@ -70,20 +70,23 @@ async def run(
     *,
     seed: int,
     faults: int,
+    seconds: float | None = None,
     streams: int = 64,
     gap: tuple[float, float] = (0.1, 1.2),
     injector: type[Injector] | type[RankInjector] = Injector,
     happened: Callable[[Fault], None] = lambda fault: None,
     ended: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
-    """Keeps `streams` running until `faults` have been injected and are over; then waits for the last stream,
-    and for every process to hold nothing."""
+    """Keeps `streams` running until `faults` have been injected and are over, or as many as there are within
+    `seconds`; then waits for the last stream, and for every process to hold nothing."""
     rng = Random(seed)
     started = time.monotonic()
     address, http = cluster.gateway.address, cluster.gateway.http
     load = Load(address, http, tasks, Random(rng.random()), deadline=REQUEST_SECONDS, ended=ended)
     faulty = injector(cluster, Random(rng.random()), happened=happened)
     stop = asyncio.Event()
+    if seconds is not None:
+        asyncio.get_running_loop().call_later(seconds, stop.set)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(load.closed_loop(streams, stop))
