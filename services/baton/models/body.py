@@ -57,8 +57,8 @@ def make_body(
 
 def why_not_fused(model: Decoder) -> str | None:
     """Why `FusedDecoder` does not take the model; None: it does."""
-    if plain_layers(model) is None:
-        return f"{model.config.architecture} has layers that fused kernels do not know"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"fused kernels compute bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')}"
+    if plain_layers(model) is None:
+        return f"{model.config.architecture} has layers that fused kernels do not know"
     return None

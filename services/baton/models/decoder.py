@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.attention import Attention, AttentionOptions, KvShape
-from baton.layers.experts import ClampedSwiglu, Mixture
+from baton.layers.experts import Mixture
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.latent_attention import LatentAttention
 from baton.layers.linear import CpuLayout, Linear, Transposed, fastest_layout, fastest_product
@@ -22,6 +22,7 @@ from baton.layers.shard import Communicator, Shard
 from baton.layers.weights.cpu import Product
 from baton.layers.weights.method import QuantizedWeight
 from baton.models.config import ModelConfig
+from baton.models.device_mixture import kernels_know
 
 
 class Model(Protocol):
@@ -265,11 +266,10 @@ class Decoder:
 
 
 def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
-    """The layers if all are like those of Llama or of DeepSeek, and whole: heads rotated alike, wholly or in
-    part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss' experts; else None."""
-    if not isinstance(decoder, Decoder):
-        return None
-    if decoder.shard.size > 1:
+    """The layers if all are like those of Llama or of DeepSeek, of 16 bits and whole: heads rotated alike,
+    wholly or in part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss' experts; else
+    None."""
+    if not isinstance(decoder, Decoder) or decoder.shard.size > 1:
         return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
     same = len({id(layer.attention.rope) for layer in layers}) == 1
@@ -277,20 +277,8 @@ def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
 
 
 def _plain(layer: DecoderLayer) -> bool:
-    attention = layer.attention
-    if isinstance(attention, LatentAttention):
-        return _plain_feed_forward(layer.feed_forward)
-    if not isinstance(attention, Attention) or attention.rope is None:
-        return False
-    return _plain_feed_forward(layer.feed_forward)
-
-
-def _plain_feed_forward(module: FeedForward | None) -> bool:
-    if isinstance(module, GatedMlp):
-        return module.activation == "silu"
-    if not isinstance(module, Mixture):
-        return False
-    experts, shared = module.experts, module.shared
-    aligned = experts.inner % 8 == 0 and experts.gate_up.shape[2] % 8 == 0
-    known = experts.activation == "silu" or isinstance(experts.activation, ClampedSwiglu)
-    return aligned and known and experts.computable and (shared is None or _plain_feed_forward(shared))
+    known = isinstance(layer.attention, Attention | LatentAttention) and layer.attention.rope is not None
+    module = layer.feed_forward
+    if isinstance(module, Mixture):
+        return known and kernels_know(module)
+    return known and isinstance(module, GatedMlp) and module.activation == "silu"

@@ -15,9 +15,6 @@ from baton.models.decoder import Decoder, FeedForward
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
-    for index in range(getattr(config.hf, "num_nextn_predict_layers", None) or 0):
-        # They predict further tokens, for speculation, and are not used.
-        parameters.ignore(f"model.layers.{config.num_layers + index}.")
     return llama.llama_like(config, parameters, feed_forward, attention)
 
 
@@ -54,11 +51,12 @@ def _scale(config: ModelConfig, shape: LatentShape) -> float:
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> FeedForward:
+    """GLM-4-MoE's are those of V3."""
     hf, hidden, own = config.hf, config.hidden_size, parameters.under("mlp")
     if index < hf.first_k_dense_replace:
         return llama.feed_forward(config, parameters, index)
     count, inner = hf.n_routed_experts, hf.moe_intermediate_size
-    v3 = config.architecture == "DeepseekV3ForCausalLM"
+    v3 = config.architecture != "DeepseekV2ForCausalLM"
     routing = Routing(
         hf.num_experts_per_tok,
         "sigmoid" if v3 else "softmax",

@@ -12,8 +12,7 @@ from baton.layers.experts import ClampedSwiglu, Mixture
 def device_mixture(mixture: Mixture) -> Callable[[torch.Tensor], torch.Tensor]:
     """The mixture as a function of x [tokens, hidden], at least one, to [tokens, hidden]: by kernels that
     read the chosen experts only; where they do not know the mixture, every expert computes every token."""
-    problem = why_no_kernels(mixture)
-    if problem is None:
+    if kernels_know(mixture):
         from baton.models.fused_mixture import FusedMixture
 
         fused = FusedMixture(mixture)
@@ -21,22 +20,14 @@ def device_mixture(mixture: Mixture) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: _dense(mixture, x)
 
 
-def why_no_kernels(mixture: Mixture) -> str | None:
-    """Why `FusedMixture` does not take the mixture; None: it does."""
+def kernels_know(mixture: Mixture) -> bool:
+    """Whether `FusedMixture` computes it."""
     experts, shared = mixture.experts, mixture.shared
-    if not experts.computable:
-        return "its experts stay quantized to 4 bits"
-    if experts.gate_up.dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernels do not compute {str(experts.gate_up.dtype).removeprefix('torch.')}"
-    if experts.inner % 8 or experts.gate_up.shape[2] % 8:
-        return "its sizes are not multiples of 8"
-    if experts.activation != "silu" and not isinstance(experts.activation, ClampedSwiglu):
-        return "its experts have an activation that the kernels do not know"
-    if shared is not None and (
-        shared.activation != "silu" or (shared.down.weight is None and shared.down.quantized is None)
-    ):
-        return "its shared expert is not a plain one"
-    return None
+    sixteen = experts.gate_up.dtype in (torch.bfloat16, torch.float16)
+    aligned = experts.inner % 8 == 0 and experts.gate_up.shape[2] % 8 == 0
+    known = experts.activation == "silu" or isinstance(experts.activation, ClampedSwiglu)
+    alike = shared is None or shared.activation == "silu"
+    return sixteen and aligned and known and experts.computable and alike
 
 
 def _dense(mixture: Mixture, x: torch.Tensor) -> torch.Tensor:

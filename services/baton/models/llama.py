@@ -1,5 +1,5 @@
 """Llama: Touvron et al., arXiv:2307.09288; and what differs from it by an option: Mistral (arXiv:2310.06825),
-Qwen 2 (arXiv:2407.10671) and Qwen 3 (arXiv:2505.09388)."""
+Phi-3 (arXiv:2404.14219) and 4 (arXiv:2412.08905), Qwen 2 (arXiv:2407.10671) and 3 (arXiv:2505.09388)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ def llama_like(
     is that of `llama_attention` if None."""
     make_attention = attention or llama_attention
     rope = make_rope(config)
+    for index in range(getattr(config.hf, "num_nextn_predict_layers", None) or 0):
+        # They predict further tokens, for speculation, and are not used.
+        parameters.ignore(f"model.layers.{config.num_layers + index}.")
     hidden, eps = config.hidden_size, config.rms_norm_eps
     layers = []
     for index in range(config.num_layers):
@@ -44,13 +47,18 @@ def llama_like(
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> GatedMlp:
-    bias = bool(getattr(config.hf, "mlp_bias", False))
-    return GatedMlp(parameters.under("mlp"), config.hidden_size, config.hf.intermediate_size, bias=bias)
+    return GatedMlp(
+        parameters.under("mlp"),
+        config.hidden_size,
+        config.hf.intermediate_size,
+        bias=bool(getattr(config.hf, "mlp_bias", False)),
+        merged="gate_up_proj" if config.architecture == "Phi3ForCausalLM" else None,
+    )
 
 
 def llama_attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
     """Qwen 2 has biases of queries, keys and values, Qwen 3 norms of each query and key, GLM-4-MoE either by
-    options."""
+    options, Phi-3 one projection."""
     bias = bool(getattr(config.hf, "attention_bias", False))
     qwen2 = config.architecture.startswith("Qwen2")
     glm = config.architecture == "Glm4MoeForCausalLM"
@@ -67,4 +75,5 @@ def llama_attention(config: ModelConfig, parameters: Parameters, index: int, rop
         output_bias=bias and not qwen2 and not glm,
         norm_eps=config.rms_norm_eps if norms else None,
         options=AttentionOptions(window=window(config, index)),
+        merged="qkv_proj" if config.architecture == "Phi3ForCausalLM" else None,
     )

@@ -7,13 +7,15 @@ sequence; only attention tells them apart. Slower than a family of this package,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from baton.layers.attention import AttentionOptions, KvShape
 from baton.layers.forward_batch import ForwardBatch
@@ -22,39 +24,22 @@ from baton.models.config import ModelConfig, ModelError, first_line
 
 NAME = "baton"
 """Of the attention function."""
-_KNOWN = {
-    "scaling",
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "dropout",
-    "position_ids",
-    "is_causal",
-    "use_cache",
+_KNOWN = {"scaling", "sliding_window", "softcap", "s_aux"} | {
+    *("dropout", "position_ids", "is_causal", "use_cache")
 }
 """Of its options; the last four change nothing here."""
 
 
-class _Function(Protocol):
-    def __call__(
-        self,
-        module: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: dict[str, Any],
-    ) -> torch.Tensor:
-        """q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim] -> [1, tokens, heads, value dim]"""
-        ...
-
-
+_Options = dict[str, Any]
+_Function = Callable[[Any, Tensor, Tensor, Tensor, Tensor | None, _Options], Tensor]
+"""(module, q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim], mask, options)
+-> [1, tokens, heads, value dim]"""
 _function: ContextVar[_Function] = ContextVar("baton_attention")
 
 
 def _attention(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     return _function.get()(module, query, key, value, attention_mask, options), None
 
 
@@ -159,7 +144,7 @@ class TransformersModel:
         self._model = model
         self.device, self.dtype = model.device, model.dtype
         self.num_parameters = int(model.num_parameters())
-        self._given: torch.Tensor | None = None
+        self._given: Tensor | None = None
         self._output: type[Any]
         self._base = model.base_model.forward
         model.base_model.forward = self._base_forward
@@ -180,21 +165,14 @@ class TransformersModel:
             config, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim
         )
 
-    def set_kv_scales(self, scales: torch.Tensor) -> None:
+    def set_kv_scales(self, scales: Tensor) -> None:
         pairs = zip(self.attention_options, scales, strict=True)
         self.attention_options = [replace(options, kv_scales=own) for options, own in pairs]
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> Tensor:
         """-> final hidden states [tokens, hidden]"""
 
-        def attend(
-            module: Any,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            mask: torch.Tensor | None,
-            options: dict[str, Any],
-        ) -> torch.Tensor:
+        def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: _Options) -> Tensor:
             dim, width = q.shape[-1], v.shape[-1]
             if width < dim:
                 v = F.pad(v, (0, dim - width))
@@ -204,23 +182,23 @@ class TransformersModel:
 
         return self._run(batch.tokens, batch.positions, attend)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> float32 [rows, vocab], by whatever the model does behind its last layer."""
         self._given = hidden[None]
         try:
-            logits: torch.Tensor = self._model(inputs_embeds=self._given, use_cache=False).logits
+            logits: Tensor = self._model(inputs_embeds=self._given, use_cache=False).logits
         finally:
             self._given = None
         return logits[0].float()
 
-    def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: _Function) -> torch.Tensor:
+    def _run(self, tokens: Tensor, positions: Tensor, attend: _Function) -> Tensor:
         token = _function.set(attend)
         try:
             output = self._base(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
         finally:
             _function.reset(token)
         self._output = type(output)
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
     def _base_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,35 +210,22 @@ class TransformersModel:
     @torch.inference_mode()
     def _learn(self, config: ModelConfig) -> list[_Seen]:
         seen: dict[int, _Seen] = {}
+        name = config.architecture
 
-        def note(
-            module: Any,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            mask: torch.Tensor | None,
-            options: dict[str, Any],
-        ) -> torch.Tensor:
+        def note(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: _Options) -> Tensor:
             if mask is not None or not getattr(module, "is_causal", True):
-                raise ModelError(
-                    f"{config.architecture}: its attention is not causal, or has a mask of its own"
-                )
+                raise ModelError(f"{name}: its attention is not causal, or has a mask of its own")
             unknown = {name for name, value in options.items() if value is not None} - _KNOWN
             if unknown:
-                raise ModelError(f"{config.architecture}: its attention has {', '.join(sorted(unknown))}")
+                raise ModelError(f"{name}: its attention has {', '.join(sorted(unknown))}")
             window = options.get("sliding_window") or None
             if window is not None and window >= config.used_length:
                 window = None
             scale = options.get("scaling")
-            plain = scale is None or abs(scale * q.shape[-1] ** 0.5 - 1) < 1e-6
-            seen[module.layer_idx] = _Seen(
-                q.shape[1],
-                k.shape[1],
-                q.shape[-1],
-                AttentionOptions(
-                    None if plain else scale, window, options.get("softcap"), options.get("s_aux")
-                ),
-            )
+            if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) < 1e-6:
+                scale = None
+            own = AttentionOptions(scale, window, options.get("softcap"), options.get("s_aux"))
+            seen[module.layer_idx] = _Seen(q.shape[1], k.shape[1], q.shape[-1], own)
             return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
 
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -268,7 +233,7 @@ class TransformersModel:
         layers = [seen[index] for index in sorted(seen)]
         if sorted(seen) != list(range(config.num_layers)):
             found = f"{len(seen)} of {config.num_layers} layers attend through transformers' interface"
-            raise ModelError(f"{config.architecture}: {found}")
+            raise ModelError(f"{name}: {found}")
         text = config.hf.get_text_config()
         windowed = bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True)
         types = getattr(text, "layer_types", None)
@@ -279,7 +244,7 @@ class TransformersModel:
             if kind not in ("full_attention", "sliding_attention") or (
                 kind == "sliding_attention" and short and layer.options.window is None
             ):
-                raise ModelError(f"{config.architecture}: {kind} that its attention function is not told of")
+                raise ModelError(f"{name}: {kind} that its attention function is not told of")
         if len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers}) > 1:
-            raise ModelError(f"{config.architecture}: its layers have heads of different numbers or sizes")
+            raise ModelError(f"{name}: its layers have heads of different numbers or sizes")
         return layers
