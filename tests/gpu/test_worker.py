@@ -14,6 +14,7 @@ pytest.importorskip("structlog")
 from baton.config import WorkerConfig
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.sampling import SamplingParams
+from baton.engine.startup_steps import Unconstrained
 from baton.rpc.errors import BatonError
 from baton.worker.engine import build_engine
 
@@ -63,7 +64,9 @@ def test_the_worst_batch_fits_into_what_was_promised_at_the_start(tmp_path):
         assert before > 0.97 * fraction * total, "the pool takes what is left"
         torch.cuda.reset_peak_memory_stats()
         prompts = prompts_of(*[100] * 255, 900)
-        found = generate(engine.runner, engine.cache, prompts, [PENALIZED] * 256, budget=2048)
+        grammars = [Unconstrained()] * 256
+        params = [PENALIZED] * 256
+        found = generate(engine.runner, engine.cache, prompts, params, budget=2048, grammars=grammars)
         assert [len(tokens) for tokens in found] == [40] * 256
         assert torch.cuda.max_memory_reserved() - before < 2**27, "next to nothing after the start"
         del engine

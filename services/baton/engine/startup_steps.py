@@ -14,6 +14,7 @@ from typing import Any
 
 from baton.engine.plan import PlanRow, Runner, SlotInit, StepPlan, step_load
 from baton.engine.sampling import SamplingParams
+from baton.grammar.base import Matcher, Words
 from baton.stepcost import StepCost, StepLoad, fit
 
 BUDGET_SECONDS = 0.2
@@ -98,7 +99,8 @@ def measure_step_cost(
 
 def largest_steps(max_slots: int, limits: StepLimits) -> list[StepPlan]:
     """Steps that together need as much device memory as any: full of prompt tokens, in one chunk and in
-    many, with decode rows in all slots, and with both; all that sampling knows is asked for in every row.
+    many, with decode rows in all slots, and with both; all that sampling knows is asked for in every row,
+    a grammar too. The last step leaves slots without one.
 
     All read and write page 0 alone: nothing may be in the pool yet, and one page is enough.
     """
@@ -129,15 +131,32 @@ def largest_steps(max_slots: int, limits: StepLimits) -> list[StepPlan]:
         [chunk(slot, max(1, budget // max_slots)) for slot in range(max_slots)],
         [decode(slot) for slot in range(max_slots)],
         [*map(decode, range(max_slots - 1)), chunk(max_slots - 1, budget - max_slots + 1)],
+        [decode(slot) for slot in range(max_slots)],
     ]
+    grammars = [*[Unconstrained()] * (len(batches) - 1), None]
     return [
         StepPlan(
             number,
             tuple(rows),
-            tuple(SlotInit(row.slot, params, 0, (0,), (0,), last_token=0) for row in rows),
+            tuple(SlotInit(row.slot, params, 0, (0,), (0,), 0, grammar) for row in rows),
         )
-        for number, rows in enumerate(batches, 1)
+        for number, (rows, grammar) in enumerate(zip(batches, grammars, strict=True), 1)
     ]
+
+
+class Unconstrained:
+    """A grammar that allows all tokens. Its masks take as much memory as any other's."""
+
+    def matcher(self) -> Matcher:
+        return _Anything()
+
+
+class _Anything(Matcher):
+    def accept(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def fill(self, words: Words) -> None:
+        words.fill(-1)
 
 
 def _init(slot: int) -> SlotInit:
