@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from deployment import Deployment
+from process import EXIT_SECONDS
 
 from baton.rpc.errors import BatonError
 
@@ -45,6 +47,9 @@ def test_a_poison_request_ends_two_nodes_and_no_stream(tmp_path, split):
             finished = [other.result(timeout=120) for other in others]
         assert raised.value.reason == "REPEATED_STEP_FAILURE", raised.value
         assert all(completion.text for completion in finished)
+        deadline = time.monotonic() + EXIT_SECONDS
+        while sum(not process.alive for process in poisoned) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)  # the second tells the client's gateway first, then it ends
         ended = [process for process in poisoned if not process.alive]
         assert [process._popen.poll() for process in ended] == [70, 70]
     finally:

@@ -21,6 +21,8 @@ class CallerStream:
         """Of the caller."""
         self.outbox = outbox
         self.error: BatonError | None = None
+        self.writing = False
+        """gRPC has taken a message and not yet written it."""
 
     def close(self, error: BatonError | None = None) -> None:
         """Unsent messages are still written; then the stream ends, with the error if there is one."""
@@ -85,7 +87,7 @@ class CallerStreams(Generic[S]):
     @property
     def unsent(self) -> bool:
         """Whether a message waits to be written. May be asked from another thread."""
-        return any(len(stream.outbox) for stream in list(self.open))
+        return any(len(stream.outbox) or stream.writing for stream in list(self.open))
 
     def close(self, error: BatonError) -> None:
         """Ends all with the error."""
@@ -111,7 +113,9 @@ class CallerStreams(Generic[S]):
             for message in service.welcome():
                 yield message
             async for message in stream.messages():
-                yield message
+                stream.writing = True
+                yield message  # returns when gRPC has written it
+                stream.writing = False
             if stream.error is not None:
                 await abort(context, stream.error)
         finally:

@@ -50,10 +50,11 @@ _log = get_logger()
 
 DRAIN_POLL_SECONDS = 0.02
 SNAPSHOT_SECONDS = 0.02
-TELL_SECONDS = 0.5
-"""How long a failing process waits at most until its callers have got their messages."""
+TELL_SECONDS = 3.0
+"""How long a failing process waits at most until its callers have got their messages. It takes milliseconds;
+longer on a busy machine, or with a caller that does not read."""
 WRITE_SECONDS = 0.05
-"""Time for gRPC to write a message that it has taken."""
+"""Between the last message that gRPC has written and the end."""
 MAP_SECONDS = 1.0
 """How long a page map waits for the step thread."""
 COMPILE_SECONDS = 10.0

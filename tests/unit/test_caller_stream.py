@@ -1,0 +1,47 @@
+"""The streams of a worker's callers: what counts as told before a process ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+from baton.rpc.streams import Outbox
+from baton.rpc.tasks import Tasks
+from baton.v1 import prefill_pb2
+from baton.worker.caller_stream import CallerStream, CallerStreams
+
+
+class Service:
+    def __init__(self):
+        self.stream = CallerStream(1, Outbox(None))
+
+    def open(self, hello):
+        return self.stream
+
+    def welcome(self):
+        return ["welcome"]
+
+    def drop(self, stream):
+        self.dropped = stream
+
+
+async def hello():
+    yield prefill_pb2.PrefillRequest(hello=prefill_pb2.PrefillHello(incarnation=7))
+    await asyncio.sleep(60)
+
+
+async def test_a_message_is_unsent_until_grpc_has_written_it():
+    service, tasks = Service(), Tasks()
+    streams = CallerStreams(service, tasks)
+    answers = streams.serve(hello(), None, "Run")
+    assert await anext(answers) == "welcome" and not streams.unsent
+    service.stream.put("first")
+    assert streams.unsent
+    assert await anext(answers) == "first"
+    assert streams.unsent, "gRPC has taken it and may not have written it"
+    waits = asyncio.ensure_future(anext(answers))
+    await asyncio.sleep(0)
+    assert not streams.unsent, "gRPC asks for the next message when it has written one"
+    waits.cancel()
+    await asyncio.wait([waits])
+    await answers.aclose()
+    assert service.dropped is service.stream and not streams.open
