@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
-from baton.gateway import admission
 from baton.gateway.attempts import Attempts, Wait
 from baton.gateway.authentication import ApiKey
 from baton.gateway.backpressure import SlowReader
 from baton.gateway.decode_node import DecodePeer
 from baton.gateway.gateway import Gateway
 from baton.gateway.metrics import RequestTimer
-from baton.gateway.parsed_output import OutputParsers
-from baton.gateway.prompts import Prompt, Session, encode_prompt
+from baton.gateway.preparation import prepare
+from baton.gateway.prompts import Prompt, Session
 from baton.gateway.request_end import ended_request, finished_event
 from baton.gateway.request_spans import describe_span, request_span
 from baton.gateway.routing import RequestRouting
@@ -30,10 +29,9 @@ from baton.rpc.errors import (
     without_frames,
 )
 from baton.rpc.logs import get_logger
-from baton.rpc.validate import require_grammars
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.tracing.recorder import TOKENS_EVERY, Kind
-from baton.v1 import common_pb2, decode_pb2, inference_pb2, trace_pb2
+from baton.v1 import decode_pb2, inference_pb2, trace_pb2
 
 _log = get_logger()
 
@@ -83,7 +81,7 @@ class Request:
         self._vocabulary: Vocabulary | None = None
         self._max_tokens = self._vocabulary_size = 0
         self._with_logprobs = False
-        self._grammar_field = "sampling.grammar"
+        self._grammar_field = ""
         """What the client has given that the grammar comes from."""
         self._stats: decode_pb2.RequestStats | None = None
         config = gateway.config
@@ -157,48 +155,31 @@ class Request:
 
     async def _prepare(self, start: inference_pb2.GenerateStart) -> None:
         try:
-            self._prompt = await encode_prompt(
+            prepared = await prepare(
+                self._gateway,
                 start,
                 self._session,
-                self._gateway.tokenizer,
-                self._timing.remaining,
+                self.api_key,
+                self._timing,
                 trace_pb2.RequestName(gateway=self._gateway.incarnation, request=self.number),
                 self._template.traceparent,
                 self._tokenizing,
+                self._tokenized,
             )
             self._start = None
             if self.log.terminal is not None:
                 return
-            self._timing.begin_phase("route")
-            self._record(Kind.TOKENIZED, number=len(self._prompt.token_ids))
-            vocabulary = self._vocabulary = await self._gateway.tokenizer.ready(self._timing.remaining)
-            model = self._gateway.model_or_last()
-            if model is None:
-                raise self._gateway.no_decode_node()
-            self.api_key.check_prompt(len(self._prompt.token_ids), self._prompt.field)
-            sampling = admission.fit(
-                start.sampling,
-                len(self._prompt.token_ids),
-                model.context_length,
-                self._prompt.field,
-                model.default_sampling,
-            )
+            self._prompt, vocabulary, outputs = prepared.prompt, prepared.vocabulary, prepared.outputs
+            self._vocabulary, sampling = vocabulary, prepared.sampling
+            self._fingerprint, self._grammar_field = prepared.fingerprint, prepared.grammar_field
             self._template.sampling.CopyFrom(sampling)
             # Read once: they are asked for at every token.
             self._max_tokens, self._vocabulary_size = sampling.max_tokens, vocabulary.size
             self._with_logprobs = sampling.HasField("logprobs")
             self.log.prompt_ids = self._prompt.token_ids
-            self._fingerprint = model.fingerprint
             self._routing = self._gateway.routing(
                 self.number, self.log.prompt_ids, self._template.namespace, self._session
             )
-            outputs = None
-            if start.HasField("chat") and not start.raw_output:
-                outputs = OutputParsers(start.chat, self._prompt.end, model)
-                outputs.constrain(self._template.sampling, vocabulary)
-                if not start.sampling.HasField("grammar"):
-                    self._grammar_field = "chat.tools"
-                require_grammars(self._template.sampling, model.grammars)
             for choice in self.log.choices:
                 choice.begin(vocabulary, self.log.prompt_ids, outputs.make() if outputs else None)
             self._place()
@@ -211,6 +192,10 @@ class Request:
     def _tokenizing(self, address: str) -> None:
         self._timing.begin_phase("tokenize")
         self._record(Kind.TOKENIZING, text=address)
+
+    def _tokenized(self, count: int) -> None:
+        self._timing.begin_phase("route")
+        self._record(Kind.TOKENIZED, number=count)
 
     # At decode nodes.
 
@@ -298,7 +283,9 @@ class Request:
         if self._begun_attempt != delta.attempt:
             self._begun_attempt = delta.attempt
             self._record(Kind.FIRST_TOKEN, attempt=delta.attempt)
-        wrong = self._wrong(number, token_ids, logprobs)
+        wrong = self.log.wrong(number, token_ids, self._max_tokens, self._vocabulary_size)
+        if self._with_logprobs and len(logprobs) != len(token_ids):
+            wrong = f"{len(logprobs)} log-probabilities for {len(token_ids)} tokens"
         if wrong:
             self.fail(internal(f"decode node {address} sent {wrong}", "BAD_PEER"))
             return
@@ -316,23 +303,6 @@ class Request:
         if self.log.terminal is None:
             self._reader.look(self.log.unread)
         self._on_change()
-
-    def _wrong(
-        self, number: int, token_ids: Sequence[int], logprobs: Sequence[common_pb2.PositionLogprobs]
-    ) -> str:
-        """Why a delta of a decode node is invalid; empty: it is valid."""
-        if number >= len(self.log.choices):
-            return "an unknown choice"
-        choice = self.log.choices[number]
-        if choice.finish_reason and not choice.ended_early:
-            return "tokens after a choice's last"
-        if len(choice.token_ids) + len(token_ids) > self._max_tokens:
-            return "more tokens than max_tokens"
-        if self._with_logprobs and len(logprobs) != len(token_ids):
-            return f"{len(logprobs)} log-probabilities for {len(token_ids)} tokens"
-        if token_ids and max(token_ids) >= self._vocabulary_size:
-            return f"token {max(token_ids)} of a vocabulary of {self._vocabulary_size}"
-        return ""
 
     def on_finished(self, stats: decode_pb2.RequestStats) -> None:
         if not self.log.complete:

@@ -303,6 +303,19 @@ class TokenLog:
         """Everything, the terminal event included, has been taken."""
         return self._terminal_taken
 
+    def wrong(self, number: int, token_ids: Sequence[int], max_tokens: int, vocab_size: int) -> str:
+        """Why these cannot be the next tokens of choice `number`; empty: they can."""
+        if number >= len(self.choices):
+            return "an unknown choice"
+        choice = self.choices[number]
+        if choice.finish_reason and not choice.ended_early:
+            return "tokens after a choice's last"
+        if len(choice.token_ids) + len(token_ids) > max_tokens:
+            return "more tokens than max_tokens"
+        if token_ids and max(token_ids) >= vocab_size:
+            return f"token {max(token_ids)} of a vocabulary of {vocab_size}"
+        return ""
+
     def accept(self, accepted: inference_pb2.Accepted) -> None:
         self._accepted = accepted
 

@@ -1,0 +1,66 @@
+"""From a request's `start` to what its attempts need: the encoded prompt, sampling parameters, parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.gateway import admission
+from baton.gateway.authentication import ApiKey
+from baton.gateway.gateway import Gateway
+from baton.gateway.metrics import RequestTimer
+from baton.gateway.parsed_output import OutputParsers
+from baton.gateway.prompts import Prompt, Session, encode_prompt
+from baton.rpc.validate import require_grammars
+from baton.tokenizer.vocabulary import Vocabulary
+from baton.v1 import common_pb2, inference_pb2, trace_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    prompt: Prompt
+    vocabulary: Vocabulary
+    fingerprint: str
+    """Of the model that the prompt was encoded for."""
+    sampling: common_pb2.SamplingParams
+    outputs: OutputParsers | None
+    """None: the output is plain text."""
+    grammar_field: str
+    """What the client has given that the grammar comes from."""
+
+
+async def prepare(
+    gateway: Gateway,
+    start: inference_pb2.GenerateStart,
+    session: Session | None,
+    api_key: ApiKey,
+    timing: RequestTimer,
+    name: trace_pb2.RequestName,
+    traceparent: str,
+    tokenizing: Callable[[str], None],
+    tokenized: Callable[[int], None],
+) -> Prepared:
+    """Encodes the prompt, and checks what can be checked only then. Raises BatonError.
+
+    tokenizing: called with the tokenizer's address when the prompt is sent there; tokenized: with the
+    prompt's number of tokens.
+    """
+    prompt = await encode_prompt(
+        start, session, gateway.tokenizer, timing.remaining, name, traceparent, tokenizing
+    )
+    tokenized(len(prompt.token_ids))
+    vocabulary = await gateway.tokenizer.ready(timing.remaining)
+    model = gateway.model_or_last()
+    if model is None:
+        raise gateway.no_decode_node()
+    api_key.check_prompt(len(prompt.token_ids), prompt.field)
+    length, context = len(prompt.token_ids), model.context_length
+    sampling = admission.fit(start.sampling, length, context, prompt.field, model.default_sampling)
+    outputs, field = None, "sampling.grammar"
+    if start.HasField("chat") and not start.raw_output:
+        outputs = OutputParsers(start.chat, prompt.end, model)
+        outputs.constrain(sampling, vocabulary)
+        if not start.sampling.HasField("grammar"):
+            field = "chat.tools"
+        require_grammars(sampling, model.grammars)
+    return Prepared(prompt, vocabulary, model.fingerprint, sampling, outputs, field)
