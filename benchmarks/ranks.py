@@ -36,14 +36,13 @@ PAGES = 64
 STEPS = 60
 
 
-def plan(number: int, rows: int, pages: list[list[int]]) -> StepPlan:
-    """As a scheduler makes it: each row is one token on, and each 16th one has a new page."""
+def plan(number: int, rows: int, pages: list[tuple[int, ...]]) -> StepPlan:
+    """As a scheduler makes it: each row is one token on, and each 16th one has a new page; tables that have
+    not changed are the same objects."""
     start = 16 * PAGES + number
     for slot in range(number % 16, rows, 16):
-        pages[slot].append(number)
-    return StepPlan(
-        number, tuple(PlanRow(slot, None, start, tuple(pages[slot]), (slot,)) for slot in range(rows))
-    )
+        pages[slot] = (*pages[slot], number)
+    return StepPlan(number, tuple(PlanRow(slot, None, start, pages[slot], (slot,)) for slot in range(rows)))
 
 
 def way(rows: int, plans: int) -> dict[str, float]:
@@ -56,7 +55,7 @@ def way(rows: int, plans: int) -> dict[str, float]:
         os._exit(0)
     theirs.close()
     channel, encoder = Channel(ours, 5.0), PlanEncoder()
-    pages = [list(range(slot * PAGES, (slot + 1) * PAGES)) for slot in range(rows)]
+    pages = [tuple(range(slot * PAGES, (slot + 1) * PAGES)) for slot in range(rows)]
     times, own = [], []
     for number in range(plans):
         step = plan(number, rows, pages)

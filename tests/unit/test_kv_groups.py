@@ -191,6 +191,7 @@ class GroupsMachine(RuleBasedStateMachine):
 
     def check_seen(self, sequence: Sequence) -> None:
         position, holding = sequence.position, sequence.holding
+        assert holding.page_tables() == tuple(map(tuple, holding.tables)), "no change is missed"
         for place, (group, table) in enumerate(zip(self.groups, holding.tables, strict=True)):
             for index in range(group.sees(position, PAGE), position // PAGE):
                 expected = (place, tuple(sequence.tokens[: (index + 1) * PAGE]))

@@ -54,10 +54,10 @@ class StepBuilder:
         assert sequence.slot is not None and sequence.holding is not None
         if not sequence.slot_ready:
             self._init_slot(sequence, sequence.tokens[-1])
-        tables, slot = sequence.holding.tables, sequence.slot
-        row = PlanRow(slot, None, sequence.computed, tuple(tables[0]), (slot,))
+        tables, slot = sequence.holding.page_tables(), sequence.slot
+        row = PlanRow(slot, None, sequence.computed, tables[0], (slot,))
         if len(tables) > 1:
-            row.more_pages = tuple(map(tuple, tables[1:]))
+            row.more_pages = tables[1:]
         self._rows.append(row)
         self.records.append(Record(sequence, sequence.epoch, sequence.computed + 1, (sequence,)))
 
@@ -72,17 +72,17 @@ class StepBuilder:
         wanted: tuple[int, ...] | None = None
         if request.wants_prompt_logprobs:
             wanted = request.prompt[start + 1 : start + 1 + count]
-        pages, *more = map(tuple, sequence.holding.tables)
+        tables = sequence.holding.page_tables()
         row = PlanRow(
             slot=sequence.slot,
             tokens=sequence.tokens[start:end],
             start=start,
-            pages=pages,
+            pages=tables[0],
             sample=tuple(target.slot for target in targets if target.slot is not None),
             prompt_logprobs=wanted,
             prompt_top=(request.params.prompt_logprobs or 0) if wanted is not None else 0,
             pooling=request.pooling,
-            more_pages=tuple(more),
+            more_pages=tables[1:],
         )
         self._rows.append(row)
         self.records.append(Record(sequence, sequence.epoch, end, targets))

@@ -110,7 +110,7 @@ class DeviceSlots:
         entries, values = list(tokens), list(tokens.values())
         for row in rows:
             pages, known = row.pages, self._known[row.slot]
-            if pages == known:
+            if pages is known or pages == known:
                 continue
             count = len(known)
             first = count if pages[:count] == known else 0

@@ -51,6 +51,7 @@ class Holding:
     """Leading page indexes that were found in the tree."""
     committed: int = field(init=False)
     """Leading page indexes whose tokens are in the tree, with these or with other page ids."""
+    _frozen: tuple[tuple[int, ...], ...] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.shared = self.committed = len(self.tables[0])
@@ -63,6 +64,17 @@ class Holding:
     def pages(self) -> list[int]:
         """The first group's page table."""
         return self.tables[0]
+
+    def page_tables(self) -> tuple[tuple[int, ...], ...]:
+        """`tables` as they are now, for plans: the same tuples until they change, so that two plans are
+        compared fast."""
+        if self._frozen is None:
+            self._frozen = tuple(map(tuple, self.tables))
+        return self._frozen
+
+    def changed(self) -> None:
+        """`tables` have."""
+        self._frozen = None
 
     @property
     def held(self) -> int:
@@ -185,6 +197,7 @@ class KvCache:
             table += [GONE] * gone
             table += pages[:taken]
             del pages[:taken]
+        holding.changed()
         return count
 
     def drop(self, holding: Holding, position: int) -> int:
@@ -202,6 +215,7 @@ class KvCache:
                 self._leave(holding, table[dropped:first])
                 table[dropped:first] = [GONE] * (first - dropped)
                 holding.dropped[i] = first
+                holding.changed()
         return self.available - before
 
     def _leave(self, holding: Holding, pages: Sequence[int]) -> None:

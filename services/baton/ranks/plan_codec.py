@@ -34,14 +34,24 @@ class PlanEncoder:
 
     def _rows(self, rows: Sequence[PlanRow]) -> list[tuple[Any, ...]] | tuple[Any, ...]:
         """A tuple: the rows of the plan before, each one token on; whose tables have changed, and how."""
-        slots, starts = [row.slot for row in rows], [row.start for row in rows]
-        decode = all(row.tokens is None and row.sample == (row.slot,) for row in rows)
+        slots, starts, decode = [row.slot for row in rows], [row.start for row in rows], True
+        for row in rows:
+            if row.tokens is not None or row.sample != (row.slot,):
+                decode = False
+                break
         again = decode and starts == self._next and slots == self._slots
         self._slots, self._next = slots, [start + 1 for start in starts] if decode else []
         if not again:
             return [self._row(row) for row in rows]
-        changes = [self._changed(row) for row in rows]
-        return tuple((at, found) for at, found in enumerate(changes) if found is not None)
+        changes = []
+        for at, row in enumerate(rows):
+            sent = self._sent.get(row.slot)
+            # A table that has not changed is mostly the same object: see Holding.page_tables.
+            if sent is None or sent[0] is not row.pages or sent[1] != row.more_pages:
+                found = self._changed(row)
+                if found is not None:
+                    changes.append((at, found))
+        return tuple(changes)
 
     def _row(self, row: PlanRow) -> tuple[Any, ...]:
         changes = self._changed(row)
