@@ -7,12 +7,12 @@ TORCH ?= torch==2.13.0
 PIP_TORCH_ARGS ?=
 
 # Test files at a time, more than cores because they wait a lot; those marked `alone` follow one by one.
-LANES ?= 3
+LANES ?= 4
 
 # How long `make soak` goes on.
 SECONDS ?= 600
 
-# Else each of the hundreds of processes that tests start compiles Baton anew, and each lane all tests.
+# Else each of the hundreds of processes that tests start compiles Baton anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
@@ -37,7 +37,7 @@ check: $(VENV)/installed-test ## Before each commit: lint, types, unit tests and
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@code=0; $(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not alone and not slow" tests/unit tests/sim || code=$$?; \
+	$(BIN)/python -m pytest -q --lanes 2 -m "not alone and not slow" tests/unit tests/sim || code=$$?; \
 	wait $$types || code=$$?; \
 	exit $$code
 
@@ -45,10 +45,7 @@ test: $(VENV)/installed-test ## Run all tests, or some, one at a time: make test
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@code=0; \
-	$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations=40 -m "not alone" || code=$$?; \
-	$(BIN)/python -m pytest --durations=20 -m alone $$(grep -rlE 'mark\.alone' tests --include='test_*.py') || code=$$?; \
-	exit $$code
+	@$(BIN)/python -m pytest -q --lanes $(LANES) --durations=60
 endif
 
 soak: $(VENV)/installed ## Simulate deployments with faults, from a random seed on (SECONDS=600)

@@ -12,6 +12,8 @@ from stolen import StolenTime
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+pytest_plugins = ["lanes"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(StolenTime(), "stolen time")

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import os
 import socket
+from collections.abc import Iterator
+
+import lanes
 
 FIRST = 20_000
 """Below those that the system gives out by itself (ip_local_port_range), to connections too: one of them may
 be taken before the server that was told of it is there."""
 COUNT = 500
-"""For each of pytest-xdist's workers, which do not share any."""
+"""For each lane, which do not share any."""
 
-_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_next = itertools.cycle(range(FIRST + COUNT * _worker, FIRST + COUNT * (_worker + 1)))
+
+@functools.cache
+def _ports(lane: int) -> Iterator[int]:
+    first = FIRST + COUNT * (lane % 20)
+    return itertools.cycle(range(first, first + COUNT))
 
 
 def free_port() -> int:
     """Of the loopback. The next ones are others."""
-    for port in itertools.islice(_next, COUNT):
+    for port in itertools.islice(_ports(lanes.number), COUNT):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

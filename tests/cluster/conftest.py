@@ -9,11 +9,13 @@ import pytest
 import torch
 from checkpoints import make_model, save
 from deployment import Deployment
-from process import Process
+from forking import forks
+from process import ENVIRONMENT, Process
 from reference import Reference
 
 torch.set_num_threads(1)
 Process.forked = True
+forks(**ENVIRONMENT)  # it imports while tests are collected, and serves all lanes
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ That a start from nothing and an end to it work as well is seen where subprocess
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -73,21 +74,35 @@ class Forked:
 
 
 class Forks:
-    """The process that forks; it ends when this one does."""
+    """The process that forks. This one and all lanes (tests/lanes.py) have a connection each; it ends after
+    the last of them."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """environment: for what libraries read once, when they are loaded."""
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(ANSWER_SECONDS)
         self._lock = threading.Lock()
-        with theirs:
+        self._connections: dict[int, socket.socket] = {}
+        """Of this process, and of the one that it was forked from, by their pids."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(f"\0baton-tests-{os.getpid()}-{id(self)}")
+            listener.listen()
+            self._address = listener.getsockname()
+            self._connect()
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, __file__, str(listener.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[listener.fileno()],
                 env=environment,
             )
+
+    def _connect(self) -> socket.socket:
+        control = self._connections.get(os.getpid())
+        if control is None:
+            control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            control.settimeout(ANSWER_SECONDS)
+            control.connect(self._address)
+            self._connections[os.getpid()] = control
+        return control
 
     def start(
         self,
@@ -120,42 +135,56 @@ class Forks:
 
     def _ask(self, request: dict, descriptors: Sequence[int] = ()) -> int:
         with self._lock:
+            control = self._connect()
             try:
-                socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
-                answer = self._control.recv(100)
+                socket.send_fds(control, [json.dumps(request).encode()], descriptors)
+                answer = control.recv(100)
                 assert answer, "the process that forks has ended"
                 return int(answer)
             except BaseException:
-                self._control.close()  # an answer that comes later must not be taken for the next one's
+                control.close()  # an answer that comes later must not be taken for the next one's
                 raise
 
 
 @functools.cache
 def forks(**environment: str) -> Forks:
-    """One for this process."""
+    """One for this process and those that are forked from it later."""
     return Forks({**os.environ, **environment})
 
 
-def serve(control: socket.socket) -> None:
+def serve(listener: socket.socket) -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each process's first collection copies all pages
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, 3)
-        if not message:
-            return
-        request = json.loads(message)
-        if "wait" in request:
-            answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
-        else:
-            answer = os.fork()
-            if not answer:
+    controls = [listener.accept()[0]]
+    while controls:
+        ready = select.select([listener, *controls], [], [])[0]
+        if listener in ready:
+            controls.append(listener.accept()[0])
+            ready.remove(listener)
+        for control in ready:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, 3)
+            except ConnectionResetError:
+                message = b""
+            if not message:
                 control.close()
-                become(request["arguments"], request["environment"], request["prelude"], descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
-        control.send(str(answer).encode())
+                controls.remove(control)
+                continue
+            request = json.loads(message)
+            if "wait" in request:
+                answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+            else:
+                answer = os.fork()
+                if not answer:
+                    for each in (listener, *controls):
+                        each.close()
+                    become(request["arguments"], request["environment"], request["prelude"], descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            with contextlib.suppress(OSError):  # whoever asked has ended
+                control.send(str(answer).encode())
 
 
 def become(arguments: list[str], environment: dict[str, str], prelude: str, descriptors: list[int]) -> None:

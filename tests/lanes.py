@@ -1,0 +1,241 @@
+"""`pytest --lanes N`: test files side by side in N processes, forked from one that has collected all tests.
+
+To import torch, transformers and all test files takes longer than most of them; here that is done once. A
+lane runs one file after the other and asks for the next one when it begins the last test of its file, so that
+fixtures of the session last as long as the lane. Then one more lane runs the tests marked `alone`. A lane
+that dies fails the test that it ran; the rest of its file goes to a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+import pytest
+
+END_SECONDS = 60.0
+"""For a lane that is told to end."""
+
+File = deque[int]
+"""Tests of one file that a lane has to run, by their places in `session.items`."""
+number = 0
+"""Of this process: 0 is the one that collects; each lane has its own."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--lanes", type=int, default=0, metavar="N", help="test files side by side, see tests/lanes.py"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("lanes") and not config.option.collectonly:
+        config.pluginmanager.register(Lanes(config), "run in lanes")
+
+
+class Lane:
+    """The parent's side of one."""
+
+    def __init__(self, session: pytest.Session, number: int) -> None:
+        self.connection, theirs = Pipe()
+        self.todo: File = deque()
+        self.began = time.monotonic()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            self.connection.close()
+            become(session, theirs, number)
+        theirs.close()
+
+    def give(self, file: File) -> None:
+        """An empty file: there are no more."""
+        self.todo += file
+        with contextlib.suppress(BrokenPipeError):  # its end is seen by whoever reads
+            self.connection.send(list(file))
+
+    def end(self) -> int:
+        """Its exit code, or minus the signal that ended it."""
+        self.connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            deadline = time.monotonic() + END_SECONDS
+            while time.monotonic() < deadline:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    return os.waitstatus_to_exitcode(status)
+                time.sleep(0.05)
+            os.kill(self.pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class Lanes:
+    """The plugin."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._count: int = config.getoption("lanes")
+        self._numbers = itertools.count(1)
+        self._seconds: dict[str, list[float]] = {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed and not session.config.option.continue_on_collection_errors:
+            raise session.Interrupted(f"{session.testsfailed} errors during collection")
+        # Made here, for all: else each lane makes one, and pytest removes all but the last three.
+        session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        alone = [bool(item.get_closest_marker("alone")) for item in session.items]
+        self._run(session, "beside others", self._count, files_of(session, [not one for one in alone]))
+        self._run(session, "alone", 1, files_of(session, alone))
+        return True
+
+    def _run(self, session: pytest.Session, name: str, count: int, files: deque[File]) -> None:
+        began = time.monotonic()
+        lanes: dict[Connection, Lane] = {}
+        seconds = self._seconds[name] = []
+        try:
+            while files or lanes:
+                while len(lanes) < min(count, len(lanes) + len(files)):
+                    lane = Lane(session, next(self._numbers))
+                    lanes[lane.connection] = lane
+                    lane.give(files.popleft())
+                for connection in wait(list(lanes)):
+                    assert isinstance(connection, Connection)
+                    lane = lanes[connection]
+                    try:
+                        what, *of = connection.recv()
+                    except (EOFError, ConnectionResetError):
+                        del lanes[connection]
+                        code = lane.end()
+                        if lane.todo:
+                            self._died(session, lane, code)
+                            if lane.todo:
+                                files.appendleft(lane.todo)
+                        seconds.append(time.monotonic() - began)
+                        continue
+                    if what == "next":
+                        if session.shouldfail or session.shouldstop:
+                            files.clear()
+                        lane.give(files.popleft() if files else deque())
+                    else:
+                        self._tell(what, of)
+                        if what == "finish":
+                            assert session.items[lane.todo.popleft()].nodeid == of[0]
+        finally:
+            for lane in lanes.values():
+                os.kill(lane.pid, signal.SIGTERM)
+                lane.end()
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+
+    def _tell(self, what: str, of: list[Any]) -> None:
+        hook = self._config.hook
+        if what == "report":
+            report = hook.pytest_report_from_serializable(config=self._config, data=of[0])
+            hook.pytest_runtest_logreport(report=report)
+        elif what == "start":
+            hook.pytest_runtest_logstart(nodeid=of[0], location=of[1])
+        else:
+            hook.pytest_runtest_logfinish(nodeid=of[0], location=of[1])
+
+    def _died(self, session: pytest.Session, lane: Lane, code: int) -> None:
+        item = session.items[lane.todo.popleft()]
+        why = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._config.hook.pytest_runtest_logreport(
+            report=pytest.TestReport(
+                nodeid=item.nodeid,
+                location=item.location,
+                keywords={},
+                outcome="failed",
+                longrepr=f"the process that ran this test ended with {why}",
+                when="call",
+            )
+        )
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for name, seconds in self._seconds.items():
+            if seconds:
+                ends = ", ".join(f"{second:.0f}" for second in sorted(seconds))
+                terminalreporter.write_line(f"lanes, {name}: ended after {ends} s")
+
+
+def files_of(session: pytest.Session, wanted: list[bool]) -> deque[File]:
+    """The wanted tests by file, files in the order of their first tests."""
+    files: dict[object, File] = {}
+    for place, (item, want) in enumerate(zip(session.items, wanted, strict=True)):
+        if want:
+            files.setdefault(item.path, deque()).append(place)
+    return deque(files.values())
+
+
+class Telling:
+    """What a lane does instead of printing."""
+
+    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+        self._config, self._connection = config, connection
+
+    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        self._connection.send(("start", nodeid, location))
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+        self._connection.send(("finish", nodeid, location))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._connection.send(("report", data))
+
+
+def become(session: pytest.Session, connection: Connection, own: int) -> None:
+    """A lane; does not return."""
+    global number
+    number = own
+    code = 1
+    try:
+        random.seed()
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # fixtures end what they have started
+        plugins = session.config.pluginmanager
+        plugins.unregister(name="terminalreporter")
+        capture = plugins.getplugin("capturemanager")
+        capture.stop_global_capturing()  # into files that all lanes would share
+        capture.start_global_capturing()
+        plugins.register(Telling(session.config, connection))
+        for item, following in pairs(session, connection):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        code = 0
+    except (KeyboardInterrupt, BrokenPipeError):
+        with contextlib.suppress(BaseException):
+            session._setupstate.teardown_exact(None)
+    except BaseException:
+        with open(
+            os.devnull if sys.__stderr__ is None else sys.__stderr__.fileno(), "w", closefd=False
+        ) as stderr:
+            traceback.print_exc(file=stderr)
+    finally:
+        os._exit(code)
+
+
+def pairs(
+    session: pytest.Session, connection: Connection
+) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+    """Each test, and the one after it."""
+
+    def ask() -> list[pytest.Item]:
+        connection.send(("next",))
+        return [session.items[place] for place in connection.recv()]
+
+    todo = deque(session.items[place] for place in connection.recv())
+    while todo:
+        item = todo.popleft()
+        if not todo:
+            todo.extend(ask())
+        yield item, todo[0] if todo else None

@@ -1,0 +1,105 @@
+"""Test files in lanes (tests/lanes.py): a small suite, run by a pytest of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+SUITE = {
+    "conftest.py": """
+import os, pathlib, pytest
+pytest_plugins = ["lanes"]
+LOG = pathlib.Path(__file__).with_name("log")
+
+def note(what):
+    with LOG.open("a") as log:
+        log.write(f"{what} {os.getpid()}\\n")
+
+@pytest.fixture(scope="session")
+def lane():
+    note("made")
+    yield
+    note("ended")
+""",
+    **{
+        f"test_{name}.py": f"""
+import os, pytest
+from conftest import note
+
+def test_first(lane):
+    note("test")
+
+@pytest.mark.parametrize("number", range(3))
+def test_more(lane, number):
+    print("said by {name}")
+    note("test")
+
+def test_last(lane):
+    {last}
+
+@pytest.mark.alone
+def test_alone(lane):
+    note("alone")
+"""
+        for name, last in {
+            "good": 'note("test")',
+            "bad": "assert not 'what'",
+            "ends": "os._exit(7)",
+            "more": 'note("test")',
+        }.items()
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("suite")
+    for name, text in SUITE.items():
+        (folder / name).write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_every_test_runs_once_and_is_reported(folder: Path) -> None:
+    done = run(folder, "--lanes", "2")
+    assert done.returncode == 1, done.stdout
+    words = done.stdout.splitlines()
+    assert words[-1].startswith("2 failed, 22 passed"), done.stdout
+    failed = {word.split()[1] for word in words if word.startswith("FAILED")}
+    assert failed == {"test_bad.py::test_last", "test_ends.py::test_last"}
+    assert "ended with exit code 7" in done.stdout and "assert not 'what'" in done.stdout
+    log = [line.split() for line in (folder / "log").read_text().splitlines()]
+    noted = Counter(what for what, _ in log)
+    assert noted["test"] == 4 * 4 + 2 and noted["alone"] == 4
+    # A lane makes what is of the session once and ends it, but for the one that died.
+    # `alone` has its own lane.
+    assert noted["made"] == len({pid for _, pid in log}) == noted["ended"] + 1
+    alone = {pid for what, pid in log if what == "alone"}
+    assert len(alone) == 1 and not alone & {pid for what, pid in log if what == "test"}
+    assert next(i for i, (what, _) in enumerate(log) if what == "alone") > max(
+        i for i, (what, _) in enumerate(log) if what == "test"
+    )
+
+
+def test_no_more_begin_after_a_failure_that_is_the_last(folder: Path) -> None:
+    done = run(folder, "--lanes", "1", "-x", "test_bad.py", "test_good.py", "test_more.py")
+    assert done.returncode == 1 and "1 failed" in done.stdout.splitlines()[-1], done.stdout
+    assert "test_more.py" not in done.stdout
