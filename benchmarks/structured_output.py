@@ -1,11 +1,13 @@
 """What constrained rows cost those beside them, and what a mask costs.
 
     python benchmarks/structured_output.py --json benchmarks/results/structured_output.json
+    python benchmarks/structured_output.py --device cuda --shape 8b
 
-One engine on one core of a CPU, driven as a decode node's step thread drives it, without other processes.
-Rounds of 64 free streams, of 32 free ones beside 32 constrained by a JSON Schema, and of 64 constrained ones
+One engine, on one core of a CPU or on a GPU, driven as a decode node's step thread drives it, without other
+processes (those are in structured_streams.py). Rounds of 64 free streams, of 32 free ones beside 32 constrained by a JSON Schema, and of 64 constrained ones
 take turns; the
-time between two tokens of a stream is the time of a step. A shared machine disturbs single steps: the medians
+time between two tokens of a stream is the time of a step. On a GPU, host time is that of a step without waiting
+for the device. A shared machine disturbs single steps: the medians
 of all rounds count, and the processor time of the process, the threads that compute masks included. Single
 masks are timed afterwards, for some of the outputs, one after the other.
 """
@@ -17,13 +19,21 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import json
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from shared import make_parser, save_results
+
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+
+from make_shape import SHAPES, write_shape
 
 from baton.cli.console import table
 from baton.config import DecodeConfig
@@ -95,16 +105,41 @@ def single_masks(grammar: Grammar, outputs: Sequence[Sequence[int]], vocab_size:
     return times
 
 
+@dataclass
+class Round:
+    """Seconds of steps."""
+
+    elapsed: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    """Without waiting for the device."""
+    thread: list[float] = field(default_factory=list)
+    """The step thread on a processor."""
+    process: list[float] = field(default_factory=list)
+    """The process on processors: the mean of a round."""
+
+    def add(self, other: Round) -> None:
+        self.elapsed += other.elapsed
+        self.host += other.host
+        self.thread += other.thread
+        self.process += other.process
+
+
 class Engine:
-    def __init__(self, model: str, tokens: int) -> None:
+    def __init__(self, model: str, load_format: str, device: str, tokens: int) -> None:
         config = DecodeConfig(
-            model=model, threads=1, kv_tokens=2 * ROWS * (PROMPT + tokens), transports=("grpc",)
+            model=model,
+            load_format=load_format,
+            device=device,
+            threads=1,
+            max_rows=ROWS,
+            kv_tokens=2 * ROWS * (PROMPT + tokens + 128),
+            transports=("grpc",),
         )
         self.engine = build_engine(config, 1, "decode")
         info = self.engine.model_info
         limits = SchedulerConfig(info.context_length, self.engine.config.token_budget, ROWS)
         self.core = make_core(self.engine.config, limits, self.engine.cache, lambda *_: None)
-        self.pipeline = StepPipeline(self.core, self.engine.runner, False, time.monotonic)
+        self.pipeline = StepPipeline(self.core, self.engine.runner, self.engine.overlap, time.monotonic)
         self.tokens, self.number = tokens, 0
         assert self.engine.grammars is not None
         spec = GrammarSpec("json_schema", json.dumps(SCHEMA))
@@ -112,9 +147,8 @@ class Engine:
         assert not isinstance(outcome, GrammarError), outcome
         self.spec, self.grammar = spec, NotedGrammar(outcome)
 
-    def round(self, constrained: int) -> tuple[list[float], list[float], float]:
-        """Seconds of each step with all rows: elapsed, and the step thread's on a processor; the process's
-        mean on processors."""
+    def round(self, constrained: int) -> Round:
+        """Counts steps of all rows only."""
         rng = np.random.default_rng(self.number)
         for row in range(ROWS):
             self.number += 1
@@ -129,20 +163,24 @@ class Engine:
             key = Key("benchmark", self.number)
             request = Request(key, prompt, params, grammar=self.grammar if bound else None)
             self.core.start(key, 1, 0, request, (), time.monotonic())
-        times: list[float] = []
-        own: list[float] = []
-        used = 0.0
+        found, used = Round(), 0.0
         while self.core.requests:
             full = len(self.core.scheduler.running) == ROWS
             began, thread, cpu = time.perf_counter(), time.thread_time(), time.process_time()
             due = self.pipeline.begin()
+            launched = time.perf_counter()
+            while due is not None and not self.pipeline.ended(due):
+                pass
+            waited = time.perf_counter() - launched
             if due is not None:
                 self.pipeline.finish(due)
             if full:
-                times.append(time.perf_counter() - began)
-                own.append(time.thread_time() - thread)
+                found.elapsed.append(time.perf_counter() - began)
+                found.host.append(found.elapsed[-1] - waited)
+                found.thread.append(time.thread_time() - thread)
                 used += time.process_time() - cpu
-        return times, own, used / len(times)
+        found.process.append(used / len(found.elapsed))
+        return found
 
 
 def main() -> None:
@@ -150,32 +188,38 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=8, help="of each kind")
     parser.add_argument("--tokens", type=int, default=120, help="of each output")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights, in place of --model")
     args = parser.parse_args()
-    engine = Engine(args.model, args.tokens)
-    steps, threads, cpu = ({kind: list[float]() for kind in KINDS.values()} for _ in range(3))
+    with tempfile.TemporaryDirectory() as folder:
+        if args.shape is not None:
+            write_shape(args.shape, Path(folder))
+        model, load_format = (args.model, "auto") if args.shape is None else (folder, "dummy")
+        engine = Engine(model, load_format, args.device, args.tokens)
     for kind in KINDS.values():
         engine.round(kind)  # warms up
+    rounds = {kind: Round() for kind in KINDS.values()}
     stats = engine.engine.masks
     masks, seconds, waited = stats.masks, stats.seconds, stats.waited
     for _ in range(args.rounds):
         for kind in KINDS.values():
-            times, own, used = engine.round(kind)
-            steps[kind] += times
-            threads[kind] += own
-            cpu[kind].append(used)
+            rounds[kind].add(engine.round(kind))
     vocab_size, outputs = engine.engine.model_info.vocab_size, engine.grammar.outputs[-REPLAYED:]
     mask = np.array(single_masks(engine.grammar.grammar, outputs, vocab_size)) * 1e6
-    bound_steps = len(steps[32]) + len(steps[64])
+    bound_steps = len(rounds[32].elapsed) + len(rounds[64].elapsed)
 
-    def medians(found: dict[int, list[float]]) -> dict[str, float]:
-        milliseconds = {name: 1e3 * float(np.median(found[kind])) for name, kind in KINDS.items()}
+    def medians(of: str) -> dict[str, float]:
+        milliseconds = {
+            name: 1e3 * float(np.median(getattr(rounds[kind], of))) for name, kind in KINDS.items()
+        }
         free, mixed, _ = milliseconds.values()
         return milliseconds | {"ratio of the second to the first": mixed / free}
 
     found = {
-        "itl_p50_ms": medians(steps),
-        "step_thread_cpu_p50_ms": medians(threads),
-        "process_cpu_ms_a_step": medians(cpu),
+        "itl_p50_ms": medians("elapsed"),
+        "host_p50_ms": medians("host"),
+        "step_thread_cpu_p50_ms": medians("thread"),
+        "process_cpu_ms_a_step": medians("process"),
         "mask_us": {
             name: float(np.percentile(mask, q)) for name, q in (("p50", 50), ("p99", 99), ("max", 100))
         },
@@ -189,7 +233,13 @@ def main() -> None:
         shown = value if not isinstance(value, dict) else {k: round(v, 2) for k, v in value.items()}
         rows.add_row(name, str(round(shown, 4) if isinstance(shown, float) else shown))
     Console().print(rows)
-    setting = {"model": args.model, "rounds": args.rounds, "tokens": args.tokens, "schema": SCHEMA}
+    setting = {
+        "model": args.shape or args.model,
+        "device": args.device,
+        "rounds": args.rounds,
+        "tokens": args.tokens,
+        "schema": SCHEMA,
+    }
     save_results(args, {"setting": setting, "figures": found})
 
 

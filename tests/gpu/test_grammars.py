@@ -84,10 +84,13 @@ def test_masked_samples_equal_those_of_the_cpu(dtype):
         torch.manual_seed(position)
         logits = (3 * torch.randn(len(params), VOCAB)).to(dtype)
         of_cpu = samplers[0].sample(
-            logits.float(), slots, np.full(len(params), position), samplers[0].begin_masks(slots.tolist())
+            logits.float().clone(),
+            slots,
+            np.full(len(params), position),
+            samplers[0].begin_masks(slots.tolist()),
         )
         rows = samplers[1].grammars.constrained(slots.tolist())
-        masks = samplers[1].grammars.wait(samplers[1].begin_masks(slots.tolist(), rows))
+        masks = samplers[1].masks(slots.tolist(), rows)
         result, _ = samplers[1].sample(logits.to(CUDA), slots, np.full(len(params), position), last, masks)
         masks.launched()
         tokens = result[:, 0].tolist()

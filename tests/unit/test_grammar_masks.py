@@ -1,11 +1,14 @@
 """Masks in the sampler: a constrained row samples as if the forbidden logits were not there, the others as
 ever."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
 
-from baton.engine.grammar_masks import GrammarMasks, unpack
+from baton.engine.grammar_masks import CHEAP_SECONDS, GrammarMasks, unpack
 from baton.engine.plan import PlanRow, SlotInit
 from baton.engine.sampler import Sampler, row_results
 from baton.engine.sampling import SamplingParams
@@ -73,7 +76,7 @@ def make(params, grammars, outputs=None):
 def step(sampler, logits, position):
     slots = np.arange(len(logits))
     pending = sampler.begin_masks(slots.tolist())
-    return sampler.sample(logits, slots, np.full(len(logits), position), pending)
+    return sampler.sample(logits.clone(), slots, np.full(len(logits), position), pending)
 
 
 def random_logits(seed, rows):
@@ -102,6 +105,34 @@ def test_as_if_the_forbidden_logits_were_not_there(params):
         output += got.tokens.tolist()
         matcher.accept(got.tokens.tolist())
     assert len(set(output)) > 1
+
+
+class Costly(EveryThird):
+    """Takes longer than masks may in the step thread; notes where it ran."""
+
+    def __init__(self, threads):
+        super().__init__()
+        self.threads = threads
+
+    def matcher(self):
+        return Costly(self.threads)
+
+    def fill(self, words):
+        self.threads.append(threading.current_thread())
+        super().fill(words)
+        began = time.thread_time()
+        while time.thread_time() < began + 3 * CHEAP_SECONDS:
+            pass
+
+
+def test_costly_masks_leave_the_step_thread():
+    threads = []
+    costly, cheap = make(PARAMS[1:2], [Costly(threads)]), make(PARAMS[1:2], [EveryThird()])
+    for position in range(4):
+        logits = random_logits(position, 1)
+        assert step(costly, logits, position).tokens.tolist() == step(cheap, logits, position).tokens.tolist()
+    here = threading.current_thread()
+    assert [thread is here for thread in threads] == [True, False, False, False]
 
 
 def test_other_rows_do_not_notice():

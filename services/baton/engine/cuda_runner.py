@@ -339,7 +339,7 @@ class CudaRunner:
 
         def sample() -> None:
             if rows:
-                flight.masks = grammars.wait(self._sampler.begin_masks(own, rows))
+                flight.masks = self._sampler.masks(own, rows)
             self._enqueue_sampling(logits, slots, positions, flight)
 
         if grammars.ready(own, rows):

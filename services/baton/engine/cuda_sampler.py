@@ -8,7 +8,6 @@ kept by one and dropped by the other, and noise may differ in its last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,9 +72,10 @@ class CudaSampler:
         self._states.init(init)
         self.grammars.init(init)
 
-    def begin_masks(self, slots: Sequence[int], rows: list[int]) -> Future[Masks]:
-        """Begins to compute the masks of the slots at `rows`, for `sample` of the same slots."""
-        return self.grammars.begin(slots, rows, forbidden_ends(self._states, slots, rows))
+    def masks(self, slots: Sequence[int], rows: list[int]) -> Masks:
+        """The masks of the slots at `rows`, for `sample` of the same slots. The device runs the forward pass
+        meanwhile."""
+        return self.grammars.compute(slots, rows, forbidden_ends(self._states, slots, rows))
 
     def simple(self, slots: Slots, positions: Ints) -> tuple[Floats, Ints] | None:
         """Temperatures (0: greedy) and generator states [slots] if these are all that the slots' sampling

@@ -1,8 +1,8 @@
 """Masks of the sampled slots whose output a grammar constrains.
 
 A slot's matcher starts from SlotInit alone: the grammar and the output so far. So whatever binds a sequence
-to a slot (a hand-off, a resume, a retraction, a fork) restores it. Matchers follow their tokens and compute
-masks in a thread of their own, while the forward pass runs; the library lets go of the interpreter meanwhile.
+to a slot (a hand-off, a resume, a retraction, a fork) restores it. Where the forward pass keeps the step
+thread, costly masks are computed in a thread of their own meanwhile; the library lets go of the interpreter.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.engine.plan import SlotInit
 from baton.grammar.base import GrammarError, Matcher, Words
 from baton.layers.transfer import to_device
+
+CHEAP_SECONDS = 1e-4
+"""Masks that take less are computed by the step thread. In another thread each would cost both threads several
+turns of the interpreter lock, which take longer."""
 
 
 @dataclass(slots=True)
@@ -28,7 +33,7 @@ class MaskStats:
     seconds: float = 0.0
     """That the masks took, all together."""
     waited: float = 0.0
-    """Seconds that sampling waited for them, beyond the forward pass."""
+    """Seconds that the step thread computed them, or waited for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,13 +65,15 @@ class Masks:
         [rows] have these masks."""
         vocab_size = logits.shape[1]
         if logits.device.type == "cpu":
-            # Row by row, in place: torch would take several passes, and copies.
-            forbidden = np.unpackbits(
-                np.invert(self.words).view(np.uint8), axis=1, count=vocab_size, bitorder="little"
-            ).view(np.bool_)
-            values = logits.numpy()
-            for place, row in zip(places, forbidden, strict=True):
-                np.copyto(values[place], -np.inf, where=row)
+            # Filling where a mask says so takes ten times as long: its branches cannot be predicted.
+            limits = torch.from_numpy(_limits(self.words)[:, :vocab_size])
+            first, last = places[0], places[-1]
+            if last - first + 1 == len(places):
+                part = logits[first : last + 1]
+                torch.minimum(part, limits, out=part)
+            else:
+                for place, limit in zip(places, limits, strict=True):
+                    torch.minimum(logits[place], limit, out=logits[place])
             return
         at = to_device(np.array(places), logits.device)
         logits[at] = logits[at].masked_fill_(~self.allowed(vocab_size, logits.device), -torch.inf)
@@ -87,6 +94,20 @@ class Masks:
             output.tokens.append(token)
 
 
+_LIMITS_OF_BYTES = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
+).astype(np.float32)
+"""[256, 8]: by the bits of a byte."""
+
+
+def _limits(words: Words) -> npt.NDArray[np.float32]:
+    """[rows, 32 * words]: inf where a bit is set, else -inf. words: int32 [rows, words]."""
+    octets = words.view(np.uint8)
+    limits = np.empty((*octets.shape, 8), np.float32)
+    np.take(_LIMITS_OF_BYTES, octets, axis=0, out=limits, mode="clip")  # "raise" would take a copy
+    return limits.reshape(len(words), -1)
+
+
 def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """bool [rows, vocab_size] of int32 [rows, words], on the words' device. Byte by byte: by words it would
     take as much memory as the logits, twice."""
@@ -102,6 +123,8 @@ class GrammarMasks:
         self._words = -(-vocab_size // 32)
         self._outputs: dict[int, Output] = {}
         self._thread: ThreadPoolExecutor | None = None
+        self._typical = 0.0
+        """Seconds of a mask on a processor, in the last step."""
 
     def init(self, init: SlotInit) -> None:
         if init.grammar is None:
@@ -122,12 +145,14 @@ class GrammarMasks:
     def begin(
         self, slots: Sequence[int], rows: list[int], forbidden: Mapping[int, Sequence[int]]
     ) -> Future[Masks]:
-        """Begins to compute the masks of the slots at `rows`, which are ready. forbidden: by row, tokens that
-        are not allowed either, unless the output can go on with nothing else."""
+        """The same as `compute`, in another thread if that may take long."""
+        if self._typical < CHEAP_SECONDS:
+            done: Future[Masks] = Future()
+            done.set_result(self.compute(slots, rows, forbidden))
+            return done
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "grammar-masks")
-        outputs = [self._outputs[slots[row]] for row in rows]
-        return self._thread.submit(self._compute, rows, outputs, forbidden)
+        return self._thread.submit(self._compute, slots, rows, forbidden)
 
     def wait(self, masks: Future[Masks]) -> Masks:
         began = time.perf_counter()
@@ -135,10 +160,19 @@ class GrammarMasks:
         self.stats.waited += time.perf_counter() - began
         return result
 
-    def _compute(
-        self, rows: list[int], outputs: list[Output], forbidden: Mapping[int, Sequence[int]]
-    ) -> Masks:
+    def compute(self, slots: Sequence[int], rows: list[int], forbidden: Mapping[int, Sequence[int]]) -> Masks:
+        """The masks of the slots at `rows`, which are ready. forbidden: by row, tokens that are not allowed
+        either, unless the output can go on with nothing else."""
         began = time.perf_counter()
+        result = self._compute(slots, rows, forbidden)
+        self.stats.waited += time.perf_counter() - began
+        return result
+
+    def _compute(
+        self, slots: Sequence[int], rows: list[int], forbidden: Mapping[int, Sequence[int]]
+    ) -> Masks:
+        outputs = [self._outputs[slots[row]] for row in rows]
+        began, own = time.perf_counter(), time.thread_time()
         words = np.empty((len(rows), self._words), np.int32)
         errors = _fill(outputs, words)
         for index, row in enumerate(rows):
@@ -146,6 +180,7 @@ class GrammarMasks:
                 words[index] = -1
             else:
                 _forbid(words[index], forbidden.get(row, ()))
+        self._typical = (time.thread_time() - own) / len(rows)
         self.stats.masks += len(rows)
         self.stats.seconds += time.perf_counter() - began
         message = "the grammar cannot be followed any further: {}"

@@ -102,8 +102,8 @@ class Sampler:
     ) -> Samples:
         """Chooses a token for each slot.
 
-        logits: float32 [slots, vocab], unmodified; positions [slots]: that of the token being sampled;
-        pending: of `begin_masks`.
+        logits: float32 [slots, vocab], which this modifies; positions [slots]: that of the token being
+        sampled; pending: of `begin_masks`.
         """
         states = self._states
         masks = self.grammars.wait(pending) if pending is not None else None
@@ -137,16 +137,18 @@ class Sampler:
         states = self._states
         every = special.size == slots.size
         where = self._to_device(special)
-        raw = logits if every else logits[where]
+        changed = logits if every else logits[where]
         own = slots[special]
+        wanted = (states.logprobs[own] >= 0).nonzero()[0]
+        unmodified = changed[self._to_device(wanted)]
         masked = np.searchsorted(special, masks.rows) if masks is not None else np.zeros(0, np.int64)
-        changed = self._modify(raw, own, masked)
+        modified = self._modify(changed, own, masked)
         if masks is not None:
             masks.apply(changed, masked.tolist())
         drawn = states.temperature[own] > 0
         random, greedy = drawn.nonzero()[0], (~drawn).nonzero()[0]
         tokens = result.tokens if every else result.tokens[where]
-        if changed is not raw and greedy.size:
+        if (modified or masked.size) and greedy.size:
             rows = self._to_device(greedy)
             tokens = tokens.index_copy(0, rows, changed[rows].argmax(-1))
         if random.size:
@@ -156,24 +158,20 @@ class Sampler:
                 0, rows, self._draw(chosen_from, own[random], positions[special][random])
             )
         result.tokens = tokens if every else result.tokens.index_copy(0, where, tokens)
-        wanted = (states.logprobs[own] >= 0).nonzero()[0]
         if wanted.size:
             rows = self._to_device(wanted)
             result.wanted = tuple(states.logprobs[own[wanted]].tolist())
             result.logprob_rows = special[wanted].tolist()
-            result.logprobs = token_logprobs(raw[rows], tokens[rows], max(result.wanted))
+            result.logprobs = token_logprobs(unmodified, tokens[rows], max(result.wanted))
 
-    def _modify(self, logits: torch.Tensor, slots: Slots, masked: Slots) -> torch.Tensor:
-        """Applies penalties, bias and min_tokens: returns a changed copy of the logits, or, if the rows
-        `masked` are none, perhaps the logits themselves. In those rows masks say what min_tokens forbids."""
+    def _modify(self, logits: torch.Tensor, slots: Slots, masked: Slots) -> bool:
+        """Applies penalties, bias and min_tokens, in place; says whether there were any. In the rows `masked`
+        masks say what min_tokens forbids."""
         states = self._states
         waiting = states.output_length[slots] < states.min_tokens[slots]
         waiting[masked] = False
         penalized = states.penalized[slots].nonzero()[0]
         biased = states.biased[slots].nonzero()[0]
-        if not (waiting.any() or penalized.size or biased.size or masked.size):
-            return logits
-        logits = logits.clone()
         if penalized.size:
             rows, own = self._to_device(penalized), slots[penalized]
             part = logits[rows]
@@ -193,7 +191,7 @@ class Sampler:
             logits[row, at] += self._to_device(np.array(values, np.float32))
         for row in waiting.nonzero()[0].tolist():
             logits[row].index_fill_(0, self._to_device(np.array(states.stop_tokens[slots[row]])), -torch.inf)
-        return logits
+        return bool(waiting.any() or penalized.size or biased.size)
 
     def _draw(self, logits: torch.Tensor, slots: Slots, positions: Slots) -> torch.Tensor:
         states = self._states

@@ -8,6 +8,8 @@ that neither batch, slot, process nor device can change what is drawn.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -136,9 +138,9 @@ def draw(logits: torch.Tensor, floor: torch.Tensor | None, keys: torch.Tensor) -
     rows, vocab = logits.shape
     groups = -(-vocab // _GROUP)
     weights = logits.new_zeros(rows, groups * _GROUP)
-    torch.exp(logits, out=weights[:, :vocab])
+    # exp is three times as slow, and again twice as slow where a logit is -inf.
+    torch.mul(logits, math.log2(math.e), out=weights[:, :vocab]).exp2_()
     if floor is not None:
-        # Not exp(-inf), which is slow.
         weights[:, :vocab].mul_(logits >= floor[:, None])
     masses = weights.view(rows, groups, _GROUP).sum(-1)
     numbers = FIRST_GROUP + torch.arange(groups, device=logits.device)

@@ -85,7 +85,7 @@ class LlguidanceMatcher(Matcher):
 
     def accept(self, tokens: Sequence[int]) -> None:
         if not self._matcher.consume_tokens(list(tokens)):
-            raise GrammarError(_one_line(self._matcher.get_error()) or "the output does not fit it")
+            raise GrammarError(_one_line(self._matcher.get_error()) or _DOES_NOT_FIT)
 
     def forced(self) -> list[int]:
         """Tokens of the text that follows in every case."""
@@ -98,6 +98,25 @@ class LlguidanceMatcher(Matcher):
         np.bitwise_and(words, self._usable, out=words)
         if not words.any():
             raise GrammarError(_NOTHING_FITS)
+
+    @classmethod
+    def fill_all(
+        cls, matchers: Sequence[LlguidanceMatcher], tokens: Sequence[Sequence[int]], words: Words
+    ) -> dict[int, GrammarError]:
+        """Does once what `fill` does for each row, but for the library's own part."""
+        errors: dict[int, GrammarError] = {}
+        size = words.strides[0]
+        address = words.ctypes.data
+        for row, (matcher, own) in enumerate(zip(matchers, tokens, strict=True)):
+            own_matcher = matcher._matcher
+            own_matcher.consume_tokens(list(own))
+            own_matcher.unsafe_compute_mask_ptr(address + row * size, size)
+            if own_matcher.is_error():
+                errors[row] = GrammarError(_one_line(own_matcher.get_error()) or _DOES_NOT_FIT)
+        np.bitwise_and(words, matchers[0]._usable, out=words)
+        for row in (~words.any(1)).nonzero()[0].tolist():
+            errors.setdefault(row, GrammarError(_NOTHING_FITS))
+        return errors
 
 
 def _source(spec: GrammarSpec) -> str:
@@ -167,6 +186,7 @@ _ECHO = re.compile(r"^ *(\d+ \| .*|\^+ *|<.*>)$")
 _LINE_CHARACTERS, _MESSAGE_CHARACTERS = 160, 400
 
 
+_DOES_NOT_FIT = "the output does not fit it"
 _NOTHING_FITS = "no token may follow: no text fits, or the vocabulary has no token for it"
 
 

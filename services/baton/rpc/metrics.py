@@ -64,7 +64,7 @@ COUNTERS = {
     "grammar_us": "Microseconds that compiling grammars took.",
     "masks": "Masks of constrained rows computed.",
     "mask_us": "Microseconds that masks took.",
-    "mask_wait_us": "Microseconds that sampling waited for masks, beyond the forward pass.",
+    "mask_wait_us": "Microseconds that the step thread computed masks, or waited for them.",
 }
 GAUGES = {
     "draining": "1 while draining.",
