@@ -4,12 +4,12 @@
     python benchmarks/structured_output.py --device cuda --shape 8b
 
 One engine, on one core of a CPU or on a GPU, driven as a decode node's step thread drives it, without other
-processes (those are in structured_streams.py). Rounds of 64 free streams, of 32 free ones beside 32 constrained by a JSON Schema, and of 64 constrained ones
-take turns; the
-time between two tokens of a stream is the time of a step. On a GPU, host time is that of a step without waiting
-for the device. A shared machine disturbs single steps: the medians
-of all rounds count, and the processor time of the process, the threads that compute masks included. Single
-masks are timed afterwards, for some of the outputs, one after the other.
+processes (those are in structured_streams.py). Rounds of 64 free streams, of 32 free ones beside 32
+constrained by a JSON Schema, and of 64 constrained ones take turns; the time between two tokens of a stream
+is the time of a step. On a GPU, host time is that of a step without waiting for the device. A shared
+machine disturbs single steps: the medians of all rounds count, and the processor time of the process, the
+threads that compute masks included. Single masks are timed afterwards, for some of the outputs, one after
+the other.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/structured_streams.py --json benchmarks/results/structured_streams.json
 
-A gateway, a tokenizer and a decode node; this process is the client. Rounds of 64 free streams and of 32 free ones
-beside 32 constrained by a JSON Schema take turns. Times between two tokens of the free streams, as the client
-sees them, and each process's processor time a token, while all streams run. Single rounds are disturbed on a
-shared machine; processor times are less so.
+A gateway, a tokenizer and a decode node; this process is the client. Rounds of 64 free streams and of 32
+free ones beside 32 constrained by a JSON Schema take turns. Times between two tokens of the free streams,
+as the client sees them, and each process's processor time a token, while all streams run. Single rounds are
+disturbed on a shared machine; processor times are less so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ KINDS = {"64 free": 0, "32 free beside 32 constrained": 32}
 
 
 class Streams:
-    def __init__(self, client: AsyncClient, processes: dict[str, psutil.Process], tokens: int, vocab: int):
+    def __init__(
+        self, client: AsyncClient, processes: dict[str, psutil.Process], tokens: int, vocab: int
+    ) -> None:
         self.client, self.processes, self.tokens, self.vocab = client, processes, tokens, vocab
         self.seed = 0
         self.all_started = asyncio.Event()

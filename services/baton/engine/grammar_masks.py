@@ -21,8 +21,8 @@ from baton.grammar.base import GrammarError, Matcher, Words
 from baton.layers.transfer import to_device
 
 CHEAP_SECONDS = 1e-4
-"""Masks that take less are computed by the step thread. In another thread each would cost both threads several
-turns of the interpreter lock, which take longer."""
+"""Masks that take less are computed by the step thread. In another thread each would cost both threads
+several turns of the interpreter lock, which take longer."""
 
 
 @dataclass(slots=True)

@@ -114,7 +114,7 @@ class LlguidanceMatcher(Matcher):
             if own_matcher.is_error():
                 errors[row] = GrammarError(_one_line(own_matcher.get_error()) or _DOES_NOT_FIT)
         np.bitwise_and(words, matchers[0]._usable, out=words)
-        for row in (~words.any(1)).nonzero()[0].tolist():
+        for row in np.flatnonzero(~words.any(axis=1)).tolist():
             errors.setdefault(row, GrammarError(_NOTHING_FITS))
         return errors
 
