@@ -51,7 +51,12 @@ class Streams:
         prompt = np.random.default_rng(seed).integers(10, self.vocab, PROMPT).tolist()
         before = 0.0
         async with self.client.stream(
-            token_ids=prompt, max_tokens=self.tokens, ignore_eos=True, temperature=1.0, seed=seed, **options
+            token_ids=prompt,
+            max_tokens=self.tokens,
+            ignore_eos=not bound,
+            temperature=1.0,
+            seed=seed,
+            **options,
         ) as stream:
             async for delta in stream:
                 now, count = time.perf_counter(), len(delta.token_ids)
@@ -75,9 +80,14 @@ class Streams:
         for row in range(ROWS):
             self.seed += 1
             tasks.append(asyncio.ensure_future(self.stream(row < constrained, self.seed, started, times)))
-        await self.all_started.wait()
+        everything = asyncio.gather(*tasks)
+        await asyncio.wait(
+            (everything, asyncio.ensure_future(self.all_started.wait())),
+            timeout=120,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         before = self.used()
-        await asyncio.gather(*tasks)
+        await everything
         after = self.used()
         # The streams begin one after the other and end so: about all tokens come in between.
         return times, {name: (after[name] - before[name]) / (ROWS * self.tokens) for name in after}
