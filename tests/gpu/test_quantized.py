@@ -19,7 +19,7 @@ from baton.layers.linear import Linear
 from baton.layers.parameters import Parameters
 from baton.layers.weights.method import Method, QuantizedWeight, WeightPlan
 from baton.layers.weights.quantized import QuantizedTensor
-from baton.models.fused_mixture import FusedMixture
+from baton.models.fused_mixture import FEW_TOKENS, FusedMixture
 from baton.models.loader import load_model, weight_bytes
 from quantizers import Scheme, awq, fp8, fp8_blocks, gptq, write
 
@@ -30,8 +30,8 @@ METHODS = {
     "int4-32": Method(4, 32),
     "int4-128": Method(4, 128),
 }
-EXACT, ROUNDED = 6e-3, 4e-2
-"""Relative errors: activations in bfloat16, and in 8 bits."""
+EXACT, ROUNDED, ROW_OF_4_BITS = 6e-3, 4e-2, 1.2e-2
+"""Relative errors: activations in bfloat16, in 8 bits, and in 8 bits with a scale for 16 columns."""
 
 
 def made(name, rows, columns):
@@ -62,7 +62,8 @@ def test_products_of_any_number_of_rows(name, rows, columns):
         x = torch.randn(count, columns, device=CUDA).bfloat16()
         expected = x.double() @ values.t()
         quantized = METHODS[name].bits == 8 and count > 1
-        assert error(linear(x), expected) < (ROUNDED if quantized else EXACT), count
+        limit = ROUNDED if quantized else ROW_OF_4_BITS if count == 1 and METHODS[name].bits == 4 else EXACT
+        assert error(linear(x), expected) < limit, count
         if count <= 256:
             assert error(gemm.project_parts(x, linear).sum(0), expected) < EXACT, count
             gate, up = expected.chunk(2, -1)
@@ -79,17 +80,31 @@ def test_products_of_any_number_of_rows(name, rows, columns):
     assert linear(x[:0]).shape == (0, rows)
 
 
+@pytest.mark.parametrize("name", ["fp8", "blocks", "int8"])
+def test_gated_products_stay_in_8_bits(name):
+    gate_up, values = made(name, 24576, 512)
+    down, more = made(name, 512, 12288)
+    x = torch.randn(64, 512, device=CUDA).bfloat16()
+    gate, up = (x.double() @ values.t()).chunk(2, -1)
+    wanted = F.silu(gate) * up
+    inner = gemm.gated(quantize_for(gate_up.quantized, x), gate_up, x.dtype, True)
+    assert isinstance(inner, quantize.Quantized)
+    assert error(inner.codes.double() * inner.scale.repeat_interleave(128, 1), wanted) < 1.5 * ROUNDED
+    assert error(gemm.project_parts(inner, down).sum(0), wanted @ more.t()) < 1.5 * ROUNDED
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_row_that_is_normed_gated_and_added(name):
+    limit = ROW_OF_4_BITS if METHODS[name].bits == 4 else EXACT
     linear, values = made(name, 512, 1024)
     x, norm = (torch.randn(1, 1024, device=CUDA).bfloat16() for _ in range(2))
     exact = x.double() * torch.rsqrt((x.double() ** 2).mean() + 1e-6) * norm.double()
     gate, up = (exact @ values.t()).chunk(2, -1)
     out = gemv.gemv(x, linear, x.new_empty(1, 256), norm=norm[0], eps=1e-6, gated=True)
-    assert error(out, F.silu(gate) * up) < EXACT
+    assert error(out, F.silu(gate) * up) < 1.5 * limit
     held = torch.randn(1, 512, device=CUDA).bfloat16()
     expected = held.double() + x.double() @ values.t()
-    assert error(gemv.gemv(x, linear, held, add=True), expected) < EXACT
+    assert error(gemv.gemv(x, linear, held, add=True), expected) < limit
 
 
 def test_rows_do_not_depend_on_the_batch_in_invariant_products():
@@ -212,7 +227,8 @@ def test_experts_against_float64(name):
     for tokens in (2, 4, 5, 60, 300, 900):
         x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
         weights, chosen = choose(router, mixture._scores(x))
-        assert error(mixture.parts(x).double().sum(0), expected(x, weights, chosen)) < 1e-2, tokens
+        limit = 1e-2 if tokens <= FEW_TOKENS else 1.5 * ROUNDED
+        assert error(mixture.parts(x).double().sum(0), expected(x, weights, chosen)) < limit, tokens
 
 
 MIXTURE = {

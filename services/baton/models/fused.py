@@ -194,11 +194,12 @@ class FusedDecoder:
                 parts = mlp.parts(normed)
             else:
                 x = self._norm(residual, parts, w.post_norm, mlp.gate_up, out=normed)
-                gate_up = gated(x, mlp.gate_up, residual.dtype)
-                if gate_up is not None:
-                    inner = _for(mlp.down, gate_up)
-                else:
+                eight = quantizes(mlp.down.quantized, len(residual))
+                inner = gated(x, mlp.gate_up, residual.dtype, eight)
+                if inner is None:
                     inner = self._inner_of(self._project(mlp.gate_up, x), mlp.down)
+                elif isinstance(inner, torch.Tensor):
+                    inner = _for(mlp.down, inner)
                 parts = project_parts(inner, mlp.down)
             x = self._norm(residual, parts, following, user, out=normed)
         assert isinstance(x, torch.Tensor)

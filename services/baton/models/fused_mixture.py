@@ -16,6 +16,7 @@ from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.grouped import Tile
 from baton.layers.kernels.matmul import matmul
 from baton.layers.kernels.norm import rmsnorm
+from baton.layers.kernels.quantize import Quantized, quantize
 from baton.layers.kernels.router import score
 from baton.layers.kernels.routing import COUNTED_PAIRS, choose, sort
 
@@ -41,6 +42,13 @@ SIZES = {
 2,048 and 768, 8 a token: 64 tokens 192 + 104 us (4.1 and 3.8 TB/s), 512 tokens 208 + 117, 2,048 tokens
 290 + 170, 8,192 tokens 783 + 425 us (527 and 485 TFLOP/s)."""
 LARGE = Sizes(128, Tile(128, 64, 8, 3), Tile(128, 64, 4, 3))
+SIZES_8 = {
+    12: Sizes(16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4)),
+    24: Sizes(32, Tile(128, 128, 4, 3), Tile(128, 128, 4, 4)),
+    96: Sizes(64, Tile(128, 128, 8, 3), Tile(128, 128, 4, 4)),
+}
+LARGE_8 = Sizes(128, Tile(128, 128, 8, 3), Tile(128, 128, 8, 4))
+"""The same where both operands have 8 bits: tiles are blocks."""
 INVARIANT = Sizes(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))
 """Always the same, so that the number of rows has no say in the order of adding up."""
 
@@ -54,6 +62,8 @@ class FusedMixture:
         self._joined = shared if shared is not None and few_experts.joins(shared, mixture.experts) else None
         """The shared layer, where it is computed with the experts of one to a few tokens."""
         self._splits = not invariant and fits(mixture.router.linear)
+        self._eight = not invariant and grouped.fits(mixture.experts)
+        """Whether activations of more than a few tokens have 8 bits, as the weights have."""
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden], at least one -> [parts, tokens, hidden], to be added up by `gemm.add_norm`."""
@@ -71,9 +81,10 @@ class FusedMixture:
             inner = few_experts.gate_up(x, self._router, experts, chosen, self._joined)
             few_experts.down(inner, experts, weights, chosen, out[0], self._joined)
         else:
-            sizes = INVARIANT if self._invariant else sizes_for(tokens * top_k, experts.count)
+            sizes = INVARIANT if self._invariant else sizes_for(tokens * top_k, experts.count, self._eight)
             tiles = sort(chosen, experts.count, sizes.rows, counts=counts)
-            inner = grouped.gate_up(x, experts, tiles, top_k, sizes.gate_up)
+            rows = self._quantized(x) if self._eight else x
+            inner = grouped.gate_up(rows, experts, tiles, top_k, sizes.gate_up)
             grouped.down(inner, experts, weights, tiles, out[:top_k], sizes.down)
         if separate:
             self._project_shared(x, out[-1])
@@ -97,6 +108,10 @@ class FusedMixture:
         if shared is not None:
             gemv(inner, shared.down, residual, add=True)
 
+    def _quantized(self, x: torch.Tensor) -> Quantized:
+        matrix, _ = self._experts.matrices()
+        return quantize(x, matrix.values.dtype, matrix.scaled == "blocks")
+
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
         """Without the bias, in parts to be added: [parts, tokens, experts]"""
         linear = self._router.linear
@@ -118,7 +133,8 @@ class FusedMixture:
             self._shared.down.into(silu_and_mul(self._shared.gate_up(x)), out)
 
 
-def sizes_for(pairs: int, experts: int) -> Sizes:
+def sizes_for(pairs: int, experts: int, eight: bool = False) -> Sizes:
     """For so many choices of one of so many experts. The best of those tried on an H200, 128 experts of
-    2048 x 768."""
-    return next((sizes for most, sizes in SIZES.items() if pairs <= most * experts), LARGE)
+    2048 x 768. `eight`: both operands have 8 bits."""
+    known, large = (SIZES_8, LARGE_8) if eight else (SIZES, LARGE)
+    return next((sizes for most, sizes in known.items() if pairs <= most * experts), large)

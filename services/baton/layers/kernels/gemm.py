@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.layers.kernels import quantized_gemm
-from baton.layers.kernels.quantize import Quantized
+from baton.layers.kernels.quantize import BLOCK, Quantized, quantized
 from baton.layers.linear import Linear
 
 MOST_ROWS = 256
@@ -26,11 +26,11 @@ _SPLITS = (4, 2, 1)
 
 
 @triton.jit
-def _scaled(total, x_unit, unit, m, n, rows, columns):
-    """A product of codes times the scales of their rows."""
-    x_units = tl.load(x_unit + m, mask=m < rows, other=0.0)
+def _scaled(total, x_unit, unit, m, n, rows, columns, TOKENS: tl.constexpr):
+    """A product of codes times the scales of their rows; of the weights' alone without `TOKENS`."""
     units = tl.load(unit + n, mask=n < columns, other=0.0)
-    return total.to(tl.float32) * x_units[:, None] * units[None, :]
+    total = total.to(tl.float32) * units[None, :]
+    return total * tl.load(x_unit + m, mask=m < rows, other=0.0)[:, None] if TOKENS else total
 
 
 @triton.jit
@@ -41,9 +41,11 @@ def _gemm(
     x_unit,
     unit,
     out,
+    out_unit,
     rows,
     columns,
     x_unit_stride,
+    out_unit_stride,
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -51,6 +53,7 @@ def _gemm(
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
     SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     gdc_launch_dependents()
     gdc_wait()
@@ -62,31 +65,36 @@ def _gemm(
     part: tl.constexpr = K // SPLITS
     m = top + tl.arange(0, BM)
     n = left + tl.arange(0, BN)
-    sums: tl.constexpr = tl.int32 if SCALED == "int8" else tl.float32
+    dots: tl.constexpr = tl.int32 if x.dtype == tl.int8 else tl.float32
+    sums: tl.constexpr = tl.float32 if BLOCKS else dots
     total = tl.zeros((BM, BN), sums)
     if GATED:
         up = tl.zeros((BM, BN), sums)
     for k in range(0, part, BK):
         a = x.load([top, split * part + k])
-        if SCALED == "blocks":  # of which a tile and a step have one
+        if BLOCKS:  # of which a tile and a step have one
             block = (split * part + k) // BK
             x_units = tl.load(x_unit + block * x_unit_stride + m, mask=m < rows, other=0.0)[:, None]
             at = unit + left // BK * (K // BK) + block
-            dot = tl.dot(a, weight.load([left, split * part + k]).T)
-            total += dot * (x_units * tl.load(at))
+            dot = tl.dot(a, weight.load([left, split * part + k]).T, out_dtype=dots)
+            total += dot.to(tl.float32) * (x_units * tl.load(at) if SCALED == "blocks" else x_units)
             if GATED:
-                dot = tl.dot(a, second.load([left, split * part + k]).T)
-                up += dot * (x_units * tl.load(at + columns // BK * (K // BK)))
+                at += columns // BK * (K // BK)
+                dot = tl.dot(a, second.load([left, split * part + k]).T, out_dtype=dots)
+                up += dot.to(tl.float32) * (x_units * tl.load(at) if SCALED == "blocks" else x_units)
         else:
             total = tl.dot(a, weight.load([left, split * part + k]).T, total, out_dtype=sums)
             if GATED:
                 up = tl.dot(a, second.load([left, split * part + k]).T, up, out_dtype=sums)
-    if SCALED == "fp8" or SCALED == "int8":
-        total = _scaled(total, x_unit, unit, m, n, rows, columns)
+    if SCALED == "rows":
+        total = _scaled(total, x_unit, unit, m, n, rows, columns, not BLOCKS)
         if GATED:
-            up = _scaled(up, x_unit, unit + columns, m, n, rows, columns)
+            up = _scaled(up, x_unit, unit + columns, m, n, rows, columns, not BLOCKS)
     if GATED:
         total = total / (1 + tl.exp(-total)) * up
+        if out.dtype.element_ty.primitive_bitwidth == 8:  # a tile is a block
+            total, units = quantized(total, out.dtype.element_ty, 1)
+            tl.store(out_unit + left // BN * out_unit_stride + m, units, mask=m < rows)
     at = (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < columns)[None, :])
 
@@ -155,9 +163,12 @@ def project_parts(x: torch.Tensor | Quantized, linear: Linear) -> torch.Tensor:
     return out
 
 
-def gated(x: torch.Tensor | Quantized, linear: Linear, dtype: torch.dtype) -> torch.Tensor | None:
+def gated(
+    x: torch.Tensor | Quantized, linear: Linear, dtype: torch.dtype, eight: bool = False
+) -> torch.Tensor | Quantized | None:
     """silu(gate) * up of x [rows, in], at most MOST_ROWS; W holds the rows of gate, then those of up. None
-    where its tiles exceed the multiprocessors, and cuBLAS is faster."""
+    where its tiles exceed the multiprocessors, and cuBLAS is faster. `eight`: in 8 bits, in blocks, if x has
+    8 bits and a tile is a block."""
     if linear.quantized is not None and isinstance(x, torch.Tensor):
         return quantized_gemm.gated(x, linear.quantized)
     weight, scaled = _operand(x, linear)
@@ -167,9 +178,13 @@ def gated(x: torch.Tensor | Quantized, linear: Linear, dtype: torch.dtype) -> to
     if tile is None:
         return None
     if scaled is not None:
-        tile = tile[0], tile[1], 128
+        tile = tile[0], tile[1], BLOCK
     gate, up = weight[:columns], weight[columns:]
-    out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
+    out: torch.Tensor | Quantized
+    if eight and scaled is not None and tile[1] == BLOCK and columns % BLOCK == 0:
+        out = Quantized.empty(rows, columns, codes.dtype, True, codes.device)
+    else:
+        out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
     _launch(
         codes, gate, up, out, columns, tile, 1, warps=8 if tile[1] == 128 else 4, gated=True, scaled=scaled
     )
@@ -187,8 +202,7 @@ def _operand(x: torch.Tensor | Quantized, linear: Linear) -> tuple[torch.Tensor,
         return linear.weight, None
     weight = linear.quantized
     assert weight is not None
-    kind = "blocks" if weight.block > 1 else "fp8" if weight.floating else "int8"
-    return weight.codes, (x.scale, weight.scale, kind)
+    return weight.codes, (x.scale, weight.scale, "blocks" if weight.block > 1 else "rows")
 
 
 def add_norm(
@@ -224,7 +238,7 @@ def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     second: torch.Tensor,
-    out: torch.Tensor,
+    out: torch.Tensor | Quantized,
     columns: int,
     tile: tuple[int, int, int],
     splits: int,
@@ -236,16 +250,19 @@ def _launch(
     rows, k = x.shape
     height, width, depth = tile
     x_unit, unit, kind = scaled or (x, x, "")
+    target, out_unit = (out, x_unit) if isinstance(out, torch.Tensor) else (out.codes, out.scale)
     _gemm[(triton.cdiv(rows, height) * triton.cdiv(columns, width), splits)](
         TensorDescriptor.from_tensor(x, [height, depth]),
         TensorDescriptor.from_tensor(weight, [width, depth]),
         TensorDescriptor.from_tensor(second, [width, depth]),
         x_unit,
         unit,
-        out,
+        target,
+        out_unit,
         rows,
         columns,
         x_unit.stride(1),
+        out_unit.stride(1),
         K=k,
         BM=height,
         BN=width,
@@ -253,6 +270,7 @@ def _launch(
         SPLITS=splits,
         GATED=gated,
         SCALED=kind,
+        BLOCKS=kind == "blocks" or (kind == "rows" and x_unit.shape[1] > 1),
         num_warps=warps,
         num_stages=4,
         launch_pdl=True,

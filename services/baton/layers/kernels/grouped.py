@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from baton.layers.experts import ExpertMatrix, Experts
 from baton.layers.kernels.activation import gated, gating
+from baton.layers.kernels.quantize import BLOCK, Quantized, quantized
 from baton.layers.kernels.routing import Tiles
 
 
@@ -33,14 +34,38 @@ class Tile:
 
 
 @triton.jit
-def _added(total, a, w, unit, row, start, K: tl.constexpr, SCALED: tl.constexpr, SWAP: tl.constexpr):
-    """total plus the product of a step; `row`: the tile's first row of the matrix of all experts."""
-    if SCALED != "":
+def _added(
+    total,
+    a,
+    units,
+    w,
+    unit,
+    row,
+    start,
+    K: tl.constexpr,
+    SCALED: tl.constexpr,
+    EIGHT: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """total plus the product of a step; `row`: the tile's first row of the matrix of all experts;
+    `units`: the step's scales of the rows of `a`, where a row has several. `EIGHT`: what shares a scale in
+    `a`, if that has 8 bits, too."""
+    if SCALED != "" and EIGHT == "":
         w = w.to(tl.float32).to(a.dtype)  # in two steps: the processor has no fast one to bfloat16
-    if SCALED == "blocks":  # a tile and a step are of one block
-        part = tl.dot(w, a.T) if SWAP else tl.dot(a, w.T)
-        return total + part * tl.load(unit + row // 128 * (K // 128) + start // 128)
-    return tl.dot(w, a.T, total) if SWAP else tl.dot(a, w.T, total)
+    if SWAP:
+        first, second = w, a.T
+    else:
+        first, second = a, w.T
+    if EIGHT == "blocks" or SCALED == "blocks":  # a tile and a step are of one block
+        sums: tl.constexpr = tl.int32 if a.dtype == tl.int8 else tl.float32
+        part = tl.dot(first, second, out_dtype=sums).to(tl.float32)
+        if EIGHT == "blocks":
+            part *= units[None, :] if SWAP else units[:, None]
+        if SCALED == "blocks":
+            part *= tl.load(unit + row // 128 * (K // 128) + start // 128)
+        return total + part
+    else:
+        return tl.dot(first, second, total, out_dtype=total.dtype)
 
 
 @triton.jit
@@ -53,6 +78,7 @@ def _row_units(total, unit, row, n, columns, SWAP: tl.constexpr):
 @triton.jit
 def _gate_up(
     x,
+    x_unit,
     weight,
     unit,
     bias,
@@ -60,7 +86,10 @@ def _gate_up(
     tile_experts,
     num_tiles,
     out,
+    out_unit,
     pairs,
+    x_unit_stride,
+    out_unit_stride,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -69,6 +98,7 @@ def _gate_up(
     BK: tl.constexpr,
     SWAP: tl.constexpr,
     SCALED: tl.constexpr,
+    EIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -86,15 +116,27 @@ def _gate_up(
         m = tile * BM + tl.arange(0, BM)
         pair = tl.load(order + m)
         k = tl.arange(0, BK)
-        at = x + (pair // TOP_K).to(tl.int64)[:, None] * K + k[None, :]
+        token = pair // TOP_K
+        at = x + token.to(tl.int64)[:, None] * K + k[None, :]
         there = (pair < pairs)[:, None]
-        gate = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
-        up = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+        sums: tl.constexpr = tl.int32 if EIGHT == "tokens" and x.dtype.element_ty == tl.int8 else tl.float32
+        gate = tl.zeros((BN, BM) if SWAP else (BM, BN), sums)
+        up = tl.zeros((BN, BM) if SWAP else (BM, BN), sums)
+        units = tl.zeros((BM,), tl.float32)
+        if EIGHT == "tokens":
+            units = tl.load(x_unit + token, mask=pair < pairs, other=0.0)
         for start in range(0, K, BK):
             a = tl.load(at + start, mask=there & (start + k < K)[None, :], other=0.0)
-            gate = _added(gate, a, weight.load([top, start]), unit, top, start, K, SCALED, SWAP)
+            if EIGHT == "blocks":  # a step is of one block
+                units = tl.load(x_unit + start // 128 * x_unit_stride + token, mask=pair < pairs, other=0.0)
+            w = weight.load([top, start])
+            gate = _added(gate, a, units, w, unit, top, start, K, SCALED, EIGHT, SWAP)
             second = top + COLUMNS
-            up = _added(up, a, weight.load([second, start]), unit, second, start, K, SCALED, SWAP)
+            w = weight.load([second, start])
+            up = _added(up, a, units, w, unit, second, start, K, SCALED, EIGHT, SWAP)
+        if EIGHT == "tokens":
+            gate = gate.to(tl.float32) * (units[None, :] if SWAP else units[:, None])
+            up = up.to(tl.float32) * (units[None, :] if SWAP else units[:, None])
         if SCALED == "rows":
             gate = _row_units(gate, unit, top, tl.arange(0, BN), COLUMNS - left, SWAP)
             up = _row_units(up, unit, top + COLUMNS, tl.arange(0, BN), COLUMNS - left, SWAP)
@@ -106,6 +148,9 @@ def _gate_up(
             gate += own[:, None] if SWAP else own[None, :]
             up += more[:, None] if SWAP else more[None, :]
         y = gated(gate, up, CLAMPED, ALPHA, LIMIT)
+        if EIGHT != "":  # a tile is a block
+            y, own_units = quantized(y, out.dtype.element_ty, 0 if SWAP else 1)
+            tl.store(out_unit + left // BN * out_unit_stride + m, own_units)
         y = y.to(out.dtype.element_ty)
         if SWAP:
             y = y.T
@@ -115,6 +160,7 @@ def _gate_up(
 @triton.jit
 def _down(
     x,
+    x_unit,
     weight,
     unit,
     bias,
@@ -124,6 +170,7 @@ def _down(
     num_tiles,
     out,
     pairs,
+    x_unit_stride,
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -132,6 +179,7 @@ def _down(
     BK: tl.constexpr,
     SWAP: tl.constexpr,
     SCALED: tl.constexpr,
+    EIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -144,10 +192,13 @@ def _down(
         left = tl.program_id(0) % across * BN
         top = tl.load(tile_experts + tile) * COLUMNS + left
         y = tl.zeros((BN, BM) if SWAP else (BM, BN), tl.float32)
+        units = tl.zeros((BM,), tl.float32)
         for start in range(0, K, BK):
-            y = _added(
-                y, x.load([tile * BM, start]), weight.load([top, start]), unit, top, start, K, SCALED, SWAP
-            )
+            if EIGHT != "":
+                at = x_unit + start // 128 * x_unit_stride + tile * BM
+                units = tl.load(at + tl.arange(0, BM))
+            a, w = x.load([tile * BM, start]), weight.load([top, start])
+            y = _added(y, a, units, w, unit, top, start, K, SCALED, EIGHT, SWAP)
         if SCALED == "rows":
             y = _row_units(y, unit, top, tl.arange(0, BN), COLUMNS - left, SWAP)
         pair = tl.load(order + tile * BM + tl.arange(0, BM))
@@ -166,38 +217,58 @@ def _down(
         tl.store(out + row[:, None] * COLUMNS + n[None, :], y, mask=there[:, None] & (n < COLUMNS)[None, :])
 
 
+def fits(experts: Experts) -> bool:
+    """Whether both operands can have 8 bits: the weights have, and activations divide into blocks."""
+    matrix, _ = experts.matrices()
+    return matrix.scaled != "" and experts.inner % BLOCK == 0 and matrix.values.shape[2] % BLOCK == 0
+
+
 def gate_up(
-    x: torch.Tensor, experts: Experts, tiles: Tiles, top_k: int, tile: Tile, *, pdl: bool = True
-) -> torch.Tensor:
+    x: torch.Tensor | Quantized, experts: Experts, tiles: Tiles, top_k: int, tile: Tile, *, pdl: bool = True
+) -> torch.Tensor | Quantized:
     """Gate and up of each choice's token, activated and multiplied: x [tokens, hidden] -> [rows of all tiles,
-    inner], sorted."""
+    inner], sorted. Of a quantized x it is quantized, in blocks; tiles have `BLOCK` columns and step then."""
     matrix, _ = experts.matrices()
     count, _, hidden = matrix.values.shape
-    inner = experts.inner
-    out = torch.empty(len(tiles.order), inner, dtype=x.dtype, device=x.device)
+    inner, rows = experts.inner, len(tiles.order)
+    codes, x_unit, stride = _of(x)
+    eight = ""
+    out: torch.Tensor | Quantized
+    if isinstance(x, Quantized):
+        eight = "blocks" if matrix.scaled == "blocks" else "tokens"
+        assert tile.columns == tile.inner == BLOCK
+        out = Quantized.empty(rows, inner, codes.dtype, True, codes.device)
+    else:
+        out = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
+    target, out_unit, out_stride = _of(out)
     weight = matrix.values.view(count * 2 * inner, hidden)
     _gate_up[(len(tiles.experts) * triton.cdiv(inner, tile.columns),)](
-        x,
+        codes,
+        x_unit,
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]),
-        x if matrix.scale is None else matrix.scale,
-        x if experts.gate_up_bias is None else experts.gate_up_bias,
+        codes if matrix.scale is None else matrix.scale,
+        codes if experts.gate_up_bias is None else experts.gate_up_bias,
         tiles.order,
         tiles.experts,
         tiles.count,
-        out,
-        x.shape[0] * top_k,
+        target,
+        out_unit,
+        codes.shape[0] * top_k,
+        stride,
+        out_stride,
         K=hidden,
         COLUMNS=inner,
         TOP_K=top_k,
+        EIGHT=eight,
         BIAS=experts.gate_up_bias is not None,
         **gating(experts),
-        **_options(tiles, tile, matrix, pdl),
+        **_options(tiles, tile, matrix, eight, pdl),
     )
     return out
 
 
 def down(
-    x: torch.Tensor,
+    x: torch.Tensor | Quantized,
     experts: Experts,
     weights: torch.Tensor,
     tiles: Tiles,
@@ -210,8 +281,12 @@ def down(
     [top_k, tokens, hidden]."""
     _, matrix = experts.matrices()
     count, hidden, inner = matrix.values.shape
+    codes, x_unit, stride = _of(x)
+    eight = "blocks" if isinstance(x, Quantized) else ""
+    assert not eight or tile.inner == BLOCK
     _down[(len(tiles.experts) * triton.cdiv(hidden, tile.columns),)](
-        TensorDescriptor.from_tensor(x, [tiles.rows, tile.inner]),
+        TensorDescriptor.from_tensor(codes, [tiles.rows, tile.inner]),
+        x_unit,
         TensorDescriptor.from_tensor(matrix.values.view(count * hidden, inner), [tile.columns, tile.inner]),
         weights if matrix.scale is None else matrix.scale,
         weights if experts.down_bias is None else experts.down_bias,
@@ -221,22 +296,31 @@ def down(
         tiles.count,
         out,
         weights.numel(),
+        stride,
         K=inner,
         COLUMNS=hidden,
         TOP_K=weights.shape[1],
+        EIGHT=eight,
         BIAS=experts.down_bias is not None,
-        **_options(tiles, tile, matrix, pdl),
+        **_options(tiles, tile, matrix, eight, pdl),
     )
 
 
-def _options(tiles: Tiles, tile: Tile, matrix: ExpertMatrix, pdl: bool) -> dict[str, int | bool | str]:
+def _of(x: torch.Tensor | Quantized) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Values or codes, scales, and the distance of a row's scales."""
+    return (x, x, 0) if isinstance(x, torch.Tensor) else (x.codes, x.scale, x.scale.stride(1))
+
+
+def _options(
+    tiles: Tiles, tile: Tile, matrix: ExpertMatrix, eight: str, pdl: bool
+) -> dict[str, int | bool | str]:
     return {
         "SCALED": matrix.scaled,
         "BM": tiles.rows,
         "BN": tile.columns,
         "BK": tile.inner,
-        # Codes become numbers in registers, where only the tall operand may lie.
-        "SWAP": tile.columns >= 64 and (tiles.rows < 64 or bool(matrix.scaled)),
+        # Codes that become numbers do so in registers, where only the tall operand may lie.
+        "SWAP": tile.columns >= 64 and (tiles.rows < 64 or (bool(matrix.scaled) and not eight)),
         "PDL": pdl,
         "num_warps": tile.warps,
         "num_stages": tile.stages,

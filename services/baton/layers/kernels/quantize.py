@@ -36,22 +36,28 @@ class Quantized:
 
 
 @triton.jit
+def quantized(y, dtype: tl.constexpr, AXIS: tl.constexpr):
+    """y in units of which an axis shares one, ready to be converted to `dtype`, and these units."""
+    most: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 127.0
+    unit = tl.maximum(tl.max(tl.abs(y), AXIS), 1e-10) / most
+    y = y / tl.expand_dims(unit, AXIS)
+    if dtype == tl.int8:
+        y = y + tl.where(y < 0, -0.5, 0.5)  # conversion cuts off
+    return tl.minimum(tl.maximum(y, -most), most), unit
+
+
+@triton.jit
 def _store(y, row, codes, scale, stride, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     """Quantizes a row y [BLOCK], zeros behind its columns; or, with BLOCKS, y [BLOCKS, 128]."""
-    most: tl.constexpr = 448.0 if codes.dtype.element_ty == tl.float8e4nv else 127.0
     if BLOCKS > 0:
-        y = tl.reshape(y, (BLOCKS, BLOCK // BLOCKS))
-        unit = tl.maximum(tl.max(tl.abs(y), 1), 1e-10) / most
+        y, unit = quantized(tl.reshape(y, (BLOCKS, BLOCK // BLOCKS)), codes.dtype.element_ty, 1)
         block = tl.arange(0, BLOCKS)
         tl.store(scale + block * stride + row, unit, mask=block < (COLUMNS + 127) // 128)
-        y = tl.reshape(y / unit[:, None], (BLOCK,))
+        y = tl.reshape(y, (BLOCK,))
     else:
-        unit = tl.maximum(tl.max(tl.abs(y), 0), 1e-10) / most
-        tl.store(scale + row, unit)
-        y = y / unit
-    if codes.dtype.element_ty == tl.int8:
-        y = y + tl.where(y < 0, -0.5, 0.5)  # conversion cuts off
-    y = tl.minimum(tl.maximum(y, -most), most)
+        y, unit = quantized(tl.reshape(y, (1, BLOCK)), codes.dtype.element_ty, 1)
+        tl.store(scale + row + tl.arange(0, 1), unit)
+        y = tl.reshape(y, (BLOCK,))
     columns = tl.arange(0, BLOCK)
     tl.store(codes + row * COLUMNS + columns, y.to(codes.dtype.element_ty), mask=columns < COLUMNS)
 

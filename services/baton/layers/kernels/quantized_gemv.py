@@ -47,22 +47,41 @@ _INT8 = tl.constexpr(
     add.f32 $3, $3, 0fCB000080;
 }"""
 )
-# The same where it costs nothing: 128 + the code of a low half, 2048 + that of a high one.
+# Four numbers times a factor, rounded to 8 bits: the last byte of 1.5 * 2^23 + the product.
+_PACK = tl.constexpr(
+    """{
+    .reg .b32 a, b, c, d;
+    fma.rn.f32 a, $1, $5, 0f4B400000;
+    fma.rn.f32 b, $2, $5, 0f4B400000;
+    fma.rn.f32 c, $3, $5, 0f4B400000;
+    fma.rn.f32 d, $4, $5, 0f4B400000;
+    prmt.b32 a, a, b, 0x0040;
+    prmt.b32 c, c, d, 0x0040;
+    prmt.b32 $0, a, c, 0x5410;
+}"""
+)
+# 16 times the product of two words of codes of 4 bits with four words of 8 bits: those of the low halves,
+# then those of the high ones.
 _INT4 = tl.constexpr(
     """{
-    .reg .b32 up, upper, down, lower;
-    shl.b32 up, $8, 8;
-    shl.b32 upper, $8, 16;
-    shr.u32 down, $8, 8;
-    shr.u32 lower, $8, 16;
-    lop3.b32 $0, upper, 0x000f0000, 0x43000000, 0xEA;
-    lop3.b32 $1, up, 0x000f0000, 0x43000000, 0xEA;
-    lop3.b32 $2, $8, 0x000f0000, 0x43000000, 0xEA;
-    lop3.b32 $3, down, 0x000f0000, 0x43000000, 0xEA;
-    lop3.b32 $4, up, 0x0000f000, 0x45000000, 0xEA;
-    lop3.b32 $5, $8, 0x0000f000, 0x45000000, 0xEA;
-    lop3.b32 $6, down, 0x0000f000, 0x45000000, 0xEA;
-    lop3.b32 $7, lower, 0x0000f000, 0x45000000, 0xEA;
+    .reg .b32 low, high, a, b;
+    and.b32 a, $1, 0x0f0f0f0f;
+    and.b32 b, $1, 0xf0f0f0f0;
+    dp4a.u32.s32 low, a, $3, 0;
+    dp4a.u32.s32 high, b, $5, 0;
+    and.b32 a, $2, 0x0f0f0f0f;
+    and.b32 b, $2, 0xf0f0f0f0;
+    dp4a.u32.s32 low, a, $4, low;
+    dp4a.u32.s32 high, b, $6, high;
+    mad.lo.s32 $0, low, 16, high;
+}"""
+)
+_SUM = tl.constexpr(
+    """{
+    dp4a.s32.s32 $0, $1, 0x01010101, 0;
+    dp4a.s32.s32 $0, $2, 0x01010101, $0;
+    dp4a.s32.s32 $0, $3, 0x01010101, $0;
+    dp4a.s32.s32 $0, $4, 0x01010101, $0;
 }"""
 )
 
@@ -77,36 +96,11 @@ def _quarters(x):
 
 
 @triton.jit
-def _word_sum(words, x):
-    return tl.sum(words[0] * x[0] + words[1] * x[1] + words[2] * x[2] + words[3] * x[3], 2)
-
-
-@triton.jit
-def _piece_sum(codes, low, high, BITS: tl.constexpr, FLOATING: tl.constexpr):
-    """The products of each piece with the token, added up: [pieces, rows]. Of 4 bits each code counts as 128
-    more in a low half, and as 2,048 more in a high one. Written for the processor: what the compiler makes of
-    bytes takes twice as many instructions, which are what bounds this kernel."""
-    if BITS == 4:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            _INT4,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [codes],
-            (
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-                tl.float32,
-            ),
-            is_pure=True,
-            pack=1,
-        )
-        return _word_sum((a, b, c, d), low) + _word_sum((e, f, g, h), high)
+def _piece_sum(codes, x, FLOATING: tl.constexpr):
+    """The products of each piece of 8 bits with the token, added up: [pieces, rows]. Written for the
+    processor: what the compiler makes of bytes takes twice as many instructions, which bound this kernel."""
     asm: tl.constexpr = _FP8 if FLOATING else _INT8
-    values = tl.inline_asm_elementwise(
+    first, second, third, fourth = tl.inline_asm_elementwise(
         asm,
         "=f,=f,=f,=f,r",
         [codes],
@@ -114,7 +108,46 @@ def _piece_sum(codes, low, high, BITS: tl.constexpr, FLOATING: tl.constexpr):
         is_pure=True,
         pack=1,
     )
-    return _word_sum(values, low)
+    return tl.sum(first * x[0] + second * x[1] + third * x[2] + fourth * x[3], 2)
+
+
+@triton.jit
+def _packed(x, factor):
+    """x [pieces, 1, 8] * factor [pieces, 1] in 8 bits: two words, [pieces, 1] each"""
+    first, second, third, fourth = _quarters(x)
+    factor = tl.broadcast_to(factor[:, :, None], first.shape)
+    words = tl.inline_asm_elementwise(
+        _PACK, "=r,f,f,f,f,f", [first, second, third, fourth, factor], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return tl.split(words)
+
+
+@triton.jit
+def _four_bit_sum(codes, x, unit, total, zero):
+    """The products of each piece of 4 bits with the token, in four words of 8 bits that count `unit` each and
+    add up to `total`: [pieces, rows]."""
+    first, second = tl.split(codes)
+    product = tl.inline_asm_elementwise(
+        _INT4,
+        "=r,r,r,r,r,r,r",
+        [first, second, x[0], x[1], x[2], x[3]],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return product.to(tl.float32) * (unit / 16) - zero * total
+
+
+@triton.jit
+def _fetch(weight, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Asks for rows of `WIDTH` bytes, to be in the second-level cache when they are read."""
+    lines: tl.constexpr = WIDTH // 128
+    line = tl.arange(0, triton.next_power_of_2(lines * ROWS))
+    row = tl.minimum(first + line // lines, rows - 1)
+    at = weight.to(tl.int64) + row.to(tl.int64) * WIDTH + line % lines * 128
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -140,6 +173,7 @@ def _gemv(
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     PIECES: tl.constexpr,
+    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Pieces are the first axis, so that neighbouring threads take neighbours of them, and each all rows.
@@ -169,6 +203,11 @@ def _gemv(
         z = tl.load(zero + scales, mask=inside, other=0.0)
         if GATED:
             v = tl.load(zero + second_scales + scales, mask=inside, other=0.0)
+    if FETCH:
+        width: tl.constexpr = K * BITS // 8
+        _fetch(weight, tl.program_id(0) * ROWS, rows, width, ROWS)
+        if GATED:
+            _fetch(weight, rows + tl.program_id(0) * ROWS, 2 * rows, width, ROWS)
     if PDL:
         gdc_wait()
     total = tl.zeros((PIECES, ROWS), tl.float32)
@@ -187,17 +226,24 @@ def _gemv(
             if NORM:
                 squares += high * high
                 high = high * tl.load(norm + k + _PIECE, mask=there, other=0.0).to(tl.float32)
-        first = _quarters(low)
-        last = _quarters(high)
-        part = _piece_sum(w, first, last, BITS, FLOATING)
-        if GATED:
-            part_gate = _piece_sum(u, first, last, BITS, FLOATING)
         if BITS == 4:
-            lows, highs = tl.sum(low, 2), tl.sum(high, 2)
-            more, units = 128 * lows + 2048 * highs, lows + highs
-            part -= z * units + more
+            largest = tl.maximum(tl.max(tl.abs(low), 2), tl.max(tl.abs(high), 2))
+            unit = tl.maximum(largest, 1e-30) / 127
+            one, two = _packed(low, 1 / unit)
+            three, four = _packed(high, 1 / unit)
+            words = one, two, three, four
+            added = tl.inline_asm_elementwise(
+                _SUM, "=&r,r,r,r,r", [one, two, three, four], dtype=tl.int32, is_pure=True, pack=1
+            )
+            added = added.to(tl.float32) * unit
+            part = _four_bit_sum(w, words, unit, added, z)
             if GATED:
-                part_gate -= v * units + more
+                part_gate = _four_bit_sum(u, words, unit, added, v)
+        else:
+            quarters = _quarters(low)
+            part = _piece_sum(w, quarters, FLOATING)
+            if GATED:
+                part_gate = _piece_sum(u, quarters, FLOATING)
         if GROUPS > 1:
             part *= s
             if GATED:
@@ -253,6 +299,7 @@ def gemv(
     gated: bool = False,
     add: bool = False,
     block: tuple[int, int, int] | None = None,
+    fetch: bool = True,
     pdl: bool = True,
 ) -> torch.Tensor:
     """As `gemv.gemv`. `block`: rows of a tile, pieces of each that a thread takes at a time, and
@@ -284,6 +331,7 @@ def gemv(
         BIAS=bias is not None,
         ROWS=tile,
         PIECES=32 * warps * pieces,
+        FETCH=fetch and pdl,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
