@@ -83,9 +83,10 @@ class FusedMixture:
         else:
             sizes = INVARIANT if self._invariant else sizes_for(tokens * top_k, experts.count, self._eight)
             tiles = sort(chosen, experts.count, sizes.rows, counts=counts)
-            rows = self._quantized(x) if self._eight else x
-            inner = grouped.gate_up(rows, experts, tiles, top_k, sizes.gate_up)
-            grouped.down(inner, experts, weights, tiles, out[:top_k], sizes.down)
+            sorted_inner = grouped.gate_up(
+                self._quantized(x) if self._eight else x, experts, tiles, top_k, sizes.gate_up
+            )
+            grouped.down(sorted_inner, experts, weights, tiles, out[:top_k], sizes.down)
         if separate:
             self._project_shared(x, out[-1])
         return out
