@@ -175,10 +175,80 @@ def _decode(
             tl.store(counters + slot, 0)
 
 
+@triton.jit(do_not_specialize=["table", "lengths", "table_stride"])
+def _decode_whole(
+    q,
+    keys,
+    values,
+    kv_scales,
+    table,
+    lengths,
+    out,
+    scale,
+    q_stride,
+    table_stride,
+    page_stride,
+    head_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_UP: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """FP8 pages of many rows, whose keys are not split. Tiles of codes are copied to shared memory ahead,
+    which leaves registers for as many programs as there are pairs of 64 rows and 8 heads."""
+    if PDL:
+        gdc_launch_dependents()
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + row)
+    columns, offsets, member = tl.arange(0, DIM), tl.arange(0, BLOCK), tl.arange(0, GROUP_UP)
+    pages = table + row * table_stride
+    keys += head * head_stride
+    values += head * head_stride
+    if PDL:
+        gdc_wait()
+    queries = q + row * q_stride + (head * GROUP + member[:, None]) * DIM + columns[None, :]
+    query = tl.load(queries, mask=(member < GROUP)[:, None], other=0.0).to(tl.float16)
+    scale = scale * tl.load(kv_scales + head)
+    peak = tl.full((GROUP_UP,), -float("inf"), tl.float32)
+    total = tl.zeros((GROUP_UP,), tl.float32)
+    result = tl.zeros((GROUP_UP, DIM), tl.float32)
+    for start in tl.range(0, length, BLOCK, num_stages=STAGES):
+        # A tile lies in one page.
+        entry = tl.load(pages + start // PAGE).to(tl.int64) * page_stride + (start % PAGE + offsets) * DIM
+        there = start + offsets < length
+        k = tl.load(keys + entry[:, None] + columns[None, :], mask=there[:, None], other=0.0)
+        v = tl.load(values + entry[:, None] + columns[None, :], mask=there[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(k.to(tl.float16))) * scale
+        scores = tl.where(there[None, :], scores, -float("inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - highest[:, None])
+        fade = tl.exp2(peak - highest)
+        total = total * fade + tl.sum(weights, 1)
+        result = tl.dot(weights.to(tl.float16), v.to(tl.float16), result * fade[:, None])
+        peak = highest
+    result = result / total[:, None] * tl.load(kv_scales + KV_HEADS + head)
+    outputs = out + (row * KV_HEADS + head) * GROUP * DIM
+    tl.store(outputs + member[:, None] * DIM + columns[None, :], result, mask=(member < GROUP)[:, None])
+
+
 def most_splits(group: int, dim: int = _DIM) -> int:
     """Most parts that a row's keys can be split into, for `group` heads of `dim` per KV head; a power of
     two."""
     return max(1, min(32, _MERGED * _DIM // max(dim, _DIM) // (1 << (group - 1).bit_length())))
+
+
+WHOLE_BLOCK, WHOLE_STAGES = 64, 5
+
+
+def _whole(q: torch.Tensor, page_size: int, options: AttentionOptions) -> bool:
+    """Whether `_decode_whole` computes rows whose keys are not split."""
+    plain = options.window is None and not options.softcap and options.sinks is None
+    fits = page_size % WHOLE_BLOCK == 0 and q.shape[2] <= _DIM and q.element_size() == 2
+    return options.kv_scales is not None and plain and fits
 
 
 def decode_attention(
@@ -213,6 +283,32 @@ def decode_attention(
     _, page_size, kv_heads, _ = keys.shape
     group = heads // kv_heads
     parts = rows * heads * splits if splits > 1 else 0
+    if splits == 1 and block is None and _whole(q, page_size, options):
+        _decode_whole[(kv_heads, rows)](
+            q,
+            keys,
+            values,
+            options.kv_scales,
+            table,
+            lengths,
+            out,
+            _LOG2E * (dim**-0.5 if options.scale is None else options.scale),
+            q.stride(0),
+            table.stride(0),
+            keys.stride(0),
+            keys.stride(2),
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            GROUP_UP=max(16, triton.next_power_of_2(group)),
+            DIM=dim,
+            PAGE=page_size,
+            BLOCK=WHOLE_BLOCK,
+            STAGES=WHOLE_STAGES,
+            PDL=pdl,
+            num_warps=4,
+            launch_pdl=pdl,
+        )
+        return
     partial, sums = scratch[: parts * dim], scratch[parts * dim :]
     keys_of_tile, warps = block or ((64, 4) if dim <= _DIM else (32 if q.element_size() == 2 else 16, 4))
     _decode[(splits, kv_heads, rows)](

@@ -56,6 +56,7 @@ def _gate_up(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -100,7 +101,7 @@ def _gate_up(
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
-    for start in tl.range(0, K, COLUMNS, num_stages=STAGES):
+    for start in tl.range(0, K, COLUMNS, num_stages=STAGES, loop_unroll_factor=UNROLL):
         there = start + columns < K
         mask = inside & there[None, :]
         g = tl.load(gate_at + start, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -155,6 +156,7 @@ def _down(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -167,7 +169,7 @@ def _down(
     steps: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     own = x + token.to(tl.int64) * ((TOP_K + SHARED) * INNER)
-    for step in tl.range(0, TOP_K * steps, num_stages=STAGES):
+    for step in tl.range(0, TOP_K * steps, num_stages=STAGES, loop_unroll_factor=UNROLL):
         pair = token * TOP_K + step // steps
         k = step % steps * COLUMNS + columns
         there = k < INNER
@@ -301,6 +303,7 @@ def _launch_gate_up(
         ROWS=rows,
         COLUMNS=columns,
         STAGES=stages,
+        UNROLL=8 if matrix.scaled else 1,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
@@ -343,6 +346,7 @@ def down(
         ROWS=rows,
         COLUMNS=columns,
         STAGES=stages,
+        UNROLL=8 if matrix.scaled else 1,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,

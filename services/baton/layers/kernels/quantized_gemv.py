@@ -139,18 +139,6 @@ def _four_bit_sum(codes, x, unit, total, zero):
 
 
 @triton.jit
-def _fetch(weight, first, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Asks for rows of `WIDTH` bytes, to be in the second-level cache when they are read."""
-    lines: tl.constexpr = WIDTH // 128
-    line = tl.arange(0, triton.next_power_of_2(lines * ROWS))
-    row = tl.minimum(first + line // lines, rows - 1)
-    at = weight.to(tl.int64) + row.to(tl.int64) * WIDTH + line % lines * 128
-    tl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def _gemv(
     x,
     weight,
@@ -173,7 +161,6 @@ def _gemv(
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     PIECES: tl.constexpr,
-    FETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Pieces are the first axis, so that neighbouring threads take neighbours of them, and each all rows.
@@ -203,11 +190,6 @@ def _gemv(
         z = tl.load(zero + scales, mask=inside, other=0.0)
         if GATED:
             v = tl.load(zero + second_scales + scales, mask=inside, other=0.0)
-    if FETCH:
-        width: tl.constexpr = K * BITS // 8
-        _fetch(weight, tl.program_id(0) * ROWS, rows, width, ROWS)
-        if GATED:
-            _fetch(weight, rows + tl.program_id(0) * ROWS, 2 * rows, width, ROWS)
     if PDL:
         gdc_wait()
     total = tl.zeros((PIECES, ROWS), tl.float32)
@@ -299,7 +281,6 @@ def gemv(
     gated: bool = False,
     add: bool = False,
     block: tuple[int, int, int] | None = None,
-    fetch: bool = True,
     pdl: bool = True,
 ) -> torch.Tensor:
     """As `gemv.gemv`. `block`: rows of a tile, pieces of each that a thread takes at a time, and
@@ -331,7 +312,6 @@ def gemv(
         BIAS=bias is not None,
         ROWS=tile,
         PIECES=32 * warps * pieces,
-        FETCH=fetch and pdl,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
@@ -340,10 +320,13 @@ def gemv(
 
 
 def _block(rows: int, weight: QuantizedWeight, gated: bool) -> tuple[int, int, int]:
-    """Rows of a tile, pieces a thread, warps: the best of nine tried on an H200 for the shapes of an 8B
-    model."""
+    """Rows of a tile, pieces a thread, warps: the best of about ten tried on an H200 for each matrix of an 8B
+    model, in a graph of whole layers."""
     if gated:
         return 4, 1, 2
+    deep = weight.shape[1] > 4096
     if weight.bits == 4 and rows > 1024:
-        return 8, 1, 4
+        return (8, 1, 2) if rows > 2**16 else (8, 1, 4) if deep else (8, 2, 4)
+    if weight.floating and rows > 1024 and not deep:
+        return (4, 2, 2) if rows > 4096 else (8, 2, 4)
     return (4 if rows > 1024 else 2), 1, 4
