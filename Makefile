@@ -17,6 +17,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin
+# For what only tests use: Python compiles what is imported, when it first is, rather than all that is installed.
+INSTALL := -m pip --disable-pip-version-check install -q --no-compile
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # gRPC's packages move as one: stubs need a runtime at least as new as the tools that made them.
 GRPC := 1.75.1
@@ -109,12 +111,12 @@ $(VENV)/installed-test: $(VENV)/torch pyproject.toml requirements.lock $(wildcar
 # In an environment of its own: what audits is none of what is audited.
 $(VENV)/audit: $(VENV)/base
 	@$(PYTHON) -m venv $@
-	@$@/bin/python -m pip --disable-pip-version-check install -q pip-audit || { rm -rf $@; exit 1; }
+	@$@/bin/python $(INSTALL) pip-audit || { rm -rf $@; exit 1; }
 
 # Other people's clients and suites, for tests/cluster/test_client_suites.py: 600 MB that Baton itself does not need.
 $(VENV)/clients: tests/clients/requirements.lock $(VENV)/base
 	@$(PYTHON) -m venv $@
-	@$@/bin/python -m pip --disable-pip-version-check install -q -r $< || { rm -rf $@; exit 1; }
+	@$@/bin/python $(INSTALL) -r $< || { rm -rf $@; exit 1; }
 	@touch $@
 
 # guidellm and lm-eval, for tests/cluster/test_eval_suites.py: 700 MB. They find torch and transformers in $(VENV).
@@ -122,5 +124,5 @@ $(VENV)/evals: tests/clients/evals.lock $(VENV)/installed-test
 	@$(PYTHON) -m venv $@
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > "$$($@/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/baton.pth"
-	@$@/bin/python -m pip --disable-pip-version-check install -q --no-deps -r $< || { rm -rf $@; exit 1; }
+	@$@/bin/python $(INSTALL) --no-deps -r $< || { rm -rf $@; exit 1; }
 	@touch $@
