@@ -24,7 +24,7 @@ from baton.client.messages import make_cancel, make_start
 from baton.rpc.channel import open_channel
 from baton.v1 import inference_pb2_grpc
 
-pytestmark = [pytest.mark.alone, pytest.mark.times]
+pytestmark = pytest.mark.times
 
 SLOW = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
 LONG = list(range(3, 303)) * 9
@@ -38,7 +38,7 @@ Client(sys.argv[1]).generate(**json.loads(sys.argv[2]))
 """
 FREED_SECONDS = 0.1
 """From the end of the step in flight."""
-TRIES = 4
+TRIES = 12
 """The machine may be busy with something else in one of them: the best counts."""
 
 

@@ -108,9 +108,11 @@ def test_probe_generate_and_bench_go_through(closed):
 
 
 def test_verify_compares_it_with_a_deployment_of_its_own(closed):
-    words = ["--against", closed.gateway, "--prompts", "2", "--max-tokens", "4"]
+    words = ["--against", closed.gateway, "--prompts", "4", "--max-tokens", "8"]
     done = closed.run("verify", *words, "--threads", "1", "--kv-tokens", "8192")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Equal, token for token." in done.stdout
+    assert int(done.stdout.split("Split: ")[1].split()[0]) > 0, "no page was pulled"
 
 
 def test_without_what_they_need_commands_say_so(closed):

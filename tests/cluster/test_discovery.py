@@ -25,7 +25,7 @@ def until(condition, what: str, seconds: float = 30.0) -> None:
 
 def answer(client: Client, number: int) -> str:
     prompt = f"{number} {LONG}"
-    deltas = client.stream(prompt, max_tokens=300, temperature=0, ignore_eos=True)
+    deltas = client.stream(prompt, max_tokens=200, temperature=0, ignore_eos=True)
     return "".join(delta.text for delta in deltas)
 
 

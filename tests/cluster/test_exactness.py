@@ -26,6 +26,8 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
 """Around page borders, and more rows than the narrow workers have."""
 SOME_LENGTHS = [16, 33, 64, 65, 160, 300]
 """Of all models but one. The first four with their outputs need more pages than there are: retractions."""
+WIDE_LENGTHS = [16, 65, 300]
+"""Of models without narrow workers."""
 WINDOWS: dict[str, list[int | None]] = {
     "gemma3": [None, 48, 48],
     "gpt-oss": [None, 40, 40],
@@ -67,6 +69,7 @@ def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(request.param)
     lengths = LENGTHS if WHOLE or request.param == "qwen3" else SOME_LENGTHS
+    lengths = WIDE_LENGTHS if request.param in WIDE_ONLY else lengths
     windows = WINDOWS.get(request.param, [None])
     lengths = sorted({*lengths, *(w + more for w in windows if w is not None for more in (-1, 0, 1))})
     deployment = Deployment(folder, save(model, folder / "model"))

@@ -75,9 +75,16 @@ def long(qwen3: tuple[Path, Reference]) -> list[Answer]:
 
 
 @pytest.mark.parametrize(
-    "pair", [("tiny", "roomy"), ("roomy", "tiny"), ("tiny", "tiny"), ("none", "tiny")], ids="-".join
+    ("pair", "sharing"),
+    [
+        (("tiny", "roomy"), False),
+        (("roomy", "tiny"), False),
+        (("tiny", "tiny"), True),
+        (("tiny", "tiny"), False),
+        (("none", "tiny"), True),
+    ],
+    ids=lambda each: "-".join(each) if isinstance(each, tuple) else "shared" if each else "not-shared",
 )
-@pytest.mark.parametrize("sharing", [True, False], ids=["shared-prefixes", "nothing-shared"])
 async def test_64_clients_and_room_for_one_prompt(cluster, pair, sharing):
     """Each client is a connection of its own."""
     gateway = cluster.pairs[pair]

@@ -16,7 +16,7 @@ from schemathesis.specs.openapi import checks
 
 from baton.gateway.openapi import document
 
-EXAMPLES = 25
+EXAMPLES = 12
 """Of each endpoint."""
 MODEL = "model"
 ERROR = {"schema": {"$ref": "#/components/schemas/Error"}}

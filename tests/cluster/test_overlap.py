@@ -16,8 +16,6 @@ from deployment import Deployment
 from baton.client import AsyncClient
 from baton.stepcost import StepCost
 
-pytestmark = [pytest.mark.alone, pytest.mark.times]
-
 PROMPT_STEP = 0.005
 DECODE_STEP = 0.25
 REQUESTS = 40
@@ -44,6 +42,8 @@ def prompt(number: int) -> list[int]:
     return [draw.randrange(5, 200) for _ in range(100)]
 
 
+@pytest.mark.alone
+@pytest.mark.times
 async def test_prompt_and_first_token_do_not_wait_for_the_step_under_way(deployment):
     async with AsyncClient(deployment.gateway.address) as client:
         async with client.stream(token_ids=prompt(0), max_tokens=100, ignore_eos=True) as busy:

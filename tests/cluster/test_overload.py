@@ -16,8 +16,6 @@ from deployment import Deployment
 from baton.client import AsyncClient
 from baton.rpc.errors import BatonError
 
-pytestmark = pytest.mark.alone
-
 ROWS = 4
 PROMPT = list(range(5, 75))
 OUTPUT = 80
@@ -72,6 +70,7 @@ async def capacity(client: AsyncClient) -> tuple[float, float]:
     return rate, statistics.median(outcome.seconds for outcome in outcomes)
 
 
+@pytest.mark.alone
 @pytest.mark.times
 async def test_requests_that_are_taken_end_in_time(busy):
     async with AsyncClient(busy.gateway.address) as client:

@@ -66,17 +66,16 @@ def test_the_engine_and_its_pulls_are_measured(tmp_path):
 LOCAL = ("--local-prefill-tokens", str(LIMIT))
 
 
-@pytest.mark.alone
 @pytest.mark.times
 async def test_a_prediction_is_near_what_real_processes_do(tmp_path):
     """Steps take a given time; processes, messages, schedulers, pages and pulls are real. What a busy machine
-    disturbed is taken again, twice at most."""
+    disturbed is taken again, three times at most."""
     steps = tmp_path / "steps.json"
     steps.write_text(json.dumps({"step": asdict(STEP)}))
     worker = ("--step-profile", str(steps), "--kv-tokens", "16384")
     with Deployment.split(tmp_path, "demo", worker=worker, decode_flags=LOCAL) as deployment:
         (gateway,) = deployment.of("gateway")
-        for seed in (11, 12, 13):
+        for seed in (11, 12, 13, 14):
             real, predicted = await both(gateway.address, seed)
             assert predicted["output_tokens"] == real["output_tokens"]
             assert predicted["pulled_pages"] == real["pulled_pages"]

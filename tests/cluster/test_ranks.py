@@ -140,7 +140,7 @@ async def hand_off(gateway: Process, transport: str, answers: list[Answer], **op
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "architecture", "flags"), [((2, 4), "qwen3", ()), ((4, 2), "deepseek", ("--ep",))]
+    ("sizes", "architecture", "flags"), [((1, 4), "qwen3", ()), ((4, 2), "deepseek", ("--ep",))]
 )
 async def test_four_ranks_with_heads_and_latents_that_several_hold(tmp_path, sizes, architecture, flags):
     """Four ranks and two KV heads: two ranks hold each. Latents are held by all."""

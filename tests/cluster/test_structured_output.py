@@ -34,8 +34,8 @@ from baton.grammar.base import GrammarSpec
 from baton.grammar.llguidance import LlguidanceBackend
 from random_schemas import random_schema
 
-SCHEMAS = int(os.environ.get("BATON_SCHEMAS", "40"))
-PUBLISHED = int(os.environ.get("BATON_PUBLISHED", "48"))
+SCHEMAS = int(os.environ.get("BATON_SCHEMAS", "24"))
+PUBLISHED = int(os.environ.get("BATON_PUBLISHED", "32"))
 RESUMED = int(os.environ.get("BATON_RESUMED", "8"))
 TOKENS = 160
 PROMPT = "The following text describes a value, with names, numbers and lists of words. " * 3

@@ -21,7 +21,7 @@ from baton.v1 import trace_pb2, trace_pb2_grpc
 SHIFTS = {"tokenizer": 10, "prefill": 5, "decode": 15}
 """Seconds by which a process's monotonic clock is ahead of the gateway's."""
 DELAY = 0.6
-TRIES = 6
+TRIES = 12
 TOKENS = 5
 DELAYS = """
 import json, os, time
@@ -80,7 +80,6 @@ def _time_namespaces() -> bool:
 
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.times,
     pytest.mark.skipif(not _time_namespaces(), reason="time namespaces need CAP_SYS_ADMIN"),
 ]

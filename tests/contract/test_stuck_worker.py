@@ -19,7 +19,7 @@ from baton.rpc.errors import from_rpc_error
 from baton.rpc.node import run_node
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
 
-pytestmark = [pytest.mark.alone, pytest.mark.times]
+pytestmark = pytest.mark.times
 
 STUCK = 0.6
 SLOW = 2 * STUCK

@@ -193,17 +193,24 @@ def test_interrupt_stops_an_answer_and_the_chat_goes_on(up: Up) -> None:
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(b"Hello!\n")
-    process.stdin.flush()
-    seen = b""
-    while len(seen.partition(b"> ")[2]) < 20:
-        seen += os.read(process.stdout.fileno(), 4096)
-    process.send_signal(signal.SIGINT)
-    while b"not remembered" not in seen:
-        piece = os.read(process.stdout.fileno(), 4096)
-        assert piece, seen
-        seen += piece
-    _, stderr = process.communicate(b"/new\nHello!\n", timeout=240)
+    output = process.stdout.fileno()
+
+    def read_until(pattern: bytes, seen: bytes = b"") -> bytes:
+        while not re.search(pattern, seen, re.DOTALL):
+            piece = os.read(output, 4096)
+            assert piece, seen
+            seen += piece
+        return seen
+
+    said = b""
+    for _ in range(2):
+        read_until(rb"> \Z", said)
+        process.stdin.write(b"Hello!\n")
+        process.stdin.flush()
+        said = read_until(b".{20}")
+        process.send_signal(signal.SIGINT)
+        said = read_until(b"not remembered", said)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
 
 
@@ -290,14 +297,6 @@ def test_the_log_that_a_failed_start_names_can_be_read() -> None:
     found = re.search(r"decode-0 exited with code 2 .*; its log \((.+)\) ends:", result.stderr)
     assert found is not None, result.stderr
     assert "attention" in Path(found[1]).read_text()
-
-
-def test_verify_split_against_aggregated() -> None:
-    result = baton("verify", "--prompts", "4", "--max-tokens", "8", "--kv-tokens", "4096", timeout=240)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "Equal, token for token." in result.stdout
-    pulled = int(result.stdout.split("Split: ")[1].split()[0])
-    assert pulled > 0
 
 
 def test_demo() -> None:

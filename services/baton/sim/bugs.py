@@ -94,7 +94,7 @@ def _(tick: Wrong, side: PrefillSide, now: float) -> None:
 
 
 @_bug(
-    "no-attempt", "messages are matched by request, whatever the attempt", 100, DecodeSide, "receive", seed=48
+    "no-attempt", "messages are matched by request, whatever the attempt", 100, DecodeSide, "receive", seed=35
 )
 def _(receive: Wrong, side: DecodeSide, address: str, message: PrefillOutput, now: float) -> None:
     for name in side._by_name:
@@ -143,7 +143,7 @@ def _(peer_down: Wrong, side: DecodeSide, address: str, reason: str) -> None:
     PrefillSide,
     "_fail",
     ANY_RELEASE_STOOD,
-    seed=74,
+    seed=133,
 )
 def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, message: str) -> None:
     fail(side, attempt, code, reason, message)
