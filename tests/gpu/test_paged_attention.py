@@ -63,9 +63,11 @@ def test_equals_the_torch_backend(name, dtype, shape, page_size, singles, chunks
     pools = [
         KvPool(KvLayout(2, kv_heads, dim, page_size, kind), pages, CUDA) for kind in (dtype, torch.float32)
     ]
-    # What a sequence has computed is there. What it has not may hold anything; to FA3 anything finite, unless
-    # pages are smaller than its tiles.
-    pools[0].pages.fill_(1e4 if name != "triton" and page_size >= 128 else math.nan)
+    # What a sequence has computed is there. What it has not may hold anything; values to FA3 anything finite,
+    # unless pages are smaller than its tiles.
+    pools[0].pages.fill_(math.nan)
+    if name != "triton" and page_size >= 128:
+        pools[0].pages[:, :, :, 1] = 1e4
     for row in rows:
         for p in range(0, row.start, page_size):
             used = min(page_size, row.start - p)

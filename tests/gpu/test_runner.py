@@ -9,7 +9,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint
+from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, reference_logits, save_checkpoint
+from safetensors.torch import load_file, save_file
 
 from baton.engine.cuda_graphs import batch_sizes
 from baton.engine.cuda_runner import CudaFlight
@@ -259,3 +260,32 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row_alone(checkpoint, 
     rows = [PlanRow(s, None, len(p), (2 * s, 2 * s + 1), (s,)) for s, p in enumerate(prompts)]
     good, bad = runner.read(runner.launch(StepPlan(2, tuple(rows)))).rows
     assert good.error is None and bad.error is not None
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("pair", ["fa3/fa3", "mixed/mixed", "triton/triton"])
+def test_no_number_of_one_sequence_reaches_the_next_in_its_pages(tmp_path, pair, page_size):
+    """FlashAttention 3 multiplies values behind a row's end by 0."""
+    path = save_checkpoint(tmp_path, head_dim=128)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][VOCAB - 1] = math.nan
+    save_file(tensors, path / "model.safetensors")
+    runner, _ = make(path, f"graphs:{pair}", torch.bfloat16, page_size=page_size, num_pages=512 // page_size)
+    each = 256 // page_size
+
+    def run(prompts):
+        """Tokens of each row and its errors, for six steps."""
+        pages = [tuple(range(slot * each, slot * each + each)) for slot in range(2)]
+        rows = [PlanRow(s, tuple(p), 0, pages[s], (s,)) for s, p in enumerate(prompts)]
+        inits = tuple(SlotInit(s, GREEDY, 0, (), ()) for s in range(2))
+        results = [runner.read(runner.launch(StepPlan(1, tuple(rows), inits))).rows]
+        for step in range(5):
+            rows = [PlanRow(s, None, len(p) + step, pages[s], (s,)) for s, p in enumerate(prompts)]
+            results.append(runner.read(runner.launch(StepPlan(2 + step, tuple(rows)))).rows)
+        return [(row.tokens, row.error) for step in results for row in step]
+
+    prompts = [[token % (VOCAB - 1) for token in p] for p in prompts_of(140, 100)]
+    wanted = run(prompts)
+    assert all(error is None for _, error in wanted)
+    assert all(error is not None for _, error in run([[VOCAB - 1] * 250] * 2))
+    assert run(prompts) == wanted

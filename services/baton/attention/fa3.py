@@ -40,7 +40,8 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Fa3Attention(PagedAttention):
-    """Multiplies entries behind a row's end in its last tile by 0; so the pool must not hold NaN.
+    """Multiplies values behind a row's end in its last tile by 0; so what is written there is limited to
+    numbers (`qkv.limited`), and the pool begins as zeros.
 
     Over a pool in FP8 it multiplies in FP8: queries and the softmax's weights are rounded, too. On random
     data that adds as much to the error as the rounding of keys and values: 3.6 % of the result's norm.
@@ -82,8 +83,9 @@ class Fa3Attention(PagedAttention):
         self._to_fp8 = to_fp8
 
     def plan(self, rows: PagedRows) -> None:
-        """Computes once for all layers how rows of one token are split among multiprocessors."""
-        if rows.starts is not None:
+        """Computes once for all layers without a window how rows of one token are split among
+        multiprocessors."""
+        if rows.starts is not None or all(options.window is not None for options in self._options):
             return
         layout = self._layout
         count, pages = rows.table.shape

@@ -124,6 +124,7 @@ class PagedAttention(ABC):
         keys = self._entries + layer * 2 * self._layout.page_size
         vectors, dim = self._pool.vectors, self._layout.head_dim
         scales = self._options[layer].kv_scales
+        v = v.nan_to_num()  # as `kernels.qkv.limited` does
         if scales is not None:
             k, v, vectors = quantize(k, scales[0]), quantize(v, scales[1]), vectors.view(torch.uint8)
         vectors.index_copy_(0, keys, k.reshape(-1, dim))

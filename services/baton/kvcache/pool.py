@@ -53,8 +53,9 @@ class KvPool:
 
     On a CPU the pool can lie in `storage`, a writable buffer of at least num_pages * page_bytes bytes (a
     shared mapping, say), which must outlive it. `spare` more pages follow the last one: no sequence owns
-    them, and rows that pad a batch are written there. Contents are undefined until written. Raises ValueError
-    for a buffer that is too small, and for one on a device other than the CPU.
+    them, and rows that pad a batch are written there. Contents are undefined until written, on
+    a GPU they are zeros. Raises ValueError for a buffer that is too small, and for one on a device other than
+    the CPU.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class KvPool:
         total = num_pages + spare
         size = total * layout.page_bytes
         if storage is None:
-            raw = torch.empty(size, dtype=torch.uint8, device=self.device)
+            # On a GPU kernels read behind a sequence's end: `attention.fa3`.
+            make = torch.empty if self.device.type == "cpu" else torch.zeros
+            raw = make(size, dtype=torch.uint8, device=self.device)
         else:
             if self.device.type != "cpu":
                 raise ValueError(f"a pool on {self.device} cannot lie in a buffer of the host")

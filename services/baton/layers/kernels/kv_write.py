@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.layers.kernels.qkv import fp8
+from baton.layers.kernels.qkv import limited
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def _write(
     page_stride,
     token_stride,
     head_stride,
+    most,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
     FP8: tl.constexpr,
@@ -42,13 +43,13 @@ def _write(
     columns = tl.arange(0, BLOCK)
     inside = columns < DIM
     at = page * page_stride + (position % PAGE) * token_stride + head * head_stride + columns
-    key = tl.load(k + token * k_token + head * k_head + columns, mask=inside)
-    value = tl.load(v + token * v_token + head * v_head + columns, mask=inside)
+    key = tl.load(k + token * k_token + head * k_head + columns, mask=inside).to(tl.float32)
+    value = tl.load(v + token * v_token + head * v_head + columns, mask=inside).to(tl.float32)
     if FP8:
-        key = fp8(key.to(tl.float32) / tl.load(kv_scales + head))
-        value = fp8(value.to(tl.float32) / tl.load(kv_scales + tl.num_programs(1) + head))
-    tl.store(keys + at, key, mask=inside)
-    tl.store(values + at, value, mask=inside)
+        key = key / tl.load(kv_scales + head)
+        value = value / tl.load(kv_scales + tl.num_programs(1) + head)
+    tl.store(keys + at, limited(key, most, False), mask=inside)
+    tl.store(values + at, limited(value, most, True), mask=inside)
 
 
 def write_kv(
@@ -84,6 +85,7 @@ def write_kv(
         keys.stride(0),
         keys.stride(1),
         keys.stride(2),
+        torch.finfo(keys.dtype).max,
         DIM=dim,
         PAGE=keys.shape[1],
         FP8=kv_scales is not None,

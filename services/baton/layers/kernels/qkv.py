@@ -14,9 +14,11 @@ _HEAD_BLOCK = 8
 
 
 @triton.jit
-def fp8(x):
-    """Within the range of e4m3, which has no infinity."""
-    return tl.minimum(tl.maximum(x, -448.0), 448.0)
+def limited(x, most, value):
+    """Within +-most. A value that is no number becomes 0, because FlashAttention 3 multiplies values that a
+    row does not see by 0; a key stays, so that whoever sees it has no numbers either."""
+    bounded = tl.minimum(tl.maximum(x, -most), most)
+    return tl.where(x == x, bounded, tl.where(value, 0.0, x))
 
 
 @triton.jit
@@ -24,7 +26,7 @@ def _to_fp8(x, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     value = tl.load(x + token * stride + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + token * SIZE + columns, fp8(value), mask=inside)
+    tl.store(out + token * SIZE + columns, limited(value, 448.0, False), mask=inside)
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -51,6 +53,7 @@ def _write_qkv(
     page_stride,
     head_stride,
     eps,
+    most,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -111,7 +114,9 @@ def _write_qkv(
     offset = (value * PAGE + position % PAGE) * DIM + (kv - value * KV_HEADS) * head_stride
     if FP8:
         by = tl.load(kv_scales + kv, mask=(kv >= 0) & (kv < 2 * KV_HEADS), other=1.0)[:, None]
-        low, high = fp8(low / by), fp8(high / by)
+        low, high = low / by, high / by
+    is_value = (value == 1)[:, None]
+    low, high = limited(low, most, is_value), limited(high, most, is_value)
     target = cache + page * page_stride + offset[:, None] + columns[None, :]
     tl.store(target, low, mask=mask & (query == 0))
     tl.store(target + half, high, mask=mask & (query == 0))
@@ -119,7 +124,8 @@ def _write_qkv(
         if NORM:
             tl.store(row + rest_at, rest, mask=beyond & query)
         if FP8:
-            rest = fp8(rest / by)
+            rest = rest / by
+        rest = limited(rest, most, is_value)
         target = cache + page * page_stride + offset[:, None] + more[None, :]
         tl.store(target, rest, mask=beyond & (query == 0))
 
@@ -160,6 +166,7 @@ def write_qkv(
         cache.stride(0),
         cache.stride(1),
         eps,
+        torch.finfo(cache.dtype).max,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
