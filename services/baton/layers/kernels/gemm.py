@@ -33,7 +33,7 @@ def _scaled(total, x_unit, unit, m, n, rows, columns, TOKENS: tl.constexpr):
     return total * tl.load(x_unit + m, mask=m < rows, other=0.0)[:, None] if TOKENS else total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gemm(
     x,
     weight,
@@ -99,7 +99,7 @@ def _gemm(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < columns)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_norm(
     residual,
     parts,

@@ -75,7 +75,7 @@ def _row_units(total, unit, row, n, columns, SWAP: tl.constexpr):
     return total * (units[:, None] if SWAP else units[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _gate_up(
     x,
     x_unit,
@@ -157,7 +157,7 @@ def _gate_up(
         tl.store(out + m.to(tl.int64)[:, None] * COLUMNS + n[None, :], y, mask=(n < COLUMNS)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _down(
     x,
     x_unit,

@@ -63,7 +63,7 @@ def ranked_experts(
     return rank, score
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _choose(
     logits,
     bias,
@@ -116,7 +116,7 @@ def _choose(
         tl.atomic_add(counts + expert, 1, mask=place < TOP_K, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _sort(
     experts,
     counts,
