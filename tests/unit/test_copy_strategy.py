@@ -15,7 +15,7 @@ from baton.transport import (
     open_receiver,
     share_gpu,
 )
-from baton.transport.base import runs_of
+from baton.transport.base import pieces_of, runs_of
 from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy, choose_copy_strategy, item_bytes
 from baton.v1 import common_pb2 as pb
 
@@ -61,6 +61,23 @@ def test_runs():
         pairs = [(rng.randrange(6), rng.randrange(6)) for _ in range(rng.randrange(12))]
         spread = [(s + i, t + i) for s, t, count in runs_of(pairs) for i in range(count)]
         assert spread == pairs
+
+
+def test_pieces_of_pages_that_ranks_share():
+    """Every byte of each target comes once from a source that has it, in as few pieces as that takes."""
+    assert pieces_of([(0, 4)], [(0, 2), (2, 4)]) == [(0, 0, 0, 2), (0, 1, 2, 4)]
+    assert pieces_of([(0, 2), (2, 4)], [(0, 4)]) == [(0, 0, 0, 2), (1, 0, 2, 4)]
+    # Two ranks hold the same head: one of them gives it, and both get it.
+    assert pieces_of([(0, 4)], [(0, 2), (0, 2), (2, 4), (2, 4)]) == [(0, 0, 0, 2), (0, 2, 2, 4)]
+    assert pieces_of([(0, 2), (0, 2)], [(0, 4)]) == [(0, 0, 0, 2), (1, 0, 0, 2)]
+    # Three heads of two ranks against three of one each.
+    assert pieces_of([(0, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)]) == [
+        (0, 0, 0, 1),
+        (0, 1, 1, 2),
+        (1, 2, 2, 3),
+    ]
+    with pytest.raises(TransportError, match="byte 2 of a page lies in none of 2 parts"):
+        pieces_of([(0, 4)], [(0, 2), (3, 4)])
 
 
 def endpoint(**changes) -> pb.CudaIpcEndpoint:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -180,6 +180,34 @@ def runs_of(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
         source, target, count = a, b, 1
     if count:
         yield source, target, count
+
+
+Span = tuple[int, int]
+"""First byte of a page, and end."""
+
+
+class Piece(NamedTuple):
+    """Bytes of a page that lie in one target and one source."""
+
+    target: int
+    source: int
+    begin: int
+    end: int
+
+
+def pieces_of(targets: Sequence[Span], sources: Sequence[Span]) -> list[Piece]:
+    """What fills each target, every byte once, where sources may overlap. Raises TransportError for bytes
+    that no source has."""
+    pieces = []
+    for number, (at, end) in enumerate(targets):
+        while at < end:
+            holding = [(s[1], -i) for i, s in enumerate(sources) if s[0] <= at < s[1]]
+            if not holding:
+                raise TransportError(f"byte {at} of a page lies in none of {len(sources)} parts")
+            until, source = max(holding)
+            pieces.append(Piece(number, -source, at, min(end, until)))
+            at = until
+    return pieces
 
 
 async def until_done(

@@ -117,12 +117,22 @@ class Copier:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         runtime, _ = _bindings()
         self._copy = runtime.cudaMemcpyAsync
+        self._copy_rows = runtime.cudaMemcpy2DAsync
         self._kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
         self._stream = runtime.cudaStream_t(stream.cuda_stream)
 
     def copy(self, target: Pointer, source: Pointer, size: int) -> None:
         """Bytes from anywhere to anywhere; the driver knows where addresses lie."""
         _checked("cudaMemcpyAsync", self._copy(target, source, size, self._kind, self._stream))
+
+    def copy_rows(
+        self, target: Pointer, target_pitch: int, source: Pointer, source_pitch: int, width: int, rows: int
+    ) -> None:
+        """`width` bytes of each of so many rows, which begin a pitch apart."""
+        answer = self._copy_rows(
+            target, target_pitch, source, source_pitch, width, rows, self._kind, self._stream
+        )
+        _checked("cudaMemcpy2DAsync", answer)
 
 
 class _Span:

@@ -7,12 +7,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from baton.transport import cuda
-from baton.transport.base import TransportError, runs_of
+from baton.transport.base import TransportError, pieces_of, runs_of
+
+if TYPE_CHECKING:
+    from baton.transport.cuda_pages import CudaPages
 
 ITEM_BYTES = 4096
 ENGINE_RATE = 337e9
@@ -84,23 +87,75 @@ def kernel_available() -> bool:
 REHEARSAL_BYTES = 2**20
 
 
+@dataclass(frozen=True, slots=True)
+class PeerPart:
+    """What one rank of the peer holds of each page, mapped into this process."""
+
+    first: int
+    """Its first byte in a page."""
+    size: int
+    """In bytes; pages lie behind one another at this distance."""
+    base: cuda.Pointer
+    """Page 0's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """From a part of the peer to one of the local pool: where the bytes of page 0 begin, the distance from
+    page to page, and how many go."""
+
+    source: cuda.Pointer
+    source_size: int
+    target: cuda.Pointer
+    target_size: int
+    width: int
+
+    @property
+    def whole(self) -> bool:
+        return self.width == self.source_size == self.target_size
+
+
+def _routes(local: CudaPages, peer: Sequence[PeerPart]) -> list[_Route]:
+    """Raises TransportError if the peer's parts do not make up a page."""
+    routes = []
+    spans = [(part.first, part.first + part.size) for part in peer]
+    for piece in pieces_of([part.span for part in local.parts], spans):
+        ours, theirs = local.parts[piece.target], peer[piece.source]
+        routes.append(
+            _Route(
+                theirs.base + piece.begin - theirs.first,
+                theirs.size,
+                ours.memory.data_ptr() + piece.begin - ours.first,
+                ours.memory.shape[1],
+                piece.end - piece.begin,
+            )
+        )
+    return routes
+
+
 class PageCopier:
     """Belongs to one thread. Nothing that it has enqueued runs any more once `copy` returned or raised."""
 
-    def __init__(self, pool: torch.Tensor, peer: cuda.Pointer, peer_pages: int) -> None:
-        """`pool`: the local one, uint8 [page, byte]. `peer`: the other one's page 0, `peer_pages` pages of as
-        many bytes, mapped into this device."""
-        self._device = pool.device
-        self._pool = pool
-        self._page_bytes = pool.shape[1]
-        self._peer = peer
-        self._peer_bytes = peer_pages * self._page_bytes
+    def __init__(self, local: CudaPages, peer: Sequence[PeerPart], peer_pages: int) -> None:
+        """`peer`: `peer_pages` pages of as many bytes as the local ones, mapped into this device. Raises
+        TransportError if its parts do not make up a page."""
+        self._device = local.device
+        self._pool = local.pool
+        self._page_bytes = local.page_bytes
+        self._routes = _routes(local, peer)
+        self._peer = peer[0].base
+        self._peer_bytes = peer_pages * peer[0].size
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._engine = cuda.Copier(self._stream)
         self._transfer: Callable[..., Any] | None = None
         with torch.cuda.stream(self._stream):  # what this stream writes, no other may be using still
-            size = min(REHEARSAL_BYTES, self._page_bytes)
+            size = min(REHEARSAL_BYTES, peer[0].size)
             self._scratch = torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    @property
+    def whole(self) -> bool:
+        """Whether pages go from one pool to one pool: then a kernel can copy them, too."""
+        return len(self._routes) == 1 and self._routes[0].whole
 
     def copy(self, pairs: Sequence[tuple[int, int]], strategy: CopyStrategy, stop: threading.Event) -> None:
         """Copies pages (peer's, local); returns when the host has seen the copies complete, or, once `stop`
@@ -149,9 +204,15 @@ class PageCopier:
             raise TransportError(f"the GPU has failed: {cuda.one_line(error)}") from error
 
     def _by_engine(self, pairs: Sequence[tuple[int, int]]) -> None:
-        size, local = self._page_bytes, self._pool.data_ptr()
         for source, target, count in runs_of(pairs):
-            self._engine.copy(local + target * size, self._peer + source * size, count * size)
+            for route in self._routes:
+                begin = route.source + source * route.source_size
+                place = route.target + target * route.target_size
+                if route.whole:
+                    self._engine.copy(place, begin, count * route.width)
+                else:
+                    pitches = place, route.target_size, begin, route.source_size
+                    self._engine.copy_rows(*pitches, route.width, count)
 
     def _by_kernel(self, pairs: Sequence[tuple[int, int]], quota: int) -> None:
         if self._transfer is None:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Self
 
+import torch
+
 from baton.transport import cuda
 from baton.transport.base import (
     EndpointRefused,
@@ -15,19 +17,28 @@ from baton.transport.base import (
     check_page_bytes,
     runs_of,
 )
-from baton.transport.cuda_copy import CopyStrategy, PageCopier, choose_copy_strategy, kernel_available
+from baton.transport.cuda_copy import (
+    CopyStrategy,
+    PageCopier,
+    PeerPart,
+    choose_copy_strategy,
+    kernel_available,
+)
 from baton.transport.cuda_pages import CudaPages
 from baton.transport.pull_thread import ThreadReceiver
 from baton.transport.shm import MappedSegment, Segment, boot_id, pid_namespace, segment_endpoint
 from baton.v1 import common_pb2 as pb
 
 
-def cuda_ipc_endpoint(pages: CudaPages, generations: Segment | None) -> pb.CudaIpcEndpoint:
-    """Raises TransportError when the pool's memory cannot be shared. The pool must live as long as the
-    process."""
+def cuda_ipc_endpoint(
+    pages: CudaPages, generations: Segment | None, parts: Sequence[pb.CudaIpcPart] = ()
+) -> pb.CudaIpcEndpoint:
+    """`parts`: where several ranks hold the pages. Raises TransportError when the pool's memory cannot be
+    shared. The pool must live as long as the process."""
     cuda.use(pages.device)
-    handle, offset = cuda.export_memory(pages.pool.data_ptr())
+    handle, offset = (b"", 0) if parts else cuda.export_memory(pages.pool.data_ptr())
     return pb.CudaIpcEndpoint(
+        parts=parts,
         handle=handle,
         offset=offset,
         page_bytes=pages.page_bytes,
@@ -40,6 +51,44 @@ def cuda_ipc_endpoint(pages: CudaPages, generations: Segment | None) -> pb.CudaI
     )
 
 
+def export_part(memory: torch.Tensor, first: int) -> pb.CudaIpcPart:
+    """Of this process' pool, uint8 [pages, bytes] on a GPU, which holds each page's bytes from `first` on.
+    Raises TransportError."""
+    cuda.use(memory.device)
+    handle, offset = cuda.export_memory(memory.data_ptr())
+    return pb.CudaIpcPart(
+        handle=handle,
+        offset=offset,
+        first=first,
+        part_bytes=memory.shape[1],
+        device_uuid=cuda.uuid_of(memory.device),
+        pid=os.getpid(),
+    )
+
+
+def map_part(part: pb.CudaIpcPart, pages: int) -> cuda.Pointer:
+    """The base of the allocation that it lies in, for `cuda.close_memory`. Raises TransportError."""
+    base = cuda.open_memory(part.handle)
+    # An address outside would not fail one copy: it would end all work of this process on the GPU.
+    needed = part.offset + pages * part.part_bytes
+    if (there := cuda.mapped_bytes(base)) < needed:
+        cuda.close_memory(base)
+        raise TransportError(f"the allocation has {there} bytes, the peer's pages end at {needed}")
+    return base
+
+
+def _parts_of(endpoint: pb.CudaIpcEndpoint) -> list[pb.CudaIpcPart]:
+    return list(endpoint.parts) or [
+        pb.CudaIpcPart(
+            handle=endpoint.handle,
+            offset=endpoint.offset,
+            part_bytes=endpoint.page_bytes,
+            device_uuid=endpoint.device_uuid,
+            pid=endpoint.pid,
+        )
+    ]
+
+
 def check_endpoint(endpoint: pb.CudaIpcEndpoint, local: PageStore) -> CudaPages:
     """The local pool, if the endpoint may be opened into it. Raises EndpointRefused."""
     problem = cuda.problem()
@@ -49,11 +98,11 @@ def check_endpoint(endpoint: pb.CudaIpcEndpoint, local: PageStore) -> CudaPages:
         raise EndpointRefused("the local pool is not on a GPU")
     if not endpoint.boot_id or endpoint.boot_id != boot_id():
         raise EndpointRefused("the peer's GPU is on another host")
-    if endpoint.pid == os.getpid():
+    if os.getpid() in {endpoint.pid, *(part.pid for part in endpoint.parts)}:
         if endpoint.pid_namespace == pid_namespace():
             raise EndpointRefused("the peer's pool is in this very process")
         raise EndpointRefused(
-            f"the peer has process id {endpoint.pid}, as we have, in another PID namespace, which "
+            f"the peer has process id {os.getpid()}, as we have, in another PID namespace, which "
             "CUDA cannot tell apart; let the containers share the namespace, or make the ids differ",
         )
     check_page_bytes(endpoint.page_bytes, local)
@@ -79,9 +128,10 @@ class CudaIpcReceiver(ThreadReceiver):
         self._endpoint = endpoint
         self._pool = local
         self._busy = busy
-        self._same_gpu = endpoint.device_uuid == cuda.uuid_of(local.device)
+        self._parts = _parts_of(endpoint)
+        self._same_gpu = cuda.uuid_of(local.device) in {part.device_uuid for part in self._parts}
         self._generations = seen = _generations(endpoint)
-        self._base: cuda.Pointer | None = None
+        self._bases: list[cuda.Pointer] = []
         self._copier: PageCopier | None = None
         self._kernel = False
         retired = seen.retired if seen is not None and seen.sees_steps else None
@@ -109,15 +159,12 @@ class CudaIpcReceiver(ThreadReceiver):
 
     def _map(self) -> None:
         cuda.use(self._pool.device)
-        endpoint = self._endpoint
-        self._base = cuda.open_memory(endpoint.handle)
-        # An address outside would not fail one copy: it would end all work of this process on the GPU.
-        needed = endpoint.offset + endpoint.num_pages * endpoint.page_bytes
-        if (there := cuda.mapped_bytes(self._base)) < needed:
-            raise TransportError(f"the allocation has {there} bytes, the peer's pages end at {needed}")
-        peer = self._base + endpoint.offset
-        self._copier = PageCopier(self._pool.pool, peer, endpoint.num_pages)
-        self._kernel = kernel_available()
+        peer = []
+        for part in self._parts:
+            self._bases.append(map_part(part, self._endpoint.num_pages))
+            peer.append(PeerPart(part.first, part.part_bytes, self._bases[-1] + part.offset))
+        self._copier = PageCopier(self._pool, peer, self._endpoint.num_pages)
+        self._kernel = self._copier.whole and kernel_available()
 
     def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
         if self._copier is not None and not stop.is_set():
@@ -136,9 +183,9 @@ class CudaIpcReceiver(ThreadReceiver):
 
     def _disconnect(self) -> None:
         self._copier = None
-        base, self._base = self._base, None
+        bases, self._bases = self._bases, []
         try:
-            if base is not None:
+            for base in bases:
                 cuda.close_memory(base)
         finally:
             if self._generations is not None:

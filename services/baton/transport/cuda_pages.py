@@ -4,39 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
 
-from baton.transport.base import TransportError, until_done
+from baton.transport.base import TransportError, pieces_of, until_done
 from baton.transport.cuda import one_line
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """What one rank's pool holds of each page."""
+
+    first: int
+    """Its first byte in a page."""
+    memory: torch.Tensor
+    """uint8 [pages, bytes], contiguous, on a GPU."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte and end."""
+        return self.first, self.first + self.memory.shape[1]
+
+
 class CudaPages:
     """A PageStore. Reads and writes block its own threads, never the event loop."""
 
-    def __init__(self, pool: torch.Tensor, num_pages: int) -> None:
-        """`pool`: uint8 [at least num_pages, page_bytes], contiguous, on a GPU."""
-        if pool.dtype != torch.uint8 or not pool.is_contiguous() or len(pool) < num_pages:
-            raise ValueError(f"a pool of {num_pages} pages cannot be {tuple(pool.shape)} of {pool.dtype}")
+    def __init__(self, pool: torch.Tensor, num_pages: int, parts: Sequence[PagePart] = ()) -> None:
+        """`pool`: uint8 [at least num_pages, page_bytes], contiguous, on a GPU; of several ranks rank 0's,
+        and `parts`: all ranks', `pool` first, which hold whole pages together."""
+        self.parts = tuple(parts) or (PagePart(0, pool),)
+        for part in self.parts:
+            memory = part.memory
+            if memory.dtype != torch.uint8 or not memory.is_contiguous() or len(memory) < num_pages:
+                raise ValueError(
+                    f"a pool of {num_pages} pages cannot be {tuple(memory.shape)}, {memory.dtype}"
+                )
         self.num_pages = num_pages
-        self.page_bytes = pool.shape[1]
+        self.page_bytes = max(part.span[1] for part in self.parts)
         self.device = pool.device
         self.pool = pool
         self._downloads = _Lane(pool.device, "baton-page-reads")
         self._uploads = _Lane(pool.device, "baton-page-writes")
 
     def reader(self) -> _Reader:
-        return _Reader(self.pool, self._downloads)
+        return _Reader(self, self._downloads)
 
     def writer(self) -> _Writer:
-        return _Writer(self.pool, self._uploads)
+        return _Writer(self, self._uploads)
 
     def close(self) -> None:
         """Waits for what runs."""
@@ -82,10 +104,15 @@ class _Lane:
 
 
 class _Reader:
-    def __init__(self, pool: torch.Tensor, lane: _Lane) -> None:
-        self._pool = pool
+    def __init__(self, pages: CudaPages, lane: _Lane) -> None:
+        self._size = pages.page_bytes
         self._lane = lane
         self._staging: torch.Tensor | None = None
+        self._pieces = [
+            (pages.parts[piece.source], piece.begin, piece.end)
+            for piece in pieces_of([(0, self._size)], [part.span for part in pages.parts])
+        ]
+        """Each byte of a page from one part."""
 
     async def read(self, page: int) -> memoryview:
         return await self._lane.submit(self._read, page)
@@ -93,16 +120,20 @@ class _Reader:
     def _read(self, page: int) -> memoryview:
         try:
             if self._staging is None:
-                self._staging = torch.empty(self._pool.shape[1], dtype=torch.uint8, pin_memory=True)
-            self._lane.copy(self._staging, self._pool[page])
+                self._staging = torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
+            for part, begin, end in self._pieces:
+                self._lane.copy(
+                    self._staging[begin:end], part.memory[page, begin - part.first : end - part.first]
+                )
         except RuntimeError as error:
             raise TransportError(f"page {page} cannot be read from the GPU: {one_line(error)}") from error
         return memoryview(self._staging.numpy())  # type: ignore[arg-type]
 
 
 class _Writer:
-    def __init__(self, pool: torch.Tensor, lane: _Lane) -> None:
-        self._pool = pool
+    def __init__(self, pages: CudaPages, lane: _Lane) -> None:
+        self._parts = pages.parts
+        self._size = pages.page_bytes
         self._lane = lane
         self._pieces: list[bytes] = []
         self._length = 0
@@ -115,7 +146,7 @@ class _Writer:
             self._pieces, self._length = [], 0
         self._pieces.append(data)
         self._length += len(data)
-        if self._length == self._pool.shape[1]:
+        if self._length == self._size:
             self._uploads.append(self._lane.submit(self._upload, page, self._pieces))
             self._pieces, self._length = [], 0
 
@@ -130,11 +161,12 @@ class _Writer:
         if self._dropped.is_set():
             return
         try:
-            staging = self._lane.staging(self._pool.shape[1])
+            staging = self._lane.staging(self._size)
             view, at = staging.numpy(), 0
             for piece in pieces:
                 view[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
                 at += len(piece)
-            self._lane.copy(self._pool[page], staging)
+            for part in self._parts:
+                self._lane.copy(part.memory[page], staging[slice(*part.span)])
         except RuntimeError as error:
             raise TransportError(f"page {page} cannot be written to the GPU: {one_line(error)}") from error

@@ -1,0 +1,138 @@
+"""Pages between workers of different numbers of ranks, each with its own pool: right bytes everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from part_owner import LEAD, UNTOUCHED, content
+
+from baton.transport import TransportError, cuda
+from baton.transport.cuda_ipc import CudaIpcReceiver, cuda_ipc_endpoint, map_part
+from baton.transport.cuda_pages import CudaPages, PagePart
+from baton.v1 import common_pb2 as pb
+
+PAGES = 24
+HEADS = 4
+HEAD = 3 * 4096 + 512
+"""Bytes of a head in a page."""
+PAGE = HEADS * HEAD
+
+
+def spans(ranks: int) -> list[tuple[int, int]]:
+    """First byte and size of each rank's heads; more ranks than heads share them."""
+    if ranks > HEADS:
+        return [(rank * HEADS // ranks * HEAD, HEAD) for rank in range(ranks)]
+    size = HEADS // ranks * HEAD
+    return [(rank * size, size) for rank in range(ranks)]
+
+
+class PartOwner:
+    def __init__(self, first: int, size: int, filled: bool) -> None:
+        script = Path(__file__).with_name("part_owner.py")
+        arguments = [str(each) for each in (PAGES, PAGE, first, size, int(filled))]
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def part(self) -> pb.CudaIpcPart:
+        return pb.CudaIpcPart.FromString(bytes.fromhex(self.process.stdout.readline()))
+
+    def hash(self) -> str:
+        print("hash", file=self.process.stdin, flush=True)
+        return self.process.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def owners(parts: list[tuple[int, int]], filled: bool):
+    found = [PartOwner(first, size, filled) for first, size in parts]
+    try:
+        yield found, [owner.part() for owner in found]
+    finally:
+        for owner in found:
+            owner.process.kill()
+            owner.process.communicate()
+
+
+def endpoint_of(parts: list[pb.CudaIpcPart], local: CudaPages) -> pb.CudaIpcEndpoint:
+    """As rank 0 publishes it; of one rank without parts."""
+    endpoint = cuda_ipc_endpoint(local, None, parts)
+    endpoint.pid, endpoint.num_pages = parts[0].pid, PAGES
+    if len(parts) == 1:
+        endpoint.handle, endpoint.offset = parts[0].handle, parts[0].offset
+        del endpoint.parts[:]
+    return endpoint
+
+
+def local_pages(ranks: int, others: list[pb.CudaIpcPart]) -> CudaPages:
+    """This process is rank 0."""
+    size = spans(ranks)[0][1]
+    memory = torch.full((LEAD + (PAGES + 1) * size,), UNTOUCHED, dtype=torch.uint8, device="cuda:0")
+    pool = memory[LEAD:].view(PAGES + 1, size)
+    parts = [PagePart(0, pool)]
+    for part in others:
+        theirs = cuda.as_tensor(map_part(part, PAGES) + part.offset, PAGES * part.part_bytes)
+        parts.append(PagePart(part.first, theirs.view(PAGES, part.part_bytes)))
+    torch.cuda.synchronize()
+    return CudaPages(pool, PAGES, parts)
+
+
+def expected(pairs: list[tuple[int, int]], first: int, size: int) -> str:
+    """The hash of a part that pages have been pulled into."""
+    by_target = {target: source for source, target in pairs}
+    untouched = torch.full((size,), UNTOUCHED, dtype=torch.uint8)
+    pages = [
+        content(by_target[page], PAGE)[first : first + size] if page in by_target else untouched
+        for page in range(PAGES)
+    ]
+    return hashlib.sha256(torch.stack(pages).numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (8, 2), (1, 8)])
+async def test_pulled_bytes_are_the_owners(theirs, ours):
+    rng = random.Random(10 * theirs + ours)
+    # Single pages, and runs of neighbours.
+    pairs = [(page, page + 3) for page in range(2, 9)]
+    sources, targets = [0, 1, *range(9, PAGES)], [0, 1, 2, *range(12, PAGES)]
+    pairs += zip(rng.sample(sources, 8), rng.sample(targets, 8), strict=True)
+    with owners(spans(theirs), True) as (_, held), owners(spans(ours)[1:], False) as (followers, parts):
+        local = local_pages(ours, parts)
+        receiver = await CudaIpcReceiver.open(endpoint_of(held, local), local)
+        await receiver.pull(pairs)
+        await receiver.close()
+        first, size = spans(ours)[0]
+        mine = hashlib.sha256(local.pool[:PAGES].cpu().numpy().tobytes()).hexdigest()
+        assert mine == expected(pairs, first, size)
+        for (first, size), follower in zip(spans(ours)[1:], followers, strict=True):
+            assert follower.hash() == expected(pairs, first, size)
+        # Whole pages again, for transports through the host.
+        reader = local.reader()
+        for source, target in pairs:
+            assert bytes(await reader.read(target)) == content(source, PAGE).numpy().tobytes()
+        writer = local.writer()
+        writer.write(11, 0, content(1000, PAGE).numpy().tobytes()[:5000])
+        writer.write(11, 5000, content(1000, PAGE).numpy().tobytes()[5000:])
+        await writer.finish()
+        assert bytes(await reader.read(11)) == content(1000, PAGE).numpy().tobytes()
+        local.close()
+
+
+async def test_parts_that_do_not_make_up_a_page_are_refused():
+    with owners(spans(4)[:3], True) as (_, sources):
+        local = local_pages(1, [])
+        with pytest.raises(TransportError, match="lies in none of 3 parts"):
+            await CudaIpcReceiver.open(endpoint_of(sources, local), local)
+        sources[1].pid = os.getpid()
+        with pytest.raises(TransportError, match="in this very process"):
+            await CudaIpcReceiver.open(endpoint_of(sources, local), local)
+        local.close()
