@@ -44,7 +44,6 @@ def expected(plan):
             row,
             tokens=None if row.tokens is None else tuple(row.tokens),
             prompt_logprobs=None if row.prompt_logprobs is None else (0,) * len(row.prompt_logprobs),
-            pooling=None,
         )
         for row in plan.rows
     )

@@ -297,8 +297,9 @@ def _ranks(shards: Sequence[int], heads: int, of: int, device: str) -> Check:
 
     count = torch.cuda.device_count()
     if count < len(shards):
-        return Check("ranks", "bad", f"{text}; each needs a GPU, and {count} can be used: lower --tp")
-    return Check("ranks", "bad", f"{text}; --tp works on CPUs only yet: use --device cpu")
+        how = "lower --tp, or let them share one for a trial: --device cuda:0"
+        return Check("ranks", "bad", f"{text}; each needs a GPU, and {count} can be used: {how}")
+    return Check("ranks", "note", f"{text}, and a GPU of its own: Baton has not been run on several by NCCL")
 
 
 GROUPS: dict[str, Callable[[], Iterator[Check]]] = {

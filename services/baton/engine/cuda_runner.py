@@ -85,10 +85,12 @@ class CudaRunner:
         self.vocab_size = model.config.vocab_size
         self._pool = pool
         self._device = pool.device
+        self._communicator, self._samples = model.communicator, model.shard.rank == 0
+        """Of several ranks only rank 0 samples, and has results."""
         width = -(-context_length // pool.layout.page_size)
         self._slots = DeviceSlots(max_slots, width, pool.num_pages, self._device)
         self._body = make_body(model, pool, self._slots.tables, context_length, batch_invariant)
-        heads, options = model.config.num_heads, model.attention_options
+        heads, options = model.heads, model.attention_options
         self._chunks: PagedAttention = prefill_attention(pool, heads, options)
         self._singles: PagedAttention = decode_attention(pool, heads, options)
         self._choose = sample
@@ -120,6 +122,9 @@ class CudaRunner:
         """Enqueues the step."""
         for source, destination in plan.copies:
             self._pool.copy_page(source, destination)
+        if plan.copies and not plan.rows and self._communicator is not None:
+            # What has retired on rank 0 has everywhere. A step of rows ends with a sum anyway.
+            self._communicator.all_reduce(torch.zeros(1, device=self._device))
         fresh = self._init_slots(plan)
         flight = CudaFlight(plan.number, plan.rows, torch.cuda.Event())  # type: ignore[no-untyped-call]
         if plan.rows:
@@ -165,6 +170,8 @@ class CudaRunner:
         if flight.failed is not None:
             raise flight.failed
         flight.done.synchronize()
+        if self._communicator is not None:
+            self._communicator.check()
         tokens: list[int] = []
         finite: list[bool] = []
         if flight.result is not None:
@@ -187,7 +194,8 @@ class CudaRunner:
     def _init_slots(self, plan: StepPlan) -> Fresh:
         fresh: Fresh = {}
         for init in plan.inits:
-            self._sampler.init(init)
+            if self._samples:
+                self._sampler.init(init)
             if init.last_token is not None:
                 fresh[init.slot] = init.last_token
         return fresh
@@ -212,11 +220,12 @@ class CudaRunner:
             self._update(changes)
         slots = np.array([row.slot for row in rows])
         positions = np.array([row.start for row in rows])
-        simple = self._sampler.simple(slots, positions + 1)
+        simple = self._sampler.simple(slots, positions + 1) if self._samples else None
         graphs.fill(slots, positions, simple)
         graphs.replay(len(rows), choose=simple is not None)
         if simple is not None:
             flight.result = to_host(graphs.result(len(rows)))
+            self._share_tokens()
         else:
             self._sample(graphs.logits(len(rows)), slots, positions + 1, flight)
 
@@ -244,7 +253,8 @@ class CudaRunner:
         step = Ragged.of(rows)
         wholly = any(row.prompt_logprobs or row.pooling is not None for row in rows)
         shape = self.chunk_graphs.shape(step) if self.chunk_graphs is not None and not wholly else None
-        simple = self._sampler.simple(step.slots, step.targets) if step.slots.size else None
+        plain = self._samples and step.slots.size
+        simple = self._sampler.simple(step.slots, step.targets) if plain else None
         temperatures, keys = simple or (np.zeros(0, np.float32), np.zeros(0, np.int64))
         changes = self._slots.changes(step.rows, fresh) or ()
         upload = Upload()
@@ -261,6 +271,7 @@ class CudaRunner:
             result = torch.empty(len(step.slots), 2, dtype=torch.int32, device=self._device)
             self._choose(logits, temperatures_there, keys_there, slots, self._slots.last_token, result)
             flight.result = to_host(result)
+            self._share_tokens()
         elif step.slots.size:
             self._sample(logits, step.slots, step.targets, flight)
 
@@ -324,16 +335,20 @@ class CudaRunner:
         )
         for i, row, start in zip(step.order, step.rows, step.starts.tolist(), strict=False):
             states = hidden[start : start + row.count] if wholly else hidden
-            if row.pooling is not None:
+            if row.pooling is not None and self._samples:
                 flight.pooled[i] = to_host(pool_states(row.pooling, states))
             if row.prompt_logprobs:
-                flight.prompts[i] = prompt_logprobs(self._body.logits, states, row)
+                found = prompt_logprobs(self._body.logits, states, row, self._samples)
+                flight.prompts[i] = found
         return self._body.logits(hidden.index_select(0, last) if wholly else hidden)
 
     # --- what takes more than a temperature -------------------------------------------------------------
 
     def _sample(self, logits: torch.Tensor, slots: Ints, positions: Ints, flight: CudaFlight) -> None:
         """Enqueues the sampling, or leaves it to `flight.late`."""
+        if not self._samples:
+            self._share_tokens()
+            return
         grammars, own = self._sampler.grammars, slots.tolist()
         rows = grammars.constrained(own)
 
@@ -354,9 +369,15 @@ class CudaRunner:
         if flight.masks is not None:
             flight.masks.launched()
         flight.result = to_host(result)
+        self._share_tokens()
         if samples.logprobs is not None:
             samples.logprobs = logprobs_to_host(samples.logprobs)
             flight.samples = samples
+
+    def _share_tokens(self) -> None:
+        """Enqueues that all ranks have rank 0's last tokens. They differ only in what it has just sampled."""
+        if self._communicator is not None:
+            self._communicator.broadcast(self._slots.last_token)
 
 
 def _sample_late(flight: CudaFlight) -> None:

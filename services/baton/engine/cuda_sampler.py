@@ -190,17 +190,20 @@ _ROWS = 64
 
 
 def prompt_logprobs(
-    project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, row: PlanRow
+    project: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, row: PlanRow, leads: bool = True
 ) -> list[TokenLogprobs]:
     """Enqueues the row's log-probabilities. `hidden`: its states, [tokens, hidden]; `project` computes
-    logits from them."""
+    logits from them; `leads`: on this rank, which is not one that only takes part."""
     assert row.prompt_logprobs is not None
     targets = to_device(np.array(row.prompt_logprobs, np.int64), hidden.device)
-    parts = zip(torch.split(hidden[: len(targets)], _ROWS), torch.split(targets, _ROWS), strict=True)
-    return [
-        logprobs_to_host(token_logprobs(project(states).float(), wanted, row.prompt_top))
-        for states, wanted in parts
-    ]
+    found = []
+    for states, wanted in zip(
+        torch.split(hidden[: len(targets)], _ROWS), torch.split(targets, _ROWS), strict=True
+    ):
+        logits = project(states)
+        if leads:
+            found.append(logprobs_to_host(token_logprobs(logits.float(), wanted, row.prompt_top)))
+    return found
 
 
 def logprobs_to_host(logprobs: TokenLogprobs) -> TokenLogprobs:

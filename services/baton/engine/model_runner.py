@@ -67,7 +67,7 @@ class ModelRunner:
         self._decode = [decode_attention(pool, heads, each) for each in of_groups]
         self._communicator = model.communicator
         shared = pool.heads != (0, pool.layout.num_kv_heads) or pool.layout.parts == 1
-        self._pool_shared = shared and self._communicator is not None
+        self._pool_shared = shared and self._communicator is not None and pool.device.type == "cpu"
         self._sampler = Sampler(max_slots, self.vocab_size, self._device) if model.shard.rank == 0 else None
         """Of several ranks only rank 0 samples, and has results."""
         self._last_token = torch.zeros(max_slots, dtype=torch.int64, device=self._device)
@@ -217,6 +217,8 @@ class ModelRunner:
         """Waits for the step and copies its tokens to the host."""
         samples = flight.samples
         tokens: list[int] = [] if samples is None else samples.tokens.tolist()
+        if self._communicator is not None:
+            self._communicator.check()
         finite: list[bool] = [] if samples is None else samples.peaks.isfinite().tolist()
         logprobs: dict[int, Logprobs] = {}
         if samples is not None and samples.logprobs is not None:

@@ -37,6 +37,10 @@ class Communicator(Protocol):
         """Rank 0's contents, in place."""
         ...
 
+    def check(self) -> None:
+        """Raises if a call has failed that was only enqueued, and has run."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

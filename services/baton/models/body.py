@@ -34,7 +34,8 @@ class Body(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, hidden] -> [rows, vocab] in the model's dtype, into `out` if given."""
+        """[rows, hidden] -> [rows, vocab] in the model's dtype, into `out` if given; with several ranks on
+        rank 0, [rows, 0] on others."""
         ...
 
 
@@ -57,6 +58,8 @@ def make_body(
 
 def why_not_fused(model: Decoder) -> str | None:
     """Why `FusedDecoder` does not take the model; None: it does."""
+    if model.shard.size > 1:
+        return "sums of several ranks lie between what fused kernels do at once"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"fused kernels compute bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')}"
     if plain_layers(model) is None:

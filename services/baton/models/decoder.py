@@ -257,7 +257,10 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] -> float32 [rows, vocab]; with several ranks on rank 0, [rows, 0] on others."""
-        logits = self.head(hidden).float()
+        return self.gathered(self.head(hidden).float())
+
+    def gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """What this rank's head gave -> as `logits`, in the same dtype."""
         if self.communicator is None:
             return logits
         rows = self.shard.vocabulary_rows(self.config.vocab_size)

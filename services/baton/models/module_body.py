@@ -74,5 +74,7 @@ class ModuleBody:
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        logits = self._model.head(hidden)
-        return logits if out is None else out.copy_(logits)
+        logits = self._model.gathered(self._model.head(hidden))
+        if self._model.shard.rank:
+            return logits
+        return logits.contiguous() if out is None else out.copy_(logits)

@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a worker, by torch.distributed: gloo, on CPUs.
+"""Collectives among the ranks of a worker, by torch.distributed: gloo on CPUs, NCCL where each has a GPU.
 
 The ranks meet at torch's own stores: a file on one host, TCP between several. Each worker has a process group
 of its own: torch's default group, of which a process has one, is not used.
@@ -6,8 +6,9 @@ of its own: torch's default group, of which a process has one, is not used.
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baton.layers.shard import Shard
+from baton.layers.shard import Communicator, Shard
 from baton.ranks.channel import CollectiveError
 
 COLLECTIVE_SECONDS = 30.0
 """Time limit of a call: by so much ranks may differ in reaching it."""
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +36,27 @@ class Rendezvous:
 
 
 class GroupCommunicator:
-    """A `Communicator`. Its calls raise CollectiveError."""
+    """A `Communicator`. Its calls raise CollectiveError; those on GPUs are enqueued, and NCCL's watchdog ends
+    the process if one takes too long."""
 
     def __init__(
-        self, shard: Shard, rendezvous: Rendezvous, seconds: float, listener: socket.socket | None = None
+        self,
+        shard: Shard,
+        rendezvous: Rendezvous,
+        seconds: float,
+        listener: socket.socket | None = None,
+        device: torch.device = CPU,
     ) -> None:
         """`seconds`: time limit of each call, and of meeting the others; `listener`: of rank 0, where the
-        store is at an address; it is taken over. Blocks. Raises CollectiveError."""
+        store is at an address; it is taken over; `device`: this rank's, a GPU of its own or a CPU. Blocks.
+        Raises CollectiveError."""
         self._rank, self._size, limit = shard.rank, shard.size, timedelta(seconds=seconds)
-        try:
-            if isinstance(rendezvous.store, Path):
-                store: Any = dist.FileStore(str(rendezvous.store), shard.size)  # type: ignore[attr-defined]
+        with _meeting():
+            store = _store(shard, rendezvous, limit, listener)
+            if device.type == "cuda":
+                self._group = _nccl(store, shard, limit, device)
             else:
-                host, port = rendezvous.store
-                descriptor = None if listener is None else listener.detach()
-                store = dist.TCPStore(  # type: ignore[attr-defined]
-                    host, port, None, descriptor is not None, limit, False, master_listen_fd=descriptor
-                )
-            store.set_timeout(limit)
-            self._group = _gloo(store, shard, limit, rendezvous.address)
-        except RuntimeError as error:
-            raise CollectiveError(f"the ranks do not meet: {str(error).splitlines()[0]}") from error
+                self._group = _gloo(store, shard, limit, rendezvous.address)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._run(lambda: self._group.allreduce([x]))
@@ -74,11 +76,56 @@ class GroupCommunicator:
         self._run(lambda: self._group.broadcast(x, 0))
         return x
 
+    def check(self) -> None:
+        """Nothing: what fails raises or ends the process."""
+
     def _run(self, start: Callable[[], Any]) -> None:
         try:
             start().wait()
         except RuntimeError as error:
             raise CollectiveError(f"rank {self._rank}: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def _meeting() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks do not meet: {str(error).splitlines()[0]}") from error
+
+
+def _store(shard: Shard, rendezvous: Rendezvous, limit: timedelta, listener: socket.socket | None) -> Any:
+    if isinstance(rendezvous.store, Path):
+        store: Any = dist.FileStore(str(rendezvous.store), shard.size)  # type: ignore[attr-defined]
+    else:
+        host, port = rendezvous.store
+        descriptor = None if listener is None else listener.detach()
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, descriptor is not None, limit, False, master_listen_fd=descriptor
+        )
+    store.set_timeout(limit)
+    return store
+
+
+def meet_on_gpus(
+    shard: Shard, rendezvous: Rendezvous, seconds: float, device: torch.device, *, shared: bool
+) -> Communicator:
+    """As GroupCommunicator, on `device`, which all ranks share, or which is this rank's own. Raises
+    CollectiveError."""
+    if not shared:
+        return GroupCommunicator(shard, rendezvous, seconds, device=device)
+    from baton.ranks.peer_memory import PeerCommunicator
+
+    with _meeting():
+        store = _store(shard, rendezvous, timedelta(seconds=seconds), None)
+        return PeerCommunicator(shard, store, seconds, device)
+
+
+def _nccl(store: Any, shard: Shard, limit: timedelta, device: torch.device) -> Any:
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
 
 
 def _gloo(store: Any, shard: Shard, limit: timedelta, address: str) -> Any:

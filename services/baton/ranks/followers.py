@@ -72,7 +72,7 @@ class MakePool:
     page_size: int
     context: int
     segment: Path | None
-    """That holds the pool, which all ranks of a host share. None: make it."""
+    """That holds the pool, which all ranks of a host share. None: make it. On a GPU each rank has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ class Ready:
     resident_bytes: int
     segment: Path | None
     """That it has made."""
+    part: bytes = b""
+    """On a GPU: its part of the pages, a CudaIpcPart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import marshal
 from collections.abc import Sequence
 from typing import Any
 
-from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 
 Table = tuple[int, ...]
@@ -58,7 +58,8 @@ class PlanEncoder:
         if row.tokens is None:
             return row.slot, row.start, changes, row.sample if row.sample != (row.slot,) else None
         wanted = None if row.prompt_logprobs is None else len(row.prompt_logprobs)
-        return row.slot, row.start, changes, row.sample, tuple(row.tokens), wanted
+        pooled = row.pooling is not None
+        return row.slot, row.start, changes, row.sample, tuple(row.tokens), wanted, pooled
 
     def _changed(self, row: PlanRow) -> list[tuple[int, Table]] | None:
         before = self._sent.get(row.slot)
@@ -123,6 +124,7 @@ class PlanDecoder:
         sample: Table | None,
         tokens: Table | None = None,
         wanted: int | None = None,
+        pooled: bool = False,
     ) -> PlanRow:
         pages, *more = self._tables[slot] if changes is None else self._change(slot, changes)
         return PlanRow(
@@ -132,5 +134,6 @@ class PlanDecoder:
             pages,
             (slot,) if sample is None else sample,
             prompt_logprobs=None if wanted is None else (0,) * wanted,
+            pooling=Pooling.LAST if pooled else None,
             more_pages=tuple(more),
         )

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.eviction import make_policy
 from baton.kvcache.groups import longest
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
+from baton.layers.shard import Shard
 from baton.models.config import ModelError
 from baton.models.decoder import Model
 from baton.models.kv_scales import digest
+from baton.models.weight_plan import weight_plan
 from baton.ranks.channel import CollectiveError
 from baton.ranks.followers import FollowerError, MakePool
 from baton.ranks.hosts import JoinError
@@ -39,7 +42,15 @@ from baton.rpc.channel import Dial
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.stepcost import StepCost, StepLoad, read_cost
-from baton.transport import Opened, PageStore, SegmentError, check_kinds, open_receiver, reap_orphans
+from baton.transport import (
+    Opened,
+    PageStore,
+    SegmentError,
+    TransportError,
+    check_kinds,
+    open_receiver,
+    reap_orphans,
+)
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.grammars import make_compiler
 from baton.worker.hosts import check_hosts
@@ -50,14 +61,16 @@ from baton.worker.model import (
     check_shards,
     device_of,
     dtype_of,
-    host_part,
     kv_layout,
     kv_scales,
     load,
     model_fingerprint,
+    own_part,
+    rank_device,
+    ranks_together,
     sized,
 )
-from baton.worker.pool import PublishedPool, make_pool
+from baton.worker.pool import PublishedPool, join_parts, make_pool
 from baton.worker.ranks import Ranks
 from baton.worker.runners import make_runner
 
@@ -127,6 +140,7 @@ def build_engine(
         ModelError,
         NoBackend,
         SegmentError,
+        TransportError,
         FollowerError,
         CollectiveError,
         RanksLost,
@@ -148,8 +162,9 @@ def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threadin
         torch.set_num_threads(config.threads)
     if config.tp > 1:
         if device.type != "cpu":
-            raise invalid("tp", f"--tp works on CPUs only, not on {device.type}; leave it out")
+            device = _on_gpus(config, device)
         check_shards(config, device)
+        _refuse_quantized(config, device)
     ranks = Ranks(config, stopping)
     try:
         return _build_ranked(config, device, incarnation, ranks)
@@ -158,12 +173,48 @@ def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threadin
         raise
 
 
+def _on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
+    """Of rank 0. Raises BatonError for several ranks that do not work on GPUs."""
+    if device.type != "cuda":
+        raise invalid("tp", f"--tp works on CPUs and NVIDIA GPUs, not on {device.type}; leave it out")
+    if config.nnodes > 1:
+        raise invalid("nnodes", "ranks of several hosts compute on CPUs only; leave out --nnodes")
+    if config.ep:
+        raise invalid("ep", "--ep works on CPUs only; leave it out")
+    if config.kv_dtype != "auto":
+        raise invalid("kv_dtype", "--kv-dtype does not work with --tp on GPUs yet; leave one of them out")
+    count = torch.cuda.device_count()
+    if device.index is None and count < config.tp:
+        raise invalid(
+            "tp",
+            f"--tp {config.tp} takes as many GPUs, and {count} can be used; lower it, or let the ranks share "
+            "one for a trial: --device cuda:0",
+        )
+    if device.index is None:
+        _log.warning("ranks on several GPUs use NCCL, which Baton has not been run with")
+    device = rank_device(config.device, Shard(0, config.tp))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _refuse_quantized(config: WorkerConfig, device: torch.device) -> None:
+    """Raises BatonError for weights that stay quantized on several GPUs' ranks."""
+    dtype = dtype_of(config.dtype, device) or torch.bfloat16
+    path, head = resolve(config.model), config.quantize_head
+    plan = weight_plan(path, device, config.quantization, head, config.load_format, dtype)
+    if device.type == "cuda" and plan.method is not None:
+        text = "weights that stay quantized on a GPU do not work with --tp yet; use --quantization none"
+        raise invalid("quantization", text)
+
+
 def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, ranks: Ranks) -> Engine:
     dtype = dtype_of(config.dtype, device)
     try:
         kinds = check_kinds(config.transports if config.nnodes == 1 else ("grpc",))
     except ValueError as error:
         raise invalid("transport", str(error)) from error
+    if device.type == "cuda" and config.tp > 1:
+        kinds = tuple(kind for kind in kinds if kind != "nixl")  # it registers one pool alone
     for orphan in reap_orphans():
         _log.info("removed the segment of a worker that is gone", path=str(orphan))
     path = resolve(config.model)
@@ -174,18 +225,18 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
     size = config.page_size or default_page_size(device)
     context = min(config.context_length or shape.context_length, shape.context_length)
     layout = kv_layout(model, size, context, device)
-    own = host_part(layout, ranks.shard)[0]
+    own = own_part(layout, ranks.shard, device)[0]
     (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
     seen = context
 
     def computing(pool: KvPool, segment: Path | None = None) -> Runner[Any]:
-        runner = _computing(config, model, pool, (prefill, decode), seen)
-        if segment is not None:
-            runner = ranks.lead(runner, MakePool(pool.num_pages, size, seen, segment))
+        make = partial(_computing, config, model, pool, (prefill, decode), seen)
+        runner = ranks.lead(make, MakePool(pool.num_pages, size, seen, segment))
         return runner if device.type != "cpu" else _tuned(runner, len(pool.layout.groups))
 
     measured = None if config.step_profile else computing
-    pages = num_pages(config, own, shape.context_length, device, measured)
+    together = ranks_together(config.device, ranks.shard)
+    pages = num_pages(config, own, shape.context_length, device, measured, together)
     context = longest(layout.groups, pages, context, size, 2 * config.token_budget)
     pool, published = make_pool(layout, pages, device, kinds, incarnation, ranks.shard)
     published.pages = ranks.pages(published.pages, layout)
@@ -193,6 +244,8 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
     tree = PrefixTree(size, config.eviction, layout.groups)
     cache = KvCache(PageAllocator(pages, published.generations), tree)
     runner = _timed(config, shape.vocab_size) if config.step_profile else computing(pool, shared)
+    if device.type == "cuda" and config.tp > 1:
+        join_parts(published, ranks.parts())
     if device.type == "cuda" and not config.step_profile:
         # After this nothing of consequence is allocated any more.
         run_largest_steps(runner, StepLimits(config.token_budget, context, size, pages, len(layout.groups)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import threading
@@ -14,9 +15,9 @@ import torch
 from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
-from baton.kvcache.pool import KvPool
+from baton.kvcache.pool import KvLayout, KvPool
 from baton.ranks.channel import Channel, ChannelClosed, ChannelError
-from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous
+from baton.ranks.communicator import Rendezvous
 from baton.ranks.followers import (
     EXIT_LOST,
     IMPORT_SECONDS,
@@ -35,13 +36,15 @@ from baton.rpc.logs import get_logger
 from baton.transport import Segment
 from baton.worker.model import (
     attention_of,
-    device_of,
     dtype_of,
-    host_part,
     kv_layout,
     load,
     model_fingerprint,
+    own_part,
+    rank_device,
 )
+from baton.worker.pool import first_byte, gpu_pool
+from baton.worker.ranks import meet
 from baton.worker.runners import make_runner
 
 _log = get_logger()
@@ -62,14 +65,16 @@ class Follower:
         self._channel, self._parent, self._pages = channel, parent, pages
         self._segment: Segment | None = None
         self._config: WorkerConfig = setup.config
-        self._device = device_of(self._config.device)
+        self._device = rank_device(self._config.device, setup.shard)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # kernels are launched on the current one
         torch.set_num_threads(self._config.threads)
         channel.send("started")
         if not isinstance(channel.receive(JOIN_SECONDS + IMPORT_SECONDS), Meet):
             raise ChannelClosed("rank 0 ends before all ranks have come")
         assert setup.rendezvous is not None
         meeting = Rendezvous(setup.rendezvous, setup.address)
-        communicator = GroupCommunicator(setup.shard, meeting, COLLECTIVE_SECONDS)
+        communicator = meet(self._config, setup.shard, meeting, self._device)
         path, dtype = resolve(self._config.model), dtype_of(self._config.dtype, self._device)
         self._model = load(self._config, path, dtype, self._device, setup.shard, communicator)
         self._runner: Runner[Any] | None = None
@@ -92,7 +97,25 @@ class Follower:
     def _make(self, asked: MakePool) -> None:
         self._runner, self._decoder = None, PlanDecoder()
         layout = kv_layout(self._model, asked.page_size, asked.context, self._device)
-        layout, heads = host_part(layout, self._model.shard)
+        part = b""
+        if self._device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()  # what the pool before, and its runner, took
+            pool = gpu_pool(layout, asked.pages, self._device, self._model.shard)
+            part = _export(pool, first_byte(layout, self._model.shard))
+        else:
+            pool = self._host_pool(layout, asked)
+        prefill, decode = attention_of(self._config, self._model, self._device)
+        rows, context = self._config.max_rows, asked.context
+        self._runner = make_runner(self._model, pool, prefill[0], decode[0], rows, context)
+        made = None if self._segment is None else self._segment.path
+        resident = psutil.Process().memory_info().rss
+        self._channel.send(Ready(os.getpid(), platform.node(), str(self._device), resident, made, part))
+        if self._parent is not None:
+            self._parent.send("ready")
+
+    def _host_pool(self, layout: KvLayout, asked: MakePool) -> KvPool:
+        layout, heads = own_part(layout, self._model.shard, self._device)
         if asked.segment is not None:
             memory = Segment.join(asked.segment)
         else:
@@ -101,21 +124,19 @@ class Follower:
             assert self._pages is not None
             serving = (self._pages, memory, layout.page_bytes)
             threading.Thread(target=_serve, args=serving, name="pages of this host", daemon=True).start()
-        pool = KvPool(layout, asked.pages, storage=memory, heads=heads)
-        prefill, decode = attention_of(self._config, self._model, self._device)
-        rows, context = self._config.max_rows, asked.context
-        self._runner = make_runner(self._model, pool, prefill[0], decode[0], rows, context)
-        made = None if self._segment is None else self._segment.path
-        resident = psutil.Process().memory_info().rss
-        self._channel.send(Ready(os.getpid(), platform.node(), str(self._device), resident, made))
-        if self._parent is not None:
-            self._parent.send("ready")
+        return KvPool(layout, asked.pages, storage=memory, heads=heads)
 
     def close(self) -> None:
         """Frees its memory."""
         self._runner = None
         if self._segment is not None:
             self._segment.close()
+
+
+def _export(pool: KvPool, first: int) -> bytes:
+    from baton.transport.cuda_ipc import export_part
+
+    return export_part(pool.raw, first).SerializeToString()
 
 
 def _serve(channel: Channel, memory: memoryview, page_bytes: int) -> None:

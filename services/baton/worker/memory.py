@@ -31,6 +31,7 @@ def num_pages(
     context_length: int,
     device: torch.device,
     make_runner: Callable[[KvPool], Runner[Any]] | None,
+    together: int = 1,
 ) -> int:
     """Pages of --kv-tokens: for so many tokens in all KV groups. By default, on a GPU, what --memory-fraction
     leaves beside the loaded weights and the working memory, which is measured with a runner (None: there is
@@ -50,6 +51,8 @@ def num_pages(
             limits = StepLimits(config.token_budget, context, size, pages=1, groups=groups)
             working = working_bytes(make_runner, layout, limits, device)
         least = min(context, LEAST_TOKENS)
+        # Ranks that share a GPU have loaded as much each, and get as much of what is free.
+        free, total = free // together, total // together
         return fitting(own, working, free, total, config.memory_fraction, layout, least)
     fitting_host = AUTO_KV_BYTES // (groups * layout.page_bytes)
     return groups * max(min(AUTO_KV_TOKENS // size, fitting_host), -(-min(context, AUTO_KV_TOKENS) // size))

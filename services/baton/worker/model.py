@@ -88,8 +88,7 @@ def load(
         load_format=config.load_format,
         shard=shard,
     )
-    # Ranks on a CPU share its memory.
-    together = shard.per_host if device.type == "cpu" and shard.first_of_host else 1
+    together = ranks_together(config.device, shard) if shard.first_of_host else 1
     check_weights(size * together, *free_and_total(device), config.memory_fraction, device)
     started = time.monotonic()
     model = load_model(
@@ -176,6 +175,28 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def rank_device(name: str, shard: Shard) -> torch.device:
+    """That of one of several ranks: on GPUs each has its own, but where one GPU is named all share it. Raises
+    BatonError."""
+    device = device_of(name)
+    if device.type == "cuda" and device.index is None and shard.size > 1:
+        return torch.device("cuda", shard.rank)
+    return device
+
+
+def share_gpu(name: str, shard: Shard) -> bool:
+    """Whether several ranks compute on one GPU."""
+    device = device_of(name)
+    return shard.size > 1 and device.type == "cuda" and device.index is not None
+
+
+def ranks_together(name: str, shard: Shard) -> int:
+    """How many ranks a rank's device has, itself included."""
+    if device_of(name).type == "cpu":
+        return shard.per_host
+    return shard.size if share_gpu(name, shard) else 1
+
+
 def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
     if name == "auto":
         return torch.float32 if device.type == "cpu" else None
@@ -197,7 +218,9 @@ def kv_layout(model: Model, page_size: int, context: int, device: torch.device) 
     return KvLayout(layers, model.kv.heads, model.kv.dim, page_size, dtype, model.kv.parts, groups)
 
 
-def host_part(layout: KvLayout, shard: Shard) -> tuple[KvLayout, Span]:
-    """Of the pages of all heads, what this rank's host keeps; and the heads of the rank in it."""
-    held, own = shard.host_kv_heads(layout.num_kv_heads), shard.kv_heads(layout.num_kv_heads)
+def own_part(layout: KvLayout, shard: Shard, device: torch.device) -> tuple[KvLayout, Span]:
+    """Of the pages of all heads, what the pool of this rank keeps, which on CPUs all ranks of a host share;
+    and the heads of the rank in it."""
+    own = shard.kv_heads(layout.num_kv_heads)
+    held = shard.host_kv_heads(layout.num_kv_heads) if device.type == "cpu" else own
     return replace(layout, num_kv_heads=held[1]), (own[0] - held[0], own[1])

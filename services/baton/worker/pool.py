@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from baton.layers.shard import ONE_RANK, Shard
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore, Segment, SegmentError, TransportError, offered
 from baton.v1 import common_pb2
-from baton.worker.model import host_part
+from baton.worker.model import own_part
 
 if TYPE_CHECKING:
     from baton.transport.cuda_pages import CudaPages
@@ -59,32 +59,68 @@ def make_pool(
     shard: Shard = ONE_RANK,
 ) -> tuple[KvPool, PublishedPool]:
     """The pool of this host, in shared memory on a CPU if `shm` is one of the kinds or several ranks share
-    it. `layout`: of all heads. Raises SegmentError."""
+    it; on a GPU rank 0's, which shows whole pages after `join_parts`. `layout`: of all heads. Raises
+    SegmentError."""
     if device.type == "cpu":
         return _host_pool(layout, num_pages, kinds, incarnation, shard)
     from baton.transport.cuda_pages import CudaPages
 
-    pool = KvPool(layout, num_pages, device, spare=1)
-    # Kernels multiply entries behind a sequence's end by 0, and 0 times NaN is NaN: so no page may hold NaN.
-    pool.raw.zero_()
+    pool = gpu_pool(layout, num_pages, device, shard)
     pages = CudaPages(pool.raw, num_pages)
     segment = _generations(num_pages, incarnation) if "cuda_ipc" in kinds else None
     published = PublishedPool(
         pages=pages,
         generations=_where(segment, num_pages),
         segment=segment,
-        cuda_ipc=_export(pages, segment) if "cuda_ipc" in kinds else None,
+        cuda_ipc=_export(pages, segment) if "cuda_ipc" in kinds and shard.size == 1 else None,
         kinds=kinds,
         nixl=_register(pages) if "nixl" in kinds else None,
     )
     return pool, published
 
 
+def gpu_pool(layout: KvLayout, num_pages: int, device: torch.device, shard: Shard) -> KvPool:
+    """A rank's. `layout`: of all heads."""
+    layout, heads = own_part(layout, shard, device)
+    pool = KvPool(layout, num_pages, device, spare=1, heads=heads)
+    # Kernels multiply entries behind a sequence's end by 0, and 0 times NaN is NaN: so no page may hold NaN.
+    pool.raw.zero_()
+    return pool
+
+
+def first_byte(layout: KvLayout, shard: Shard) -> int:
+    """Where a rank's part of a page begins. `layout`: of all heads."""
+    head = layout.page_bytes // layout.num_kv_heads
+    return shard.kv_heads(layout.num_kv_heads)[0] * head
+
+
+def join_parts(published: PublishedPool, others: Sequence[common_pb2.CudaIpcPart]) -> None:
+    """Rank 0 maps what the other ranks hold of each page on their GPUs, and shows whole pages from now on.
+    Raises TransportError."""
+    from baton.transport import cuda
+    from baton.transport.cuda_ipc import export_part, map_part
+    from baton.transport.cuda_pages import CudaPages, PagePart
+
+    pages = published.pages
+    assert isinstance(pages, CudaPages)
+    parts = [PagePart(0, pages.pool)]
+    cuda.use(pages.device)
+    for part in others:
+        base = map_part(part, pages.num_pages) + part.offset
+        memory = cuda.as_tensor(base, pages.num_pages * part.part_bytes)
+        parts.append(PagePart(part.first, memory.view(pages.num_pages, part.part_bytes)))
+    pages.close()
+    published.pages = whole = CudaPages(pages.pool, pages.num_pages, parts)
+    if "cuda_ipc" in published.kinds:
+        own = export_part(pages.pool, 0)
+        published.cuda_ipc = _export(whole, published.segment, [own, *others])
+
+
 def _host_pool(
     layout: KvLayout, num_pages: int, kinds: tuple[str, ...], incarnation: int, shard: Shard
 ) -> tuple[KvPool, PublishedPool]:
     shared = "shm" in kinds or shard.size > 1
-    layout, heads = host_part(layout, shard)
+    layout, heads = own_part(layout, shard, torch.device("cpu"))
     segment = Segment.create(num_pages, layout.page_bytes, incarnation) if shared else None
     storage = segment.pages if segment is not None else None
     pool = KvPool(layout, num_pages, storage=storage, heads=heads)
@@ -115,11 +151,13 @@ def _generations(num_pages: int, incarnation: int) -> Segment | None:
         return None
 
 
-def _export(pages: CudaPages, segment: Segment | None) -> common_pb2.CudaIpcEndpoint | None:
+def _export(
+    pages: CudaPages, segment: Segment | None, parts: Sequence[common_pb2.CudaIpcPart] = ()
+) -> common_pb2.CudaIpcEndpoint | None:
     from baton.transport.cuda_ipc import cuda_ipc_endpoint
 
     try:
-        return cuda_ipc_endpoint(pages, segment)
+        return cuda_ipc_endpoint(pages, segment, parts)
     except TransportError as error:
         text = "the pool's memory cannot be shared by CUDA IPC; pages travel over grpc"
         _log.warning(text, error=str(error))

@@ -20,8 +20,9 @@ from baton.engine.plan import Runner
 from baton.kvcache.pool import KvLayout
 from baton.layers.shard import ONE_RANK, Communicator, Shard
 from baton.ranks.channel import Channel
-from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous
+from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous, meet_on_gpus
 from baton.ranks.followers import (
+    ANSWER_SECONDS,
     IMPORT_SECONDS,
     LOAD_SECONDS,
     FollowerError,
@@ -37,10 +38,25 @@ from baton.rpc.address import family_of
 from baton.rpc.authentication import Cluster
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore
-from baton.v1 import node_pb2
+from baton.v1 import common_pb2, node_pb2
 from baton.worker.hosts import master_address, settings_of
+from baton.worker.model import rank_device, share_gpu
 
 _log = get_logger()
+
+
+def meet(
+    config: WorkerConfig,
+    shard: Shard,
+    rendezvous: Rendezvous,
+    device: torch.device,
+    listener: socket.socket | None = None,
+) -> Communicator:
+    """See GroupCommunicator. Raises CollectiveError."""
+    if device.type == "cpu":
+        return GroupCommunicator(shard, rendezvous, COLLECTIVE_SECONDS, listener)
+    shared = share_gpu(config.device, shard)
+    return meet_on_gpus(shard, rendezvous, COLLECTIVE_SECONDS, device, shared=shared)
 
 
 class Ranks:
@@ -54,6 +70,8 @@ class Ranks:
         self.followers: Followers | None = None
         self._pages: dict[int, Channel] = {}
         """By host: connections for its pages."""
+        self._here: dict[int, Ready] = {}
+        """What other ranks of this host have said of their last pools."""
         self._there: dict[int, Ready] = {}
         """What ranks of other hosts have said of themselves."""
         self._plan_times = PlanTimes()
@@ -94,7 +112,8 @@ class Ranks:
         self.followers.await_all(IMPORT_SECONDS)
         self.followers.tell(Meet())
         meeting = Rendezvous(self.followers.rendezvous, address)
-        self.communicator = GroupCommunicator(self.shard, meeting, COLLECTIVE_SECONDS, listener)
+        device = rank_device(config.device, self.shard)
+        self.communicator = meet(config, self.shard, meeting, device, listener)
 
     def _expected(self) -> list[tuple[int, str]]:
         """The connections of other hosts: of each rank for plans, and of the first ones for pages."""
@@ -111,11 +130,14 @@ class Ranks:
             if answer.fingerprint != fingerprint:
                 raise FollowerError(f"rank {rank} has another checkpoint: copy rank 0's --model to its host")
 
-    def lead(self, runner: Runner[Any], pool: MakePool) -> Runner[Any]:
-        """A runner of all ranks, whose pools are made for it. Raises FollowerError."""
+    def lead(self, make: Callable[[], Runner[Any]], pool: MakePool) -> Runner[Any]:
+        """A runner of all ranks, whose pools are made for it; `make`: rank 0's own. Raises FollowerError."""
         if self.followers is None:
-            return runner
-        self.followers.ask(pool, range(1, self.shard.per_host))
+            return make()
+        here = range(1, self.shard.per_host)
+        self.followers.tell(pool, here)
+        runner = make()  # at the same time: on GPUs making one computes
+        self._here = self.followers.await_all(ANSWER_SECONDS, here)
         for first in range(self.shard.per_host, self.shard.size, self.shard.per_host):
             self._there |= self.followers.ask(replace(pool, segment=None), [first])
             others = range(first + 1, first + self.shard.per_host)
@@ -137,6 +159,10 @@ class Ranks:
             others.append(other)
         return PagesOfHosts(layout.page_bytes, own, self._part(0, layout), others)
 
+    def parts(self) -> list[common_pb2.CudaIpcPart]:
+        """Of the other ranks' pools on GPUs."""
+        return [common_pb2.CudaIpcPart.FromString(self._here[rank].part) for rank in sorted(self._here)]
+
     def _part(self, host: int, layout: KvLayout) -> Part:
         head = layout.page_bytes // layout.num_kv_heads
         rank = replace(self.shard, rank=host * self.shard.per_host)
@@ -157,7 +183,8 @@ class Ranks:
         for rank, pid in here.items():
             with contextlib.suppress(psutil.NoSuchProcess):
                 resident = psutil.Process(pid).memory_info().rss
-                found.append(node_pb2.Rank(rank=rank, pid=pid, device=str(device), resident_bytes=resident))
+                where = self._here[rank].device if rank in self._here else str(device)
+                found.append(node_pb2.Rank(rank=rank, pid=pid, device=where, resident_bytes=resident))
         for rank, told in sorted(self._there.items()):
             one = node_pb2.Rank(
                 rank=rank, pid=told.pid, device=told.device, resident_bytes=told.resident_bytes

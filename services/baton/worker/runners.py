@@ -86,8 +86,6 @@ def unsuited(model: Model, prefill: type[AttentionBackend], decode: type[Attenti
             return f"attention backend {backend.name!r} does not follow page tables on the device"
     if not isinstance(model, Decoder):
         return f"{model.config.architecture} is computed by the code of transformers"
-    if model.shard.size > 1:
-        return "collectives of several ranks are not captured"
     if not (torch.cuda.is_available() and torch.cuda.get_device_capability(model.device) == (9, 0)):
         return "its kernels have been made for, and run on, Hopper GPUs alone"
     if why_not_fused(model) is not None and model.dtype == torch.float32:

@@ -1,0 +1,296 @@
+"""Workers of two ranks that share one GPU: the tokens and pages of one rank, hand-offs, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from rig import generate, prompts_of, save_checkpoint
+from test_families import FAMILIES, assert_nearly_greedy
+from test_latent import V3
+from test_runner import assert_greedy, greedy
+
+sys.path.append(str(Path(__file__).parents[1] / "cluster"))
+
+from checkpoints import VOCABULARY, make_model, save
+from deployment import Deployment
+
+from baton.config import WorkerConfig
+from baton.engine.cuda_runner import CudaRunner
+from baton.engine.model_runner import ModelRunner
+from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.sampling import SamplingParams
+from baton.ranks.runner import RanksLost
+from baton.rpc.address import new_incarnation
+from baton.rpc.errors import BatonError
+from baton.worker.engine import Engine, build_engine
+
+PAGE = 64
+LENGTHS = (5, 63, 130, 1, 64, 200)
+SHARED = "cuda:0"
+OPTIONS = {"kv_tokens": 4096, "page_size": PAGE, "max_rows": 8, "token_budget": 128, "context_length": 512}
+EVERYTHING = SamplingParams(
+    temperature=0.9,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    frequency_penalty=0.2,
+    logit_bias={3: 1.0},
+    logprobs=5,
+    prompt_logprobs=5,
+    max_tokens=12,
+)
+END_SECONDS = 15.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@contextlib.contextmanager
+def engine_of(path: Path, tp: int, dtype: str, **options):
+    device = SHARED if tp > 1 else "cuda"
+    config = WorkerConfig(model=str(path), device=device, dtype=dtype, tp=tp, **{**OPTIONS, **options})
+    engine = build_engine(config, new_incarnation(), "decode")
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def runner_of(engine: Engine):
+    return getattr(engine.runner, "_runner", engine.runner)
+
+
+def pages_of(engine: Engine) -> torch.Tensor:
+    """uint8 [pages, page_bytes]: whole pages."""
+
+    async def read() -> list[bytes]:
+        reader = engine.pages.reader()
+        return [bytes(await reader.read(page)) for page in range(engine.pool.num_pages)]
+
+    return torch.stack([torch.frombuffer(bytearray(page), dtype=torch.uint8) for page in asyncio.run(read())])
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_float32_tokens_and_pages_are_those_of_one_rank(checkpoint, attention):
+    """In CUDA graphs, and by the runner without them; prompts in chunks beside decode rows, and then from the
+    prefix tree; sampled, penalized, with log-probabilities."""
+    prompts = prompts_of(*LENGTHS)
+    params = greedy(len(prompts), 16)
+    params[1] = params[4] = EVERYTHING
+    names = {"prefill_attention": attention, "decode_attention": attention}
+    found = {}
+    for tp in (1, 2):
+        with engine_of(checkpoint, tp, "float32", **names) as engine:
+            assert isinstance(runner_of(engine), CudaRunner if attention == "auto" else ModelRunner)
+            first = generate(engine.runner, engine.cache, prompts, params, budget=128)
+            again = generate(engine.runner, engine.cache, prompts, params, budget=128)
+            found[tp] = first, again, pages_of(engine)
+    for run in (0, 1):
+        assert found[2][run] == found[1][run]
+    # Of page 0 the start has written what no sequence sees, in any order.
+    one, two = (pages[1:].view(torch.float32) for _, _, pages in (found[1], found[2]))
+    assert one.shape == two.shape and (one != 0).float().mean() > 0.1
+    print("largest difference", (one - two).abs().max(), "of", one.abs().max())
+    assert (one - two).abs().max() < 1e-3
+
+
+def different(path, prompts, ours, theirs) -> int:
+    """How many outputs differ; each first from a token on where float32 has a near tie."""
+    from rig import reference_logits
+
+    count = 0
+    for prompt, our, their in zip(prompts, ours, theirs, strict=True):
+        if our == their:
+            continue
+        count += 1
+        at = next(i for i, (a, b) in enumerate(zip(our, their, strict=True)) if a != b)
+        logits = reference_logits(path, prompt + our[:at])[-1]
+        margin = abs(logits[our[at]] - logits[their[at]]).item()
+        print("differs from token", at, "on, margin", round(margin, 4))
+        assert margin <= 0.15, (our, their)
+    return count
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"head_dim": 128, "num_key_value_heads": 1, "tie_word_embeddings": True}],
+    ids=["64", "128"],
+)
+def test_bfloat16_tokens_are_those_of_one_rank_but_for_near_ties(tmp_path, overrides):
+    """The second model has one KV head, which both ranks hold."""
+    path = save_checkpoint(tmp_path, **overrides)
+    prompts = prompts_of(*LENGTHS)
+    params = [dataclasses.replace(each, max_tokens=64) for each in greedy(len(prompts))]
+    found = {}
+    for tp in (1, 2):
+        with engine_of(path, tp, "bfloat16") as engine:
+            runner = runner_of(engine)
+            assert isinstance(runner, CudaRunner) and runner.graphs is not None
+            assert runner.chunk_graphs is not None
+            found[tp] = generate(engine.runner, engine.cache, prompts, params, budget=128)
+    assert_greedy(path, prompts, found[2], 0.3)
+    print("different outputs", different(path, prompts, found[2], found[1]))
+
+
+OF_FAMILIES = {name: FAMILIES[name] for name in ("gpt-oss", "glm4-moe", "gemma3")} | {"deepseek": V3}
+
+
+@pytest.mark.parametrize("family", OF_FAMILIES)
+def test_families(tmp_path, family):
+    path = save_checkpoint(tmp_path, **OF_FAMILIES[family])
+    prompts = prompts_of(*LENGTHS)
+    # The packed FlashAttention kernels end at heads of 128.
+    attention = "triton" if family == "gemma3" else "auto"
+    names = {"prefill_attention": attention, "decode_attention": attention}
+    with engine_of(path, 2, "bfloat16", **names) as engine:
+        assert isinstance(runner_of(engine), CudaRunner)
+        found = generate(engine.runner, engine.cache, prompts, greedy(len(prompts), 12), budget=128)
+    assert_nearly_greedy(path, prompts, found)
+
+
+def test_both_ranks_together_take_the_promised_part_of_the_gpu(checkpoint):
+    before, total = torch.cuda.mem_get_info()
+    with engine_of(checkpoint, 2, "bfloat16", kv_tokens=0, memory_fraction=0.1) as engine:
+        print("in all", (before - torch.cuda.mem_get_info()[0]) / total)
+        pools = 2 * engine.pool.raw.nbytes / total
+        assert 0.07 < pools < 0.1, pools
+        prompts = prompts_of(*LENGTHS)
+        found = generate(engine.runner, engine.cache, prompts, greedy(len(prompts)), budget=128)
+        assert_greedy(checkpoint, prompts, found, 0.3)
+
+
+def test_what_does_not_work_is_refused(checkpoint):
+    for options, text in (
+        ({"device": "cuda", "tp": 1 + torch.cuda.device_count()}, "lower it, or let the ranks share one"),
+        ({"device": SHARED, "tp": 2, "ep": True}, "--ep works on CPUs only"),
+        ({"device": SHARED, "tp": 2, "kv_dtype": "fp8_e4m3"}, "--kv-dtype does not work with --tp on GPUs"),
+        ({"device": SHARED, "tp": 2, "quantization": "int8"}, "use --quantization none"),
+    ):
+        with pytest.raises(BatonError, match=text):
+            build_engine(WorkerConfig(model=str(checkpoint), **options), 1, "decode")
+
+
+def step(engine, number=1):
+    inits = (SlotInit(0, SamplingParams(temperature=0.0), 0, (), ()),)
+    row = PlanRow(0, (5, 6, 7), 0, (0,), (0,))
+    return engine.runner.read(engine.runner.launch(StepPlan(number, (row,), inits)))
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_step_without_the_other_rank_ends(checkpoint, monkeypatch, by):
+    monkeypatch.setattr("baton.worker.ranks.COLLECTIVE_SECONDS", 10.0)
+    with engine_of(checkpoint, 2, "bfloat16") as engine:
+        step(engine)
+        (follower,) = engine.ranks.followers.processes.values()
+        follower.send_signal(by)
+        if by == signal.SIGKILL:
+            follower.wait()
+        started = time.monotonic()
+        with pytest.raises(RanksLost, match="another rank is lost"):
+            step(engine, 2)
+        print("ended after", time.monotonic() - started)
+        assert time.monotonic() - started < 60
+    assert follower.poll() is not None
+
+
+# --- as processes of their own ------------------------------------------------------------------------
+
+
+WORKER = ("--device", SHARED, "--kv-tokens", "4096", "--token-budget", "128", "--max-rows", "4")
+WORKER += ("--page-size", str(PAGE), "--context-length", "512")
+HANDED_OFF = (63, 64, 65, 200)
+
+
+@dataclasses.dataclass
+class Workers:
+    deployment: Deployment
+    path: Path
+    pairs: dict
+    decode: list
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def workers(request, tmp_path_factory):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 8}
+    path = save(make_model("qwen3", **sizes), tmp_path_factory.mktemp("qwen3"))
+    deployment = Deployment(tmp_path_factory.mktemp("ranks"), path)
+    flags = (*WORKER, "--dtype", request.param)
+    prefill = [deployment.add_worker("prefill", *flags, "--tp", str(tp)) for tp in (1, 2)]
+    decode = [deployment.add_worker("decode", *flags, "--tp", str(tp)) for tp in (1, 2)]
+    gateways = {"one": deployment.add_gateway([decode[0]])}
+    gateways["1 to 2"] = deployment.add_gateway([decode[1]], [prefill[0]])
+    gateways["2 to 1"] = deployment.add_gateway([decode[0]], [prefill[1]])
+    gateways["2 to 2"] = deployment.add_gateway([decode[1]], [prefill[1]])
+    for worker in prefill + decode:
+        worker.forked = False  # CUDA may have been looked for before the fork
+    with deployment:
+        yield request.param, Workers(deployment, path, gateways, decode)
+
+
+def ask(gateway, prompts, **options):
+    from baton.client import Client
+
+    with Client(gateway.address) as client:
+        return [
+            client.generate(token_ids=each, temperature=0.0, max_tokens=24, ignore_eos=True, **options)
+            for each in prompts
+        ]
+
+
+def test_pages_are_handed_off_between_different_numbers_of_ranks(workers):
+    dtype, deployed = workers
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in HANDED_OFF]
+    tokens = {}
+    for name, gateway in deployed.pairs.items():
+        completions = ask(gateway, prompts, namespace=name)
+        tokens[name] = [completion.choices[0].token_ids for completion in completions]
+        if name != "one":
+            for length, completion in zip(HANDED_OFF, completions, strict=True):
+                assert completion.stats.transport == "cuda_ipc", name
+                assert completion.stats.pulled_pages == -(-length // PAGE)
+                assert completion.stats.handoff_retries == 0
+        if dtype == "float32":
+            assert tokens[name] == tokens["one"], name
+        else:
+            assert_greedy(deployed.path, prompts, tokens[name], 0.3)
+    count = {name: different(deployed.path, prompts, tokens[name], tokens["one"]) for name in tokens}
+    print("different outputs", dtype, count)
+    deployed.deployment.assert_idle()
+
+
+def test_a_worker_ends_with_one_of_its_ranks(workers):
+    _, deployed = workers
+    worker = deployed.decode[1]
+    told = worker.info().ranks
+    assert [rank.device for rank in told] == [SHARED] * 2
+    gc.collect()
+    torch.cuda.empty_cache()
+    used = torch.cuda.mem_get_info()[0]
+    found = [
+        each for each in psutil.Process(worker.pid).children() if "baton.ranks.follower" in each.cmdline()
+    ]
+    started = time.monotonic()
+    found[0].kill()
+    while worker.alive and time.monotonic() - started < END_SECONDS:
+        time.sleep(0.01)
+    print("ended after", time.monotonic() - started)
+    assert not worker.alive
+    time.sleep(1.0)
+    back = torch.cuda.mem_get_info()[0] - used
+    print("memory back, MiB", back / 2**20)
+    assert back > 2**28, "both contexts and pools are gone"
+    assert not [path for path in worker.segments() if path.exists()]
+    worker.start()
+    worker.wait_ready()
