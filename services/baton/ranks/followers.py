@@ -26,7 +26,7 @@ ANSWER_SECONDS = 120.0
 """For other work of a follower."""
 SEND_SECONDS = 20.0
 """For a follower to take a message."""
-FAILED_SECONDS = 0.5
+FAILED_SECONDS = 2.0
 """For a follower that has failed to end."""
 EXIT_FAILED = 1
 """A follower's exit code if the start or a step failed there."""

@@ -29,11 +29,9 @@ from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.eviction import make_policy
 from baton.kvcache.groups import longest
 from baton.kvcache.pool import KvLayout, KvPool, default_page_size
-from baton.layers.shard import Shard
 from baton.models.config import ModelError
 from baton.models.decoder import Model
 from baton.models.kv_scales import digest
-from baton.models.weight_plan import weight_plan
 from baton.ranks.channel import CollectiveError
 from baton.ranks.followers import FollowerError, MakePool
 from baton.ranks.hosts import JoinError
@@ -66,12 +64,11 @@ from baton.worker.model import (
     load,
     model_fingerprint,
     own_part,
-    rank_device,
     ranks_together,
     sized,
 )
 from baton.worker.pool import PublishedPool, join_parts, make_pool
-from baton.worker.ranks import Ranks
+from baton.worker.ranks import Ranks, check_attention, on_gpus
 from baton.worker.runners import make_runner
 
 _log = get_logger()
@@ -162,49 +159,14 @@ def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threadin
         torch.set_num_threads(config.threads)
     if config.tp > 1:
         if device.type != "cpu":
-            device = _on_gpus(config, device)
+            device = on_gpus(config, device)
         check_shards(config, device)
-        _refuse_quantized(config, device)
     ranks = Ranks(config, stopping)
     try:
         return _build_ranked(config, device, incarnation, ranks)
     except BaseException:
         ranks.close()
         raise
-
-
-def _on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
-    """Of rank 0. Raises BatonError for several ranks that do not work on GPUs."""
-    if device.type != "cuda":
-        raise invalid("tp", f"--tp works on CPUs and NVIDIA GPUs, not on {device.type}; leave it out")
-    if config.nnodes > 1:
-        raise invalid("nnodes", "ranks of several hosts compute on CPUs only; leave out --nnodes")
-    if config.ep:
-        raise invalid("ep", "--ep works on CPUs only; leave it out")
-    if config.kv_dtype != "auto":
-        raise invalid("kv_dtype", "--kv-dtype does not work with --tp on GPUs yet; leave one of them out")
-    count = torch.cuda.device_count()
-    if device.index is None and count < config.tp:
-        raise invalid(
-            "tp",
-            f"--tp {config.tp} takes as many GPUs, and {count} can be used; lower it, or let the ranks share "
-            "one for a trial: --device cuda:0",
-        )
-    if device.index is None:
-        _log.warning("ranks on several GPUs use NCCL, which Baton has not been run with")
-    device = rank_device(config.device, Shard(0, config.tp))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _refuse_quantized(config: WorkerConfig, device: torch.device) -> None:
-    """Raises BatonError for weights that stay quantized on several GPUs' ranks."""
-    dtype = dtype_of(config.dtype, device) or torch.bfloat16
-    path, head = resolve(config.model), config.quantize_head
-    plan = weight_plan(path, device, config.quantization, head, config.load_format, dtype)
-    if device.type == "cuda" and plan.method is not None:
-        text = "weights that stay quantized on a GPU do not work with --tp yet; use --quantization none"
-        raise invalid("quantization", text)
 
 
 def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, ranks: Ranks) -> Engine:
@@ -228,6 +190,8 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
     own = own_part(layout, ranks.shard, device)[0]
     (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
     seen = context
+    if device.type == "cuda" and config.tp > 1:
+        check_attention(model)
 
     def computing(pool: KvPool, segment: Path | None = None) -> Runner[Any]:
         make = partial(_computing, config, model, pool, (prefill, decode), seen)

@@ -15,10 +15,13 @@ from typing import Any
 import psutil
 import torch
 
+from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.pool import KvLayout
 from baton.layers.shard import ONE_RANK, Communicator, Shard
+from baton.models.decoder import Model
+from baton.models.weight_plan import weight_plan
 from baton.ranks.channel import Channel
 from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous, meet_on_gpus
 from baton.ranks.followers import (
@@ -36,13 +39,55 @@ from baton.ranks.pages import PagesOfHosts, Part, RemotePart
 from baton.ranks.runner import PLAN_SECONDS, PlanTimes, RankedRunner, RanksLost
 from baton.rpc.address import family_of
 from baton.rpc.authentication import Cluster
+from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.hosts import master_address, settings_of
-from baton.worker.model import rank_device, share_gpu
+from baton.worker.model import dtype_of, rank_device, share_gpu
 
 _log = get_logger()
+
+
+def on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
+    """Of rank 0. Raises BatonError for several ranks that do not work on GPUs."""
+    if device.type != "cuda":
+        raise invalid("tp", f"--tp works on CPUs and NVIDIA GPUs, not on {device.type}; leave it out")
+    if config.nnodes > 1:
+        raise invalid("nnodes", "ranks of several hosts compute on CPUs only; leave out --nnodes")
+    if config.ep:
+        raise invalid("ep", "--ep works on CPUs only; leave it out")
+    if config.kv_dtype != "auto":
+        raise invalid("kv_dtype", "--kv-dtype does not work with --tp on GPUs yet; leave one of them out")
+    count = torch.cuda.device_count()
+    if device.index is None and count < config.tp:
+        raise invalid(
+            "tp",
+            f"--tp {config.tp} takes as many GPUs, and {count} can be used; lower it, or let the ranks share "
+            "one for a trial: --device cuda:0",
+        )
+    dtype = dtype_of(config.dtype, device) or torch.bfloat16
+    plan = weight_plan(
+        resolve(config.model), device, config.quantization, config.quantize_head, config.load_format, dtype
+    )
+    if plan.method is not None:
+        text = "weights that stay quantized on a GPU do not work with --tp yet; use --quantization none"
+        raise invalid("quantization", text)
+    if device.index is None:
+        _log.warning("ranks on several GPUs use NCCL, which Baton has not been run with")
+    device = rank_device(config.device, Shard(0, config.tp))
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_attention(model: Model) -> None:
+    """Raises BatonError for attention that has not been run by several ranks on GPUs."""
+    features = frozenset[str]().union(*(options.features for options in model.attention_options))
+    if features:
+        raise failed_precondition(
+            f"--tp on GPUs works with plain attention only yet, and {model.config.architecture} has "
+            f"{', '.join(sorted(features))}; leave out --tp, or use --device cpu"
+        )
 
 
 def meet(
