@@ -22,7 +22,7 @@ from baton.layers.attention import Attention
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import AttendPages
 from baton.layers.kernels import quantize, quantized_linear
-from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_parts
+from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_few, project_parts
 from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.matmul import matmul
 from baton.layers.kernels.norm import fused_add_rmsnorm, rmsnorm
@@ -184,7 +184,8 @@ class FusedDecoder:
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
         for w, following, user in self._followed():
             attention = w.attention
-            projected = self._project(attention.input, x)
+            few = project_few(x, attention.input, residual.dtype) if isinstance(x, Quantized) else None
+            projected = self._project(attention.input, x) if few is None else few
             q = attention.write(projected, positions, slots, self._tables, w.cache, self._rope)
             attended = attention.attend(attend, q)
             parts = project_parts(_for(attention.output, attended), attention.output)

@@ -56,7 +56,6 @@ def _gate_up(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -101,7 +100,7 @@ def _gate_up(
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
     up = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((COLUMNS,), tl.float32)
-    for start in tl.range(0, K, COLUMNS, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    for start in tl.range(0, K, COLUMNS, num_stages=STAGES):
         there = start + columns < K
         mask = inside & there[None, :]
         g = tl.load(gate_at + start, mask=mask, other=0.0, eviction_policy="evict_first")
@@ -156,7 +155,6 @@ def _down(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -169,7 +167,7 @@ def _down(
     steps: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     own = x + token.to(tl.int64) * ((TOP_K + SHARED) * INNER)
-    for step in tl.range(0, TOP_K * steps, num_stages=STAGES, loop_unroll_factor=UNROLL):
+    for step in tl.range(0, TOP_K * steps, num_stages=STAGES):
         pair = token * TOP_K + step // steps
         k = step % steps * COLUMNS + columns
         there = k < INNER
@@ -303,7 +301,6 @@ def _launch_gate_up(
         ROWS=rows,
         COLUMNS=columns,
         STAGES=stages,
-        UNROLL=1,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
@@ -346,7 +343,6 @@ def down(
         ROWS=rows,
         COLUMNS=columns,
         STAGES=stages,
-        UNROLL=1,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
