@@ -173,12 +173,16 @@ async def test_published_schemas(routes):
 
 
 async def test_the_same_after_a_decode_node_has_died(routes):
-    """Half of the streams run at the node that is killed; they go on at the other one."""
+    """Half of the streams run at the node that is killed; they go on at the other one. Each writes a long
+    list, so that it has not ended by then."""
     resumed = 0
     for first in range(0, RESUMED, 16):
-        resumed += await _resumed(
-            [{**request, "n": 2} for request in requests(first, min(RESUMED, first + 16))], routes
-        )
+        given = requests(first, min(RESUMED, first + 16))
+        for request in given:
+            schema = request["grammar"]["json_schema"]
+            listed = {"$defs": schema.pop("$defs", {}), "type": "array", "items": schema, "minItems": 100}
+            request["grammar"] = {"json_schema": listed}
+        resumed += await _resumed([{**request, "n": 2} for request in given], routes)
     print(f"{resumed} of {RESUMED} requests were resumed")
     assert resumed >= max(1, RESUMED // 8)
 
