@@ -174,7 +174,7 @@ def test_what_does_not_work_is_refused(checkpoint):
         ({"device": "cuda", "tp": 1 + torch.cuda.device_count()}, "lower it, or let the ranks share one"),
         ({"device": SHARED, "tp": 2, "ep": True}, "--ep works on CPUs only"),
         ({"device": SHARED, "tp": 2, "kv_dtype": "fp8_e4m3"}, "--kv-dtype does not work with --tp on GPUs"),
-        ({"device": SHARED, "tp": 2, "quantization": "int8"}, "use --quantization none"),
+        ({"device": SHARED, "tp": 2, "dtype": "bfloat16", "quantization": "int8"}, "use --quantization none"),
     ):
         with pytest.raises(BatonError, match=text):
             build_engine(WorkerConfig(model=str(checkpoint), **options), 1, "decode")
