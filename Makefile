@@ -47,7 +47,8 @@ test: $(VENV)/installed-test ## Run all tests, or some, one at a time: make test
 ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
 else
-	@$(BIN)/python -m pytest -q --lanes $(LANES) --durations=60
+	@! command -v nvidia-smi > /dev/null || $(BIN)/python -m pytest -q tests/gpu
+	@$(BIN)/python -m pytest -q --lanes $(LANES) --durations=60 --ignore tests/gpu
 endif
 
 soak: $(VENV)/installed ## Simulate deployments with faults, from a random seed on (SECONDS=600)

@@ -22,9 +22,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import pytest
+from _pytest._io import TerminalWriter
 
-END_SECONDS = 60.0
-"""For a lane that is told to end."""
+END_SECONDS = 30.0
+"""For lanes that are told to end."""
 
 File = deque[int]
 """Tests of one file that a lane has to run, by their places in `session.items`."""
@@ -92,6 +93,8 @@ class Lanes:
             raise session.Interrupted(f"{session.testsfailed} errors during collection")
         # Made here, for all: else each lane makes one, and pytest removes all but the last three.
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+        # Whoever runs this and gives up sees what has failed so far.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         alone = [bool(item.get_closest_marker("alone")) for item in session.items]
         self._run(session, "beside others", self._count, files_of(session, [not one for one in alone]))
         self._run(session, "alone", 1, files_of(session, alone))
@@ -125,13 +128,14 @@ class Lanes:
                         if session.shouldfail or session.shouldstop:
                             files.clear()
                         lane.give(files.popleft() if files else deque())
+                    elif what == "done":  # with all its repeats
+                        assert session.items[lane.todo.popleft()].nodeid == of[0]
                     else:
                         self._tell(what, of)
-                        if what == "finish":
-                            assert session.items[lane.todo.popleft()].nodeid == of[0]
         finally:
             for lane in lanes.values():
                 os.kill(lane.pid, signal.SIGTERM)
+            for lane in lanes.values():
                 lane.end()
         if session.shouldfail:
             raise session.Failed(session.shouldfail)
@@ -178,6 +182,17 @@ def files_of(session: pytest.Session, wanted: list[bool]) -> deque[File]:
     return deque(files.values())
 
 
+class Terminal:
+    """What plugins of a lane ask of the terminal's (pytest-timeout writes into the report of the test)."""
+
+    def __init__(self) -> None:
+        self.stats: dict[str, list[Any]] = {}
+
+    @property
+    def _tw(self) -> TerminalWriter:
+        return TerminalWriter(sys.stderr)
+
+
 class Telling:
     """What a lane does instead of printing."""
 
@@ -205,14 +220,18 @@ def become(session: pytest.Session, connection: Connection, own: int) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # fixtures end what they have started
         plugins = session.config.pluginmanager
         plugins.unregister(name="terminalreporter")
+        plugins.register(Terminal(), "terminalreporter")
         capture = plugins.getplugin("capturemanager")
         capture.stop_global_capturing()  # into files that all lanes would share
         capture.start_global_capturing()
         plugins.register(Telling(session.config, connection))
         for item, following in pairs(session, connection):
             session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            connection.send(("done", item.nodeid))
         code = 0
     except (KeyboardInterrupt, BrokenPipeError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's and the parent's both come
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(BaseException):
             session._setupstate.teardown_exact(None)
     except BaseException:

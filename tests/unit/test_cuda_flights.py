@@ -33,7 +33,7 @@ def flight(number: int, **state: Any) -> CudaFlight:
 
 def runner(late: CudaFlight | None) -> CudaRunner:
     made = object.__new__(CudaRunner)
-    made._late = late
+    made._late, made._communicator = late, None
     return made
 
 

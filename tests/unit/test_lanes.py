@@ -56,6 +56,26 @@ def test_alone(lane):
 }
 
 
+REPEATS = """
+import contextlib, time, pytest
+
+tries = []
+
+@pytest.mark.flaky(reruns=1)
+def test_the_second_time():
+    tries.append(None)
+    assert len(tries) == 2
+
+@pytest.mark.timeout(1)
+def test_hangs():
+    with contextlib.suppress(Exception):
+        time.sleep(60)
+
+def test_next():
+    pass
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("suite")
@@ -103,3 +123,14 @@ def test_no_more_begin_after_a_failure_that_is_the_last(folder: Path) -> None:
     done = run(folder, "--lanes", "1", "-x", "test_bad.py", "test_good.py", "test_more.py")
     assert done.returncode == 1 and "1 failed" in done.stdout.splitlines()[-1], done.stdout
     assert "test_more.py" not in done.stdout
+
+
+def test_repeats_and_limits_hold_in_lanes(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["lanes"]\n')
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
+    (tmp_path / "test_it.py").write_text(REPEATS)
+    plugins = ("-p", "pytest_rerunfailures", "-p", "pytest_timeout")
+    done = run(tmp_path, "--lanes", "1", *plugins)
+    words = done.stdout.splitlines()
+    assert words[-1].startswith("1 failed, 2 passed, 1 rerun"), done.stdout
+    assert "Timeout (>1.0s)" in done.stdout

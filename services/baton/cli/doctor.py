@@ -299,7 +299,8 @@ def _ranks(shards: Sequence[int], heads: int, of: int, device: str) -> Check:
     if count < len(shards):
         how = "lower --tp, or let them share one for a trial: --device cuda:0"
         return Check("ranks", "bad", f"{text}; each needs a GPU, and {count} can be used: {how}")
-    return Check("ranks", "note", f"{text}, and a GPU of its own: Baton has not been run on several by NCCL")
+    how = "several GPUs have not been run yet: let the ranks share one for a trial, --device cuda:0"
+    return Check("ranks", "bad", f"{text}; {how}")
 
 
 GROUPS: dict[str, Callable[[], Iterator[Check]]] = {

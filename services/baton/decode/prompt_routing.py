@@ -53,6 +53,8 @@ class PromptRouting:
         if state.request.failed_steps >= MAX_FAILED_STEPS:
             raise Unroutable("INTERNAL", "REPEATED_STEP_FAILURE", repeated(state.last_failure))
         busy = self._busy_with(state)
+        if busy and (busy not in state.candidates[state.tried :] or not self.peers[busy].up):
+            busy = ""
         if not state.candidates or (uncached <= state.local_tokens and not busy):
             return Route.LOCAL
         connecting = False

@@ -71,6 +71,8 @@ class DecodeRequest:
     last_failure: str = ""
     step_failure: str = ""
     """With which of STEP_FAILURES a prefill node last failed it."""
+    failed_at: set[str] = field(default_factory=set)
+    """Prefill nodes that have."""
     spent: dict[str, float] = field(default_factory=dict)
     """Seconds by phase: queue, prefill, pull, decode."""
     phase: str = ""
@@ -89,7 +91,8 @@ class DecodeRequest:
         """The candidate at `address` has failed."""
         tried = self.candidates.index(address) + 1
         # Choices that are computed each by itself may have been in the same step there: it counts once.
-        if reason in STEP_FAILURES and tried > self.tried:
+        if reason in STEP_FAILURES and address not in self.failed_at:
+            self.failed_at.add(address)
             self.step_failure = reason
             self.request.failed_steps += 1
         self.tried = max(self.tried, tried)

@@ -92,6 +92,8 @@ class Follower:
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)
             assert self._runner is not None
+            if self._model.communicator is not None:
+                self._model.communicator.check()
             self._runner.launch(self._decoder.decode(plan))
 
     def _make(self, asked: MakePool) -> None:

@@ -83,6 +83,7 @@ class WorkerNode(WorkerShell[C]):
         self.incarnation = new_incarnation()
         self.recorder = Recorder(config.recorder_events, self.clock)
         self.draining = False
+        self._crashing = False
         self.tasks = Tasks()
         self.core_or_none: C | None = None
         self._address = ""
@@ -182,6 +183,7 @@ class WorkerNode(WorkerShell[C]):
         """An error has escaped the core: a bug. Pages and leases are in doubt, so the process ends at once.
         Peers see the connection break, and a supervisor starts a new incarnation. First, callers learn which
         requests may be the cause, so that the next node computes these one at a time."""
+        self._crashing = self.draining = True
         if isinstance(error, RanksLost):
             _log.critical("the ranks do not go on together; the process ends", error=str(error))
         else:
@@ -198,7 +200,8 @@ class WorkerNode(WorkerShell[C]):
         """Another rank has ended: so must this one. The step thread says so if a step was running."""
         _log.critical("another rank has ended; the process ends", rank=rank, exit_code=code)
         time.sleep(LOST_SECONDS)
-        self._end()
+        if not self._crashing:  # else the step thread ends the process, when it has told the callers
+            self._end()
 
     def _end(self) -> None:
         """Leaves neither processes nor shared memory behind."""
@@ -213,9 +216,12 @@ class WorkerNode(WorkerShell[C]):
         self.core_or_none.node_failed(f"the node ended with {type(error).__name__} in its step thread")
         self.loop.call_soon_threadsafe(delivered.set)
         delivered.wait(TELL_SECONDS)
-        while self.streams.unsent and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(WRITE_SECONDS)
+        while time.monotonic() < deadline:
+            while self.streams.unsent and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(WRITE_SECONDS)
+            if not self.streams.unsent:  # a message may have been on its way between outbox and gRPC
+                return
 
     async def Embed(self, request: embed_pb2.EmbedPrompts, context: Any) -> embed_pb2.PromptEmbeddings:
         """Of both roles' services."""

@@ -73,8 +73,9 @@ def on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
     if plan.method is not None:
         text = "weights that stay quantized on a GPU do not work with --tp yet; use --quantization none"
         raise invalid("quantization", text)
-    if device.index is None:
-        _log.warning("ranks on several GPUs use NCCL, which Baton has not been run with")
+    if device.index is None or device.index:
+        text = "ranks have not been run on several GPUs yet; let them share one for a trial: --device cuda:0"
+        raise invalid("device", text)
     device = rank_device(config.device, Shard(0, config.tp))
     torch.cuda.set_device(device)
     return device

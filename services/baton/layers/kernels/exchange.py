@@ -66,7 +66,9 @@ def _exchange(
             inside = offsets < end
             tl.store(mine + (offsets - start), tl.load(x + offsets, mask=inside), mask=inside)
         tl.debug_barrier()  # all threads have written
-        tl.atomic_xchg(own.to(tl.pointer_type(tl.int64)) + program, round, sem="release", scope="sys")
+        # A rank that has given up says so no more: those that come later wait in vain, too.
+        said = tl.where(left > 0, round, 0)
+        tl.atomic_xchg(own.to(tl.pointer_type(tl.int64)) + program, said, sem="release", scope="sys")
         for rank in tl.static_range(RANKS):
             if rank != RANK:
                 flag = tl.load(buffers + rank).to(tl.pointer_type(tl.int64)) + program
