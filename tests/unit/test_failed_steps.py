@@ -183,6 +183,19 @@ def test_one_failure_of_two_hand_offs_at_a_node_counts_once():
     assert case.addresses == "ppq"
 
 
+@pytest.mark.parametrize("local", [0, 8])
+def test_a_failed_step_counts_at_a_node_that_has_refused_the_request_meanwhile(local):
+    case = HandedOff()
+    case.retract()
+    case.node.run(2)
+    case.core.unfinished[case.request.key].local_tokens = local
+    case.fail("p", 1, "UNAVAILABLE", "DRAINING")
+    case.node.run(2)
+    assert case.addresses == ("pp" if local else "ppq"), "here, or at the next"
+    case.fail("p", 0)
+    assert case.request.failed_steps == 1
+
+
 def test_an_ended_request_awaits_no_answer():
     case = HandedOff()
     case.retract()

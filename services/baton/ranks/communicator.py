@@ -37,7 +37,7 @@ class Rendezvous:
 
 class GroupCommunicator:
     """A `Communicator`. Its calls raise CollectiveError; those on GPUs are enqueued, and NCCL's watchdog ends
-    the process if one takes too long."""
+    the process if one takes too long; it does not see those in CUDA graphs."""
 
     def __init__(
         self,
