@@ -20,6 +20,7 @@ from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.layers.forward_batch import ForwardBatch
 from baton.models.loader import declared, load_model
+from baton.worker.model import kv_layout
 
 VOCAB = 1000
 CONTEXT = 1024
@@ -81,11 +82,9 @@ def make(
     "graphs:PREFILL/DECODE", or "invariant" (the batch has no say in the order of computing)."""
     device = torch.device("cpu") if kind == "cpu" else CUDA
     model = load_model(path, dtype, device, quantization=quantization)
-    config = model.config
     if kv_scales is not None:
         model.set_kv_scales(kv_scales.to(device))
-    kept = dtype if kv_scales is None else E4M3
-    layout = KvLayout(config.num_layers, model.kv.heads, model.kv.dim, page_size, kept, model.kv.parts)
+    layout = kv_layout(model, page_size, CONTEXT)
     pool = KvPool(layout, num_pages, device, spare=1)
     pool.pages.fill_(poison)
     kind, _, pair = kind.partition(":")
@@ -108,7 +107,14 @@ def make(
         runner = ModelRunner(
             model, pool, max_slots=slots, prefill_attention=backend, decode_attention=backend, device=device
         )
-    return runner, KvCache(PageAllocator(num_pages), PrefixTree(page_size))
+    return runner, KvCache(PageAllocator(num_pages), PrefixTree(page_size, groups=layout.groups))
+
+
+def tables(runner, first: int, count: int) -> dict[str, tuple[object, ...]]:
+    """Of a PlanRow: page tables of all KV groups, with so many pages from `first` on each."""
+    groups = range(len(runner._pool.layout.groups))
+    pages, *more = (tuple(range(first + g * count, first + g * count + count)) for g in groups)
+    return {"pages": pages, "more_pages": tuple(more)}
 
 
 def generate(

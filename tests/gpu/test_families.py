@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint
+from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save_checkpoint, tables
 from test_runner import assert_greedy, greedy
 
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
@@ -157,13 +157,13 @@ def test_logits_of_prompt_and_decode_steps(checkpoints, family, dtype):
     path, (tokens,) = checkpoints(family), prompts_of(120, seed=3)
     runner, _ = make(path, f"graphs:{pair_of(family, dtype)}", dtype)
     want = reference_logits(path, tokens)[99:]
-    pages, got = tuple(range(3, 11)), []
-    row = PlanRow(0, tuple(tokens[:100]), 0, pages, (0,))
+    pages, got = tables(runner, 3, 8), []
+    row = PlanRow(0, tuple(tokens[:100]), 0, sample=(0,), **pages)
     runner.read(runner.launch(StepPlan(1, (row,), (SlotInit(0, GREEDY, 0, (), ()),))))
     got.append(runner.graphs._logits[:1].float().cpu())
     for at in range(100, 120):
         init = SlotInit(0, GREEDY, 0, (), (), tokens[at])
-        runner.read(runner.launch(StepPlan(at, (PlanRow(0, None, at, pages, (0,)),), (init,))))
+        runner.read(runner.launch(StepPlan(at, (PlanRow(0, None, at, sample=(0,), **pages),), (init,))))
         got.append(runner.graphs._logits[:1].float().cpu())
     difference = (torch.cat(got) - want).abs()
     if dtype == torch.float32:
@@ -183,6 +183,19 @@ def test_which_families_have_fused_kernels(checkpoints):
     assert fused == FAMILIES.keys() - {"gemma3"}
 
 
+@pytest.mark.parametrize(("family", "enough"), [("mistral-window", 24), ("gemma3", 72)])
+def test_pages_that_have_left_the_window_are_given_up(checkpoints, family, enough):
+    """Two sequences of 500 tokens in pools that are too small for all their pages, in which others lay."""
+    path, prompts = checkpoints(family), prompts_of(380, 400, seed=5)
+    params = [dataclasses.replace(GREEDY, max_tokens=120)] * 2
+    runner, cache = make(path, "graphs:triton/triton", torch.float32, num_pages=enough)
+    runner._pool.pages.fill_(torch.nan)
+    groups = runner._pool.layout.groups
+    assert sum(group.window is not None for group in groups) and enough < 2 * 32 * len(groups)
+    got = generate(runner, cache, prompts, params, budget=64)
+    assert_greedy(path, prompts, got, 2e-3)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss", "gemma3"])
 def test_embeddings_equal_those_of_the_cpu(checkpoints, family):
     path, (tokens,) = checkpoints(family), prompts_of(50, seed=4)
@@ -191,7 +204,7 @@ def test_embeddings_equal_those_of_the_cpu(checkpoints, family):
         for dtype in (torch.float32, torch.bfloat16):
             kind = "cpu" if dtype == torch.float32 else f"graphs:{pair_of(family, dtype)}"
             runner, _ = make(path, kind, dtype)
-            row = PlanRow(0, tuple(tokens), 0, tuple(range(4)), (), pooling=pooling)
+            row = PlanRow(0, tuple(tokens), 0, pooling=pooling, **tables(runner, 0, 4))
             (result,) = runner.read(runner.launch(StepPlan(1, (row,)))).rows
             assert result.error is None
             results.append(torch.from_numpy(result.pooled))

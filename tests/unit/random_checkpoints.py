@@ -268,7 +268,7 @@ class Driver:
     ) -> None:
         """`storage`: of a pool that other ranks share."""
         self.model = load_model(path, dtype, **options)
-        layout = kv_layout(self.model, page_size, self.model.config.context_length, torch.device("cpu"))
+        layout = kv_layout(self.model, page_size, self.model.config.context_length)
         num_pages *= len(layout.groups)
         heads = self.model.shard.kv_heads(layout.num_kv_heads)
         self.pool = KvPool(layout, num_pages, storage=storage, heads=heads)

@@ -10,6 +10,7 @@ import torch
 
 from baton.engine.device_batch import DeviceSlots
 from baton.engine.plan import PlanRow
+from baton.kvcache.groups import GONE
 from baton.layers.transfer import Upload
 
 CPU = torch.device("cpu")
@@ -54,10 +55,30 @@ def test_any_sequence_of_steps(seed):
             write(there, changes)
         write(there, there.unchanging)
         for one in rows:
-            assert there.tables[one.slot, : len(one.pages)].tolist() == list(one.pages[:width])
-        assert there.tables[slots].tolist() == [spare] * width
+            assert there.tables[one.slot, 0, : len(one.pages)].tolist() == list(one.pages[:width])
+        assert there.tables[slots].tolist() == [[spare] * width]
         assert there.last_token.tolist() == tokens
     assert written < 400 * slots * width / 4
+
+
+def test_tables_of_groups_and_pages_that_are_gone():
+    """What has left a window stays as it was; what a sequence begins without is the spare page."""
+    there = DeviceSlots(2, 4, 9, CPU, groups=2)
+
+    def both(slot, first, second):
+        changes = there.changes([PlanRow(slot, None, 0, tuple(first), more_pages=(tuple(second),))], {})
+        if changes is not None:
+            write(there, changes)
+        return 0 if changes is None else len(changes[0])
+
+    assert both(1, [1, 2], [3, 4]) == 4
+    assert there.tables[1].tolist() == [[1, 2, 9, 9], [3, 4, 9, 9]]
+    assert both(1, [1, 2, 5], [GONE, 4, 6]) == 2
+    assert there.tables[1].tolist() == [[1, 2, 5, 9], [3, 4, 6, 9]]
+    assert both(1, [1, 2, 5], [GONE, GONE, 6]) == 0
+    assert both(1, [7, 8], [GONE, 2]) == 4
+    assert there.tables[1, :, :2].tolist() == [[7, 8], [9, 2]]
+    assert there.tables[0].tolist() == there.tables[2].tolist() == [[9] * 4] * 2
 
 
 def test_what_is_known_is_not_written_again():

@@ -24,9 +24,11 @@ from baton.engine.grammar_masks import Masks, MaskStats
 from baton.engine.model_runner import add_pooled, pool_states
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
 from baton.engine.sampler import Samples, TokenLogprobs, row_results
+from baton.kvcache.groups import places
 from baton.kvcache.pool import KvPool
+from baton.layers.forward_batch import AttendPages
 from baton.layers.transfer import Upload, to_host
-from baton.models.body import make_body
+from baton.models.body import Step, make_body
 from baton.models.decoder import Decoder
 
 Fresh = dict[int, int]
@@ -88,24 +90,27 @@ class CudaRunner:
         self._communicator, self._samples = model.communicator, model.shard.rank == 0
         """Of several ranks only rank 0 samples, and has results."""
         width = -(-context_length // pool.layout.page_size)
-        self._slots = DeviceSlots(max_slots, width, pool.num_pages, self._device)
-        self._body = make_body(model, pool, self._slots.tables, context_length, batch_invariant)
+        groups = pool.layout.groups
+        self._slots = DeviceSlots(max_slots, width, pool.num_pages, self._device, len(groups))
+        self._body = make_body(model, pool, self._slots.tables.unbind(1), context_length, batch_invariant)
         heads, options = model.heads, model.attention_options
-        self._chunks: PagedAttention = prefill_attention(pool, heads, options)
-        self._singles: PagedAttention = decode_attention(pool, heads, options)
+        self._places = places(groups, len(options))
+        of_groups = [[options[layer] for layer in group.layers or range(len(options))] for group in groups]
+        self._chunks = [prefill_attention(pool, heads, each) for each in of_groups]
+        self._singles = [decode_attention(pool, heads, each) for each in of_groups]
         self._choose = sample
         self._sampler = CudaSampler(max_slots, self.vocab_size, self._device)
         self._late: CudaFlight | None = None
         """The last launched step, if its sampling is not enqueued yet."""
         self.graphs: DecodeGraphs | None = None
         self.chunk_graphs: ChunkGraphs | None = None
-        if graphs and self._singles.graphs:
+        if graphs and decode_attention.graphs:
             with torch.inference_mode():
                 logits = torch.empty(max_slots, self.vocab_size, dtype=model.dtype, device=self._device)
                 self.graphs = DecodeGraphs(
                     batch_sizes(max_slots), max_slots, logits, self._decode, self._sample_plain, progress
                 )
-                if self._chunks.graphs and not batch_invariant:
+                if prefill_attention.graphs and not batch_invariant:
                     # Chunk graphs attend to rows of one token as to chunks.
                     self.chunk_graphs = ChunkGraphs(
                         max_slots, context_length, logits, self._small, self.graphs.pool, progress
@@ -231,16 +236,32 @@ class CudaRunner:
 
     def _decode(self, inputs: Inputs) -> None:
         """A decode step up to its logits. Captured in a graph."""
-        table = self._slots.tables.index_select(0, inputs.slots)
-        paged = PagedRows(table, inputs.positions + 1)
-        self._singles.plan(paged)
+        tables = self._slots.tables.index_select(0, inputs.slots)
+        attend = self._attending(self._singles, tables, inputs.positions + 1)
+        tokens = self._slots.last_token.index_select(0, inputs.slots)
+        step = Step(tokens, inputs.positions, inputs.slots, attend, decode=True)
+        self._body.logits(self._body.forward(step), inputs.logits)
+
+    def _attending(
+        self,
+        backends: Sequence[PagedAttention],
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        longest: int = 1,
+        host: HostRows | None = None,
+    ) -> AttendPages:
+        """Attention of these rows by the backend of each KV group; tables: int32 [rows, groups, pages], the
+        rest as in PagedRows."""
+        of_groups = [PagedRows(table, lengths, starts, longest, host) for table in tables.unbind(1)]
+        for backend, rows in zip(backends, of_groups, strict=True):
+            backend.plan(rows)
 
         def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-            self._singles.attend(layer, q, out, paged)
+            group, place = self._places[layer]
+            backends[group].attend(place, q, out, of_groups[group])
 
-        tokens = self._slots.last_token.index_select(0, inputs.slots)
-        hidden = self._body.forward(tokens, inputs.positions, inputs.slots, attend, decode=True)
-        self._body.logits(hidden, inputs.logits)
+        return attend
 
     def _sample_plain(self, inputs: Inputs) -> None:
         """Sampling after it with a temperature only. Captured in a graph."""
@@ -277,16 +298,11 @@ class CudaRunner:
 
     def _small(self, inputs: ChunkInputs) -> None:
         """A small step up to its logits. Captured in a graph."""
-        table = self._slots.tables.index_select(0, inputs.row_slots)
-        paged = PagedRows(table, inputs.lengths, inputs.starts, len(inputs.ids))
-        self._chunks.plan(paged)
-
-        def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-            self._chunks.attend(layer, q, out, paged)
-
+        tables = self._slots.tables.index_select(0, inputs.row_slots)
+        attend = self._attending(self._chunks, tables, inputs.lengths, inputs.starts, len(inputs.ids))
         tokens = self._tokens(inputs.ids, inputs.token_slots)
-        hidden = self._body.forward(tokens, inputs.positions, inputs.token_slots, attend, wanted=inputs.last)
-        self._body.logits(hidden, inputs.logits)
+        step = Step(tokens, inputs.positions, inputs.token_slots, attend, inputs.last)
+        self._body.logits(self._body.forward(step), inputs.logits)
 
     def _tokens(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return torch.where(ids < 0, self._slots.last_token.index_select(0, slots), ids)
@@ -308,31 +324,25 @@ class CudaRunner:
             upload.add(array)
         ids, positions, token_slots, row_slots, lengths, starts, last = upload.send(self._device)
         width = -(-int(step.lengths.max()) // self._pool.layout.page_size)
-        table = self._slots.tables[:, :width].index_select(0, row_slots)
+        tables = self._slots.tables[..., :width].index_select(0, row_slots)
         singles = chunks = None
         if single:
             host = HostRows(step.counts[:single], step.lengths[:single])
-            singles = PagedRows(table[:single], lengths[:single], host=host)
-            self._singles.plan(singles)
+            singles = self._attending(self._singles, tables[:single], lengths[:single], host=host)
         if single < len(step.rows):
             host = HostRows(step.counts[single:], step.lengths[single:])
-            chunks = PagedRows(table[single:], lengths[single:], starts, int(step.counts.max()), host)
-            self._chunks.plan(chunks)
+            longest = int(step.counts.max())
+            chunks = self._attending(self._chunks, tables[single:], lengths[single:], starts, longest, host)
 
         def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
             if singles is not None:
-                self._singles.attend(layer, q[:single], out[:single], singles)
+                singles(layer, q[:single], out[:single])
             if chunks is not None:
-                self._chunks.attend(layer, q[single:], out[single:], chunks)
+                chunks(layer, q[single:], out[single:])
 
-        hidden = self._body.forward(
-            self._tokens(ids, token_slots),
-            positions,
-            token_slots,
-            attend,
-            wanted=None if wholly else last,
-            decode=single == len(step.rows),
-        )
+        tokens, wanted = self._tokens(ids, token_slots), None if wholly else last
+        decode = single == len(step.rows)
+        hidden = self._body.forward(Step(tokens, positions, token_slots, attend, wanted, decode))
         for i, row, start in zip(step.order, step.rows, step.starts.tolist(), strict=False):
             states = hidden[start : start + row.count] if wholly else hidden
             if row.pooling is not None and self._samples:

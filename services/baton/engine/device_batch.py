@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from baton.engine.plan import PlanRow
+from baton.kvcache.groups import GONE
 
 Ints = npt.NDArray[np.int64]
 Lane = npt.NDArray[np.int32]
@@ -84,20 +85,24 @@ _ALIGNMENT = 64
 class DeviceSlots:
     """One block of memory, so that one upload and one kernel bring all that a launch changes of it.
 
-    A sequence's page table only grows, so that a row's change is its new end; a slot that has passed to
-    another sequence is written whole. Nothing is ever read back.
+    A sequence's page tables only grow, so that a row's change is its new end; what has left a window stays
+    as it was, and is not looked at. A slot that has passed to another sequence is written whole. Nothing is
+    ever read back.
     """
 
-    def __init__(self, slots: int, width: int, spare_page: int, device: torch.device) -> None:
-        self._width = width
+    def __init__(
+        self, slots: int, width: int, spare_page: int, device: torch.device, groups: int = 1
+    ) -> None:
+        """`width`: pages of a table; `groups`: KV groups, each of which has one."""
+        self._width, self._groups, self._spare = width, groups, spare_page
         self._first = -(-(slots + 1) // _ALIGNMENT) * _ALIGNMENT
-        entries = self._first + (slots + 1) * width
+        entries = self._first + (slots + 1) * groups * width
         self._memory = torch.full((entries,), spare_page, dtype=torch.int32, device=device)
         self.last_token = self._memory[: slots + 1].zero_()
         """int32 [slots + 1]: each slot's newest token; the last entry is for padding rows."""
-        self.tables = self._memory[self._first :].view(slots + 1, width)
-        """int32 [slots + 1, width]: page tables; that of padding rows names only the spare page."""
-        self._known: list[tuple[int, ...]] = [()] * slots
+        self.tables = self._memory[self._first :].view(slots + 1, groups, width)
+        """int32 [slots + 1, groups, width]: page tables; those of padding rows name only the spare page."""
+        self._known: list[tuple[int, ...]] = [()] * (slots * groups)
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""
 
@@ -109,16 +114,16 @@ class DeviceSlots:
         """
         entries, values = list(tokens), list(tokens.values())
         for row in rows:
-            pages, known = row.pages, self._known[row.slot]
-            if pages is known or pages == known:
-                continue
-            count = len(known)
-            first = count if pages[:count] == known else 0
-            self._known[row.slot] = pages
-            fresh = pages[first : self._width]
-            start = self._first + row.slot * self._width + first
-            entries += range(start, start + len(fresh))
-            values += fresh
+            for at, pages in enumerate((row.pages, *row.more_pages), row.slot * self._groups):
+                known = self._known[at]
+                if pages is known or pages == known:
+                    continue
+                first = len(known) if _continues(known, pages) else 0
+                self._known[at] = pages
+                fresh = pages[first : self._width]
+                start = self._first + at * self._width + first
+                entries += range(start, start + len(fresh))
+                values += (self._spare if page == GONE else page for page in fresh)
         return _changes(entries, values) if values else None
 
     def forget(self) -> None:
@@ -127,6 +132,16 @@ class DeviceSlots:
 
     def write(self, entries: torch.Tensor, values: torch.Tensor) -> None:
         self._memory.index_copy_(0, entries, values)
+
+
+def _continues(known: tuple[int, ...], pages: tuple[int, ...]) -> bool:
+    """Whether a table is another one with more pages at its end, and some that are gone."""
+    count = len(known)
+    return pages[:count] == known or (
+        len(pages) >= count
+        and GONE in pages
+        and all(new in (old, GONE) for old, new in zip(known, pages, strict=False))
+    )
 
 
 def _changes(entries: list[int], values: list[int]) -> Changes:

@@ -13,6 +13,7 @@ from baton.attention.base import AttentionBackend, AttentionRow
 from baton.engine.grammar_masks import Masks, MaskStats
 from baton.engine.plan import Logprobs, PlanRow, Pooling, RowResult, StepPlan, StepResult
 from baton.engine.sampler import BAD_LOGITS, Sampler, Samples, TokenLogprobs, row_results, token_logprobs
+from baton.kvcache.groups import places
 from baton.kvcache.pool import KvPool
 from baton.layers.forward_batch import ForwardBatch
 from baton.models.decoder import Model
@@ -55,11 +56,7 @@ class ModelRunner:
         self._device = torch.device(device) if device is not None else model.device
         heads, options = model.heads, model.attention_options
         self._groups = pool.layout.groups
-        self._places: list[tuple[int, int]] = [(0, layer) for layer in range(len(options))]
-        """Of each layer: its KV group, and its place in the group's pages."""
-        for index, group in enumerate(self._groups):
-            for place, layer in enumerate(group.layers):
-                self._places[layer] = index, place
+        self._places = places(self._groups, len(options))
         of_groups = [
             [options[layer] for layer in group.layers or range(len(options))] for group in self._groups
         ]

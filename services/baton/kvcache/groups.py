@@ -43,6 +43,15 @@ FULL = KvGroup()
 """All layers of a model without windows."""
 
 
+def places(groups: Sequence[KvGroup], layers: int) -> list[tuple[int, int]]:
+    """Of each of so many layers: the index of its group, and its place in the group's pages."""
+    found = [(0, layer) for layer in range(layers)]
+    for index, group in enumerate(groups):
+        for place, layer in enumerate(group.layers):
+            found[layer] = index, place
+    return found
+
+
 def peak(groups: Sequence[KvGroup], tokens: int, page_size: int, ahead: int) -> int:
     """Most pages at a time, of all groups: see KvGroup.peak."""
     return sum(group.peak(tokens, page_size, ahead) for group in groups)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from baton.layers.forward_batch import AttendPages, ForwardBatch
+from baton.layers.forward_batch import AttendPages, ForwardBatch, Place
 from baton.layers.linear import Linear
 from baton.layers.norm import add_one
 from baton.layers.parameters import Parameters
@@ -126,8 +126,7 @@ class Attention:
         heads, rotated = self.heads, self.heads + self.kv_heads
         qkv = self.qkv(x)
         if (paged := batch.paged) is not None and self.rope is not None:
-            place = paged.positions, paged.slots, paged.tables, paged.caches[self.index]
-            return self.attend(paged.attend, self.write(qkv, *place, paged.rotation(self.rope)))
+            return self.attend(paged.attend, self.write(qkv, paged.place(self.index, self.rope)))
         qkv = qkv.view(x.shape[0], rotated + self.kv_heads, self.head_dim)
         qk = qkv[:, :rotated]
         if self.qk_norm is not None:
@@ -140,22 +139,13 @@ class Attention:
     def input(self) -> Linear:
         return self.qkv
 
-    def write(
-        self,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        tables: torch.Tensor,
-        cache: torch.Tensor,
-        rotation: torch.Tensor,
-    ) -> torch.Tensor:
+    def write(self, qkv: torch.Tensor, place: Place) -> torch.Tensor:
         """On a GPU: norms, rotation and the write of keys and values, all of what `input` has projected, in
-        one kernel. The arguments are those of `forward_batch.Paged`. -> queries [tokens, heads, head_dim]"""
+        one kernel. -> queries [tokens, heads, head_dim]"""
         from baton.layers.kernels.qkv import write_qkv
 
-        place = positions, slots, tables, cache
         scales = self.options.kv_scales
-        write_qkv(qkv, self.qk_norm, rotation, *place, self.heads, self.norm_eps, scales)
+        write_qkv(qkv, self.qk_norm, place.rotation, *place[:4], self.heads, self.norm_eps, scales)
         return qkv.view(len(qkv), -1, self.head_dim)[:, : self.heads]
 
     def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,36 +24,27 @@ AttendPages = Callable[[int, torch.Tensor, torch.Tensor], None]
 Of latents: absorbed queries [tokens, heads, rank + rotated], weighted latents [tokens, heads, rank]."""
 
 
+class Place(NamedTuple):
+    """Where a layer's kernels write the keys and values of a step's tokens. All of it is on the device."""
+
+    positions: torch.Tensor
+    """int32 [tokens]"""
+    slots: torch.Tensor
+    """int32 [tokens]: batch slots."""
+    tables: torch.Tensor
+    """int32 [slots, pages]: their page tables."""
+    cache: torch.Tensor
+    """[pages, kv heads, parts, page_size, dim]"""
+    rotation: torch.Tensor
+    """float32 [positions, rotary dim]: cosines of the pairs, then their sines."""
+
+
 class Paged(Protocol):
-    """Where a step's keys and values go, for layers whose own kernels write them. All of it is on the device
-    and stays valid in a CUDA graph."""
+    """For layers whose own kernels write into the pool."""
 
-    @property
-    def positions(self) -> torch.Tensor:
-        """int32 [tokens]"""
-        ...
+    attend: AttendPages
 
-    @property
-    def slots(self) -> torch.Tensor:
-        """int32 [tokens]: batch slots."""
-        ...
-
-    @property
-    def tables(self) -> torch.Tensor:
-        """int32 [slots, pages]: their page tables."""
-        ...
-
-    @property
-    def caches(self) -> Sequence[torch.Tensor]:
-        """Of each layer: [pages, kv heads, parts, page_size, dim]"""
-        ...
-
-    @property
-    def attend(self) -> AttendPages: ...
-
-    def rotation(self, rope: Rope) -> torch.Tensor:
-        """float32 [positions, rotary dim]: cosines of the pairs, then their sines."""
-        ...
+    def place(self, layer: int, rope: Rope) -> Place: ...
 
 
 @dataclass(slots=True)

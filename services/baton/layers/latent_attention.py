@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.layers.attention import AttentionOptions, KvShape
-from baton.layers.forward_batch import AttendPages, ForwardBatch
+from baton.layers.forward_batch import AttendPages, ForwardBatch, Place
 from baton.layers.linear import Linear
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
@@ -157,18 +157,9 @@ class LatentAttention:
     def input(self) -> Linear:
         return self.down
 
-    def write(
-        self,
-        projected: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        tables: torch.Tensor,
-        cache: torch.Tensor,
-        rotation: torch.Tensor,
-    ) -> torch.Tensor:
+    def write(self, projected: torch.Tensor, place: Place) -> torch.Tensor:
         """On a GPU: rotates and absorbs queries, normalizes and writes latents, all of what `input` has
-        projected, in one kernel. The arguments are those of `forward_batch.Paged`. -> absorbed queries
-        [tokens, heads, rank + rotated]"""
+        projected, in one kernel. -> absorbed queries [tokens, heads, rank + rotated]"""
         from baton.layers.kernels.latent_projections import absorb
 
         shape, latent, norm = self.shape, self.options.latent, self.latent_norm
@@ -177,8 +168,8 @@ class LatentAttention:
         q, latents = projected[:, :queries], projected[:, queries:]
         if self.query_norm is not None:
             q = self.query_up(self.query_norm(q))
-        place = positions, slots, tables, cache[:, 0, 0]
-        return absorb(q, latents, latent.keys, norm.weight, rotation, *place, norm.eps)
+        where = place.rotation, *place[:3], place.cache[:, 0, 0]
+        return absorb(q, latents, latent.keys, norm.weight, *where, norm.eps)
 
     def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:
         """On a GPU, with what `write` returned -> [tokens, heads * value], for `output`"""
@@ -195,8 +186,8 @@ class LatentAttention:
     def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         shape = self.shape
         if (paged := batch.paged) is not None:
-            place = paged.positions, paged.slots, paged.tables, paged.caches[self.index]
-            return self.attend(paged.attend, self.write(self.down(x), *place, paged.rotation(self.rope)))
+            place = paged.place(self.index, self.rope)
+            return self.attend(paged.attend, self.write(self.down(x), place))
         queries = shape.query_rank or shape.heads * (shape.plain + shape.rotated)
         q, latents, key = torch.split(self.down(x), [queries, shape.rank, shape.rotated], -1)
         if self.query_norm is not None:

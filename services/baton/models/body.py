@@ -6,6 +6,8 @@ Everything that differs between steps is in tensors on the device, and nothing w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,22 +17,29 @@ from baton.layers.forward_batch import AttendPages
 from baton.models.decoder import Decoder, plain_layers
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step's tokens."""
+
+    tokens: torch.Tensor
+    """Ids, int32 [tokens]"""
+    positions: torch.Tensor
+    """int32 [tokens]"""
+    slots: torch.Tensor
+    """Batch slots, int32 [tokens]"""
+    attend: AttendPages
+    wanted: torch.Tensor | None = None
+    """The tokens whose states are wanted, [n]; None: all."""
+    decode: bool = False
+    """Every token is a row's only one."""
+
+
 class Body(Protocol):
     """Bound to one pool and the page tables of its batch slots."""
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        attend: AttendPages,
-        wanted: torch.Tensor | None = None,
-        *,
-        decode: bool = False,
-    ) -> torch.Tensor:
-        """Token ids, positions and batch slots, int32 [tokens] -> final normalized hidden states
-        [tokens, hidden], or only those of the tokens `wanted` [n]. `decode`: every token is a row's only
-        one. Writes keys and values of all tokens into the pool."""
+    def forward(self, step: Step) -> torch.Tensor:
+        """-> final normalized hidden states [wanted tokens, hidden]. Writes keys and values of all tokens
+        into the pool."""
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,10 +49,15 @@ class Body(Protocol):
 
 
 def make_body(
-    model: Decoder, pool: KvPool, tables: torch.Tensor, context_length: int, invariant: bool = False
+    model: Decoder,
+    pool: KvPool,
+    tables: Sequence[torch.Tensor],
+    context_length: int,
+    invariant: bool = False,
 ) -> Body:
-    """`tables`: int32 [slots, pages]; `context_length`: positions that will be used; `invariant`: a token is
-    computed in the same order whatever else is in the step. Raises ValueError if that cannot be."""
+    """`tables`: of each KV group int32 [slots, pages]; `context_length`: positions that will be used;
+    `invariant`: a token is computed in the same order whatever else is in the step. Raises ValueError if that
+    cannot be."""
     problem = why_not_fused(model)
     if problem is None:
         from baton.models.fused import FusedDecoder

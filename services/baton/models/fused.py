@@ -10,17 +10,18 @@ Needs a GPU: import it where one is in use.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from sgl_kernel import silu_and_mul
 
+from baton.kvcache.groups import places
 from baton.kvcache.pool import KvPool
 from baton.layers.attention import Attention
 from baton.layers.experts import Mixture
-from baton.layers.forward_batch import AttendPages
+from baton.layers.forward_batch import Place
 from baton.layers.kernels import quantize, quantized_linear
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_few, project_parts
 from baton.layers.kernels.gemv import gemv
@@ -32,6 +33,7 @@ from baton.layers.kernels.quantized_linear import quantize_for, quantizes
 from baton.layers.latent_attention import LatentAttention
 from baton.layers.linear import Linear
 from baton.layers.mlp import GatedMlp
+from baton.models.body import Step
 from baton.models.decoder import Decoder, plain_layers
 from baton.models.fused_mixture import FusedMixture
 
@@ -42,8 +44,9 @@ class _Weights:
 
     input_norm: torch.Tensor
     attention: Attention | LatentAttention
+    tables: torch.Tensor
     cache: torch.Tensor
-    """Its pages."""
+    """The page tables of its KV group, and its pages."""
     post_norm: torch.Tensor
     feed_forward: GatedMlp | FusedMixture
 
@@ -55,28 +58,30 @@ class FusedDecoder:
         self,
         model: Decoder,
         pool: KvPool,
-        tables: torch.Tensor,
+        tables: Sequence[torch.Tensor],
         context_length: int,
         invariant: bool = False,
     ) -> None:
-        """`model`: of plain layers. `tables`: int32 [slots, pages]; `context_length`: positions that will be
-        used. `invariant`: a token is computed in the same order whatever else is in the step; slower."""
+        """`model`: of plain layers. `tables`: of each KV group int32 [slots, pages]; `context_length`:
+        positions that will be used. `invariant`: a token is computed in the same order whatever else is in
+        the step; slower."""
         self.model = model
         self._invariant = invariant
         layers = plain_layers(model)
         assert layers is not None
         rope = layers[0].attention.rope
         assert rope is not None
-        self._tables, self._rope = tables, rope.halves(context_length, model.device)
+        self._rope = rope.halves(context_length, model.device)
         self._layers: list[_Weights] = []
-        for index, layer in enumerate(layers):
+        for layer, (group, place) in zip(layers, places(pool.layout.groups, len(layers)), strict=True):
             attention, mlp = layer.attention, layer.feed_forward
             assert isinstance(attention, Attention | LatentAttention) and isinstance(mlp, GatedMlp | Mixture)
             self._layers.append(
                 _Weights(
                     layer.input_norm.weight,
                     attention,
-                    pool.pages[:, :, index],
+                    tables[group],
+                    pool.pages[:, :, place],
                     layer.post_norm.weight,
                     mlp if isinstance(mlp, GatedMlp) else FusedMixture(mlp, invariant),
                 )
@@ -94,31 +99,21 @@ class FusedDecoder:
         if any(linear.quantized is not None and linear.quantized.bits == 4 for linear in linears):
             self._few = min(self._few, quantized_linear.MOST_ROWS[4])
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        attend: AttendPages,
-        wanted: torch.Tensor | None = None,
-        *,
-        decode: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, step: Step) -> torch.Tensor:
         """What follows the last layer's attention is not computed for tokens that are not wanted."""
-        model, eps = self.model, self.model.config.rms_norm_eps
-        residual = F.embedding(tokens, model.embedding)
-        if tokens.shape[0] == 1 and not self._invariant:
-            return self._forward_one(residual, positions, slots, attend, wanted)
-        if decode and tokens.shape[0] <= self._few:
-            return self._forward_few(residual, positions, slots, attend, wanted)
+        model, eps, wanted = self.model, self.model.config.rms_norm_eps, step.wanted
+        residual = F.embedding(step.tokens, model.embedding)
+        if len(residual) == 1 and not self._invariant:
+            return self._forward_one(step, residual)
+        if step.decode and len(residual) <= self._few:
+            return self._forward_few(step, residual)
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
         for w, following, user in self._followed():
             attention = w.attention
-            projected = self._project(attention.input, x)
-            q = attention.write(projected, positions, slots, self._tables, w.cache, self._rope)
+            q = attention.write(self._project(attention.input, x), self._place(w, step))
             if wanted is not None and following is model.norm.weight and not wanted.shape[0]:
                 return residual[:0]
-            attended = attention.attend(attend, q)
+            attended = attention.attend(step.attend, q)
             if wanted is not None and following is model.norm.weight:
                 attended, residual = (part.index_select(0, wanted) for part in (attended, residual))
             update = self._project(attention.output, attended)
@@ -132,6 +127,9 @@ class FusedDecoder:
                 x = self._norm(residual, self._project(mlp.down, inner)[None], following, user)
         assert isinstance(x, torch.Tensor)
         return x
+
+    def _place(self, w: _Weights, step: Step) -> Place:
+        return Place(step.positions, step.slots, w.tables, w.cache, self._rope)
 
     def _followed(self) -> Iterator[tuple[_Weights, torch.Tensor, Linear | None]]:
         """Each layer, with the norm that follows it and the projection that takes what that writes."""
@@ -171,14 +169,7 @@ class FusedDecoder:
         inner: torch.Tensor = silu_and_mul(gate_up)
         return inner
 
-    def _forward_few(
-        self,
-        residual: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        attend: AttendPages,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _forward_few(self, step: Step, residual: torch.Tensor) -> torch.Tensor:
         """The same for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
         eps, normed = self.model.config.rms_norm_eps, torch.empty_like(residual)
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
@@ -186,8 +177,8 @@ class FusedDecoder:
             attention = w.attention
             few = project_few(x, attention.input, residual.dtype) if isinstance(x, Quantized) else None
             projected = self._project(attention.input, x) if few is None else few
-            q = attention.write(projected, positions, slots, self._tables, w.cache, self._rope)
-            attended = attention.attend(attend, q)
+            q = attention.write(projected, self._place(w, step))
+            attended = attention.attend(step.attend, q)
             parts = project_parts(_for(attention.output, attended), attention.output)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
@@ -204,7 +195,7 @@ class FusedDecoder:
                 parts = project_parts(inner, mlp.down)
             x = self._norm(residual, parts, following, user, out=normed)
         assert isinstance(x, torch.Tensor)
-        return x if wanted is None else x.index_select(0, wanted)
+        return x if step.wanted is None else x.index_select(0, step.wanted)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._project(self.model.head, hidden, out)
@@ -223,22 +214,15 @@ class FusedDecoder:
         linear.into(x, out)
         return out
 
-    def _forward_one(
-        self,
-        residual: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        attend: AttendPages,
-        wanted: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _forward_one(self, step: Step, residual: torch.Tensor) -> torch.Tensor:
         """The same for one token, of which `residual` [1, hidden] is the embedding."""
         model, eps = self.model, self.model.config.rms_norm_eps
         inner = residual.new_empty(1, self._inner)
         for w in self._layers:
             attention = w.attention
             projected = gemv(residual, attention.input, None, norm=w.input_norm, eps=eps)
-            q = attention.write(projected, positions, slots, self._tables, w.cache, self._rope)
-            attended = attention.attend(attend, q)
+            q = attention.write(projected, self._place(w, step))
+            attended = attention.attend(step.attend, q)
             gemv(attended, attention.output, residual, add=True)
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
@@ -246,8 +230,8 @@ class FusedDecoder:
             else:
                 gemv(residual, mlp.gate_up, inner, norm=w.post_norm, eps=eps, gated=True)
                 gemv(inner, mlp.down, residual, add=True)
-        if wanted is not None:
-            residual = residual.index_select(0, wanted)
+        if step.wanted is not None:
+            residual = residual.index_select(0, step.wanted)
         return rmsnorm(residual, model.norm.weight, eps)
 
 

@@ -5,76 +5,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from baton.kvcache.groups import places
 from baton.kvcache.pool import KvPool
 from baton.layers.experts import Mixture
-from baton.layers.forward_batch import AttendPages, ForwardBatch
+from baton.layers.forward_batch import ForwardBatch, Place
 from baton.layers.kernels.kv_write import write_kv
 from baton.layers.rope import Rope
+from baton.models.body import Step
 from baton.models.decoder import Decoder
 from baton.models.device_mixture import device_mixture
-
-
-@dataclass(slots=True)
-class PagedStep:
-    """Implements `forward_batch.Paged`."""
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    tables: torch.Tensor
-    caches: Sequence[torch.Tensor]
-    attend: AttendPages
-    ropes: dict[int, torch.Tensor]
-
-    def rotation(self, rope: Rope) -> torch.Tensor:
-        return self.ropes[id(rope)]
 
 
 class ModuleBody:
     """Implements `body.Body`."""
 
-    def __init__(self, model: Decoder, pool: KvPool, tables: torch.Tensor, context_length: int) -> None:
-        """`tables`: int32 [slots, pages]; `context_length`: positions that will be used. Mixtures of experts
-        get a form that does not wait for the host."""
+    def __init__(
+        self, model: Decoder, pool: KvPool, tables: Sequence[torch.Tensor], context_length: int
+    ) -> None:
+        """`tables`: of each KV group int32 [slots, pages]; `context_length`: positions that will be used.
+        Mixtures of experts get a form that does not wait for the host."""
         self._model = model
-        self._tables = tables
-        self._caches = [pool.pages[:, :, index] for index in range(pool.layout.num_layers)]
         self._options = model.attention_options
-        self._layers = [pool.layer(index) for index in range(pool.layout.num_layers)]
+        of_layers = places(pool.layout.groups, len(self._options))
+        self.tables = [tables[group] for group, _ in of_layers]
+        self.caches = [pool.pages[:, :, place] for _, place in of_layers]
+        self._layers = [pool.layer(place) for _, place in of_layers]
         ropes = {layer.attention.rope for layer in model.layers}
-        self._ropes = {id(rope): rope.halves(context_length, model.device) for rope in ropes if rope}
+        self.ropes = {id(rope): rope.halves(context_length, model.device) for rope in ropes if rope}
         for layer in model.layers:
             mixture = getattr(layer, "feed_forward", None)
             if isinstance(mixture, Mixture):
                 mixture.kernels = device_mixture(mixture)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        attend: AttendPages,
-        wanted: torch.Tensor | None = None,
-        *,
-        decode: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, step: Step) -> torch.Tensor:
         def write_and_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = self._layers[layer]
             scales = self._options[layer].kv_scales
-            write_kv(k, v, positions, slots, self._tables, keys, values, scales)
+            write_kv(k, v, step.positions, step.slots, self.tables[layer], keys, values, scales)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            attend(layer, q, out)
+            step.attend(layer, q, out)
             return out.flatten(1)
 
-        paged = PagedStep(positions, slots, self._tables, self._caches, attend, self._ropes)
-        hidden = self._model.forward(ForwardBatch(tokens, positions, write_and_attend, paged))
-        return hidden if wanted is None else hidden.index_select(0, wanted)
+        paged = _Paged(self, step)
+        hidden = self._model.forward(ForwardBatch(step.tokens, step.positions, write_and_attend, paged))
+        return hidden if step.wanted is None else hidden.index_select(0, step.wanted)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         logits = self._model.gathered(self._model.head(hidden))
         if self._model.shard.rank:
             return logits
         return logits.contiguous() if out is None else out.copy_(logits)
+
+
+class _Paged:
+    """Implements `forward_batch.Paged`."""
+
+    def __init__(self, body: ModuleBody, step: Step) -> None:
+        self.attend, self._body, self._step = step.attend, body, step
+
+    def place(self, layer: int, rope: Rope) -> Place:
+        body, step = self._body, self._step
+        return Place(step.positions, step.slots, body.tables[layer], body.caches[layer], body.ropes[id(rope)])

@@ -186,7 +186,7 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
     shape = model.config
     size = config.page_size or default_page_size(device)
     context = min(config.context_length or shape.context_length, shape.context_length)
-    layout = kv_layout(model, size, context, device)
+    layout = kv_layout(model, size, context)
     own = own_part(layout, ranks.shard, device)[0]
     (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
     seen = context

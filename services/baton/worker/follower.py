@@ -98,7 +98,7 @@ class Follower:
 
     def _make(self, asked: MakePool) -> None:
         self._runner, self._decoder = None, PlanDecoder()
-        layout = kv_layout(self._model, asked.page_size, asked.context, self._device)
+        layout = kv_layout(self._model, asked.page_size, asked.context)
         part = b""
         if self._device.type == "cuda":
             gc.collect()

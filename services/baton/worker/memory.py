@@ -115,8 +115,9 @@ def fitting(
     fraction counts what is this process's own. Raises BatonError."""
     room = min(int(total * fraction) - own, int(free * FREE_FRACTION)) - working
     pages = room // layout.page_bytes - 1
-    if pages * layout.page_size < least:
-        token = layout.page_bytes / layout.page_size
+    groups = len(layout.groups)
+    if pages * layout.page_size < least * groups:
+        token = groups * layout.page_bytes / layout.page_size
         raise failed_precondition(
             f"the model does not fit: its weights take {own / GIB:.1f} of the GPU's {total / GIB:.1f} GiB, "
             f"of which this process may use {fraction:.0%} and {free / GIB:.1f} GiB are free, computing "

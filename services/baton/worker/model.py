@@ -205,13 +205,10 @@ def dtype_of(name: str, device: torch.device) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def kv_layout(model: Model, page_size: int, context: int, device: torch.device) -> KvLayout:
-    """KV groups by the windows of the layers. On a GPU there is one, and windows are masks alone: the paged
-    backends there follow one page table."""
+def kv_layout(model: Model, page_size: int, context: int) -> KvLayout:
+    """KV groups by the windows of the layers."""
     windows = [options.window for options in model.attention_options]
     windows = [window if window is not None and window < context else None for window in windows]
-    if device.type != "cpu":
-        windows = [None] * len(windows)
     groups = divide_layers(windows)
     layers = max(len(group.layers) for group in groups)
     dtype = model.dtype if model.attention_options[0].kv_scales is None else E4M3
