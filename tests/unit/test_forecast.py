@@ -32,6 +32,12 @@ def test_nobody_waits_while_rows_are_free():
     assert found.wait == 0.0 and not found.refused
 
 
+def test_nobody_is_refused_for_an_output_that_is_too_long_by_itself():
+    """Partial output is better than none: here nothing is ahead, and the first prompt lacks pages only."""
+    alone = sequence(100, deadline=1.0)
+    assert not forecast([alone], [], rows=0, free=0, rates=RATES, now=0.0).refused
+
+
 def test_a_wait_is_that_for_the_first_row_and_for_those_ahead():
     running = [sequence(100, done=40), sequence(100, done=90)]  # 60 and 10 tokens to go
     waiting = [sequence(100), sequence(50)]  # 0.5 s + 1 s, and 0.5 s + 0.5 s

@@ -21,7 +21,7 @@ from baton.engine.request import (
     TokenEvent,
 )
 from baton.engine.sampling import SamplingParams
-from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState
 
@@ -310,6 +310,39 @@ def test_a_retracted_request_finds_the_pages_of_its_own_output():
     assert engine.scheduler.cached_pages(retracted) > len(requests[1].prompt) // 4
     engine.run()
     check_outputs(engine, requests)
+
+
+def test_an_output_is_cached_although_its_prompt_was_cached_meanwhile():
+    """Two equal prompts in one step: the first request has ended when the pages of the second are final."""
+    engine = Engine()
+    first, second = request("a", range(16), max_tokens=1), request("b", range(16), max_tokens=12, seed=2)
+    engine.scheduler.submit(first)
+    engine.scheduler.submit(second)
+    engine.run()
+    check_outputs(engine, [first, second])
+    third = request("c", [*range(16), *engine.tokens[("b", 0)], 1, 2, 3])
+    engine.scheduler.submit(third)
+    engine.run()
+    assert third.cached_tokens == 24, "27 tokens of the second had entries"
+
+
+def test_a_hand_off_keeps_others_from_the_last_pages():
+    """The watermark is for what is admitted: it grows beyond its reservation."""
+    cache = KvCache(PageAllocator(20), PrefixTree(4))
+    config = SchedulerConfig(token_budget=32, max_rows=8, context_length=80, output_margin=4, watermark=3)
+    scheduler = Scheduler(
+        cache, config, route=lambda leader, _: Route.REMOTE if leader.request.key == "a" else Route.LOCAL
+    )
+    scheduler.submit(request("a", range(20)))
+    assert scheduler.plan() is None
+    assert len(scheduler.handoffs) == 1 and scheduler.reservations.headroom == 14
+    fits, too_long = request("b", range(100, 140)), request("c", range(100, 144))
+    scheduler.submit(too_long)
+    assert scheduler.plan() is None and scheduler.waiting, "12 pages leave two"
+    scheduler.cancel("c")
+    scheduler.close(too_long)
+    scheduler.submit(fits)
+    assert scheduler.plan() is not None and not scheduler.waiting, "11 pages leave three"
 
 
 def test_choices_of_a_request_that_may_make_steps_fail_are_computed_together():

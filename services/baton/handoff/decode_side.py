@@ -245,7 +245,8 @@ class DecodeSide:
         request = leader.request
         if request.cached_tokens is None:
             request.cached_tokens = min(message.cached_tokens, len(leader.tokens))
-        request.prompt_logprobs = request.prompt_logprobs or list(message.prompt_logprobs)
+        if request.wants_prompt_logprobs:
+            request.prompt_logprobs = list(message.prompt_logprobs)
         self._scheduler.first_tokens(leader, list(message.tokens))
         if leader in self._by_leader:
             self._advance(handoff, now)
