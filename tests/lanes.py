@@ -8,6 +8,7 @@ that dies fails the test that it ran; the rest of its file goes to a new one.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import itertools
 import os
@@ -16,6 +17,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe, wait
@@ -147,6 +149,8 @@ class Lanes:
         if what == "report":
             report = hook.pytest_report_from_serializable(config=self._config, data=of[0])
             hook.pytest_runtest_logreport(report=report)
+        elif what == "warning":
+            hook.pytest_warning_recorded.call_historic(kwargs=of[0])
         elif what == "start":
             hook.pytest_runtest_logstart(nodeid=of[0], location=of[1])
         else:
@@ -208,6 +212,17 @@ class Telling:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         self._connection.send(("report", data))
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: object
+    ) -> None:
+        given, name, text = warning_message, warning_message.category.__name__, str(warning_message.message)
+        # The message may hold anything, and its class may be local: neither can be sent then.
+        category = getattr(builtins, name, UserWarning)
+        text = text if category is given.category else f"{name}: {text}"
+        sent = warnings.WarningMessage(text, category, given.filename, given.lineno)
+        of = {"warning_message": sent, "when": when, "nodeid": nodeid, "location": location}
+        self._connection.send(("warning", of))
 
 
 def become(session: pytest.Session, connection: Connection, own: int) -> None:

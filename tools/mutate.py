@@ -96,11 +96,14 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def runs(tree: ast.Module) -> Iterator[ast.AST]:
-    """What runs: neither messages of errors, nor annotations and decorators, nor a module's constants."""
+    """What runs: neither assertions and messages of errors, nor annotations and decorators, nor a module's
+    constants."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.keyword) and node.arg == "strict":  # zip's assertion
             continue
         if isinstance(node, ast.Module):
             waiting += [child for child in node.body if not isinstance(child, ast.Assign | ast.AnnAssign)]

@@ -186,6 +186,23 @@ def step(engine, number=1):
     return engine.runner.read(engine.runner.launch(StepPlan(number, (row,), inits)))
 
 
+def test_a_rank_that_gave_up_is_waited_for_in_vain():
+    """Else the other would add what is left of an earlier round."""
+    from baton.layers.kernels.exchange import BUFFER_BYTES, Exchange
+
+    memory = [torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=SHARED) for _ in range(2)]
+    told = [torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+    addresses = torch.tensor([buffer.data_ptr() for buffer in memory], device=SHARED)
+    ranks = [Exchange(rank, addresses, told[rank], seconds=0.01) for rank in range(2)]
+    for _ in range(2):
+        ranks[0].sum(torch.ones(100, device=SHARED))
+    torch.cuda.synchronize()
+    assert told[0].item() == 1
+    ranks[1].sum(torch.ones(100, device=SHARED))
+    torch.cuda.synchronize()
+    assert told[1].item() == 1
+
+
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_step_without_the_other_rank_ends(checkpoint, monkeypatch, by):
     monkeypatch.setattr("baton.worker.ranks.COLLECTIVE_SECONDS", 10.0)

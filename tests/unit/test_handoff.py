@@ -386,6 +386,7 @@ def test_an_ended_request_is_not_left_to_the_garbage_collector(end, n, monkeypat
         world.run()
         reasons = [getattr(terminal, "reason", None) for terminal in world.terminal.values()]
         assert reasons == ([] if end == "caller gone" else [ENDS[end]] * 5)
+        assert world.core.counters.cancelled == (5 if end in ("cancelled", "caller gone") else 0)
         assert sum(side.counters.failed for side in sides) >= (5 if "there" in end else 0)
         assert alive() <= before
     finally:
@@ -525,6 +526,20 @@ def test_no_prefill_node_connected_means_local():
     request = world.start(1, range(30))
     world.run()
     world.check(request)
+
+
+def test_prompts_beyond_what_a_node_may_compute_instead_are_refused_with_the_reason():
+    world = World(random.Random(1), decode_pages=80)
+    world.core.routing.config = replace(world.core.routing.config, fallback_tokens=40)
+    world.disconnect("p0")
+    world.disconnect("p1")
+    world.now = 100.0
+    served = [world.start(number, range(100 * number, 100 * number + 30)) for number in (1, 2)]
+    world.run()
+    world.check(served[0])
+    refused = world.terminal[2]
+    assert (refused.code, refused.reason) == ("RESOURCE_EXHAUSTED", "NO_PREFILL_NODE")
+    assert "(none is connected)" in refused.message
 
 
 def test_pages_are_announced_before_their_step_has_retired_and_pulled_after():

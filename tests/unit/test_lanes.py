@@ -57,7 +57,7 @@ def test_alone(lane):
 
 
 REPEATS = """
-import contextlib, time, pytest
+import contextlib, time, warnings, pytest
 
 tries = []
 
@@ -72,7 +72,11 @@ def test_hangs():
         time.sleep(60)
 
 def test_next():
-    pass
+    class Odd(DeprecationWarning):
+        pass
+
+    warnings.warn("an old way", DeprecationWarning)
+    warnings.warn("an odd way", Odd)
 """
 
 
@@ -125,12 +129,14 @@ def test_no_more_begin_after_a_failure_that_is_the_last(folder: Path) -> None:
     assert "test_more.py" not in done.stdout
 
 
-def test_repeats_and_limits_hold_in_lanes(tmp_path: Path) -> None:
+def test_repeats_limits_and_warnings_are_as_without_lanes(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["lanes"]\n')
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = alone\n")
     (tmp_path / "test_it.py").write_text(REPEATS)
     plugins = ("-p", "pytest_rerunfailures", "-p", "pytest_timeout")
     done = run(tmp_path, "--lanes", "1", *plugins)
     words = done.stdout.splitlines()
-    assert words[-1].startswith("1 failed, 2 passed, 1 rerun"), done.stdout
+    assert words[-1].startswith("1 failed, 2 passed, 2 warnings, 1 rerun"), done.stdout
+    assert "DeprecationWarning: an old way" in done.stdout
+    assert "UserWarning: Odd: an odd way" in done.stdout
     assert "Timeout (>1.0s)" in done.stdout

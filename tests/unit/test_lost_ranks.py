@@ -12,16 +12,19 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 
 from baton.config import DecodeConfig
 from baton.decode.server import DecodeNode
 from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
-from baton.ranks.followers import Followers
+from baton.ranks.channel import CollectiveError
+from baton.ranks.followers import End, Followers
 from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError, failed_precondition
 from baton.transport.shm import reap_orphans
 from baton.worker.engine import build_engine, measure_steps
+from baton.worker.follower import Follower
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +114,45 @@ def test_a_plan_that_cannot_be_sent_ends_the_ranks():
     with pytest.raises(RanksLost) as caught:
         runner.launch(StepPlan(1, (PlanRow(0, (5,), 0, (object(),), (0,)),)))
     assert caught.value.by_step
+
+
+def test_a_follower_that_has_waited_in_vain_launches_nothing_more():
+    """What the collective gave is wrong, and would be written into pages."""
+    launched, messages = [], iter([*[(torch.get_num_threads(), b"a plan")] * 2, End()])
+
+    def check():
+        if launched:
+            raise CollectiveError("rank 1 has waited in vain for another rank")
+
+    follower = object.__new__(Follower)  # a whole one has loaded a model and waits for rank 0
+    follower._channel = SimpleNamespace(next=lambda: next(messages))
+    follower._model = SimpleNamespace(communicator=SimpleNamespace(check=check))
+    follower._decoder = SimpleNamespace(decode=lambda plan: plan)
+    follower._runner = SimpleNamespace(launch=launched.append)
+    with pytest.raises(CollectiveError):
+        follower.run()
+    assert launched == [b"a plan"]
+
+
+def test_callers_are_told_before_a_lost_rank_ends_the_process(monkeypatch):
+    """Two threads see that a rank has failed: the step thread, which tells callers, and the one that watches
+    processes."""
+    monkeypatch.setattr("baton.worker.node.LOST_SECONDS", 0.01)
+    node, said = DecodeNode(DecodeConfig(model="demo")), []
+    node.engine = SimpleNamespace(ranks=SimpleNamespace(failed=lambda error: True))
+    monkeypatch.setattr(node, "_end", lambda: said.append("ended"))
+
+    def tell(error):
+        node._rank_lost(1, -signal.SIGKILL)  # meanwhile
+        said.append("told")
+
+    monkeypatch.setattr(node, "_tell_callers", tell)
+    node._crashed(RanksLost("another rank is lost", by_step=True))
+    assert said == ["told", "ended"]
+    idle = DecodeNode(DecodeConfig(model="demo"))
+    monkeypatch.setattr(idle, "_end", lambda: said.append("ended"))
+    idle._rank_lost(1, -signal.SIGKILL)
+    assert said == ["told", "ended", "ended"], "without a step that fails, the loss itself ends it"
 
 
 def test_ranks_that_are_lost_while_steps_are_measured_are_named(monkeypatch):
