@@ -100,6 +100,18 @@ def test_where_one_text_only_is_left_the_tokenizer_chooses_its_tokens():
         assert allowed(backend(encode=wrong).compile(GrammarSpec("regex", "abc")).matcher()) == {WORD}
 
 
+def test_a_forced_text_is_encoded_once():
+    asked = []
+    grammar = backend(encode=lambda text: asked.append(text) or encode(text)).compile(
+        schema(type="object", properties={"name": {"const": 1}}, required=["name"])
+    )
+    for _ in range(3):
+        matcher = grammar.matcher()
+        matcher.accept(encode('{"na'))
+        assert allowed(matcher) == ids("m")
+    assert asked and len(asked) == len(set(asked))
+
+
 def test_whitespace_is_bounded():
     spec = GrammarSpec("json_schema", '{"type": "array"}')
     assert ord(" ") in after(spec, "[" + " " * 19)
@@ -297,6 +309,31 @@ def test_a_mask_is_a_function_of_the_tokens(demo, spec):
         if output[-1] in tokenizer.eos_token_ids and spec.kind == "regex":
             text = b"".join(vocabulary.tokens[token] for token in output[:-1]).decode()
             assert re.fullmatch(PATTERN, text)
+
+
+def test_what_is_known_of_whole_sets_of_tokens_changes_no_mask(demo, monkeypatch):
+    """Near the end of a string some of a set fit, and some do not."""
+    tokenizer, compiler = demo
+    spec = schema(type="array", items={"type": "string", "maxLength": 14}, minItems=9)
+    with_sets = compiler.submit(spec).result(60)
+    monkeypatch.setattr("baton.grammar.llguidance.SLICES", [])
+    vocabulary, eos = tokenizer.vocabulary, tokenizer.eos_token_ids
+    without = LlguidanceBackend(
+        vocabulary.tokens,
+        vocabulary.special,
+        eos,
+        vocabulary.size,
+        lambda text: tokenizer.encode([text], add_special_tokens=False)[0],
+    ).compile(spec)
+    rng = np.random.default_rng(2)
+    words = np.empty(-(-vocabulary.size // 32), np.int32)
+    for _ in range(4):
+        output, masks = random_output(with_sets, vocabulary, eos, rng)
+        matcher = without.matcher()
+        for token, mask in zip(output, masks, strict=True):
+            matcher.fill(words)
+            assert (words == mask).all()
+            matcher.accept([token])
 
 
 def test_several_at_once_as_one_by_one(demo):

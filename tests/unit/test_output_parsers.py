@@ -88,9 +88,20 @@ def test_where_calls_are_cut_off_no_part_of_one_is_text(form):
 @pytest.mark.parametrize("form", ["llama3_json", "pythonic"])
 def test_an_object_that_is_cut_off_and_cannot_be_a_call_is_text(form):
     """As of answers with a response_format."""
-    for text in ('{"answer": "lo', ' {\n "names": [{"name": "f"'):
+    no_calls = [
+        '{"answer": "lo',
+        ' {\n "names": [{"name": "f"',
+        '{"name": "f", "size":',
+        '{"name": "Ali',
+        '{"name": "Alice", "parameters": {"a": ',
+        '{"name": "f", "age": 3',
+        '{"id": 7, "type": "x", "title": "f',
+        '{"name": ["f", ',
+    ]
+    for text in no_calls:
         assert parse(form, [text], cut=True) == (text, "", [])
-    for text in ("{", '{"na', '{"name": "f", "par', '{"parameters": {}, "na', '{"ans'):
+    calls = ['{"na', '{"name": "f", "par', '{"parameters": {}, "na', '{"ans', '{"name":', '{"name": "f']
+    for text in calls:
         assert parse(form, [text], cut=True) == ("", "", [])
 
 

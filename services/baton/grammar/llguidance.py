@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence, Set
+from functools import lru_cache
 
 import llguidance as library
 import numpy as np
@@ -20,6 +21,12 @@ WHITESPACE = r"[ \n\r\t]{1,20}"
 ever."""
 LIMITS = library.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """A state takes 1 to 2 kB; the other limits are the library's own. A mask takes milliseconds at most."""
+_PLAIN = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (3, 5, 7, 10, 15, 30)), f"{_PLAIN}+"]
+"""Sets of tokens whose masks are kept: where a string may go on with all of a set, the library need not try
+each. It has fewer by itself; with more lengths, a string that nears its maxLength still finds some."""
+FORCED_TEXTS = 4096
+"""Encodings of texts that a grammar forces (keys, and what is left of them) that are kept."""
 
 
 class LlguidanceBackend:
@@ -44,7 +51,7 @@ class LlguidanceBackend:
         usable[[id for id, token in enumerate(table) if token]] = True
         self._usable: Words = np.packbits(usable, bitorder="little").view(np.int32)
         wrapped = library.TokenizerWrapper(_Tokenizer(table, special, eos[0], encode))
-        self._tokenizer = library.LLTokenizer(wrapped, eos_token=list(eos))
+        self._tokenizer = library.LLTokenizer(wrapped, eos_token=list(eos), slices=SLICES)
 
     def compile(self, spec: GrammarSpec) -> LlguidanceGrammar:
         try:
@@ -156,10 +163,14 @@ class _Tokenizer:
         self._encode = encode
         self._ids = {token: id for id, token in enumerate(tokens) if token and id not in special}
         self._longest = max(map(len, self._ids), default=0)
+        self._encoded = lru_cache(FORCED_TEXTS)(self._encoding)
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
             raise TypeError("text only")  # asked once, to find out
+        return self._encoded(text)
+
+    def _encoding(self, text: str) -> list[int]:
         raw, ids = text.encode(), list(self._encode(text))
         if self._special.isdisjoint(ids) and b"".join(self.tokens[id] for id in ids) == raw:
             return ids

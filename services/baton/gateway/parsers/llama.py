@@ -7,13 +7,15 @@ import re
 from collections.abc import Generator
 from typing import Any
 
-from baton.gateway.parsers.reader import Cut, Malformed
+from pydantic_core import from_json
+
+from baton.gateway.parsers.reader import HALF_MARK, Cut, Malformed
 from baton.gateway.parsers.tools import ToolParser, loads
 
 MAX_LIST = 2**20
 """Longest list of calls in Python: its parser takes much memory."""
-_NO_CALL = re.compile(r'\s*\{\s*"(?!(?:name|type|id|function|parameters|arguments)")[^"\\]*"\s*:')
-"""The begin of an object whose first key is none of a call's."""
+_KEYS = {"name", "type", "id", "function", "parameters", "arguments"}
+"""Of a call."""
 _CALL = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*(?:\(|$)|$)")
 
 
@@ -32,14 +34,30 @@ class WholeAnswer(ToolParser):
                 self.at = self._begin + 1
                 self.put(self.text[self._begin : self.at])
             except Cut:
-                if _NO_CALL.match(self.text, self._begin):
+                if self._may_be_call(self.text[self._begin :]):
+                    self.left_over(0)
+                else:
                     self.put(self.text[self._begin :])
                     self.at = len(self.text)
-                else:
-                    self.left_over(0)
         else:
             self.put(space)
         yield from super().run()
+
+    def _may_be_call(self, text: str) -> bool:
+        """Whether a text that has been cut off can have gone on as a call of a tool that is offered. An
+        answer of a schema, which is an object as well, cannot by its keys or by its name."""
+        text = text.strip()
+        if len(text) < HALF_MARK:
+            return False
+        try:
+            begun = from_json(text + "null" * text.endswith(":"), allow_partial="trailing-strings")
+        except ValueError:
+            return True
+        if not isinstance(begun, dict):
+            return True
+        name = begun.get("name")
+        named = isinstance(name, str) and any(tool.startswith(name) for tool in self.tools)
+        return begun.keys() <= _KEYS and (name is None or named)
 
 
 class Llama3Json(WholeAnswer):
