@@ -10,6 +10,7 @@ from typing import ClassVar
 from baton.gateway.authentication import ApiKey
 from baton.gateway.gateway import Gateway
 from baton.gateway.openai_errors import ApiError
+from baton.gateway.parsers.registry import REASONING_PARSERS
 from baton.gateway.responses_answers import usage_of
 from baton.gateway.responses_items import BREAK, compacted
 from baton.gateway.responses_protocol import Conversation, add_messages
@@ -22,7 +23,9 @@ ASK = (
     "done, what is left to do, and every name, number and file that matters. Write the summary alone."
 )
 MIN_TOKENS, MAX_TOKENS = 256, 1024
-"""Limits of a summary's limit, which is as many tokens as the conversation has; reasoning is included."""
+"""Limits of a summary's limit, which is as many tokens as the conversation has."""
+REASONING_TOKENS = 4096
+"""More for a model that may reason first."""
 
 
 class CompactRequest(Conversation):
@@ -68,20 +71,28 @@ async def bound(gateway: Gateway, start: inference_pb2.GenerateStart, api_key: A
     tokens = len(encoded.token_ids)
     model = gateway.model_or_last() or gateway.model()
     room = model.context_length - tokens
-    start.sampling.max_tokens = max(1, min(room, MAX_TOKENS, max(MIN_TOKENS, tokens)))
+    limit = min(MAX_TOKENS, max(MIN_TOKENS, tokens))
+    if model.reasoning_format in REASONING_PARSERS:
+        limit += REASONING_TOKENS
+    start.sampling.max_tokens = max(1, min(room, limit))
 
 
 class CompactAnswer(TypedAnswer):
+    """Of a model that has only reasoned (about the conversation, after all), the reasoning is the summary: a
+    client that cannot compact cannot go on."""
+
     def __init__(self, start: inference_pb2.GenerateStart) -> None:
         self._name = uuid.uuid4().hex
         users = [message.content for message in start.chat.messages if message.role == "user"]
         users[-1] = users[-1].removesuffix(ASK).removesuffix(BREAK)
         self._users = [text for text in users if text]
         self._summary: list[str] = []
+        self._reasoning: list[str] = []
         self._usage: Json = {}
 
     def add(self, delta: inference_pb2.Delta) -> list[Json]:
         self._summary.append(delta.text)
+        self._reasoning.append(delta.reasoning)
         return []
 
     def end(self, finished: inference_pb2.Finished) -> list[Json]:
@@ -93,7 +104,7 @@ class CompactAnswer(TypedAnswer):
 
     def whole(self) -> Json:
         """Raises ApiError."""
-        summary = "".join(self._summary).strip()
+        summary = "".join(self._summary).strip() or "".join(self._reasoning).strip()
         if not summary:
             made = self._usage["output_tokens"]
             text = f"the model wrote no summary in {made} tokens: go on with the items as they are"
