@@ -19,7 +19,9 @@ it loses from 16,384 keys on."""
 
 
 class MixedAttention(PagedAttention):
-    """The Triton kernel for a few rows of one token, FA3 for more and for chunks."""
+    """The Triton kernel for a few rows of one token, FA3 for more and for chunks. Over FP8 pages Triton for
+    many rows, too: on an H200, 64 rows of 1,056 tokens in 39 us instead of 55, 256 of 700 in 98 instead of
+    158."""
 
     name = "mixed"
     features = Fa3Attention.features & TritonAttention.features
@@ -48,5 +50,6 @@ class MixedAttention(PagedAttention):
         self._part(rows).attend(layer, q, out, rows)
 
     def _part(self, rows: PagedRows) -> PagedAttention:
-        few = rows.starts is None and rows.lengths.shape[0] <= FEW_ROWS
+        count = rows.lengths.shape[0]
+        few = rows.starts is None and (count <= FEW_ROWS or self._few.streams(count))
         return self._few if few else self._many

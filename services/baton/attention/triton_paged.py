@@ -43,16 +43,23 @@ class TritonAttention(PagedAttention):
 
     def __init__(self, pool: KvPool, num_heads: int, options: Sequence[AttentionOptions] = ()) -> None:
         from baton.layers.kernels.chunk_attention import chunk_attention
-        from baton.layers.kernels.decode_attention import decode_attention, most_splits
+        from baton.layers.kernels.decode_attention import decode_attention, most_splits, whole
 
         super().__init__(pool, num_heads, options)
-        self._chunks, self._singles = chunk_attention, decode_attention
+        self._chunks, self._singles, self._whole = chunk_attention, decode_attention, whole
         self._most = most_splits(num_heads // pool.layout.num_kv_heads, pool.layout.head_dim)
         processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
         self._programs = _PROGRAMS * processors
         # Zero between any two launches. Above this many rows nothing is split, so nothing is counted.
         self._counters = torch.zeros(self._programs, dtype=torch.int32, device=pool.device)
         self._pdl = torch.cuda.get_device_capability(pool.device) >= (9, 0)
+
+    def streams(self, rows: int) -> bool:
+        """Whether so many rows of one token over FP8 pages occupy the GPU without dividing their keys, by a
+        kernel made for that."""
+        page_size, heads = self._layout.page_size, self._layout.num_kv_heads
+        made = all(self._whole(self._layout.head_dim, page_size, options) for options in self._options)
+        return made and rows * heads >= self._programs
 
     def plan(self, rows: PagedRows) -> None:
         """Scratch for the parts of rows of one token."""

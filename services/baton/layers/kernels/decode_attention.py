@@ -175,6 +175,16 @@ def _decode(
             tl.store(counters + slot, 0)
 
 
+@triton.jit
+def _unpaired(pairs):
+    """int16 that hold two codes of E4M3 each -> the first ones and the second ones, in float16."""
+    both = tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h", [pairs], dtype=tl.int32, is_pure=True, pack=1
+    )
+    first, second = (both & 0xFFFF).to(tl.int16), (both >> 16).to(tl.int16)
+    return first.to(tl.float16, bitcast=True), second.to(tl.float16, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["table", "lengths", "table_stride"])
 def _decode_whole(
     q,
@@ -199,15 +209,18 @@ def _decode_whole(
     PDL: tl.constexpr,
 ):
     """FP8 pages of many rows, whose keys are not split. Tiles of codes are copied to shared memory ahead,
-    which leaves registers for as many programs as there are pairs of 64 rows and 8 heads."""
+    which leaves registers for as many programs as there are pairs of 64 rows and 8 heads. Values lie across
+    the tensor cores' operand, which shared memory gives in units of 16 bits: so they are read in pairs."""
     if PDL:
         gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + row)
     columns, offsets, member = tl.arange(0, DIM), tl.arange(0, BLOCK), tl.arange(0, GROUP_UP)
+    pair = tl.arange(0, DIM // 2)
     pages = table + row * table_stride
     keys += head * head_stride
     values += head * head_stride
+    value_pairs = values.to(tl.pointer_type(tl.int16), bitcast=True)
     if PDL:
         gdc_wait()
     queries = q + row * q_stride + (head * GROUP + member[:, None]) * DIM + columns[None, :]
@@ -215,23 +228,28 @@ def _decode_whole(
     scale = scale * tl.load(kv_scales + head)
     peak = tl.full((GROUP_UP,), -float("inf"), tl.float32)
     total = tl.zeros((GROUP_UP,), tl.float32)
-    result = tl.zeros((GROUP_UP, DIM), tl.float32)
+    first = tl.zeros((GROUP_UP, DIM // 2), tl.float32)
+    second = tl.zeros((GROUP_UP, DIM // 2), tl.float32)
     for start in tl.range(0, length, BLOCK, num_stages=STAGES):
         # A tile lies in one page.
         entry = tl.load(pages + start // PAGE).to(tl.int64) * page_stride + (start % PAGE + offsets) * DIM
         there = start + offsets < length
         k = tl.load(keys + entry[:, None] + columns[None, :], mask=there[:, None], other=0.0)
-        v = tl.load(values + entry[:, None] + columns[None, :], mask=there[:, None], other=0.0)
+        v = tl.load(value_pairs + (entry[:, None] // 2 + pair[None, :]), mask=there[:, None], other=0)
         scores = tl.dot(query, tl.trans(k.to(tl.float16))) * scale
         scores = tl.where(there[None, :], scores, -float("inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - highest[:, None])
         fade = tl.exp2(peak - highest)
         total = total * fade + tl.sum(weights, 1)
-        result = tl.dot(weights.to(tl.float16), v.to(tl.float16), result * fade[:, None])
+        v_first, v_second = _unpaired(v)
+        weights = weights.to(tl.float16)
+        first = tl.dot(weights, v_first, first * fade[:, None])
+        second = tl.dot(weights, v_second, second * fade[:, None])
         peak = highest
-    result = result / total[:, None] * tl.load(kv_scales + KV_HEADS + head)
+    factor = (tl.load(kv_scales + KV_HEADS + head) / total)[:, None]
     outputs = out + (row * KV_HEADS + head) * GROUP * DIM
+    result = tl.interleave(first * factor, second * factor)
     tl.store(outputs + member[:, None] * DIM + columns[None, :], result, mask=(member < GROUP)[:, None])
 
 
@@ -244,11 +262,10 @@ def most_splits(group: int, dim: int = _DIM) -> int:
 WHOLE_BLOCK, WHOLE_STAGES = 64, 5
 
 
-def _whole(q: torch.Tensor, page_size: int, options: AttentionOptions) -> bool:
-    """Whether `_decode_whole` computes rows whose keys are not split."""
+def whole(dim: int, page_size: int, options: AttentionOptions) -> bool:
+    """Whether rows whose keys are not split have a kernel of their own, for queries of 16 bits."""
     plain = options.window is None and not options.softcap and options.sinks is None
-    fits = page_size % WHOLE_BLOCK == 0 and q.shape[2] <= _DIM and q.element_size() == 2
-    return options.kv_scales is not None and plain and fits
+    return options.kv_scales is not None and plain and page_size % WHOLE_BLOCK == 0 and dim <= _DIM
 
 
 def decode_attention(
@@ -283,7 +300,7 @@ def decode_attention(
     _, page_size, kv_heads, _ = keys.shape
     group = heads // kv_heads
     parts = rows * heads * splits if splits > 1 else 0
-    if splits == 1 and block is None and _whole(q, page_size, options):
+    if splits == 1 and block is None and q.element_size() == 2 and whole(dim, page_size, options):
         _decode_whole[(kv_heads, rows)](
             q,
             keys,

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baton.layers.experts import Experts, Router
 from baton.layers.kernels.activation import gated, gating
-from baton.layers.kernels.routing import constants, ranked_experts
+from baton.layers.kernels.routing import chosen_expert, constants
 from baton.layers.mlp import GatedMlp
 
 Block = tuple[int, int, int, int]
@@ -63,11 +63,15 @@ def _gate_up(
         gdc_wait()
     token, pair = tl.program_id(1) // (TOP_K + SHARED), tl.program_id(1) % (TOP_K + SHARED)
     if CHOOSE:
-        rank, score = ranked_experts(
+        expert = chosen_expert(
             logits,
             bias,
             correction,
-            EXPERTS,
+            weights,
+            experts,
+            pair,
+            scale,
+            (tl.program_id(0) == 0) & (pair < TOP_K),
             PARTS,
             EXPERTS,
             BLOCK,
@@ -77,10 +81,6 @@ def _gate_up(
             BIAS,
             CORRECTION,
         )
-        expert = tl.minimum(tl.sum(tl.where(rank == pair, tl.arange(0, BLOCK), 0), 0), EXPERTS - 1)
-        if (tl.program_id(0) == 0) & (pair < TOP_K):
-            tl.store(experts + pair, expert)
-            tl.store(weights + pair, tl.sum(tl.where(rank == pair, score, 0.0), 0) * scale)
     else:
         expert = tl.load(experts + token * TOP_K + pair, mask=pair < TOP_K, other=0)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -150,6 +150,7 @@ def _down(
     SHARED: tl.constexpr,
     SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
     ADD: tl.constexpr,
     EXPERT_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -163,39 +164,49 @@ def _down(
     token = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
-    inside = (n < HIDDEN)[:, None]
-    steps: tl.constexpr = (INNER + COLUMNS - 1) // COLUMNS
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    choice = tl.arange(0, CHOICES)
+    known = choice < TOP_K
     own = x + token.to(tl.int64) * ((TOP_K + SHARED) * INNER)
-    for step in tl.range(0, TOP_K * steps, num_stages=STAGES):
-        pair = token * TOP_K + step // steps
-        k = step % steps * COLUMNS + columns
-        there = k < INNER
-        expert = tl.load(experts + pair).to(tl.int64)
-        at = weight + (expert * HIDDEN + n)[:, None] * INNER + k[None, :]
-        w = tl.load(at, mask=inside & there[None, :], other=0.0, eviction_policy="evict_first")
-        value = tl.load(own + (step // steps) * INNER + k, mask=there, other=0.0).to(tl.float32)
-        value = value * tl.load(weights + pair)
+    expert = tl.load(experts + token * TOP_K + choice, mask=known, other=0).to(tl.int64)
+    share = tl.load(weights + token * TOP_K + choice, mask=known, other=0.0)
+    row = expert[:, None] * HIDDEN + n[None, :]
+    held = known[:, None] & (n < HIDDEN)[None, :]
+    start = weight + row[:, :, None] * INNER + columns[None, None, :]
+    inside = held[:, :, None]
+    inputs = own + choice[:, None] * INNER + columns[None, :]
+    if SCALED == "blocks":
+        # A tile's rows are of one block, so that scales multiply what they are multiplied with.
+        block = unit + (expert * HIDDEN + tl.program_id(0) * ROWS) // 128 * (INNER // 128)
+    # All choices' rows together, and the next columns before these are used: many bytes under way.
+    w = tl.load(
+        start, mask=inside & (columns < INNER)[None, None, :], other=0.0, eviction_policy="evict_first"
+    )
+    total = tl.zeros((CHOICES, ROWS, COLUMNS), tl.float32)
+    for k in tl.range(0, INNER, COLUMNS, num_stages=STAGES):
+        there = known[:, None] & (k + columns < INNER)[None, :]
+        value = tl.load(inputs + k, mask=there, other=0.0).to(tl.float32)
         if SCALED == "blocks":
-            block = (expert * HIDDEN + tl.program_id(0) * ROWS) // 128 * (INNER // 128)
-            value = value * tl.load(unit + block + k // 128, mask=there, other=0.0)
-        tile = w.to(tl.float32)
-        if SCALED == "rows":
-            tile = tile * tl.load(unit + expert * HIDDEN + n, mask=n < HIDDEN, other=0.0)[:, None]
-        total += tile * value[None, :]
+            value *= tl.load(block[:, None] + ((k + columns) // 128)[None, :], mask=there, other=0.0)
+        following = inside & (k + COLUMNS + columns < INNER)[None, None, :]
+        ahead = tl.load(start + k + COLUMNS, mask=following, other=0.0, eviction_policy="evict_first")
+        total += w.to(tl.float32) * value[:, None, :]
+        w = ahead
+    sums = tl.sum(total, 2) * share[:, None]
+    if SCALED == "rows":
+        sums *= tl.load(unit + row, mask=held, other=0.0)
+    y = tl.sum(sums, 0)
     if SHARED:
-        for start in tl.range(0, SHARED * INNER, COLUMNS, num_stages=STAGES):
-            k = start + columns
-            there = k < SHARED * INNER
-            at = shared + n.to(tl.int64)[:, None] * (SHARED * INNER) + k[None, :]
-            w = tl.load(at, mask=inside & there[None, :], other=0.0, eviction_policy="evict_first")
-            value = tl.load(own + TOP_K * INNER + k, mask=there, other=0.0).to(tl.float32)
-            total += w.to(tl.float32) * value[None, :]
-    y = tl.sum(total, 1)
+        rest = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in tl.range(0, SHARED * INNER, COLUMNS, num_stages=STAGES):
+            there = k + columns < SHARED * INNER
+            at = shared + n.to(tl.int64)[:, None] * (SHARED * INNER) + (k + columns)[None, :]
+            mask = (n < HIDDEN)[:, None] & there[None, :]
+            v = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+            value = tl.load(own + TOP_K * INNER + k + columns, mask=there, other=0.0).to(tl.float32)
+            rest += v.to(tl.float32) * value[None, :]
+        y += tl.sum(rest, 1)
     if EXPERT_BIAS:
-        for choice in range(token * TOP_K, token * TOP_K + TOP_K):
-            bias_at = expert_bias + tl.load(experts + choice).to(tl.int64) * HIDDEN + n
-            y += tl.load(bias_at, mask=n < HIDDEN, other=0.0).to(tl.float32) * tl.load(weights + choice)
+        y += tl.sum(tl.load(expert_bias + row, mask=held, other=0.0).to(tl.float32) * share[:, None], 0)
     target = out + token.to(tl.int64) * HIDDEN + n
     if ADD:
         y += tl.load(target, mask=n < HIDDEN, other=0.0).to(tl.float32)
@@ -338,6 +349,7 @@ def down(
         SHARED=_count(shared, experts),
         SCALED=matrix.scaled,
         TOP_K=chosen.shape[1],
+        CHOICES=triton.next_power_of_2(chosen.shape[1]),
         ADD=add,
         EXPERT_BIAS=experts.down_bias is not None,
         ROWS=rows,
@@ -352,4 +364,4 @@ def down(
 ONE_GATE_UP: Block = (8, 512, 4, 1)
 FEW_GATE_UP: Block = (1, 1024, 8, 1)
 ONE_DOWN: Block = (2, 1024, 4, 1)
-FEW_DOWN: Block = (8, 256, 4, 1)
+FEW_DOWN: Block = (4, 256, 4, 1)

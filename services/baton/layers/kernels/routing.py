@@ -22,7 +22,7 @@ COUNTED_PAIRS = 4096
 
 
 @triton.jit
-def ranked_experts(
+def _keyed(
     logits,
     bias,
     correction,
@@ -30,13 +30,11 @@ def ranked_experts(
     PARTS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
     BIAS: tl.constexpr,
     CORRECTION: tl.constexpr,
 ):
-    """Of one token, for each expert: how many are better, and its weight if it is among the best."""
+    """Of one token, for each expert: its score, and by what it is chosen."""
     e = tl.arange(0, BLOCK)
     inside = e < EXPERTS
     score = tl.zeros((BLOCK,), tl.float32)
@@ -51,16 +49,66 @@ def ranked_experts(
     key = score
     if CORRECTION:
         key += tl.load(correction + e, mask=inside, other=0.0)
-    key = tl.where(inside, key, -float("inf"))
+    return tl.where(inside, score, 0.0), tl.where(inside, key, -float("inf"))
+
+
+@triton.jit
+def _ranked(
+    score,
+    key,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    """For each expert: how many are better, and its weight if it is among the best."""
+    e = tl.arange(0, BLOCK)
     # Of equal ones the first is better.
     before = (key[:, None] > key[None, :]) | ((key[:, None] == key[None, :]) & (e[:, None] < e[None, :]))
     rank = tl.sum(before.to(tl.int32), 0)
-    score = tl.where(inside, score, 0.0)
     if RENORMALIZE:
         score = score / (tl.sum(tl.where(rank < TOP_K, score, 0.0), 0) + 1e-20)
     elif not SIGMOID:
         score = score / tl.sum(score, 0)
     return rank, score
+
+
+@triton.jit
+def chosen_expert(
+    logits,
+    bias,
+    correction,
+    weights,
+    experts,
+    pair,
+    scale,
+    store,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    CORRECTION: tl.constexpr,
+):
+    """The expert of a token's choice `pair`, counted from the best one; `store`: it and its weight are
+    written. A program finds its own by `pair` + 1 maxima: ranks of all would take longer than its product."""
+    score, key = _keyed(logits, bias, correction, EXPERTS, PARTS, EXPERTS, BLOCK, SIGMOID, BIAS, CORRECTION)
+    # Integers in the keys' order, of equal ones the first expert's the larger.
+    bits = key.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << 32
+    ordered = ordered | (BLOCK - 1 - tl.arange(0, BLOCK)).to(tl.int64)
+    best = tl.max(ordered, 0)
+    for _better in range(tl.minimum(pair, TOP_K - 1)):
+        ordered = tl.where(ordered == best, -(2**63), ordered)
+        best = tl.max(ordered, 0)
+    expert = tl.minimum(BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32), EXPERTS - 1)
+    if store:
+        _rank, score = _ranked(score, key, BLOCK, TOP_K, SIGMOID, RENORMALIZE)
+        tl.store(experts + pair, expert)
+        tl.store(weights + pair, tl.sum(tl.where(tl.arange(0, BLOCK) == expert, score, 0.0), 0) * scale)
+    return expert
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -89,20 +137,20 @@ def _choose(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    rank, score = ranked_experts(
+    part_stride = rows * EXPERTS
+    score, key = _keyed(
         logits + row * EXPERTS,
         bias,
         correction,
-        rows * EXPERTS,
+        part_stride,
         PARTS,
         EXPERTS,
         BLOCK,
-        TOP_K,
         SIGMOID,
-        RENORMALIZE,
         BIAS,
         CORRECTION,
     )
+    rank, score = _ranked(score, key, BLOCK, TOP_K, SIGMOID, RENORMALIZE)
     e = tl.arange(0, BLOCK)
     # Scores that are no numbers have no ranks: each place gets an expert all the same.
     place = tl.arange(0, PLACES)
@@ -244,7 +292,7 @@ def sort(
 
 
 def constants(router: Router, parts: int) -> dict[str, int | bool]:
-    """Of `ranked_experts`."""
+    """Of `_choose` and `chosen_expert`."""
     routing, experts = router.routing, router.experts
     return {
         "PARTS": parts,
