@@ -22,8 +22,11 @@ from baton.decode.core import LOCAL_PREFILL_TOKENS
 WHOLE = os.environ.get("BATON_TEST_EXACTNESS") == "whole"
 MODELS = [*ARCHITECTURES, *MORE, *BY_TRANSFORMERS] if WHOLE else list(ARCHITECTURES)
 OUTPUT = 64
+PAGE = 16
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 64, 65, 100, 160, 300]
 """Around page borders, and more rows than the narrow workers have."""
+if WHOLE:
+    LENGTHS += [32, 63]
 SOME_LENGTHS = [16, 33, 64, 65, 160, 300]
 """Of all models but one. The first four with their outputs need more pages than there are: retractions."""
 WIDE_LENGTHS = [16, 65, 300]
@@ -71,7 +74,8 @@ def routes(request, tmp_path_factory, deployments) -> Iterator[Routes]:
     lengths = LENGTHS if WHOLE or request.param == "qwen3" else SOME_LENGTHS
     lengths = WIDE_LENGTHS if request.param in WIDE_ONLY else lengths
     windows = WINDOWS.get(request.param, [None])
-    lengths = sorted({*lengths, *(w + more for w in windows if w is not None for more in (-1, 0, 1))})
+    borders = [w + more for w in windows if w is not None for more in (0, PAGE)[: 1 + WHOLE]]
+    lengths = sorted({*lengths, *(border + more for border in borders for more in (-1, 0, 1))})
     deployment = Deployment(folder, save(model, folder / "model"))
     code = ("--model-impl", "transformers" if request.param in BY_TRANSFORMERS else "auto")
     wide = (

@@ -16,6 +16,7 @@ import pytest
 import torch
 from rig import generate, prompts_of, save_checkpoint
 from test_families import FAMILIES, assert_nearly_greedy
+from test_latent import V3
 from test_runner import assert_greedy, greedy
 
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
@@ -151,11 +152,24 @@ def test_a_mixture(tmp_path):
     assert_nearly_greedy(path, prompts, found)
 
 
-def test_attention_that_has_not_been_run_by_ranks_is_refused(tmp_path):
-    path = save_checkpoint(tmp_path, **FAMILIES["gpt-oss"])
-    text = "plain attention only yet, and GptOssForCausalLM has sinks, window"
-    with pytest.raises(BatonError, match=text), engine_of(path, 2, "bfloat16"):
-        pass
+@pytest.mark.parametrize("family", ["mistral-window", "gemma3", "gpt-oss", "deepseek-v3"])
+def test_float32_tokens_and_pages_of_families_are_those_of_one_rank(tmp_path, family):
+    """In CUDA graphs: windows, of which pages are given up, sinks, latents, and mixtures with them."""
+    path = save_checkpoint(tmp_path, **(V3 if family == "deepseek-v3" else FAMILIES[family]))
+    prompts = prompts_of(*LENGTHS)
+    found = {}
+    for tp in (1, 2):
+        with engine_of(path, tp, "float32") as engine:
+            assert isinstance(runner_of(engine), CudaRunner)
+            params = greedy(len(prompts), 16)
+            first = generate(engine.runner, engine.cache, prompts, params, budget=128)
+            again = generate(engine.runner, engine.cache, prompts, params, budget=128)
+            found[tp] = first, again, pages_of(engine)
+    one, two = (pages[1:].view(torch.float32) for _, _, pages in (found[1], found[2]))
+    print(family, "largest difference", (one - two).abs().max(), "of", one.abs().max())
+    for run in (0, 1):
+        assert found[2][run] == found[1][run]
+    assert (one - two).abs().max() < 1e-3
 
 
 def test_both_ranks_together_take_the_promised_part_of_the_gpu(checkpoint):

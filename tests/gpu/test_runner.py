@@ -287,5 +287,6 @@ def test_no_number_of_one_sequence_reaches_the_next_in_its_pages(tmp_path, pair,
     prompts = [[token % (VOCAB - 1) for token in p] for p in prompts_of(140, 100)]
     wanted = run(prompts)
     assert all(error is None for _, error in wanted)
-    assert all(error is not None for _, error in run([[VOCAB - 1] * 250] * 2))
+    # Of the prompts' step: FlashAttention 3 leaves out parts of a row's keys that have no numbers.
+    assert all(error is not None for _, error in run([[VOCAB - 1] * 250] * 2)[:2])
     assert run(prompts) == wanted

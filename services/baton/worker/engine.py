@@ -68,7 +68,7 @@ from baton.worker.model import (
     sized,
 )
 from baton.worker.pool import PublishedPool, join_parts, make_pool
-from baton.worker.ranks import Ranks, check_attention, on_gpus
+from baton.worker.ranks import Ranks, on_gpus
 from baton.worker.runners import make_runner
 
 _log = get_logger()
@@ -190,8 +190,6 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
     own = own_part(layout, ranks.shard, device)[0]
     (prefill, why_prefill), (decode, why_decode) = attention_of(config, model, device)
     seen = context
-    if device.type == "cuda" and config.tp > 1:
-        check_attention(model)
 
     def computing(pool: KvPool, segment: Path | None = None) -> Runner[Any]:
         make = partial(_computing, config, model, pool, (prefill, decode), seen)

@@ -20,7 +20,6 @@ from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.pool import KvLayout
 from baton.layers.shard import ONE_RANK, Communicator, Shard
-from baton.models.decoder import Model
 from baton.models.weight_plan import weight_plan
 from baton.ranks.channel import Channel
 from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous, meet_on_gpus
@@ -39,7 +38,7 @@ from baton.ranks.pages import PagesOfHosts, Part, RemotePart
 from baton.ranks.runner import PLAN_SECONDS, PlanTimes, RankedRunner, RanksLost
 from baton.rpc.address import family_of
 from baton.rpc.authentication import Cluster
-from baton.rpc.errors import failed_precondition, invalid
+from baton.rpc.errors import invalid
 from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore
 from baton.v1 import common_pb2, node_pb2
@@ -79,16 +78,6 @@ def on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
     device = rank_device(config.device, Shard(0, config.tp))
     torch.cuda.set_device(device)
     return device
-
-
-def check_attention(model: Model) -> None:
-    """Raises BatonError for attention that has not been run by several ranks on GPUs."""
-    features = frozenset[str]().union(*(options.features for options in model.attention_options))
-    if features:
-        raise failed_precondition(
-            f"--tp on GPUs works with plain attention only yet, and {model.config.architecture} has "
-            f"{', '.join(sorted(features))}; leave out --tp, or use --device cpu"
-        )
 
 
 def meet(
