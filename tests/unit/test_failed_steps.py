@@ -7,6 +7,7 @@ from decode_node import PAGES, SIZE, Node, Runner
 from test_attempts import A, B, attempts, placed
 
 from baton.decode.core import MAX_FAILED_STEPS
+from baton.decode.prompt_routing import CANCEL_SECONDS
 from baton.decode.types import Done, Failed, Key, Peer
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
@@ -169,6 +170,26 @@ def test_a_prompt_stays_where_a_step_with_it_may_be_in_flight(answer):
     case.node.run(1)
     assert case.addresses == "qq" and case.core.scheduler.running, "here"
     assert not case.core.routing.given_up
+
+
+@pytest.mark.parametrize("answer", ["NODE_FAILED", "CANCELLED", "down", "none"])
+def test_a_prompt_waits_for_a_node_that_may_have_it_in_a_step(answer):
+    """Pages could not be pulled while the prompt was still being computed."""
+    case = HandedOff()
+    case.core.receive("p", [ChunkAnnounced(case.asked[0][1], 0, (30,), (1,), False, 0)], 0.0)
+    ((_, _, pull),) = case.core.handoffs.under_way()
+    case.core.handoffs.pull_ended(pull, "no route", None, 0.0)
+    case.node.run(3)
+    assert case.addresses == "p" and not case.core.handoffs.active, "the answer is awaited"
+    if answer == "down":
+        case.set("p", False)
+    elif answer == "none":
+        case.node.now += CANCEL_SECONDS
+    else:
+        case.fail("p", 0, "UNAVAILABLE", answer)
+    case.node.run(1)
+    assert case.addresses == "pq"
+    assert case.request.failed_steps == (answer == "NODE_FAILED")
 
 
 def test_one_failure_of_two_hand_offs_at_a_node_counts_once():

@@ -98,6 +98,7 @@ class DecodeCore:
             pulled=self._pulled,
             failed=self._handoff_failed,
             failed_late=lambda *ended: self.routing.failed_late(*ended),
+            unanswered=lambda *told: self.routing.unanswered(self._now, *told),
             record=self.recording.pulled,
         )
         self.routing = PromptRouting(self.config, self.peers, self.unfinished, self.scheduler, self.handoffs)

@@ -18,6 +18,8 @@ LOCAL_PREFILL_TOKENS = 32
 limit."""
 CONNECT_SECONDS = 2.0
 """How long a prompt waits for a connection to a prefill node that is being opened."""
+CANCEL_SECONDS = 2.0
+"""How long a prompt waits for a prefill node to answer the cancel of a hand-off that failed on this side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,9 @@ class Unroutable(Exception):
 @dataclass(slots=True, eq=False)
 class PromptRouting:
     """A request that ends nodes must end as few as possible. So its prompt is in steps of one node at a time:
-    until a prefill node has answered the cancel of a hand-off that a retraction gave up, a step with the
-    prompt may be in flight there, and the prompt goes to that node again."""
+    until a prefill node has answered the cancel of a hand-off, a step with the prompt may be in flight there.
+    After a retraction the prompt goes to that node again; after a failure, such as pages that could not be
+    pulled, it waits for the answer, not longer than CANCEL_SECONDS."""
 
     config: DecodeConfig
     peers: dict[str, Peer]
@@ -42,8 +45,9 @@ class PromptRouting:
     handoffs: DecodeSide
     chosen: dict[Sequence, str] = field(default_factory=dict)
     """Prefill node of each sequence that is being admitted."""
-    given_up: dict[AttemptName, tuple[DecodeRequest, str]] = field(default_factory=dict)
-    """Hand-offs of unfinished requests that were given up and whose node (its address) has not answered."""
+    given_up: dict[AttemptName, tuple[DecodeRequest, str, float]] = field(default_factory=dict)
+    """Hand-offs of unfinished requests that were given up and whose node (its address) has not answered, and
+    until when the prompt waits for that."""
 
     def route(self, leader: Sequence, uncached: int, now: float) -> Route:
         """Chooses the first candidate, in the caller's order, that is connected and has not failed this
@@ -52,6 +56,8 @@ class PromptRouting:
         state.address, state.fallback = "", False
         if state.request.failed_steps >= MAX_FAILED_STEPS:
             raise Unroutable("INTERNAL", "REPEATED_STEP_FAILURE", repeated(state.last_failure))
+        if any(each is state and now < until for each, _, until in self.given_up.values()):
+            return Route.DEFER
         busy = self._busy_with(state)
         if busy and (busy not in state.candidates[state.tried :] or not self.peers[busy].up):
             busy = ""
@@ -89,7 +95,7 @@ class PromptRouting:
             address = self.chosen.get(sequence) or self.handoffs.address_of(sequence)
             if address:
                 return address
-        return next((address for each, address in self.given_up.values() if each is state), "")
+        return next((address for each, address, _ in self.given_up.values() if each is state), "")
 
     def abandon(self, leader: Sequence) -> None:
         """The scheduler gives the hand-off up: the request has ended, or it is retracted."""
@@ -97,12 +103,16 @@ class PromptRouting:
         state = self.unfinished.get(leader.request.key)  # type: ignore[call-overload]
         if handoff is not None and state is not None:
             name, address = handoff
-            self.given_up[name] = state, address
+            self.given_up[name] = state, address, 0.0
+
+    def unanswered(self, now: float, leader: Sequence, name: AttemptName, address: str) -> None:
+        """The hand-off has failed here; its node is told."""
+        self.given_up[name] = self.unfinished[leader.request.key], address, now + CANCEL_SECONDS  # type: ignore[index]
 
     def failed_late(self, name: AttemptName, address: str, reason: str) -> None:
         """The node at `address` says how a hand-off ended that had ended here. A step that failed with one
         that was given up counts: else the request would go there again."""
-        state, asked = self.given_up.get(name, (None, ""))
+        state, asked, _ = self.given_up.get(name, (None, "", 0.0))
         if state is not None and asked == address:
             del self.given_up[name]
             if reason in STEP_FAILURES:

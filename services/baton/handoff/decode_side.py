@@ -93,7 +93,8 @@ class HandoffCounters:
 
 class DecodeSide:
     """All hand-offs of one decode node. Effects gather in `effects`; failures go to `failed`, those of
-    hand-offs that had ended here to `failed_late`."""
+    hand-offs that had ended here to `failed_late`. `unanswered` learns of each failure that its node is told
+    while it may still have the prompt in a step; it will answer."""
 
     def __init__(
         self,
@@ -105,6 +106,7 @@ class DecodeSide:
         pulled: Callable[[Sequence, int], None],
         failed: Callable[[Sequence, str, str, str], None],
         failed_late: Callable[[AttemptName, str, str], None] = lambda name, address, reason: None,
+        unanswered: Callable[[Sequence, AttemptName, str], None] = lambda leader, name, address: None,
         record: RecordPull = lambda kind, name, address, pages, step, error: None,
     ) -> None:
         self._scheduler = scheduler
@@ -113,6 +115,7 @@ class DecodeSide:
         self._pulled = pulled
         self._failed = failed
         self._failed_late = failed_late
+        self._unanswered = unanswered
         self._record = record
         self.effects: list[DecodeEffect] = []
         self.counters = HandoffCounters()
@@ -366,6 +369,8 @@ class DecodeSide:
         if tell:
             self.effects.append(CancelPrefill(handoff.address, handoff.name))
         self._failed(handoff.leader, handoff.address, reason, message)
+        if tell and not handoff.first and reason != "SILENT":
+            self._unanswered(handoff.leader, handoff.name, handoff.address)
         self._scheduler.requeue(handoff.leader)
 
     def _forget(self, handoff: Handoff) -> None:

@@ -28,10 +28,8 @@ from baton.sim.tasks import Task
 from baton.sim.world import Actor, Violation, World
 from baton.tracing.recorder import Recorder
 from baton.v1 import common_pb2, node_pb2
-from baton.worker.shell import C, WorkerShell
+from baton.worker.shell import LOST_SECONDS, C, WorkerShell
 
-LOST_SECONDS = 1.0
-"""As in worker.node: how long the step thread has to notice by itself that another rank has ended."""
 HOP_SECONDS = 0.0001
 """From one thread of a process to another; the same always, so that calls keep their order."""
 

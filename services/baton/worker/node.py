@@ -44,7 +44,7 @@ from baton.worker.caller_stream import CallerStreams
 from baton.worker.embedder import Embedder
 from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, step_limits
 from baton.worker.load import add_grammars, add_step_cost, page_map_message, snapshot
-from baton.worker.shell import C, WorkerShell
+from baton.worker.shell import LOST_SECONDS, C, WorkerShell
 
 _log = get_logger()
 
@@ -61,8 +61,6 @@ COMPILE_SECONDS = 10.0
 """A request whose grammar is not compiled by then is refused."""
 LOAD_SECONDS = 60.0
 """For the vocabulary, which is loaded when the first grammar comes."""
-LOST_SECONDS = 1.0
-"""How long the step thread of rank 0 has to notice by itself that another rank has ended."""
 WATCH_SECONDS = 0.25
 """How often the step thread is checked."""
 

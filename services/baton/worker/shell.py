@@ -16,6 +16,9 @@ from baton.tracing.recorder import Recorder
 from baton.transport import Receiver
 from baton.v1 import common_pb2, node_pb2
 
+LOST_SECONDS = 1.0
+"""How long the step thread of rank 0 has to notice by itself that another rank has ended."""
+
 
 class WorkerCore(Core, Protocol):
     """What the shell needs of a core besides the step loop's interface."""
