@@ -11,6 +11,9 @@ twice or hangs, or if a process still holds anything at the end. The exit code i
 With --tp N each worker has N ranks, and a fault is SIGKILL of its rank 0 or of a follower: while it loads, is
 idle, computes a prompt, hands pages off, or makes tokens. It is a problem, too, if another of its ranks or a
 file in shared memory is left.
+
+With --device cuda the workers take this machine's GPUs in turn, and it is a problem, too, if memory of a GPU
+is left. --kills: faults are SIGKILL of prefill and decode nodes only.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ import argparse
 import asyncio
 import json
 import secrets
+import subprocess
 import sys
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
 from checkpoints import make_model, save
+from process import Process
 from reference import Reference
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -39,9 +46,36 @@ from stress import Cluster, Injector, RankInjector, Report, make_tasks, record, 
 from stress.clients import Outcome
 from stress.faults import Fault
 
+from baton.bench.machine import visible_gpus
+
+FREED_SECONDS = 10.0
+FREED_MIB = 64
+"""What a GPU's memory in use may differ by, before and after."""
+
+
+def used_mib() -> list[int]:
+    """Memory in use on each GPU of this machine."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(command, check=True, capture_output=True).stdout.split()]
+
+
+def left_mib(before: list[int]) -> list[int]:
+    """What is still used on each GPU that was not before, once nothing changes any more."""
+    deadline = time.monotonic() + FREED_SECONDS
+    while True:
+        left = [now - then for now, then in zip(used_mib(), before, strict=True)]
+        if max(left) <= FREED_MIB or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def computes(action: str, process: Process) -> bool:
+    return process.role in ("prefill", "decode")
+
 
 def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
-    model = make_model("qwen3")
+    # Kernels of GPUs attend with heads of 64 and more.
+    model = make_model("qwen3", head_dim=64) if args.device == "cuda" else make_model("qwen3")
     path = save(model, folder / "model")
     columns = (
         TextColumn("{task.description}"),
@@ -50,14 +84,18 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
         TimeElapsedColumn(),
     )
     tasks = make_tasks(Reference(model), args.tasks)
-    one_rank = folder / "one rank"
-    one_rank.mkdir(exist_ok=True)
-    with Cluster(one_rank, path, nodes=1, tokenizers=1) as cluster:
-        known = asyncio.run(record(cluster.gateway.address, tasks))
+    known = []
+    if args.tp > 1:
+        one_rank = folder / "one rank"
+        one_rank.mkdir(exist_ok=True)
+        with Cluster(one_rank, path, nodes=1, tokenizers=1) as cluster:
+            known = asyncio.run(record(cluster.gateway.address, tasks))
+    gpus = visible_gpus() if args.device == "cuda" else []
     with (
-        Cluster(folder, path, tokenizers=args.tokenizers, tp=args.tp) as cluster,
+        Cluster(folder, path, tokenizers=args.tokenizers, tp=args.tp, gpus=gpus) as cluster,
         Progress(*columns, console=console) as bar,
     ):
+        known = known or asyncio.run(record(cluster.gateway.address, tasks))
         shown = bar.add_task("faults", total=args.faults)
         counts = {"streams": 0}
 
@@ -70,13 +108,13 @@ def measure(args: argparse.Namespace, console: Console, folder: Path) -> Report:
 
         async def attack() -> Report:
             options = {"seed": args.seed, "streams": args.streams, "seconds": args.seconds}
-            injector = Injector if args.tp == 1 else RankInjector
+            whole = partial(Injector, may=computes, weights={"kill": 1}) if args.kills else Injector
             return await run(
                 cluster,
                 known,
                 faults=args.faults,
                 **options,
-                injector=injector,
+                injector=whole if args.tp == 1 else RankInjector,
                 happened=happened,
                 ended=ended,
             )
@@ -99,18 +137,24 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=40, help="different requests")
     parser.add_argument("--tokenizers", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1, help="ranks of each worker")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--kills", action="store_true", help="no stalls and drains")
     parser.add_argument("--keep", type=Path, help="keep logs in this folder")
     args = parser.parse_args()
     args.seed = args.seed or secrets.randbits(32)
     console = Console()
     console.print(f"seed {args.seed}")
+    before = used_mib() if args.device == "cuda" else []
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         report = measure(args, console, folder)
-    console.print_json(json.dumps(report.summary()))
-    save_results(args, {**report.summary(), "each": report.details()})
-    return 1 if report.problems else 0
+    summary = report.summary()
+    if before and max(left := left_mib(before)) > FREED_MIB:
+        summary["problems"].append(f"GPU memory is left, in MiB: {left}")
+    console.print_json(json.dumps(summary))
+    save_results(args, {**summary, "gpu_mib_before": before, "each": report.details()})
+    return 1 if summary["problems"] else 0
 
 
 if __name__ == "__main__":

@@ -147,6 +147,7 @@ def main() -> int:
     parser.add_argument("--transports", default="shm,grpc")
     args: argparse.Namespace = parser.parse_args()
     pairs = [(int(one), int(other)) for one, other in (each.split(":") for each in args.pairs.split(","))]
+    Process.forked = True  # three dozen processes a family need not each import torch
     results: dict[str, Any] = {}
     for name in args.families.split(","):
         with tempfile.TemporaryDirectory() as folder:

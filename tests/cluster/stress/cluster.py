@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -17,6 +19,7 @@ REQUEST_SECONDS = 60
 """Deadline of a request that names none, such as each over HTTP."""
 GATEWAY = ("--request-seconds", str(REQUEST_SECONDS), "--silence-seconds", "3")
 WORKER = ("--token-budget", "256", "--max-rows", "64", "--drain-seconds", "3")
+ON_GPU = ("--device", "cuda", "--dtype", "float32")
 
 
 class Cluster(Deployment):
@@ -33,16 +36,21 @@ class Cluster(Deployment):
         tokenizers: int = 2,
         kv_tokens: int = 32768,
         tp: int = 1,
+        gpus: Sequence[str] = (),
     ) -> None:
-        """`tp`: ranks of each worker."""
+        """`tp`: ranks of each worker. `gpus`: as CUDA_VISIBLE_DEVICES names them; workers take them in
+        turn, prefill and decode nodes alike."""
         super().__init__(folder, model)
         self.tokenizer.flags += ["--drain-seconds", "3"]
         for _ in range(tokenizers - 1):
             self._add("tokenizer", list(self.tokenizer.flags))
         grace = ("--lease-grace-seconds", str(GRACE_SECONDS))
-        worker = (*WORKER, "--kv-tokens", str(kv_tokens), "--tp", str(tp))
+        worker = (*WORKER, "--kv-tokens", str(kv_tokens), "--tp", str(tp), *(ON_GPU if gpus else ()))
         prefill = [self.add_worker("prefill", *worker, *grace) for _ in range(nodes)]
         decode = [self.add_worker("decode", *worker, "--handoff-seconds", "6") for _ in range(nodes)]
+        for workers in (prefill, decode):
+            for process, gpu in zip(workers, itertools.cycle(gpus), strict=False):
+                process.environment["CUDA_VISIBLE_DEVICES"] = gpu
         self.add_gateway(decode, prefill, *GATEWAY)
         self._reserved = [self._reserve(process) for process in self.processes]
         self.incarnations: dict[int, str] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -40,6 +40,7 @@ class Injector:
     up, if perhaps stalled.
 
     may: whether an action may hit a process; default: every process but the gateway.
+    weights: how often each action is chosen.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Injector:
         rng: Random,
         *,
         may: Callable[[str, Process], bool] = lambda action, process: True,
+        weights: Mapping[str, int] = WEIGHTS,
         happened: Callable[[Fault], None] = lambda fault: None,
     ) -> None:
         self.faults: list[Fault] = []
         self._cluster = cluster
         self._rng = rng
         self._may = may
+        self._weights = weights
         self._happened = happened
         self._hit: set[Process] = set()
         self._down: set[Process] = set()
@@ -66,7 +69,7 @@ class Injector:
         async with asyncio.TaskGroup() as group:
             for number in range(1, count + 1):
                 await asyncio.sleep(self._rng.uniform(*gap))
-                action = self._rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+                action = self._rng.choices(list(self._weights), list(self._weights.values()))[0]
                 victim = await self._victim(action, stop)
                 if victim is None:
                     return

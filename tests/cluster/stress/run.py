@@ -73,7 +73,7 @@ async def run(
     seconds: float | None = None,
     streams: int = 64,
     gap: tuple[float, float] = (0.1, 1.2),
-    injector: type[Injector] | type[RankInjector] = Injector,
+    injector: Callable[..., Injector | RankInjector] = Injector,
     happened: Callable[[Fault], None] = lambda fault: None,
     ended: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Report:
