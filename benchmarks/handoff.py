@@ -1,10 +1,13 @@
 """How long a hand-off takes, and where: from the last prompt chunk to the first decode step with the request.
 
     python benchmarks/handoff.py --json handoff.json
+    python benchmarks/handoff.py --sizes 1:1 1:2 2:1 2:2 --prompts 2048 16384      two GPUs or more
 
-One prefill and one decode node, random weights in the shape of Qwen3-8B, requests one at a time through the
-gateway. The nodes are those of `baton serve` with time stamps in them (benchmarks/stamps.py). Prints for each
-prompt length medians of milliseconds since the prefill node read the last chunk's results.
+Prefill and decode nodes, random weights in the shape of Qwen3-8B, requests one at a time through the gateway
+of a pair. The nodes are those of `baton serve` with time stamps in them (benchmarks/stamps.py). Prints for
+each pair of sizes and prompt length medians of milliseconds since the prefill node read the last chunk's
+results. A prefill node takes the first GPUs, a decode node the last ones in opposite order, so that pages
+cross between GPUs where there are too few for all ranks, too.
 """
 
 from __future__ import annotations
@@ -12,12 +15,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
 import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,14 +28,15 @@ from shared import make_parser, save_results
 from stamps import EVENTS
 from timed import Ask, ask
 
-from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.supervisor import ChildError
+from baton.bench.machine import visible_gpus
 from baton.client import AsyncClient
 from baton.rpc.errors import BatonError
 
-sys.path.append(str(Path(__file__).parent.parent / "tools"))
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("tools", "tests/cluster")]
 
+from deployment import Deployment
 from make_shape import SHAPES, write_shape
+from process import Process
 
 OUTPUT_TOKENS = 4
 WARMUP = 2
@@ -71,87 +73,106 @@ def take_stamps(folder: Path) -> list[Stamp]:
     return [(float(at), what) for what, at in map(str.split, lines)]
 
 
-def plan_of(args: argparse.Namespace, model: str, stamps: str) -> DeploymentPlan:
-    os.environ["HANDOFF_STAMPS"] = stamps
-    worker = {
-        "model": model,
-        "device": args.device,
-        "load_format": "dummy",
-        "kv_tokens": args.kv_tokens,
+Sizes = tuple[int, int]
+"""Ranks of the prefill node, of the decode node."""
+Found = dict[tuple[Sizes, int], tuple[float, list[Times]]]
+"""By sizes and prompt length: bytes pulled a token of the prompt, and each request's times."""
+
+
+class Pairs:
+    """Workers of each size, and a gateway for each pair of sizes."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        write_shape(args.shape, folder / "model")
+        self.deployment = Deployment(folder, folder / "model")
+        self._stamps = folder / "stamps"
+        self._stamps.mkdir()
+        self._args = args
+        prefill = {tp: self._worker("prefill", tp) for tp in sorted({sizes[0] for sizes in args.sizes})}
+        decode = {tp: self._worker("decode", tp) for tp in sorted({sizes[1] for sizes in args.sizes})}
+        self.gateways = {
+            sizes: self.deployment.add_gateway([decode[sizes[1]]], [prefill[sizes[0]]])
+            for sizes in args.sizes
+        }
+
+    def _worker(self, role: str, tp: int) -> Process:
+        args = self._args
+        flags = ["--device", args.device, "--load-format", "dummy", "--kv-tokens", str(args.kv_tokens)]
+        budget = ["--token-budget", str(args.budget)] if role == "prefill" else []
+        worker = self.deployment.add_worker(role, *flags, *budget, "--tp", str(tp))
+        worker.program = (sys.executable, str(Path(__file__).with_name("stamps.py")))
+        worker.environment["HANDOFF_STAMPS"] = str(self._stamps)
+        if args.device == "cuda":
+            gpus = visible_gpus() if role == "prefill" else visible_gpus()[::-1]
+            worker.environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[:tp])
+        return worker
+
+    async def measure(self, sizes: Sizes, length: int) -> tuple[float, list[Times]]:
+        """Raises ValueError where a request was not handed off, BatonError."""
+        each: list[Times] = []
+        size = 0.0
+        async with AsyncClient(self.gateways[sizes].address) as client:
+            for number in range(WARMUP + self._args.requests):
+                what = Ask(length, OUTPUT_TOKENS, seed=f"{sizes} {length} {number}")
+                answer = await ask(client, what, time.monotonic(), hand_off=True)
+                await asyncio.sleep(PAUSE_SECONDS)
+                stamps = take_stamps(self._stamps)
+                if number >= WARMUP:  # in the first the decode node may still have to connect
+                    each.append(times_of(stamps))
+                    size = answer.pulled_bytes / length
+        return size, each
+
+
+async def measure(args: argparse.Namespace, pairs: Pairs) -> Found:
+    return {
+        (sizes, length): await pairs.measure(sizes, length) for sizes in args.sizes for length in args.prompts
     }
-    return DeploymentPlan(
-        http_port=None,
-        restart=False,
-        program=(sys.executable, str(Path(__file__).with_name("stamps.py")), "serve"),
-        settings={
-            "tokenizer": {"model": model},
-            "prefill": {**worker, "token_budget": args.budget},
-            "decode": worker,
-        },
-    )
 
 
-def pulled_bytes(deployment: Deployment) -> int:
-    """By the decode node since its start."""
-    node = next(child for child in deployment.children if child.role == "decode")
-    with urllib.request.urlopen(f"http://{node.host}:{node.http_port}/metrics", timeout=10) as answer:
-        found = re.findall(r"^baton_pulled_bytes_total\S* (\S+)", answer.read().decode(), re.MULTILINE)
-    return int(sum(map(float, found)))
-
-
-async def measure(args: argparse.Namespace, console: Console) -> dict[int, tuple[float, list[Times]]]:
-    """For each prompt length, bytes pulled a token of the prompt, and each request's times. Raises ValueError
-    where a request was not handed off, BatonError, ChildError."""
-    found: dict[int, tuple[float, list[Times]]] = {}
-    with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as stamps:
-        write_shape(args.shape, Path(model))
-        async with (
-            Deployment(plan_of(args, model, stamps), console) as deployment,
-            AsyncClient(deployment.address) as client,
-        ):
-            for length in args.prompts:
-                each: list[Times] = []
-                before = pulled_bytes(deployment)
-                for number in range(WARMUP + args.requests):
-                    what = Ask(length, OUTPUT_TOKENS, seed=f"{length} {number}")
-                    await ask(client, what, time.monotonic(), hand_off=True)
-                    await asyncio.sleep(PAUSE_SECONDS)
-                    each.append(times_of(take_stamps(Path(stamps))))
-                found[length] = (pulled_bytes(deployment) - before) / len(each) / length, each[WARMUP:]
-    return found
-
-
-def table_of(found: dict[int, tuple[float, list[Times]]]) -> Table:
+def table_of(found: Found) -> Table:
     table = Table(title="milliseconds since the last chunk's results were read, medians")
-    for heading in ("prompt", *EVENTS[1:], "launched, least to most", "bytes a token"):
+    for heading in ("ranks", "prompt", *EVENTS[1:], "launched, least to most", "bytes a token"):
         table.add_column(heading, justify="right")
-    for length, (size, each) in found.items():
+    for ((prefill, decode), length), (size, each) in found.items():
         medians = [statistics.median(one[what] for one in each) for what in EVENTS[1:]]
         launched = [one["launched"] for one in each]
         extremes = f"{min(launched):.2f} to {max(launched):.2f}"
-        table.add_row(f"{length:,}", *(f"{value:.2f}" for value in medians), extremes, f"{size:,.0f}")
+        row = f"{prefill} to {decode}", f"{length:,}"
+        table.add_row(*row, *(f"{value:.2f}" for value in medians), extremes, f"{size:,.0f}")
     return table
+
+
+def sizes(text: str) -> Sizes:
+    prefill, _, decode = text.partition(":")
+    return int(prefill), int(decode)
 
 
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="8b", help="of the model")
-    parser.add_argument("--device", default="cuda", help="of both workers: cuda (a GPU each), or cpu")
+    parser.add_argument("--device", default="cuda", help="of all workers: cuda, or cpu")
+    parser.add_argument(
+        "--sizes", type=sizes, nargs="+", default=[(1, 1)], help="PREFILL:DECODE, ranks of each"
+    )
     parser.add_argument("--prompts", type=int, nargs="+", default=[128, 1024, 2048], help="tokens")
     parser.add_argument("--requests", type=int, default=12, help="of each length")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a prefill node's step")
-    parser.add_argument("--kv-tokens", type=int, default=0, help="of a worker's pool; 0: the default")
+    parser.add_argument("--kv-tokens", type=int, default=65536, help="of a worker's pool")
     args = parser.parse_args()
-    console = Console()
-    try:
-        found = asyncio.run(measure(args, console))
-    except (BatonError, ChildError, ValueError) as error:
-        parser.exit(1, f"error: {error}\n")
-    console.print(table_of(found))
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = Pairs(args, Path(folder))
+        try:
+            with pairs.deployment:
+                found = asyncio.run(measure(args, pairs))
+        except (BatonError, AssertionError, ValueError) as error:
+            parser.exit(1, f"error: {error}\n")
+    Console(width=150).print(table_of(found))
     settings = {"shape": args.shape, "device": args.device, "budget": args.budget}
-    sizes = {length: size for length, (size, _) in found.items()}
-    times = {length: each for length, (_, each) in found.items()}
-    save_results(args, {**settings, "bytes_a_token": sizes, "milliseconds": times})
+    results = [
+        {"ranks": f"{ranks[0]} to {ranks[1]}", "prompt": length, "bytes_a_token": size, "milliseconds": each}
+        for (ranks, length), (size, each) in found.items()
+    ]
+    save_results(args, {**settings, "results": results})
     return 0
 
 

@@ -107,6 +107,7 @@ class Answer:
     handed_off: bool
     ended: float
     """On the monotonic clock."""
+    pulled_bytes: int
 
 
 async def ask(
@@ -139,4 +140,5 @@ async def ask(
         tokens=done.usage.output_tokens,
         handed_off=bool(done.stats.prefill_address),
         ended=ended,
+        pulled_bytes=done.stats.pulled_bytes,
     )

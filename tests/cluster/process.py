@@ -43,6 +43,8 @@ class Process:
         self.incarnation = 0
         self.starts = 0
         self.environment: dict[str, str] = {}
+        self.program: tuple[str, ...] = (sys.executable, "-m", "baton.cli.main")
+        """What runs `serve`; of a process that is not forked."""
         self.prelude = ""
         """Python that it runs before anything else; of a process that is forked."""
         self.metadata: Metadata = ()
@@ -84,7 +86,7 @@ class Process:
             else:
                 assert not self.prelude
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-m", "baton.cli.main", *arguments],
+                    [*self.program, *arguments],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

@@ -27,9 +27,9 @@ def test_all_events_of_a_hand_off_are_stamped_in_their_order(tmp_path):
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(file.read_text())["milliseconds"]
-    assert found.keys() == {"100", "700"}
-    for times in [*found["100"], *found["700"]]:
+    found = {each["prompt"]: each for each in json.loads(file.read_text())["results"]}
+    assert found.keys() == {100, 700} and {each["ranks"] for each in found.values()} == {"1 to 1"}
+    for times in [*found[100]["milliseconds"], *found[700]["milliseconds"]]:
         assert times["read"] == 0.0
         assert 0.0 < times["sent"] < times["received"] < times["launching"] < times["launched"] < 60_000
         # The pages are asked for before: nothing but a look into shared memory lies between.
