@@ -34,8 +34,8 @@ from baton.client import Client
 Client(sys.argv[1]).generate(**json.loads(sys.argv[2]))
 """
 FREED_STEPS = 20
-"""Of the decode node, from the end of a request until everything is free. Its steps are the clock here: another
-request runs all the time, so that they go on at one pace, whatever else the machine does. A second has hundreds."""
+"""Of the decode node, from the end of a request until everything is free. They are the clock here: another
+request runs all the time, so that they go on, and become slower as all else does on a busy machine."""
 
 
 @dataclass

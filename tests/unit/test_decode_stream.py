@@ -37,7 +37,7 @@ class Written:
     def __init__(self, caller):
         self.messages = []
         self.at = []
-        self._task = asyncio.create_task(self._write(caller))
+        self.task = asyncio.create_task(self._write(caller))
 
     async def _write(self, caller):
         async for message in caller.messages():
@@ -48,7 +48,7 @@ class Written:
 
     async def end(self, caller):
         caller.close()
-        await asyncio.wait_for(self._task, 5)
+        await asyncio.wait_for(self.task, 5)
 
 
 async def started(caller, *requests):
@@ -150,6 +150,17 @@ async def test_nothing_is_kept_back_from_a_stream_that_ends():
     caller.send(decode_pb2.StepEvents(events=[finished(2)]))
     await written.end(caller)
     assert written.messages == [([2], {1: [7], 2: [7]})]
+
+
+async def test_a_caller_that_has_closed_its_side_gets_all_ends():
+    caller = DecodeStream(1, 0.0)
+    written = await started(caller, 1, 2)
+    caller.half_closed()
+    caller.send(decode_pb2.StepEvents(events=[finished(1)]))
+    await asyncio.sleep(0.01)
+    caller.send(decode_pb2.StepEvents(events=[finished(2)]))
+    await asyncio.wait_for(written.task, 5)
+    assert [ended for ended, _ in written.messages if ended] == [[1], [2]]
 
 
 def test_what_a_step_yields_is_one_message_with_finish_reasons_and_log_probabilities():

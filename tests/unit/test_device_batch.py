@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.device_batch import DeviceSlots
+from baton.engine.device_batch import DeviceSlots, Ragged
 from baton.engine.plan import PlanRow
 from baton.kvcache.groups import GONE
 from baton.layers.transfer import Upload
@@ -87,6 +87,23 @@ def test_what_is_known_is_not_written_again():
     assert there.changes([row(0, [1, 2])], {}) is None
     _, values = there.changes([row(0, [1, 2, 3]), row(1, [7])], {1: 5})
     assert values.tolist() == [5, 3, 7]
+
+
+def test_rows_of_one_token_come_first():
+    """Their tokens are on the device: -1 stands for them."""
+    rows = [
+        PlanRow(3, (5, 6, 7), 4, (0,), (3,)),
+        PlanRow(1, None, 9, (0,), (1,)),
+        PlanRow(2, (8,), 0, (0,), ()),
+    ]
+    ragged = Ragged.of(rows)
+    assert ragged.order == [1, 2, 0] and ragged.single == 2 and ragged.tokens == 5
+    assert ragged.ids.tolist() == [-1, 8, 5, 6, 7]
+    assert ragged.positions.tolist() == [9, 0, 4, 5, 6]
+    assert ragged.token_slots.tolist() == [1, 2, 3, 3, 3] and ragged.row_slots.tolist() == [1, 2, 3]
+    assert ragged.starts.tolist() == [0, 1, 2, 5] and ragged.lengths.tolist() == [10, 1, 7]
+    assert ragged.slots.tolist() == [3, 1] and ragged.targets.tolist() == [7, 10]
+    assert ragged.last.tolist() == [4, 0]
 
 
 def test_upload():

@@ -10,6 +10,7 @@ from baton.engine.plan import PlanRow, StepPlan
 from baton.engine.request import Phase, Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.step_stats import WATCHDOG_FACTOR, MovingAverage, StepStats
+from baton.stepcost import CostCalibration, StepCost
 
 RATES = Rates(step=0.01, first=0.5, output=20.0)
 STOP = frozenset({0})
@@ -108,6 +109,19 @@ def test_the_meter_takes_each_step_for_the_time_after_the_one_before():
     stats.planned(step(4, decode), 10.0)
     stats.failed(step(4, decode))
     assert not stats._planned
+
+
+def test_a_first_prompt_that_stalls_is_told_by_what_it_should_cost():
+    stats = StepStats(token_budget=100)
+    stats.calibration = CostCalibration(StepCost(fixed=0.01, row=0.0, key=0.0, token=0.001, pair=0.0))
+    stalled = step(1, chunk(80))
+    stats.planned(stalled, 1.0)
+    stats.ended(stalled, 11.0)
+    assert 9.0 < stats.stalled < 10.0
+    usual = step(2, chunk(80))
+    stats.planned(usual, 20.0)
+    stats.ended(usual, 20.1)
+    assert 9.0 < stats.stalled < 10.0
 
 
 def test_an_average_begins_with_its_first_value():

@@ -1,13 +1,14 @@
 """What steps and pulls cost: measured at a worker's start, and kept true while it works."""
 
 import random
+from collections import Counter
 from dataclasses import astuple
 
 import pytest
 
 from baton.engine.idle_steps import AGAIN_SECONDS, STEP_SECONDS, TURN_SECONDS, IdleSteps
 from baton.engine.plan import step_load
-from baton.engine.startup_steps import BUDGET_SECONDS, ROUNDS, StepLimits, measure_step_cost
+from baton.engine.startup_steps import BUDGET_SECONDS, ENOUGH, ROUNDS, StepLimits, measure_step_cost
 from baton.engine.timed_runner import TimedRunner
 from baton.handoff.pull_cost import PullCost, PullMeter
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
@@ -50,9 +51,17 @@ class Machine:
 
 
 def test_what_is_measured_is_what_steps_cost():
-    found = Machine().measure()
+    machine = Machine()
+    found = machine.measure()
     for load in LOADS:
         assert found.seconds(load) == pytest.approx(COST.seconds(load), rel=0.02)
+
+
+def test_steps_that_are_short_are_run_a_few_times_only():
+    machine = Machine(StepCost(*(value / 50 for value in astuple(COST))))
+    machine.measure()
+    times = Counter(step_load(plan.rows) for plan in machine.plans)
+    assert set(times.values()) == {ENOUGH}
 
 
 def test_what_a_first_step_takes_longer_does_not_count():
@@ -72,6 +81,18 @@ def test_a_slow_machine_is_not_measured_for_long():
     machine = Machine(StepCost(fixed=5.0, row=0, key=0, token=1.0, pair=0))
     found = machine.measure()
     assert len(machine.plans) == 4 and found.token > 0
+    # One that only the first round had time for has no time that counts.
+    machine = Machine()
+    took = machine.runner.read
+
+    def read(flight):
+        result = took(flight)
+        machine.now += 0.3 if len(machine.plans) == 6 else 0.0
+        return result
+
+    machine.read = read
+    found = machine.measure()
+    assert found.seconds(LOADS[0]) == pytest.approx(COST.seconds(LOADS[0]), rel=0.05)
 
 
 def test_a_busy_machine_is_measured_when_it_is_free():
@@ -137,6 +158,8 @@ def test_they_rest_and_what_comes_waits_for_one_of_them():
     idle = Idle()
     idle.run(100)
     before = len(idle.machine.plans)
+    rows = [row.tokens is None for plan in idle.machine.plans for row in plan.rows]
+    assert 2 * sum(rows) == pytest.approx(before, abs=before / 20), "decode rows and prompt chunks in turn"
     idle.run(100)
     assert len(idle.machine.plans) == before
     idle.machine.now += AGAIN_SECONDS

@@ -178,6 +178,20 @@ def test_a_slot_forgets_what_it_held():
     assert [sample(), sample()] == [0, 0]
 
 
+def test_an_output_that_is_resumed_counts_for_the_least_length():
+    """Stop tokens are kept out of the first `min_tokens` only, wherever these were sampled."""
+    sampler = Sampler(1, 10, torch.device("cpu"))
+    logits = torch.tensor([[0.0, 5.0, 9.0, 0, 0, 0, 0, 0, 0, 0]])
+    params = SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=frozenset({2}))
+    for before, expected in ((0, [1, 1, 1, 2]), (2, [1, 2]), (3, [2])):
+        sampler.init(SlotInit(0, params, 0, (4,), (1,) * before))
+        found = [
+            sampler.sample(logits.clone(), np.array([0]), np.array([1 + before + i])).tokens.item()
+            for i in range(len(expected))
+        ]
+        assert found == expected
+
+
 def chi_square(counts, probabilities, draws):
     return sum((n - draws * p) ** 2 / (draws * p) for n, p in zip(counts, probabilities, strict=True))
 

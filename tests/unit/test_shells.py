@@ -151,6 +151,17 @@ def test_cancel_and_pause_reach_the_core_for_what_runs_only():
         node.obey(decode_pb2.GenerateCommand(), caller)
 
 
+def test_a_heartbeat_is_answered_at_once_unless_a_step_may_be_stuck():
+    node, caller = Decode(DecodeConfig()), DecodeStream(3)
+    beat = decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat())
+    node.core_or_none = SimpleNamespace(step_stats=SimpleNamespace(limit=lambda floor: max(floor, 0.5)))
+    node.obey(beat, caller)
+    assert events(caller) == [] and not node.calls
+    node.steps.step_age = 0.6
+    node.obey(beat, caller)
+    assert not len(caller.outbox) and len(node.calls) == 1, "the step thread answers"
+
+
 def prefill_start(**fields):
     name = common_pb2.Attempt(gateway=3, request=1, attempt=1, decode_try=1)
     start = prefill_pb2.PrefillStart(attempt=name, **{"token_ids": [1, 2, 3], **fields})
