@@ -28,6 +28,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+import spare_followers
+
 IMPORTED = (
     "baton.cli.serve",
     "baton.gateway.server",
@@ -200,6 +202,7 @@ def become(arguments: list[str], environment: dict[str, str], prelude: str, desc
     code = 1
     try:
         exec(prelude, {})
+        spare_followers.prepare(arguments)
         main(arguments)
     except SystemExit as ended:
         code = int(ended.code or 0)

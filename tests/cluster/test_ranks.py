@@ -19,6 +19,7 @@ from polling import until
 from process import Process
 from prometheus_client.parser import text_string_to_metric_families
 from reference import Answer, Reference
+from spare_followers import NAME
 
 from baton.cli.nodes import ask_deployment
 from baton.cli.status import status_table
@@ -96,7 +97,7 @@ def test_metrics_know_the_ranks(ranks):
 
 def followers(worker: Process) -> list[psutil.Process]:
     found = psutil.Process(worker.pid).children(recursive=True)
-    return [each for each in found if "baton.ranks.follower" in each.cmdline()]
+    return [each for each in found if each.name() == NAME]
 
 
 async def test_greedy_tokens_are_those_of_transformers(ranks):

@@ -22,6 +22,7 @@ from hosts.lan import Lan, LanDeployment
 from polling import until
 from process import READY_SECONDS, Process
 from reference import Answer, Reference
+from spare_followers import NAME
 
 from ports import free_port
 
@@ -43,7 +44,7 @@ class RankHost(Process):
 
 def followers(process: Process) -> list[psutil.Process]:
     found = psutil.Process(process.pid).children(recursive=True)
-    return [each for each in found if "baton.ranks.follower" in each.cmdline()]
+    return [each for each in found if each.name() == NAME]
 
 
 @dataclass
