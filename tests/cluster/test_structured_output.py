@@ -30,6 +30,7 @@ from process import Process
 from pydantic import BaseModel, Field
 
 from baton.client import AsyncClient, BatonError, Completion
+from baton.client.aio import AsyncStream
 from baton.grammar.base import GrammarSpec
 from baton.grammar.llguidance import LlguidanceBackend
 from random_schemas import random_schema
@@ -172,19 +173,40 @@ async def test_published_schemas(routes):
     assert finished >= len(given) // 20 and refused <= 3 * len(given) // 4
 
 
+def lasting(schema: dict[str, Any]) -> dict[str, Any]:
+    """Values of the schema, a text that keeps a stream busy for long enough, one more value, and an end."""
+    definitions = schema.pop("$defs", {})
+    values = {"type": "array", "items": schema, "minItems": 4, "maxItems": 4}
+    properties = {"before": values, "busy": {"type": "string", "pattern": "^[a-z]{300}$"}, "after": schema}
+    return {
+        "$defs": definitions,
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
 async def test_the_same_after_a_decode_node_has_died(routes):
-    """Half of the streams run at the node that is killed; they go on at the other one. Each writes a long
-    list, so that it has not ended by then."""
-    resumed = 0
+    """Half of the streams run at the node that is killed, when all have begun and none has ended; they go on
+    at the other one. Most of them reach the end of what they must be."""
+    resumed = finished = 0
     for first in range(0, RESUMED, 16):
         given = requests(first, min(RESUMED, first + 16))
         for request in given:
-            schema = request["grammar"]["json_schema"]
-            listed = {"$defs": schema.pop("$defs", {}), "type": "array", "items": schema, "minItems": 100}
-            request["grammar"] = {"json_schema": listed}
-        resumed += await _resumed([{**request, "n": 2} for request in given], routes)
-    print(f"{resumed} of {RESUMED} requests were resumed")
-    assert resumed >= max(1, RESUMED // 8)
+            request["grammar"] = {"json_schema": lasting(request["grammar"]["json_schema"])}
+            request["max_tokens"] = 600
+        found = await _resumed([{**request, "n": 1 + request["seed"] % 2} for request in given], routes)
+        resumed += len(found)
+        for request, completion in found:
+            for choice in completion.choices:
+                schema = request["grammar"]["json_schema"]
+                accepts(schema, choice.text.rstrip("\ufffd"))
+                if choice.finish_reason == "stop":
+                    finished += 1
+                    jsonschema.validate(json.loads(choice.text), schema)
+    print(f"{resumed} of {RESUMED} requests were resumed; {finished} of their outputs reached their end")
+    assert resumed >= RESUMED // 2 - RESUMED // 8 and finished >= resumed // 4
 
 
 def _connected(gateway: Process) -> bool:
@@ -192,14 +214,17 @@ def _connected(gateway: Process) -> bool:
     return all(peer["connected"] for peer in peers)
 
 
-async def _resumed(given: list[dict[str, Any]], routes: Routes) -> int:
-    """How many were."""
+async def _resumed(given: list[dict[str, Any]], routes: Routes) -> list[tuple[dict[str, Any], Completion]]:
+    """The requests that were, and what became of them."""
     want = await ask(routes.split.address, given, SECONDS)
     async with AsyncClient(routes.both.address) as client, asyncio.timeout(SECONDS):
         streams = [client.stream(**request) for request in given]
-        for stream in streams[::2]:
-            while len(stream.so_far.token_ids) < 3 and not stream.so_far.usage:
-                await anext(stream, None)
+
+        async def begun(stream: AsyncStream) -> None:
+            while not any(choice.token_ids for choice in stream.so_far.choices):
+                await anext(stream)
+
+        await asyncio.gather(*map(begun, streams))
         routes.decodes[1].kill()
         got = await asyncio.gather(*(stream.completion() for stream in streams))
     routes.decodes[1].start()
@@ -207,7 +232,7 @@ async def _resumed(given: list[dict[str, Any]], routes: Routes) -> int:
     await until(lambda: _connected(routes.both), "the gateway has all nodes again")
     for request, one, other in zip(given, want, got, strict=True):
         assert [c.token_ids for c in one.choices] == [c.token_ids for c in other.choices], request["grammar"]
-    return sum(bool(completion.stats.resumed) for completion in got)
+    return [pair for pair in zip(given, got, strict=True) if pair[1].stats.resumed]
 
 
 async def test_with_everything_else(routes):
