@@ -87,6 +87,7 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
             model=folder,
             load_format="dummy",
             device=options.device,
+            tp=options.tp,
             page_size=options.page_size,
             kv_tokens=options.kv_tokens,
             kv_dtype=options.kv_dtype,
@@ -105,7 +106,8 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
         "model": model,
         "quantization": options.quantization,
         "quantize_head": options.quantize_head,
-        "floor_ms": weights / bandwidth * 1e3,
+        "tp": options.tp,
+        "floor_ms": weights / options.tp / bandwidth * 1e3,
         "bandwidth": bandwidth,
     }
     print({k: round(v, 3) if isinstance(v, float) else v for k, v in facts.items()}, flush=True)
@@ -137,6 +139,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tp", type=int, default=1, help="ranks, on a GPU each")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
     parser.add_argument("--kv-dtype", default="auto", help="auto or fp8_e4m3")

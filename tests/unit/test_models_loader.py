@@ -272,12 +272,12 @@ def test_an_embedding_of_16_bits_is_kept_in_16_bits_beside_its_packed_head(check
     tokens = torch.tensor([3, 1, 4])
     exact = load_file(checkpoint / "model.safetensors")["model.embed_tokens.weight"].float()
     model = load_model(checkpoint, torch.float32)
-    assert torch.equal(model._embed(tokens), exact[tokens])
+    assert torch.equal(model.embed(tokens), exact[tokens])
     before = model.embedding.dtype
     edit_weights(checkpoint, lambda t: t["model.embed_tokens.weight"].copy_(exact.bfloat16()))
     model = load_model(checkpoint, torch.float32)
     assert (before, model.embedding.dtype) == (torch.float32, torch.bfloat16)
-    assert torch.equal(model._embed(tokens), exact.bfloat16().float()[tokens])
+    assert torch.equal(model.embed(tokens), exact.bfloat16().float()[tokens])
 
 
 def test_fingerprint(checkpoint):

@@ -42,6 +42,23 @@ class Communicator(Protocol):
         ...
 
 
+class DeviceCommunicator(Communicator, Protocol):
+    """Of ranks on GPUs."""
+
+    def add_norm(
+        self,
+        residual: torch.Tensor,
+        parts: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """`layers.kernels.gemm.add_norm` of the parts of all ranks: their sums are rounded, as is the sum of
+        those. `bias`: on rank 0."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """The part of a checkpoint's tensor that one rank holds."""

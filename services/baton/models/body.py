@@ -72,8 +72,6 @@ def make_body(
 
 def why_not_fused(model: Decoder) -> str | None:
     """Why `FusedDecoder` does not take the model; None: it does."""
-    if model.shard.size > 1:
-        return "sums of several ranks lie between what fused kernels do at once"
     if model.dtype not in (torch.bfloat16, torch.float16):
         return f"fused kernels compute bfloat16 and float16, not {str(model.dtype).removeprefix('torch.')}"
     if plain_layers(model) is None:

@@ -239,14 +239,15 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """-> final normalized hidden states [tokens, hidden]"""
-        hidden = self._embed(batch.tokens)
+        hidden = self.embed(batch.tokens)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
         for layer in self.layers:
             hidden = layer(hidden, batch)
         return self.norm(hidden)
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of all ranks together: [tokens] -> [tokens, hidden]"""
         if self.communicator is None:
             return F.embedding(tokens, self.embedding).to(self.dtype)
         first, count = self._own_tokens
@@ -264,15 +265,16 @@ class Decoder:
         if self.communicator is None:
             return logits
         rows = self.shard.vocabulary_rows(self.config.vocab_size)
-        padded = F.pad(logits, (0, rows - logits.shape[1]))
-        return self.communicator.gather(padded)[:, : self.config.vocab_size]
+        if rows > logits.shape[1]:
+            logits = F.pad(logits, (0, rows - logits.shape[1]))
+        return self.communicator.gather(logits)[:, : self.config.vocab_size]
 
 
 def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
-    """The layers if all are like those of Llama or of DeepSeek, of 16 bits and whole: heads rotated alike,
+    """The layers if all are like those of Llama or of DeepSeek, of 16 bits: heads rotated alike,
     wholly or in part, or latents, a gated SiLU layer or a mixture of such or of gpt-oss' experts; else
     None."""
-    if not isinstance(decoder, Decoder) or decoder.shard.size > 1:
+    if not isinstance(decoder, Decoder):
         return None
     layers = [layer for layer in decoder.layers if type(layer) is DecoderLayer and _plain(layer)]
     same = len({id(layer.attention.rope) for layer in layers}) == 1

@@ -4,6 +4,7 @@ A layer: fused add and norm, projection, head norms with rotation and KV write, 
 add and norm, projection, SiLU and product, projection. For a few rows of one token: projections that gate
 what they write, or leave it to the norm in parts. For one token: projections that norm what they read and
 gate or add what they write. Instead of a gated layer there may be a mixture of experts (`fused_mixture`).
+With several ranks the add and norm of a few rows also sums what all ranks have projected.
 Needs a GPU: import it where one is in use.
 """
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from sgl_kernel import silu_and_mul
 
 from baton.kvcache.groups import places
@@ -33,6 +34,7 @@ from baton.layers.kernels.quantized_linear import quantize_for, quantizes
 from baton.layers.latent_attention import LatentAttention
 from baton.layers.linear import Linear
 from baton.layers.mlp import GatedMlp
+from baton.layers.shard import DeviceCommunicator
 from baton.models.body import Step
 from baton.models.decoder import Decoder, plain_layers
 from baton.models.fused_mixture import FusedMixture
@@ -67,6 +69,9 @@ class FusedDecoder:
         the step; slower."""
         self.model = model
         self._invariant = invariant
+        self._communicator = cast(DeviceCommunicator | None, model.communicator)
+        summed = self._communicator is not None
+        """Then rank 0 alone has the biases of what is summed, and all must take the same path."""
         layers = plain_layers(model)
         assert layers is not None
         rope = layers[0].attention.rope
@@ -88,11 +93,12 @@ class FusedDecoder:
             )
         dense = [w.feed_forward for w in self._layers if isinstance(w.feed_forward, GatedMlp)]
         self._inner = max((mlp.inner for mlp in dense), default=0)
-        linears = [linear for mlp in dense for linear in (mlp.gate_up, mlp.down)]
-        few = all(fits(linear) for linear in linears)
+        downs = [mlp.down for mlp in dense]
+        linears = [*(mlp.gate_up for mlp in dense), *downs]
+        few = all(fits(linear, bias=summed and linear in downs) for linear in linears)
         for w in self._layers:
             # Where a mixture follows, `add_norm` adds the bias that `project_parts` leaves out.
-            few = few and fits(w.attention.output, bias=isinstance(w.feed_forward, FusedMixture))
+            few = few and fits(w.attention.output, bias=summed or isinstance(w.feed_forward, FusedMixture))
             linears.append(w.attention.output)
         self._few = MOST_ROWS if few and not invariant else 0
         """Rows up to which `_forward_few` computes decode steps."""
@@ -102,7 +108,7 @@ class FusedDecoder:
     def forward(self, step: Step) -> torch.Tensor:
         """What follows the last layer's attention is not computed for tokens that are not wanted."""
         model, eps, wanted = self.model, self.model.config.rms_norm_eps, step.wanted
-        residual = F.embedding(step.tokens, model.embedding)
+        residual = model.embed(step.tokens)
         if len(residual) == 1 and not self._invariant:
             return self._forward_one(step, residual)
         if step.decode and len(residual) <= self._few:
@@ -120,7 +126,7 @@ class FusedDecoder:
             mlp = w.feed_forward
             if isinstance(mlp, FusedMixture):
                 fused_add_rmsnorm(update, residual, w.post_norm, eps)
-                x = self._norm(residual, mlp.parts(update), following, user, out=update)
+                x = self._add_norm(residual, mlp.parts(update), following, user, update)
             else:
                 x = self._norm(residual, update[None], w.post_norm, mlp.gate_up)
                 inner = self._inner_of(self._project(mlp.gate_up, x), mlp.down)
@@ -161,6 +167,25 @@ class FusedDecoder:
         fused_add_rmsnorm(x, residual, norm, eps)
         return x
 
+    def _add_norm(
+        self,
+        residual: torch.Tensor,
+        parts: torch.Tensor,
+        norm: torch.Tensor,
+        user: Linear | None,
+        out: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor | Quantized:
+        """`_norm` of the parts of all ranks, and `bias` [hidden]."""
+        if self._communicator is not None:
+            eps = self.model.config.rms_norm_eps
+            self._communicator.add_norm(residual, parts, norm, out, eps, bias)
+            return out
+        if bias is not None:
+            add_norm(residual, parts, norm, out, self.model.config.rms_norm_eps, bias)
+            return out
+        return self._norm(residual, parts, norm, user, out=out)
+
     def _inner_of(self, gate_up: torch.Tensor, user: Linear) -> torch.Tensor | Quantized:
         """[tokens, 2 * inner] -> silu(gate) * up, as `user` takes it."""
         weight = None if self._invariant else user.quantized
@@ -171,7 +196,7 @@ class FusedDecoder:
 
     def _forward_few(self, step: Step, residual: torch.Tensor) -> torch.Tensor:
         """The same for a few rows of one token; `residual` [tokens, hidden] is their embedding."""
-        eps, normed = self.model.config.rms_norm_eps, torch.empty_like(residual)
+        normed = torch.empty_like(residual)
         x = self._norm(residual, None, self._layers[0].input_norm, self._layers[0].attention.input)
         for w, following, user in self._followed():
             attention = w.attention
@@ -181,24 +206,30 @@ class FusedDecoder:
             attended = attention.attend(step.attend, q)
             parts = project_parts(_for(attention.output, attended), attention.output)
             mlp = w.feed_forward
+            bias = attention.output.bias
             if isinstance(mlp, FusedMixture):
-                add_norm(residual, parts, w.post_norm, normed, eps, attention.output.bias)
-                parts = mlp.parts(normed)
+                self._add_norm(residual, parts, w.post_norm, None, normed, bias)
+                parts, bias = mlp.parts(normed), None
             else:
-                x = self._norm(residual, parts, w.post_norm, mlp.gate_up, out=normed)
+                x = self._add_norm(residual, parts, w.post_norm, mlp.gate_up, normed, bias)
                 eight = quantizes(mlp.down.quantized, len(residual))
                 inner = gated(x, mlp.gate_up, residual.dtype, eight)
                 if inner is None:
                     inner = self._inner_of(self._project(mlp.gate_up, x), mlp.down)
                 elif isinstance(inner, torch.Tensor):
                     inner = _for(mlp.down, inner)
-                parts = project_parts(inner, mlp.down)
-            x = self._norm(residual, parts, following, user, out=normed)
+                parts, bias = project_parts(inner, mlp.down), mlp.down.bias
+            x = self._add_norm(residual, parts, following, user, normed, bias)
         assert isinstance(x, torch.Tensor)
         return x if step.wanted is None else x.index_select(0, step.wanted)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._project(self.model.head, hidden, out)
+        if self._communicator is None:
+            return self._project(self.model.head, hidden, out)
+        logits = self.model.gathered(self._project(self.model.head, hidden))
+        if self.model.shard.rank:
+            return logits
+        return logits.contiguous() if out is None else out.copy_(logits)
 
     def _project(
         self, linear: Linear, x: torch.Tensor | Quantized, out: torch.Tensor | None = None
@@ -218,6 +249,8 @@ class FusedDecoder:
         """The same for one token, of which `residual` [1, hidden] is the embedding."""
         model, eps = self.model, self.model.config.rms_norm_eps
         inner = residual.new_empty(1, self._inner)
+        if self._communicator is not None:
+            return self._forward_one_of_ranks(step, residual, inner)
         for w in self._layers:
             attention = w.attention
             projected = gemv(residual, attention.input, None, norm=w.input_norm, eps=eps)
@@ -233,6 +266,23 @@ class FusedDecoder:
         if step.wanted is not None:
             residual = residual.index_select(0, step.wanted)
         return rmsnorm(residual, model.norm.weight, eps)
+
+    def _forward_one_of_ranks(self, step: Step, residual: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+        """What a projection adds is summed first, so norms are kernels of their own. `inner`: a buffer."""
+        x = rmsnorm(residual, self._layers[0].input_norm, self.model.config.rms_norm_eps)
+        for w, following, _ in self._followed():
+            attention = w.attention
+            q = attention.write(gemv(x, attention.input, None), self._place(w, step))
+            part = gemv(attention.attend(step.attend, q), attention.output, None)
+            self._add_norm(residual, part[None], w.post_norm, None, x)
+            mlp = w.feed_forward
+            if isinstance(mlp, FusedMixture):
+                parts = mlp.parts(x)
+            else:
+                gemv(x, mlp.gate_up, inner, gated=True)
+                parts = gemv(inner, mlp.down, None)[None]
+            self._add_norm(residual, parts, following, None, x)
+        return x if step.wanted is None else x.index_select(0, step.wanted)
 
 
 def _for(user: Linear, x: torch.Tensor) -> torch.Tensor | Quantized:

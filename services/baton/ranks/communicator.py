@@ -1,4 +1,4 @@
-"""Collectives among the ranks of a worker, by torch.distributed: gloo on CPUs, NCCL where each has a GPU.
+"""Collectives among the ranks of a worker: gloo on CPUs, by torch.distributed; on GPUs see peer_memory.
 
 The ranks meet at torch's own stores: a file on one host, TCP between several. Each worker has a process group
 of its own: torch's default group, of which a process has one, is not used.
@@ -17,12 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from baton.layers.shard import Communicator, Shard
+from baton.layers.shard import DeviceCommunicator, Shard
 from baton.ranks.channel import CollectiveError
 
 COLLECTIVE_SECONDS = 30.0
 """Time limit of a call: by so much ranks may differ in reaching it."""
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class Rendezvous:
 
 
 class GroupCommunicator:
-    """A `Communicator`. Its calls raise CollectiveError; those on GPUs are enqueued, and NCCL's watchdog ends
-    the process if one takes too long; it does not see those in CUDA graphs."""
+    """A `Communicator` on CPUs. Its calls raise CollectiveError."""
 
     def __init__(
         self,
@@ -45,18 +43,13 @@ class GroupCommunicator:
         rendezvous: Rendezvous,
         seconds: float,
         listener: socket.socket | None = None,
-        device: torch.device = CPU,
     ) -> None:
         """`seconds`: time limit of each call, and of meeting the others; `listener`: of rank 0, where the
-        store is at an address; it is taken over; `device`: this rank's, a GPU of its own or a CPU. Blocks.
-        Raises CollectiveError."""
+        store is at an address; it is taken over. Blocks. Raises CollectiveError."""
         self._rank, self._size, limit = shard.rank, shard.size, timedelta(seconds=seconds)
         with _meeting():
             store = _store(shard, rendezvous, limit, listener)
-            if device.type == "cuda":
-                self._group = _nccl(store, shard, limit, device)
-            else:
-                self._group = _gloo(store, shard, limit, rendezvous.address)
+            self._group = _gloo(store, shard, limit, rendezvous.address)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._run(lambda: self._group.allreduce([x]))
@@ -108,24 +101,14 @@ def _store(shard: Shard, rendezvous: Rendezvous, limit: timedelta, listener: soc
 
 
 def meet_on_gpus(
-    shard: Shard, rendezvous: Rendezvous, seconds: float, device: torch.device, *, shared: bool
-) -> Communicator:
-    """As GroupCommunicator, on `device`, which all ranks share, or which is this rank's own. Raises
-    CollectiveError."""
-    if not shared:
-        return GroupCommunicator(shard, rendezvous, seconds, device=device)
+    shard: Shard, rendezvous: Rendezvous, seconds: float, device: torch.device
+) -> DeviceCommunicator:
+    """As GroupCommunicator, on this rank's device, which it may share. Raises CollectiveError."""
     from baton.ranks.peer_memory import PeerCommunicator
 
     with _meeting():
         store = _store(shard, rendezvous, timedelta(seconds=seconds), None)
         return PeerCommunicator(shard, store, seconds, device)
-
-
-def _nccl(store: Any, shard: Shard, limit: timedelta, device: torch.device) -> Any:
-    torch.cuda.set_device(device)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
 
 
 def _gloo(store: Any, shard: Shard, limit: timedelta, address: str) -> Any:

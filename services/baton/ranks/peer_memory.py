@@ -1,7 +1,7 @@
-"""Collectives among ranks that share one GPU, over memory that they map from each other by CUDA IPC.
+"""Collectives among ranks on the GPUs of a host, over memory that they map from each other by CUDA IPC.
 
-NCCL refuses two ranks of one GPU. Here a CUDA graph can hold every call, and nothing waits on the host. The
-ranks' processes take turns on the GPU, about 2 ms each: this is for trials and tests, not for speed.
+A CUDA graph can hold every call, nothing waits on the host, and waits on the device have a limit. Ranks may
+share a GPU, for trials and tests: their processes take turns on it, about 2 ms each.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class PeerCommunicator:
     """A `Communicator`. What a call gives that has waited in vain for a rank is wrong; `check` shows it."""
 
     def __init__(self, shard: Shard, store: Any, seconds: float, device: torch.device) -> None:
-        """`store`: torch's, where all ranks meet within its own time limit; `seconds`: about as long a call
-        waits for the others. Blocks. Raises CollectiveError."""
-        from baton.layers.kernels.exchange import BUFFER_BYTES, Exchange
+        """`store`: torch's, where all ranks meet within its own time limit; `seconds`: so long a call waits
+        for the others. Blocks. Raises CollectiveError."""
+        from baton.layers.kernels.exchange import Exchange, buffer_bytes
 
         self._rank, self._ranks = shard.rank, shard.size
         self._store = store  # torch's file store opens its file again when it is destroyed
-        self._buffer = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
+        buffer = torch.zeros(buffer_bytes(shard.size), dtype=torch.uint8, device=device)
         self._told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._failed = self._told.numpy()
         torch.cuda.synchronize(device)
         try:
             cuda.use(device)
-            handle, offset = cuda.export_memory(self._buffer.data_ptr())
+            handle, offset = cuda.export_memory(buffer.data_ptr())
             store.set(f"exchange {shard.rank}", handle + offset.to_bytes(8, "little"))
-            addresses = [self._buffer.data_ptr()] * shard.size
+            addresses = [buffer.data_ptr()] * shard.size
             for rank in range(shard.size):
                 if rank != shard.rank:
                     told = bytes(store.get(f"exchange {rank}"))
@@ -44,7 +44,8 @@ class PeerCommunicator:
                     addresses[rank] = cuda.open_memory(handle) + offset
         except (TransportError, RuntimeError) as error:
             raise CollectiveError(f"the ranks do not meet: {cuda.one_line(error)}") from error
-        self._exchange = Exchange(shard.rank, torch.tensor(addresses, device=device), self._told, seconds)
+        there = torch.tensor(addresses, device=device)
+        self._exchange = Exchange(shard.rank, buffer, there, self._told, seconds)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._exchange.sum(x)
@@ -61,6 +62,24 @@ class PeerCommunicator:
         if self._rank:
             x.zero_()
         return self.all_reduce(x)
+
+    def add_norm(
+        self,
+        residual: torch.Tensor,
+        parts: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        from baton.layers.kernels.gemm import add_norm
+
+        if self._exchange.takes(*residual.shape):
+            self._exchange.sum_norm(residual, parts, weight, out, eps, bias)
+            return
+        total = parts.sum(0) if bias is None else parts.sum(0) + bias
+        total = self.all_reduce(total.to(residual.dtype).contiguous())
+        add_norm(residual, total[None], weight, out, eps)
 
     def check(self) -> None:
         if self._failed[0]:

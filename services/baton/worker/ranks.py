@@ -43,7 +43,7 @@ from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.hosts import master_address, settings_of
-from baton.worker.model import dtype_of, rank_device, share_gpu
+from baton.worker.model import dtype_of, rank_device
 
 _log = get_logger()
 
@@ -72,9 +72,8 @@ def on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
     if plan.method is not None:
         text = "weights that stay quantized on a GPU do not work with --tp yet; use --quantization none"
         raise invalid("quantization", text)
-    if device.index is None or device.index:
-        text = "ranks have not been run on several GPUs yet; let them share one for a trial: --device cuda:0"
-        raise invalid("device", text)
+    if device.index:
+        raise invalid("device", "ranks share cuda:0 alone, for a trial: name that, or cuda for a GPU each")
     device = rank_device(config.device, Shard(0, config.tp))
     torch.cuda.set_device(device)
     return device
@@ -90,8 +89,7 @@ def meet(
     """See GroupCommunicator. Raises CollectiveError."""
     if device.type == "cpu":
         return GroupCommunicator(shard, rendezvous, COLLECTIVE_SECONDS, listener)
-    shared = share_gpu(config.device, shard)
-    return meet_on_gpus(shard, rendezvous, COLLECTIVE_SECONDS, device, shared=shared)
+    return meet_on_gpus(shard, rendezvous, COLLECTIVE_SECONDS, device)
 
 
 class Ranks:

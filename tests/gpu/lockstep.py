@@ -1,0 +1,168 @@
+"""Two ranks as threads of this process on one GPU, without graphs: what sums of ranks are to give.
+
+torch adds the partial products, in the order of the ranks, each rounded. Nothing is exchanged between
+processes or GPUs. Steps have the sizes that they have in CUDA graphs, because kernels differ by size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from rig import CUDA
+
+from baton.engine import cuda_graphs
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.layers.shard import Shard
+from baton.models.loader import load_model
+from baton.worker.engine import Engine
+from baton.worker.model import attention_of, kv_layout
+from baton.worker.pool import gpu_pool
+from baton.worker.runners import make_runner
+
+SECONDS = 30.0
+
+
+class Meeting:
+    """Each rank gives a tensor, and gets those of all. All use one stream, which keeps the order."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=SECONDS)
+        self._given: list[torch.Tensor] = [torch.empty(0)] * ranks
+
+    def all(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self._given[rank] = x.clone()
+        self._barrier.wait()
+        given = list(self._given)
+        self._barrier.wait()
+        return given
+
+
+class ThreadCommunicator:
+    """A `layers.shard.DeviceCommunicator`."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        from baton.layers.kernels.exchange import Exchange, buffer_bytes
+
+        self._rank, self._meeting = rank, meeting
+        buffer = torch.zeros(buffer_bytes(1), dtype=torch.uint8, device=CUDA)
+        told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._alone = Exchange(0, buffer, torch.tensor([buffer.data_ptr()], device=CUDA), told, 1.0)
+        """For the arithmetic of its norm."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self._meeting.all(self._rank, x)
+        total = first.float() if x.is_floating_point() else first
+        for other in others:
+            total = total + other
+        return x.copy_(total)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self._meeting.all(self._rank, x)
+        return x.new_empty(len(x), 0) if self._rank else torch.cat(parts, -1)
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._meeting.all(self._rank, x)[0])
+
+    def add_norm(
+        self,
+        residual: torch.Tensor,
+        parts: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        own = parts[0].float()
+        for part in parts[1:]:
+            own = own + part
+        if bias is not None:
+            own = own + bias
+        total = self.all_reduce(own.to(residual.dtype))
+        if self._alone.takes(*residual.shape):
+            self._alone.sum_norm(residual, total[None], weight, out, eps, None)
+        else:
+            from baton.layers.kernels.gemm import add_norm
+
+            add_norm(residual, total[None], weight, out, eps)
+
+    def check(self) -> None:
+        pass
+
+
+class Replayed:
+    """In place of a CUDA graph: does its work anew."""
+
+    def __init__(self, work: Callable[[Any], None], inputs: Any) -> None:
+        self._work, self._inputs = work, inputs
+
+    def replay(self) -> None:
+        self._work(self._inputs)
+
+
+def _capture(work: Callable[[Any], None], inputs: Any, pool: Any, device: torch.device) -> Replayed:
+    work(inputs)
+    return Replayed(work, inputs)
+
+
+class Lockstep:
+    """A `Runner`, with a cache, of the same sizes as an engine of several ranks."""
+
+    def __init__(self, path: Path, engine: Engine, monkeypatch: Any) -> None:
+        config, pages = engine.config, engine.pool.num_pages
+        monkeypatch.setattr(cuda_graphs, "capture", _capture)
+        meeting = Meeting(config.tp)
+        self._threads = ThreadPoolExecutor(config.tp)
+        dtype = getattr(torch, engine.model_info.dtype)
+
+        def make(rank: int) -> Any:
+            shard = Shard(rank, config.tp)
+            communicator = ThreadCommunicator(rank, meeting)
+            context = config.context_length
+            model = load_model(
+                path, dtype, CUDA, context_length=context, shard=shard, communicator=communicator
+            )
+            layout = kv_layout(model, config.page_size, context)
+            prefill, decode = attention_of(config, model, CUDA)
+            pool = gpu_pool(layout, pages, CUDA, shard)
+            return make_runner(model, pool, prefill[0], decode[0], config.max_rows, context), pool
+
+        made = list(self._threads.map(make, range(config.tp)))
+        self._runners, self.pools = [each[0] for each in made], [each[1] for each in made]
+        self.max_slots = config.max_rows
+        tree = PrefixTree(config.page_size, config.eviction, self.pools[0].layout.groups)
+        self.cache = KvCache(PageAllocator(pages), tree)
+
+    def launch(self, plan: Any) -> Any:
+        first, *_ = list(self._threads.map(lambda runner: runner.launch(plan), self._runners))
+        return first
+
+    def read(self, flight: Any) -> Any:
+        return self._runners[0].read(flight)
+
+    def pages(self, page_bytes: int) -> torch.Tensor:
+        """uint8 [pages, page_bytes]: whole pages."""
+        parts = [pool.raw[: pool.num_pages].cpu() for pool in self.pools]
+        if parts[0].shape[1] == page_bytes:  # all ranks hold the same
+            assert all(torch.equal(part, parts[0]) for part in parts)
+            return parts[0]
+        return torch.cat(parts, 1)
+
+
+class Recorded:
+    """A `Runner` that keeps what its steps have returned."""
+
+    def __init__(self, runner: Any) -> None:
+        self.max_slots, self._runner = runner.max_slots, runner
+        self.results: list[Any] = []
+
+    def launch(self, plan: Any) -> Any:
+        return self._runner.launch(plan)
+
+    def read(self, flight: Any) -> Any:
+        self.results.append(self._runner.read(flight))
+        return self.results[-1]
