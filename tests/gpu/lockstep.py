@@ -6,7 +6,7 @@ processes or GPUs. Steps have the sizes that they have in CUDA graphs, because k
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from rig import CUDA
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from thread_ranks import ThreadCommunicator, ThreadGroup
 
 from baton.engine import cuda_graphs
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
@@ -24,49 +28,25 @@ from baton.worker.model import attention_of, kv_layout
 from baton.worker.pool import gpu_pool
 from baton.worker.runners import make_runner
 
-SECONDS = 30.0
 
+class InOrder(ThreadCommunicator):
+    """A `layers.shard.DeviceCommunicator`. All ranks use one stream, which keeps the order."""
 
-class Meeting:
-    """Each rank gives a tensor, and gets those of all. All use one stream, which keeps the order."""
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=SECONDS)
-        self._given: list[torch.Tensor] = [torch.empty(0)] * ranks
-
-    def all(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
-        self._given[rank] = x.clone()
-        self._barrier.wait()
-        given = list(self._given)
-        self._barrier.wait()
-        return given
-
-
-class ThreadCommunicator:
-    """A `layers.shard.DeviceCommunicator`."""
-
-    def __init__(self, rank: int, meeting: Meeting) -> None:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
         from baton.layers.kernels.exchange import Exchange, buffer_bytes
 
-        self._rank, self._meeting = rank, meeting
+        super().__init__(group, rank)
         buffer = torch.zeros(buffer_bytes(1), dtype=torch.uint8, device=CUDA)
         told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._alone = Exchange(0, buffer, torch.tensor([buffer.data_ptr()], device=CUDA), told, 1.0)
         """For the arithmetic of its norm."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        first, *others = self._meeting.all(self._rank, x)
+        first, *others = self._exchange(x)
         total = first.float() if x.is_floating_point() else first
         for other in others:
             total = total + other
         return x.copy_(total)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self._meeting.all(self._rank, x)
-        return x.new_empty(len(x), 0) if self._rank else torch.cat(parts, -1)
-
-    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(self._meeting.all(self._rank, x)[0])
 
     def add_norm(
         self,
@@ -90,9 +70,6 @@ class ThreadCommunicator:
 
             add_norm(residual, total[None], weight, out, eps)
 
-    def check(self) -> None:
-        pass
-
 
 class Replayed:
     """In place of a CUDA graph: does its work anew."""
@@ -115,13 +92,12 @@ class Lockstep:
     def __init__(self, path: Path, engine: Engine, monkeypatch: Any) -> None:
         config, pages = engine.config, engine.pool.num_pages
         monkeypatch.setattr(cuda_graphs, "capture", _capture)
-        meeting = Meeting(config.tp)
+        group = ThreadGroup(config.tp)
         self._threads = ThreadPoolExecutor(config.tp)
         dtype = getattr(torch, engine.model_info.dtype)
 
         def make(rank: int) -> Any:
-            shard = Shard(rank, config.tp)
-            communicator = ThreadCommunicator(rank, meeting)
+            shard, communicator = Shard(rank, config.tp), InOrder(group, rank)
             context = config.context_length
             model = load_model(
                 path, dtype, CUDA, context_length=context, shard=shard, communicator=communicator

@@ -1,16 +1,16 @@
 """Triton: sums and gathers among the ranks of a worker, over memory that all have mapped.
 
-One-shot: each rank writes its part into the others' memory, waits for theirs in its own, and adds all parts in
-the order of the ranks, so that a sum has the same bits on all. Each program does that by itself for its own
-span, with a counter and regions of its own. Regions alternate: a rank that writes the one of the round after
-next has received what the others sent in the next one, and they had read this one before that.
+One-shot: each rank writes its part into the others' memory, waits for theirs in its own, and adds all parts
+in the order of the ranks, so that a sum has the same bits on all. Each program does that by itself for its
+own span, with a counter and regions of its own. Regions alternate: a rank that writes the one of the round
+after next has received what the others sent in the next one, and they had read this one before that.
 
 `_exchange` takes any size: parts first, then a flag that says that they are there. `_sum_norm` takes a few
 rows: each 32 bits travel in one word with the number of their round, so that no flag follows them (as in the
 protocol LL of NCCL, arXiv:2507.04786), and the norm that follows is computed at once.
 
-Counters lie on the device: a CUDA graph can hold the kernels. A wait has a limit. Needs a GPU: import it where
-one is in use.
+Counters lie on the device: a CUDA graph can hold the kernels. A wait has a limit. Needs a GPU: import it
+where one is in use.
 """
 
 from __future__ import annotations
