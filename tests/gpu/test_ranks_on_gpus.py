@@ -352,27 +352,27 @@ def test_pages_are_handed_off_between_different_numbers_of_ranks(workers):
     deployed.deployment.assert_idle()
 
 
-def test_a_worker_ends_with_one_of_its_ranks(workers):
+@pytest.mark.parametrize("killed", ["follower", "rank 0"])
+def test_a_worker_ends_with_one_of_its_ranks(workers, killed):
     worker = workers.decode[1]
     told = worker.info().ranks
     second = "cuda:1" if workers.place == "cuda" else "cuda:0"
     assert [rank.device for rank in told] == ["cuda:0", second]
     gc.collect()
     torch.cuda.empty_cache()
-    used = torch.cuda.mem_get_info()[0]
-    found = [
-        each for each in psutil.Process(worker.pid).children() if "baton.ranks.follower" in each.cmdline()
-    ]
+    used = torch.cuda.mem_get_info(second)[0]
+    ranks = {"follower": psutil.Process(told[1].pid), "rank 0": psutil.Process(told[0].pid)}
     started = time.monotonic()
-    found[0].kill()
+    ranks[killed].kill()
+    _, left = psutil.wait_procs([ranks["follower"]], END_SECONDS)
     while worker.alive and time.monotonic() - started < END_SECONDS:
         time.sleep(0.01)
-    print("ended after", time.monotonic() - started)
-    assert not worker.alive
+    print(killed, "ended after", time.monotonic() - started)
+    assert not worker.alive and not left
     time.sleep(1.0)
-    back = torch.cuda.mem_get_info()[0] - used
+    back = torch.cuda.mem_get_info(second)[0] - used
     print("memory back, MiB", back / 2**20)
-    assert back > 2**28, "both contexts and pools are gone"
+    assert back > 2**28, "context and pool of the follower are gone"
     assert not [path for path in worker.segments() if path.exists()]
     worker.start()
     worker.wait_ready()
