@@ -1,5 +1,5 @@
 """A process that holds a part of each page of a pool on the GPU:
-`python part_owner.py PAGES PAGE_BYTES FIRST SIZE FILLED`.
+`python part_owner.py GPU PAGES PAGE_BYTES FIRST SIZE FILLED`.
 
 Fills it with what `content` says, or with UNTOUCHED, and prints it, a CudaIpcPart in hexadecimal. Answers
 each line on stdin with a hash of all its bytes, and ends with stdin.
@@ -25,7 +25,8 @@ def content(page: int, page_bytes: int) -> torch.Tensor:
 
 
 def main() -> None:
-    pages, page_bytes, first, size, filled = map(int, sys.argv[1:])
+    gpu, pages, page_bytes, first, size, filled = map(int, sys.argv[1:])
+    torch.cuda.set_device(gpu)
     memory = torch.full((LEAD + (pages + 1) * size,), UNTOUCHED, dtype=torch.uint8, device="cuda")
     part = memory[LEAD:].view(pages + 1, size)
     for page in range(pages if filled else 0):

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from owners import gpus
 from part_owner import LEAD, UNTOUCHED, content
 
 from baton.transport import TransportError, cuda
-from baton.transport.cuda_ipc import CudaIpcReceiver, cuda_ipc_endpoint, map_part
+from baton.transport.cuda_ipc import CudaIpcReceiver, cuda_ipc_endpoint, local_part
 from baton.transport.cuda_pages import CudaPages, PagePart
 from baton.v1 import common_pb2 as pb
 
@@ -35,9 +36,9 @@ def spans(ranks: int) -> list[tuple[int, int]]:
 
 
 class PartOwner:
-    def __init__(self, first: int, size: int, filled: bool) -> None:
+    def __init__(self, gpu: int, first: int, size: int, filled: bool) -> None:
         script = Path(__file__).with_name("part_owner.py")
-        arguments = [str(each) for each in (PAGES, PAGE, first, size, int(filled))]
+        arguments = [str(each) for each in (gpu, PAGES, PAGE, first, size, int(filled))]
         self.process = subprocess.Popen(
             [sys.executable, str(script), *arguments],
             stdin=subprocess.PIPE,
@@ -54,8 +55,9 @@ class PartOwner:
 
 
 @contextlib.contextmanager
-def owners(parts: list[tuple[int, int]], filled: bool):
-    found = [PartOwner(first, size, filled) for first, size in parts]
+def owners(parts: list[tuple[int, int]], filled: bool, count: int = 1):
+    """On `count` GPUs in turn, the last first, so that pages cross between GPUs whatever the sizes."""
+    found = [PartOwner(count - 1 - rank % count, *part, filled) for rank, part in enumerate(parts)]
     try:
         yield found, [owner.part() for owner in found]
     finally:
@@ -75,14 +77,12 @@ def endpoint_of(parts: list[pb.CudaIpcPart], local: CudaPages) -> pb.CudaIpcEndp
 
 
 def local_pages(ranks: int, others: list[pb.CudaIpcPart]) -> CudaPages:
-    """This process is rank 0."""
+    """This process is rank 0, on the first GPU."""
     size = spans(ranks)[0][1]
     memory = torch.full((LEAD + (PAGES + 1) * size,), UNTOUCHED, dtype=torch.uint8, device="cuda:0")
     pool = memory[LEAD:].view(PAGES + 1, size)
-    parts = [PagePart(0, pool)]
-    for part in others:
-        theirs = cuda.as_tensor(map_part(part, PAGES) + part.offset, PAGES * part.part_bytes)
-        parts.append(PagePart(part.first, theirs.view(PAGES, part.part_bytes)))
+    parts = [PagePart(0, pool), *(local_part(part, PAGES, pool.device) for part in others)]
+    cuda.use(pool.device)
     torch.cuda.synchronize()
     return CudaPages(pool, PAGES, parts)
 
@@ -98,18 +98,24 @@ def expected(pairs: list[tuple[int, int]], first: int, size: int) -> str:
     return hashlib.sha256(torch.stack(pages).numpy().tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (8, 2), (1, 8)])
-async def test_pulled_bytes_are_the_owners(theirs, ours):
+@pytest.mark.parametrize("other_gpu", gpus())
+@pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2), (8, 2), (1, 8)])
+async def test_pulled_bytes_are_the_owners(theirs, ours, other_gpu):
     rng = random.Random(10 * theirs + ours)
     # Single pages, and runs of neighbours.
     pairs = [(page, page + 3) for page in range(2, 9)]
     sources, targets = [0, 1, *range(9, PAGES)], [0, 1, 2, *range(12, PAGES)]
     pairs += zip(rng.sample(sources, 8), rng.sample(targets, 8), strict=True)
-    with owners(spans(theirs), True) as (_, held), owners(spans(ours)[1:], False) as (followers, parts):
+    used = 1 + other_gpu
+    with (
+        owners(spans(theirs), True, used) as (_, held),
+        owners(spans(ours)[1:], False, used) as (followers, parts),
+    ):
         local = local_pages(ours, parts)
         receiver = await CudaIpcReceiver.open(endpoint_of(held, local), local)
         await receiver.pull(pairs)
         await receiver.close()
+        assert len(local.devices) == (2 if other_gpu and ours > 1 else 1), "each GPU copies its own part"
         first, size = spans(ours)[0]
         mine = hashlib.sha256(local.pool[:PAGES].cpu().numpy().tobytes()).hexdigest()
         assert mine == expected(pairs, first, size)
@@ -124,6 +130,27 @@ async def test_pulled_bytes_are_the_owners(theirs, ours):
         writer.write(11, 5000, content(1000, PAGE).numpy().tobytes()[5000:])
         await writer.finish()
         assert bytes(await reader.read(11)) == content(1000, PAGE).numpy().tobytes()
+        local.close()
+
+
+async def test_a_part_that_cannot_be_unmapped_keeps_no_other_mapped(monkeypatch):
+    closed = []
+
+    def close(base):
+        closed.append(base)
+        real(base)
+        if len(closed) == 1:
+            raise TransportError("planted")
+
+    real = cuda.close_memory
+    with owners(spans(2), True) as (_, held):
+        local = local_pages(1, [])
+        receiver = await CudaIpcReceiver.open(endpoint_of(held, local), local)
+        await receiver.pull([(0, 0)])
+        monkeypatch.setattr(cuda, "close_memory", close)
+        with pytest.raises(TransportError, match="planted"):
+            await receiver.close()
+        assert len(set(closed)) == 2
         local.close()
 
 

@@ -60,6 +60,12 @@ def uuid_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def device_of(uuid: str, default: torch.device) -> torch.device:
+    """The GPU with this UUID; one that this process does not see: `default`."""
+    devices = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return next((device for device in devices if uuid_of(device) == uuid), default)
+
+
 def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from baton.transport import cuda
 from baton.transport.base import TransportError, pieces_of, runs_of
 
 if TYPE_CHECKING:
-    from baton.transport.cuda_pages import CudaPages
+    from baton.transport.cuda_pages import CudaPages, PagePart
 
 ITEM_BYTES = 4096
 ENGINE_RATE = 337e9
@@ -115,12 +115,12 @@ class _Route:
         return self.width == self.source_size == self.target_size
 
 
-def _routes(local: CudaPages, peer: Sequence[PeerPart]) -> list[_Route]:
-    """Raises TransportError if the peer's parts do not make up a page."""
+def _routes(parts: Sequence[PagePart], peer: Sequence[PeerPart]) -> list[_Route]:
+    """Raises TransportError if the peer's parts do not make up what `parts` hold of a page."""
     routes = []
     spans = [(part.first, part.first + part.size) for part in peer]
-    for piece in pieces_of([part.span for part in local.parts], spans):
-        ours, theirs = local.parts[piece.target], peer[piece.source]
+    for piece in pieces_of([part.span for part in parts], spans):
+        ours, theirs = parts[piece.target], peer[piece.source]
         routes.append(
             _Route(
                 theirs.base + piece.begin - theirs.first,
@@ -133,86 +133,112 @@ def _routes(local: CudaPages, peer: Sequence[PeerPart]) -> list[_Route]:
     return routes
 
 
+class _Engine:
+    """Copies into the parts that one GPU holds, on a stream of its own there: a GPU that copies for another
+    one moves all bytes through itself (two H200s: 140 GB/s rather than 350)."""
+
+    def __init__(self, parts: Sequence[PagePart], peer: Sequence[PeerPart]) -> None:
+        self.device = parts[0].memory.device
+        self.routes = _routes(parts, peer)
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._copier = cuda.Copier(self.stream)
+        self._peer = peer[0].base
+        with torch.cuda.stream(self.stream):  # what this stream writes, no other may be using still
+            size = min(REHEARSAL_BYTES, peer[0].size)
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for source, target, count in runs_of(pairs):
+            for route in self.routes:
+                begin = route.source + source * route.source_size
+                place = route.target + target * route.target_size
+                if route.whole:
+                    self._copier.copy(place, begin, count * route.width)
+                else:
+                    pitches = place, route.target_size, begin, route.source_size
+                    self._copier.copy_rows(*pitches, route.width, count)
+
+    def rehearse(self) -> None:
+        self._copier.copy(self._scratch.data_ptr(), self._peer, len(self._scratch))
+
+
 class PageCopier:
     """Belongs to one thread. Nothing that it has enqueued runs any more once `copy` returned or raised."""
 
-    def __init__(self, local: CudaPages, peer: Sequence[PeerPart], peer_pages: int) -> None:
-        """`peer`: `peer_pages` pages of as many bytes as the local ones, mapped into this device. Raises
-        TransportError if its parts do not make up a page."""
-        self._device = local.device
+    def __init__(
+        self, local: CudaPages, peer: Mapping[torch.device, Sequence[PeerPart]], peer_pages: int
+    ) -> None:
+        """`peer`: `peer_pages` pages of as many bytes as the local ones, as mapped into each of the local
+        pool's devices. Raises TransportError if its parts do not make up a page."""
         self._pool = local.pool
         self._page_bytes = local.page_bytes
-        self._routes = _routes(local, peer)
-        self._peer = peer[0].base
-        self._peer_bytes = peer_pages * peer[0].size
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._engine = cuda.Copier(self._stream)
+        self._engines = [
+            _Engine([part for part in local.parts if part.memory.device == device], peer[device])
+            for device in local.devices
+        ]
+        first = peer[local.device][0]
+        self._peer, self._peer_bytes = first.base, peer_pages * first.size
         self._transfer: Callable[..., Any] | None = None
-        with torch.cuda.stream(self._stream):  # what this stream writes, no other may be using still
-            size = min(REHEARSAL_BYTES, peer[0].size)
-            self._scratch = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     @property
     def whole(self) -> bool:
         """Whether pages go from one pool to one pool: then a kernel can copy them, too."""
-        return len(self._routes) == 1 and self._routes[0].whole
+        routes = [route for engine in self._engines for route in engine.routes]
+        return len(routes) == 1 and routes[0].whole
 
     def copy(self, pairs: Sequence[tuple[int, int]], strategy: CopyStrategy, stop: threading.Event) -> None:
         """Copies pages (peer's, local); returns when the host has seen the copies complete, or, once `stop`
         is set, that those under way are. Waits without the interpreter's lock. Raises TransportError."""
         pages = max(1, PART_BYTES // self._page_bytes)
-        flying: deque[torch.cuda.Event] = deque()
+        flying: deque[list[torch.cuda.Event]] = deque()
         try:
-            with torch.cuda.stream(self._stream):
-                for begin in range(0, len(pairs), pages):
-                    if stop.is_set():
-                        break
-                    if len(flying) == 2:
-                        flying.popleft().synchronize()
-                    part = pairs[begin : begin + pages]
-                    if strategy.quota:
-                        self._by_kernel(part, strategy.quota)
-                    else:
-                        self._by_engine(part)
-                    # Spins while there are more cores than contexts: to be woken takes longer than to copy
-                    # a short prompt.
-                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    done.record()
-                    flying.append(done)
+            for begin in range(0, len(pairs), pages):
+                if stop.is_set():
+                    break
+                if len(flying) == 2:
+                    _wait(flying.popleft())
+                part = pairs[begin : begin + pages]
+                flying.append([self._enqueue(engine, part, strategy) for engine in self._engines])
             while flying:
-                flying.popleft().synchronize()
+                _wait(flying.popleft())
         except BaseException as error:
             self._synchronize()
             if isinstance(error, RuntimeError):
                 raise TransportError(f"copying between GPUs failed: {cuda.one_line(error)}") from error
             raise
 
+    def _enqueue(
+        self, engine: _Engine, pairs: Sequence[tuple[int, int]], strategy: CopyStrategy
+    ) -> torch.cuda.Event:
+        with torch.cuda.stream(engine.stream):
+            if strategy.quota:
+                self._by_kernel(pairs, strategy.quota)
+            else:
+                engine.copy(pairs)
+            # Spins while there are more cores than contexts: to be woken takes longer than to copy a short
+            # prompt.
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return done
+
     def rehearse(self) -> None:
         """Copies a little of the peer's pool to nowhere. After a pause of 0.1 s the first copy takes 0.3 ms
         more, of an H200 and its host: what is rehearsed meanwhile does not. Raises TransportError."""
         try:
-            self._engine.copy(self._scratch.data_ptr(), self._peer, len(self._scratch))
-            self._stream.synchronize()
+            for engine in self._engines:
+                engine.rehearse()
+            for engine in self._engines:
+                engine.stream.synchronize()
         except RuntimeError as error:
             raise TransportError(f"copying between GPUs failed: {cuda.one_line(error)}") from error
 
     def _synchronize(self) -> None:
         try:
-            self._stream.synchronize()
+            for engine in self._engines:
+                engine.stream.synchronize()
         except RuntimeError as error:
             # The context is lost, and with it everything that it was running.
             raise TransportError(f"the GPU has failed: {cuda.one_line(error)}") from error
-
-    def _by_engine(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for source, target, count in runs_of(pairs):
-            for route in self._routes:
-                begin = route.source + source * route.source_size
-                place = route.target + target * route.target_size
-                if route.whole:
-                    self._engine.copy(place, begin, count * route.width)
-                else:
-                    pitches = place, route.target_size, begin, route.source_size
-                    self._engine.copy_rows(*pitches, route.width, count)
 
     def _by_kernel(self, pairs: Sequence[tuple[int, int]], quota: int) -> None:
         if self._transfer is None:
@@ -223,7 +249,12 @@ class PageCopier:
         item = item_bytes(self._page_bytes)
         items = self._page_bytes // item
         pages = torch.tensor(pairs, dtype=torch.int64).t().contiguous().pin_memory()
-        pages = pages.to(self._device, non_blocking=True)
-        within = torch.arange(items, device=self._device)
+        pages = pages.to(self._pool.device, non_blocking=True)
+        within = torch.arange(items, device=self._pool.device)
         sources, targets = (pages[:, :, None] * items + within).view(2, -1)
         self._transfer(peer, self._pool, sources, targets, item, quota)
+
+
+def _wait(events: Iterable[torch.cuda.Event]) -> None:
+    for event in events:
+        event.synchronize()

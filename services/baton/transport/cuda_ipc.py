@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from baton.transport.cuda_copy import (
     choose_copy_strategy,
     kernel_available,
 )
-from baton.transport.cuda_pages import CudaPages
+from baton.transport.cuda_pages import CudaPages, PagePart
 from baton.transport.pull_thread import ThreadReceiver
 from baton.transport.shm import MappedSegment, Segment, boot_id, pid_namespace, segment_endpoint
 from baton.v1 import common_pb2 as pb
@@ -67,7 +68,8 @@ def export_part(memory: torch.Tensor, first: int) -> pb.CudaIpcPart:
 
 
 def map_part(part: pb.CudaIpcPart, pages: int) -> cuda.Pointer:
-    """The base of the allocation that it lies in, for `cuda.close_memory`. Raises TransportError."""
+    """Maps it into this thread's device. The base of the allocation that it lies in, for `cuda.close_memory`.
+    Raises TransportError."""
     base = cuda.open_memory(part.handle)
     # An address outside would not fail one copy: it would end all work of this process on the GPU.
     needed = part.offset + pages * part.part_bytes
@@ -75,6 +77,15 @@ def map_part(part: pb.CudaIpcPart, pages: int) -> cuda.Pointer:
         cuda.close_memory(base)
         raise TransportError(f"the allocation has {there} bytes, the peer's pages end at {needed}")
     return base
+
+
+def local_part(part: pb.CudaIpcPart, pages: int, default: torch.device) -> PagePart:
+    """What another rank of this worker holds, mapped into the GPU that it lies on; `default`: where this
+    process does not see that one. Raises TransportError."""
+    cuda.use(cuda.device_of(part.device_uuid, default))
+    base = map_part(part, pages) + part.offset
+    memory = cuda.as_tensor(base, pages * part.part_bytes)
+    return PagePart(part.first, memory.view(pages, part.part_bytes))
 
 
 def _parts_of(endpoint: pb.CudaIpcEndpoint) -> list[pb.CudaIpcPart]:
@@ -129,9 +140,10 @@ class CudaIpcReceiver(ThreadReceiver):
         self._pool = local
         self._busy = busy
         self._parts = _parts_of(endpoint)
-        self._same_gpu = cuda.uuid_of(local.device) in {part.device_uuid for part in self._parts}
+        ours = {cuda.uuid_of(device) for device in local.devices}
+        self._same_gpu = not ours.isdisjoint(part.device_uuid for part in self._parts)
         self._generations = seen = _generations(endpoint)
-        self._bases: list[cuda.Pointer] = []
+        self._bases: list[tuple[torch.device, cuda.Pointer]] = []
         self._copier: PageCopier | None = None
         self._kernel = False
         retired = seen.retired if seen is not None and seen.sees_steps else None
@@ -158,13 +170,18 @@ class CudaIpcReceiver(ThreadReceiver):
             raise TransportError(f"the peer's GPU memory cannot be mapped: {cuda.one_line(error)}") from error
 
     def _map(self) -> None:
+        peer = {}
+        for device in self._pool.devices:
+            cuda.use(device)
+            peer[device] = [self._map_part(part, device) for part in self._parts]
         cuda.use(self._pool.device)
-        peer = []
-        for part in self._parts:
-            self._bases.append(map_part(part, self._endpoint.num_pages))
-            peer.append(PeerPart(part.first, part.part_bytes, self._bases[-1] + part.offset))
         self._copier = PageCopier(self._pool, peer, self._endpoint.num_pages)
         self._kernel = self._copier.whole and kernel_available()
+
+    def _map_part(self, part: pb.CudaIpcPart, device: torch.device) -> PeerPart:
+        base = map_part(part, self._endpoint.num_pages)
+        self._bases.append((device, base))
+        return PeerPart(part.first, part.part_bytes, base + part.offset)
 
     def _copy(self, pairs: list[tuple[int, int]], stop: threading.Event) -> None:
         if self._copier is not None and not stop.is_set():
@@ -184,12 +201,12 @@ class CudaIpcReceiver(ThreadReceiver):
     def _disconnect(self) -> None:
         self._copier = None
         bases, self._bases = self._bases, []
-        try:
-            for base in bases:
-                cuda.close_memory(base)
-        finally:
+        with contextlib.ExitStack() as closing:  # one that fails does not keep the others mapped
             if self._generations is not None:
-                self._generations.close()
+                closing.callback(self._generations.close)
+            for device, base in bases:
+                closing.callback(cuda.close_memory, base)
+                closing.callback(cuda.use, device)
 
 
 def _generations(endpoint: pb.CudaIpcEndpoint) -> MappedSegment | None:

@@ -26,7 +26,7 @@ class PagePart:
     first: int
     """Its first byte in a page."""
     memory: torch.Tensor
-    """uint8 [pages, bytes], contiguous, on a GPU."""
+    """uint8 [pages, bytes], contiguous, on that rank's GPU."""
 
     @property
     def span(self) -> tuple[int, int]:
@@ -50,9 +50,10 @@ class CudaPages:
         self.num_pages = num_pages
         self.page_bytes = max(part.span[1] for part in self.parts)
         self.device = pool.device
+        self.devices = tuple(dict.fromkeys(part.memory.device for part in self.parts))
         self.pool = pool
-        self._downloads = _Lane(pool.device, "baton-page-reads")
-        self._uploads = _Lane(pool.device, "baton-page-writes")
+        self._downloads = _Lane("baton-page-reads")
+        self._uploads = _Lane("baton-page-writes")
 
     def reader(self) -> _Reader:
         return _Reader(self, self._downloads)
@@ -67,12 +68,11 @@ class CudaPages:
 
 
 class _Lane:
-    """One thread with its own CUDA stream: several would only share the same copy engine."""
+    """One thread with a CUDA stream of its own on each GPU: several would only share the same copy engine."""
 
-    def __init__(self, device: torch.device, name: str) -> None:
+    def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, name)
-        self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def submit(self, work: Callable[[*Arguments], T], *arguments: *Arguments) -> asyncio.Future[T]:
@@ -93,10 +93,11 @@ class _Lane:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """In the lane's thread. Returns when the copy is complete; waits without the interpreter's lock."""
-        if self._stream is None:
-            torch.cuda.set_device(self._device)
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
+        device = target.device if target.is_cuda else source.device  # torch copies on a stream of this one
+        if (stream := self._streams.get(device)) is None:
+            torch.cuda.set_device(device)
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record()

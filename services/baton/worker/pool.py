@@ -98,17 +98,14 @@ def join_parts(published: PublishedPool, others: Sequence[common_pb2.CudaIpcPart
     """Rank 0 maps what the other ranks hold of each page on their GPUs, and shows whole pages from now on.
     Raises TransportError."""
     from baton.transport import cuda
-    from baton.transport.cuda_ipc import export_part, map_part
+    from baton.transport.cuda_ipc import export_part, local_part
     from baton.transport.cuda_pages import CudaPages, PagePart
 
     pages = published.pages
     assert isinstance(pages, CudaPages)
-    parts = [PagePart(0, pages.pool)]
+    theirs = [local_part(part, pages.num_pages, pages.device) for part in others]
+    parts = [PagePart(0, pages.pool), *theirs]
     cuda.use(pages.device)
-    for part in others:
-        base = map_part(part, pages.num_pages) + part.offset
-        memory = cuda.as_tensor(base, pages.num_pages * part.part_bytes)
-        parts.append(PagePart(part.first, memory.view(pages.num_pages, part.part_bytes)))
     pages.close()
     published.pages = whole = CudaPages(pages.pool, pages.num_pages, parts)
     if "cuda_ipc" in published.kinds:
