@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 KV = (sys.executable, "-c", "from baton.cli.bench_kv import kv; kv()")
 
 
@@ -21,3 +23,16 @@ def test_rates(tmp_path):
     assert [one["method"] for one in figures["decode_load"]] == methods
     assert [rate["method"] for rate in figures["rates"]] == [method for method in methods for _ in range(2)]
     assert all(rate["gigabytes_per_second"] > 0 for rate in figures["rates"])
+
+
+@pytest.mark.parametrize("ranks", ["1:2", "2:1", "2:2"])
+def test_rates_of_several_ranks(tmp_path, ranks):
+    file = tmp_path / "kv.json"
+    sizes = ("--device", "cuda", "--ranks", ranks, "--tokens", "2048", "--repeats", "2", "--json", str(file))
+    result = subprocess.run([*KV, *sizes], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(file.read_text())
+    assert figures["ranks"] == ranks.replace(":", " to ")
+    random_pages = "cuda_ipc, copy engine, random pages"
+    methods = ["cuda_ipc, adjacent", "cuda_ipc", random_pages, "grpc"]
+    assert [rate["method"] for rate in figures["rates"]] == methods

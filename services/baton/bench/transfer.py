@@ -6,68 +6,29 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import os
 import random
 import shutil
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-import grpc.aio
 import torch
 
 from baton.attention.fp8 import E4M3
 from baton.bench.machine import visible_gpus
-from baton.bench.processes import BenchProcess
+from baton.bench.pools import ONE_EACH, Pools, Ranks, two_pools
 from baton.checkpoint import resolve
 from baton.kvcache import PageAllocator
 from baton.kvcache.pool import KvLayout, default_page_size
 from baton.models.config import read_config
 from baton.models.loader import kv_shape
 from baton.plan.profile import PullCost
-from baton.rpc.address import join_address, loopback, new_incarnation
-from baton.rpc.channel import server_options
-from baton.transport import PageStore, Receiver, open_receiver
+from baton.transport import Receiver, open_receiver
 from baton.transport.cuda_copy import COPY_ENGINE, CopyStrategy
-from baton.transport.grpc import PageSourceServicer
-from baton.transport.registry import DEFAULT_KINDS
-from baton.v1 import common_pb2, prefill_pb2_grpc
 from baton.worker.model import DTYPES
-from baton.worker.pool import make_pool
 
-EXIT_SECONDS = 10.0
 PAGE_DTYPES = {**DTYPES, "fp8_e4m3": E4M3}
-
-
-def own_pool(connection: Connection, layout: KvLayout, pages: int, device: str, gpu: str) -> None:
-    """Owns a pool and publishes it as a prefill node does, until the connection ends. Sends its endpoints,
-    serialized. gpu: as CUDA_VISIBLE_DEVICES names it; empty: none of its own."""
-    if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    asyncio.run(_own_pool(connection, layout, pages, torch.device(device)))
-
-
-async def _own_pool(connection: Connection, layout: KvLayout, pages: int, device: torch.device) -> None:
-    pool, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
-    server = grpc.aio.server(options=server_options())
-    prefill_pb2_grpc.add_PageSourceServicer_to_server(PageSourceServicer(published.pages), server)
-    address = join_address(loopback(), server.add_insecure_port(join_address(loopback(), 0)))
-    await server.start()
-    pool.raw.random_(0, 256)  # memory that nobody wrote need not exist, and a link could compress zeros
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    endpoints = published.endpoints()
-    for endpoint in endpoints:
-        if endpoint.HasField("grpc"):
-            endpoint.grpc.address = address
-    connection.send([endpoint.SerializeToString() for endpoint in endpoints])
-    try:
-        await asyncio.to_thread(connection.recv)
-    finally:
-        await server.stop(None)
-        published.close()
 
 
 LOAD_BYTES = {"cuda": 2**31, "cpu": 2**27}
@@ -130,50 +91,30 @@ class Slowdown:
         return self.seconds_meanwhile / self.seconds_alone
 
 
-def methods_for(device: torch.device, quotas: Iterable[int]) -> list[Method]:
+def methods_for(device: torch.device, quotas: Iterable[int], ranks: Ranks = ONE_EACH) -> list[Method]:
     """The reference, adjacent pages, comes first."""
     if device.type == "cpu":
         return [Method("shm", pages="adjacent"), Method("shm"), Method("grpc")]
-    strategies = [COPY_ENGINE, *(CopyStrategy(quota) for quota in quotas)]
+    kernels = quotas if ranks == ONE_EACH else ()  # a kernel copies from one pool to one pool
+    strategies = [COPY_ENGINE, *(CopyStrategy(quota) for quota in kernels)]
     forced = [Method("cuda_ipc", strategy, "random") for strategy in strategies]
     reference = Method("cuda_ipc", COPY_ENGINE, "adjacent")
     return [reference, Method("cuda_ipc"), *forced, Method("grpc")]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Pools:
-    """A pool here, and one of the same layout in another process."""
-
-    page_size: int
-    pages: PageStore
-    endpoints: Sequence[common_pb2.Endpoint]
-
-    @contextlib.asynccontextmanager
-    async def receiver(self, method: Method) -> AsyncIterator[Receiver]:
-        """Raises TransportError."""
-        opened = await open_receiver(self.endpoints, self.pages, [method.kind])
-        if method.strategy is not None:
-            from baton.transport.cuda_ipc import CudaIpcReceiver
-
-            assert isinstance(opened.receiver, CudaIpcReceiver)
-            opened.receiver.strategy = method.strategy
-        try:
-            yield opened.receiver
-        finally:
-            await opened.receiver.close()
-
-
 @contextlib.asynccontextmanager
-async def two_pools(layout: KvLayout, pages: int, device: torch.device, gpu: str) -> AsyncIterator[Pools]:
-    """gpu: of the other process, see own_pool. Raises TransportError, SegmentError or BenchError."""
-    _, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation())
-    with contextlib.closing(published):
-        owner = BenchProcess(own_pool, layout, pages, device.type, gpu)
-        try:
-            endpoints = [common_pb2.Endpoint.FromString(found) for found in await owner.receive()]
-            yield Pools(layout.page_size, published.pages, endpoints)
-        finally:
-            await owner.stop(EXIT_SECONDS)
+async def receiver_of(pools: Pools, method: Method) -> AsyncIterator[Receiver]:
+    """Raises TransportError."""
+    opened = await open_receiver(pools.endpoints, pools.pages, [method.kind])
+    if method.strategy is not None:
+        from baton.transport.cuda_ipc import CudaIpcReceiver
+
+        assert isinstance(opened.receiver, CudaIpcReceiver)
+        opened.receiver.strategy = method.strategy
+    try:
+        yield opened.receiver
+    finally:
+        await opened.receiver.close()
 
 
 def pairs_for(method: Method, count: int, pool_pages: int, seed: int) -> list[tuple[int, int]]:
@@ -290,26 +231,27 @@ class KvBench:
     layout: KvLayout
     device: torch.device
     owner_gpu: str
-    """As CUDA_VISIBLE_DEVICES names it; empty: on the CPU."""
+    """As CUDA_VISIBLE_DEVICES names it, or those of its ranks; empty: on the CPU."""
     lengths: tuple[int, ...]
     repeats: int
     quotas: tuple[int, ...]
     decode_load: bool
+    ranks: Ranks = ONE_EACH
 
     async def run(self, on_progress: Callable[[str, int], None]) -> dict[str, Any]:
         """Results in bytes and seconds. `on_progress` is called after each measurement with its method and
         the number of measurements. Raises TransportError, SegmentError or BenchError."""
-        methods = methods_for(self.device, self.quotas)
+        methods = methods_for(self.device, self.quotas, self.ranks)
         load = Load(self.device) if self.decode_load else None
         total = len(methods) * (len(self.lengths) * (self.repeats + 1) + self.decode_load)
         # Room for the longest prompt while other prompts hold half of the pool.
         pages = 2 * -(-max(self.lengths) // self.layout.page_size) + 1
         rates: list[Rate] = []
         slowdowns: list[Slowdown] = []
-        async with two_pools(self.layout, pages, self.device, self.owner_gpu) as pools:
+        async with two_pools(self.layout, pages, self.device, self.owner_gpu, self.ranks) as pools:
             for method in methods:
                 done = functools.partial(on_progress, method.name, total)
-                async with pools.receiver(method) as receiver:
+                async with receiver_of(pools, method) as receiver:
                     for length in self.lengths:
                         rates.append(await measure(pools, method, receiver, length, self.repeats, done))
                     if load is not None:
@@ -321,8 +263,9 @@ class KvBench:
     def _results(self, rates: list[Rate], slowdowns: list[Slowdown]) -> dict[str, Any]:
         return {
             "gpu": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "",
-            "two_gpus": bool(self.owner_gpu) and self.owner_gpu != visible_gpus()[0],
+            "two_gpus": bool(self.owner_gpu) and self.owner_gpu.split(",") != visible_gpus()[:1],
             "model": self.model,
+            "ranks": f"{self.ranks[0]} to {self.ranks[1]}",
             "page_size": self.layout.page_size,
             "page_bytes": self.layout.page_bytes,
             "dtype": str(self.layout.dtype).removeprefix("torch."),
@@ -374,7 +317,7 @@ async def pull_cost(layout: KvLayout, device: torch.device, transport: str) -> P
     method = Method(kind)
     async with (
         two_pools(layout, 2 * max(PAGES) + 1, device, gpu) as pools,
-        pools.receiver(method) as receiver,
+        receiver_of(pools, method) as receiver,
     ):
         short, long = [
             await measure(pools, method, receiver, count * layout.page_size, REPEATS) for count in PAGES

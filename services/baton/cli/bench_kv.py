@@ -10,12 +10,13 @@ import torch
 from rich.console import Console
 
 from baton.bench.machine import visible_gpus
+from baton.bench.pools import ONE_EACH, Ranks
 from baton.bench.processes import BenchError
 from baton.bench.transfer import PAGE_DTYPES, KvBench, fitting, layout_of
 from baton.checkpoint import CheckpointError
 from baton.cli.bench_options import NUMBERS, Report
 from baton.cli.console import progress_bar, run_command, table
-from baton.cli.options import COUNT, FILE, SIZE, SectionedCommand, fail, option, options
+from baton.cli.options import COUNT, FILE, SIZE, Parsed, SectionedCommand, fail, option, options
 from baton.models.config import ModelError
 from baton.transport import SegmentError, TransportError
 
@@ -56,16 +57,30 @@ async def _kv(bench: KvBench, output: Report, console: Console) -> int:
     return 0
 
 
-def _devices(name: str, same_gpu: bool) -> tuple[torch.device, str]:
-    """The receiver's device, and the owner's GPU, which is another one if there are two."""
+def _ranks(text: str) -> Ranks:
+    theirs, _, ours = text.partition(":")
+    ranks = int(theirs), int(ours)
+    if min(ranks) < 1:
+        raise ValueError("give the owner's and the receiver's number of ranks, such as 1:2")
+    return ranks
+
+
+def _devices(name: str, same_gpu: bool, ranks: Ranks) -> tuple[torch.device, str]:
+    """The receiver's device, and the owner's GPUs: from the last one on, where the receiver's are the first
+    ones."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu" and ranks != ONE_EACH:
+        fail("--ranks: pools of several ranks are those of GPUs; leave it out", code=2)
     if name == "cpu":
         return torch.device("cpu"), ""
     if not torch.cuda.is_available():
         fail(f"--device {name}: torch sees no CUDA device; use --device cpu", code=2)
     gpus = visible_gpus()
-    return torch.device("cuda", 0), gpus[0] if same_gpu else gpus[-1 if len(gpus) < 2 else 1]
+    if same_gpu:
+        return torch.device("cuda", 0), gpus[0]
+    others = [*gpus[1:], gpus[0]]
+    return torch.device("cuda", 0), ",".join(others[: ranks[0]])
 
 
 @click.command(cls=SectionedCommand)
@@ -77,6 +92,7 @@ def _devices(name: str, same_gpu: bool) -> tuple[torch.device, str]:
     option("--tokens lengths", NUMBERS, "128,512,2048,8192,32768", "Prompt lengths.", "N,..."),
     option("--repeats", COUNT, 7, "Pulls of each length; the median is reported."),
     option("--quotas", NUMBERS, "8,32", "Numbers of blocks of the copy kernel (GPU).", "N,..."),
+    option("--ranks", Parsed("N:N", _ranks), "1:1", "Of the owner and the receiver, with a GPU each.", "N:N"),
     click.option("--same-gpu", is_flag=True, help="Put both pools on one GPU even if there are two."),
     click.option(
         "--decode-load", is_flag=True, help="Also measure how much pulls slow a load that reads memory."
@@ -90,6 +106,7 @@ def kv(
     page_size: int,
     lengths: tuple[int, ...],
     same_gpu: bool,
+    ranks: Ranks,
     file: Path | None,
     **settings: Any,
 ) -> None:
@@ -104,8 +121,9 @@ def kv(
       baton bench kv
       baton bench kv --model Qwen/Qwen3-8B --decode-load --json kv.json
       CUDA_VISIBLE_DEVICES=0,1 baton bench kv --tokens 128,32768
+      baton bench kv --ranks 1:2
     """
-    where, owner_gpu = _devices(device, same_gpu)
+    where, owner_gpu = _devices(device, same_gpu, ranks)
     console = Console()
     try:
         layout = layout_of(model, dtype, page_size, where)
@@ -117,5 +135,5 @@ def kv(
         console.print(f"Left out for lack of memory: {left_out} tokens.", highlight=False)
     if not usable:
         fail("no prompt length fits into the free memory; give shorter ones with --tokens", code=2)
-    bench = KvBench(model, layout, where, owner_gpu, usable, **settings)
+    bench = KvBench(model, layout, where, owner_gpu, usable, ranks=ranks, **settings)
     run_command(lambda: _kv(bench, Report(file, ""), console))
