@@ -41,6 +41,7 @@ from polling import until
 from process import Process
 from reference import Answer, Reference
 from shared import make_parser, save_results
+from spare_followers import NAME as FOLLOWER
 
 from baton.client import Completion
 
@@ -114,7 +115,7 @@ class Family:
 
     async def _resume(self) -> int:
         victim = self.decode[2, "shm"]
-        (follower,) = psutil.Process(victim.pid).children()
+        (follower,) = [each for each in psutil.Process(victim.pid).children() if each.name() == FOLLOWER]
         asked = asyncio.create_task(ask(self.both.address, self._greedy(namespace="resume") * 2, SECONDS))
         await until(lambda: victim.load().running, "requests run there")
         follower.kill()

@@ -35,7 +35,8 @@ MOMENTS: dict[str, dict[str, Callable[[node_pb2.Load], bool]]] = {
 LOADING = 0.25
 """Share of the starts that are killed before they are ready."""
 LOADING_SECONDS = 8.0
-"""After the start of a worker, the latest moment of such a kill."""
+"""Such kills come within half of this after the start of a worker, or of its followers, which is awaited as
+long."""
 WAIT_SECONDS = 5.0
 """For a moment to come; then another one is as good."""
 POLL_SECONDS = 0.01
@@ -73,14 +74,19 @@ class RankInjector:
             victim, moment = await self._await(role, moment)
             await self._kill(victim, moment)
             while self._rng.random() < LOADING and len(self.faults) < self._count:
-                victim.start()
-                await asyncio.sleep(self._rng.uniform(0, LOADING_SECONDS))
-                await self._kill(victim, "loading")
+                await self._kill_loading(victim)
             await asyncio.sleep(self._rng.uniform(0, PAUSE_SECONDS))
             victim.start()
             await asyncio.to_thread(victim.wait_ready)
             self._cluster.note_incarnations()
             await self._cluster.in_touch(victim)
+
+    async def _kill_loading(self, victim: Process) -> None:
+        victim.start()
+        if self._rng.random() < 0.5:  # when the followers are there, too
+            await until_gone(lambda: [] if followers_of(victim) else [victim], LOADING_SECONDS)
+        await asyncio.sleep(self._rng.uniform(0, LOADING_SECONDS / 2))
+        await self._kill(victim, "loading")
 
     async def _await(self, role: str, moment: str) -> tuple[Process, str]:
         workers = self._cluster.of(role)
@@ -129,9 +135,16 @@ def ranks_of(worker: Process) -> tuple[list[psutil.Process], list[Path]]:
     first = psutil.Process(worker.pid)
     try:
         files = [Path(file.path) for file in first.open_files() if file.path.startswith(f"{SHM}/baton-")]
-        return [first, *first.children()], files
+        return [first, *followers_of(worker)], files
     except psutil.NoSuchProcess:
         return [first], []
+
+
+def followers_of(worker: Process) -> list[psutil.Process]:
+    try:
+        return psutil.Process(worker.pid).children()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def runs(process: psutil.Process) -> bool:
