@@ -47,9 +47,10 @@ def test_kernels_write_what_torch_rounds(dtype, dim, rotary):
     qkv[0, -5] = 6e4
     angles = torch.randn(5 * PAGE, rotary // 2, device=CUDA)
     x = qkv.clone().view(tokens, -1, dim)
+    damage = torch.zeros(4, device=CUDA)
     write_qkv(
-        qkv, None, torch.cat((angles.cos(), angles.sin()), 1), positions, slots, table, pool.pages[:, :, 1],
-        HEADS, 0.0, scales,
+        qkv, None, torch.cat((angles.cos(), angles.sin()), 1), positions, slots, damage, table,
+        pool.pages[:, :, 1], HEADS, 0.0, scales,
     )  # fmt: skip
     cos, sin = (part[positions.long()][:, None] for part in (angles.cos(), angles.sin()))
     low, high = x[:, HEADS : HEADS + KV_HEADS, :rotary].float().chunk(2, -1)
@@ -64,9 +65,10 @@ def test_kernels_write_what_torch_rounds(dtype, dim, rotary):
     assert differing.abs().max() <= 1 and differing.count_nonzero() <= 3
     assert not pool.pages[:, :, 0].view(torch.uint8).any()
     k, v = ((torch.randn(tokens, KV_HEADS, dim, device=CUDA) * 4).to(dtype) for _ in range(2))
-    write_kv(k, v, positions, slots, table, keys, values, scales)
+    write_kv(k, v, positions, slots, damage, table, keys, values, scales)
     assert torch.equal(codes(keys, *at), quantize(k, scales[0]))
     assert torch.equal(codes(values, *at), quantize(v, scales[1]))
+    assert not damage.any()
 
 
 @pytest.mark.parametrize(("singles", "chunks"), [(1, 0), (17, 0), (9, 4)])

@@ -13,9 +13,9 @@ from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, reference_logit
 from safetensors.torch import load_file, save_file
 
 from baton.engine.cuda_graphs import batch_sizes
-from baton.engine.cuda_runner import CudaFlight
+from baton.engine.cuda_runner import CudaFlight, CudaRunner
 from baton.engine.device_batch import Ragged
-from baton.engine.plan import PlanRow, SlotInit, StepPlan
+from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams
 from baton.layers.transfer import to_device
 
@@ -290,3 +290,29 @@ def test_no_number_of_one_sequence_reaches_the_next_in_its_pages(tmp_path, pair,
     # Of the prompts' step: FlashAttention 3 leaves out parts of a row's keys that have no numbers.
     assert all(error is not None for _, error in run([[VOCAB - 1] * 250] * 2)[:2])
     assert run(prompts) == wanted
+
+
+@pytest.mark.parametrize("quantization", ["auto", "fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    "kind", ["graphs:fa3/fa3", "graphs:mixed/mixed", "graphs:triton/triton", "model:fa3"]
+)
+def test_a_model_whose_values_are_damaged_fails(tmp_path, kind, quantization):
+    """One weight of one layer, of which every token's values have a number that is none."""
+    path = save_checkpoint(tmp_path, head_dim=128)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_proj.weight"][3, 5] = math.nan
+    save_file(tensors, path / "model.safetensors")
+    runner, _ = make(path, kind, torch.bfloat16, page_size=128, num_pages=8, quantization=quantization)
+    prompts = prompts_of(140, 1)
+    inits = tuple(SlotInit(s, GREEDY, 0, (), ()) for s in range(2))
+    rows = [PlanRow(s, tuple(p), 0, (2 * s, 2 * s + 1), (s,)) for s, p in enumerate(prompts)]
+    results = [runner.read(runner.launch(StepPlan(1, tuple(rows), inits))).rows]
+    for step, slots in enumerate(((0, 1), (0,), (1,))):
+        rows = [PlanRow(s, None, len(prompts[s]) + step, (2 * s, 2 * s + 1), (s,)) for s in slots]
+        inits = tuple(SlotInit(s, GREEDY, 0, (), (), 7) for s in slots)
+        results.append(runner.read(runner.launch(StepPlan(2 + step, tuple(rows), inits))).rows)
+    assert all(row.error is not None for step in results for row in step)
+    if isinstance(runner, CudaRunner):
+        row = PlanRow(0, tuple(prompts[0]), 0, (0, 1), (), pooling=Pooling.MEAN)
+        (pooled,) = runner.read(runner.launch(StepPlan(9, (row,)))).rows
+        assert pooled.error is not None

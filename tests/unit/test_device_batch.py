@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def row(slot, pages):
-    return PlanRow(slot, None, 0, tuple(pages))
+    return PlanRow(slot, None, 5, tuple(pages))
 
 
 def write(there, changes):
@@ -66,17 +66,17 @@ def test_tables_of_groups_and_pages_that_are_gone():
     there = DeviceSlots(2, 4, 9, CPU, groups=2)
 
     def both(slot, first, second):
-        changes = there.changes([PlanRow(slot, None, 0, tuple(first), more_pages=(tuple(second),))], {})
+        changes = there.changes([PlanRow(slot, None, 5, tuple(first), more_pages=(tuple(second),))], {})
         if changes is not None:
             write(there, changes)
         return 0 if changes is None else len(changes[0])
 
-    assert both(1, [1, 2], [3, 4]) == 4
+    assert both(1, [1, 2], [3, 4]) == 5  # and a mark of damage
     assert there.tables[1].tolist() == [[1, 2, 9, 9], [3, 4, 9, 9]]
     assert both(1, [1, 2, 5], [GONE, 4, 6]) == 2
     assert there.tables[1].tolist() == [[1, 2, 5, 9], [3, 4, 6, 9]]
     assert both(1, [1, 2, 5], [GONE, GONE, 6]) == 0
-    assert both(1, [7, 8], [GONE, 2]) == 4
+    assert both(1, [7, 8], [GONE, 2]) == 5
     assert there.tables[1, :, :2].tolist() == [[7, 8], [9, 2]]
     assert there.tables[0].tolist() == there.tables[2].tolist() == [[9] * 4] * 2
 
@@ -86,7 +86,17 @@ def test_what_is_known_is_not_written_again():
     assert there.changes([row(0, [1, 2])], {}) is not None
     assert there.changes([row(0, [1, 2])], {}) is None
     _, values = there.changes([row(0, [1, 2, 3]), row(1, [7])], {1: 5})
-    assert values.tolist() == [5, 3, 7]
+    assert values.tolist() == [5, 3, 7, 0]
+
+
+def test_damage_ends_with_its_sequence():
+    there = DeviceSlots(2, 4, 9, CPU)
+    for pages, start, damaged in (([1], 0, False), ([1, 2], 5, True), ([1, 2], 0, False), ([3], 4, False)):
+        changes = there.changes([PlanRow(1, None, start, tuple(pages))], {})
+        if changes is not None:
+            write(there, changes)
+        assert there.damage.isnan().tolist() == [False, damaged, False]
+        there.damage[1] = torch.nan
 
 
 def test_rows_of_one_token_come_first():

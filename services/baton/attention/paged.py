@@ -124,9 +124,10 @@ class PagedAttention(ABC):
         keys = self._entries + layer * 2 * self._layout.page_size
         vectors, dim = self._pool.vectors, self._layout.head_dim
         scales = self._options[layer].kv_scales
-        v = v.nan_to_num()  # as `kernels.qkv.limited` does
+        damage, v = (v - v).sum((1, 2)), v.nan_to_num()  # as `kernels.qkv` does
         if scales is not None:
             k, v, vectors = quantize(k, scales[0]), quantize(v, scales[1]), vectors.view(torch.uint8)
         vectors.index_copy_(0, keys, k.reshape(-1, dim))
         vectors.index_copy_(0, keys + self._layout.page_size, v.reshape(-1, dim))
         self.attend(layer, q, out, self._rows)
+        out += damage[:, None, None]

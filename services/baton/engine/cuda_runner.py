@@ -239,8 +239,8 @@ class CudaRunner:
         tables = self._slots.tables.index_select(0, inputs.slots)
         attend = self._attending(self._singles, tables, inputs.positions + 1)
         tokens = self._slots.last_token.index_select(0, inputs.slots)
-        step = Step(tokens, inputs.positions, inputs.slots, attend, decode=True)
-        self._body.logits(self._body.forward(step), inputs.logits)
+        step = Step(tokens, inputs.positions, inputs.slots, self._slots.damage, attend, decode=True)
+        self._body.logits(self._forward(step), inputs.logits)
 
     def _attending(
         self,
@@ -301,8 +301,14 @@ class CudaRunner:
         tables = self._slots.tables.index_select(0, inputs.row_slots)
         attend = self._attending(self._chunks, tables, inputs.lengths, inputs.starts, len(inputs.ids))
         tokens = self._tokens(inputs.ids, inputs.token_slots)
-        step = Step(tokens, inputs.positions, inputs.token_slots, attend, inputs.last)
-        self._body.logits(self._body.forward(step), inputs.logits)
+        step = Step(tokens, inputs.positions, inputs.token_slots, self._slots.damage, attend, inputs.last)
+        self._body.logits(self._forward(step), inputs.logits)
+
+    def _forward(self, step: Step) -> torch.Tensor:
+        """Final hidden states [wanted tokens, hidden], which are no numbers where values were none."""
+        hidden = self._body.forward(step)
+        slots = step.slots if step.wanted is None else step.slots.index_select(0, step.wanted)
+        return hidden.add_(step.damage.index_select(0, slots)[:, None])
 
     def _tokens(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return torch.where(ids < 0, self._slots.last_token.index_select(0, slots), ids)
@@ -342,7 +348,8 @@ class CudaRunner:
 
         tokens, wanted = self._tokens(ids, token_slots), None if wholly else last
         decode = single == len(step.rows)
-        hidden = self._body.forward(Step(tokens, positions, token_slots, attend, wanted, decode))
+        damage = self._slots.damage
+        hidden = self._forward(Step(tokens, positions, token_slots, damage, attend, wanted, decode))
         for i, row, start in zip(step.order, step.rows, step.starts.tolist(), strict=False):
             states = hidden[start : start + row.count] if wholly else hidden
             if row.pooling is not None and self._samples:

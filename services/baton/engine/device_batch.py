@@ -96,12 +96,15 @@ class DeviceSlots:
         """`width`: pages of a table; `groups`: KV groups, each of which has one."""
         self._width, self._groups, self._spare = width, groups, spare_page
         self._first = -(-(slots + 1) // _ALIGNMENT) * _ALIGNMENT
-        entries = self._first + (slots + 1) * groups * width
+        self._marks = self._first + (slots + 1) * groups * width
+        entries = self._marks + slots + 1
         self._memory = torch.full((entries,), spare_page, dtype=torch.int32, device=device)
         self.last_token = self._memory[: slots + 1].zero_()
         """int32 [slots + 1]: each slot's newest token; the last entry is for padding rows."""
-        self.tables = self._memory[self._first :].view(slots + 1, groups, width)
+        self.tables = self._memory[self._first : self._marks].view(slots + 1, groups, width)
         """int32 [slots + 1, groups, width]: page tables; those of padding rows name only the spare page."""
+        self.damage = self._memory[self._marks :].zero_().view(torch.float32)
+        """float32 [slots + 1]: NaN where values of the slot's sequence were no numbers, else 0."""
         self._known: list[tuple[int, ...]] = [()] * (slots * groups)
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""
@@ -114,16 +117,21 @@ class DeviceSlots:
         """
         entries, values = list(tokens), list(tokens.values())
         for row in rows:
+            begins = row.start == 0
             for at, pages in enumerate((row.pages, *row.more_pages), row.slot * self._groups):
                 known = self._known[at]
                 if pages is known or pages == known:
                     continue
                 first = len(known) if _continues(known, pages) else 0
+                begins = begins or not first
                 self._known[at] = pages
                 fresh = pages[first : self._width]
                 start = self._first + at * self._width + first
                 entries += range(start, start + len(fresh))
                 values += (self._spare if page == GONE else page for page in fresh)
+            if begins:
+                entries.append(self._marks + row.slot)
+                values.append(0)
         return _changes(entries, values) if values else None
 
     def forget(self) -> None:

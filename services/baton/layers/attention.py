@@ -145,7 +145,7 @@ class Attention:
         from baton.layers.kernels.qkv import write_qkv
 
         scales = self.options.kv_scales
-        write_qkv(qkv, self.qk_norm, place.rotation, *place[:4], self.heads, self.norm_eps, scales)
+        write_qkv(qkv, self.qk_norm, place.rotation, *place[:5], self.heads, self.norm_eps, scales)
         return qkv.view(len(qkv), -1, self.head_dim)[:, : self.heads]
 
     def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:

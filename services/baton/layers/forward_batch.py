@@ -31,6 +31,8 @@ class Place(NamedTuple):
     """int32 [tokens]"""
     slots: torch.Tensor
     """int32 [tokens]: batch slots."""
+    damage: torch.Tensor
+    """float32 [slots]: becomes NaN where values that are written are no numbers, or infinite."""
     tables: torch.Tensor
     """int32 [slots, pages]: their page tables."""
     cache: torch.Tensor

@@ -27,6 +27,8 @@ class Step:
     """int32 [tokens]"""
     slots: torch.Tensor
     """Batch slots, int32 [tokens]"""
+    damage: torch.Tensor
+    """See `Place`."""
     attend: AttendPages
     wanted: torch.Tensor | None = None
     """The tokens whose states are wanted, [n]; None: all."""

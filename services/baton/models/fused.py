@@ -135,7 +135,7 @@ class FusedDecoder:
         return x
 
     def _place(self, w: _Weights, step: Step) -> Place:
-        return Place(step.positions, step.slots, w.tables, w.cache, self._rope)
+        return Place(step.positions, step.slots, step.damage, w.tables, w.cache, self._rope)
 
     def _followed(self) -> Iterator[tuple[_Weights, torch.Tensor, Linear | None]]:
         """Each layer, with the norm that follows it and the projection that takes what that writes."""

@@ -44,7 +44,8 @@ class ModuleBody:
         def write_and_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             keys, values = self._layers[layer]
             scales = self._options[layer].kv_scales
-            write_kv(k, v, step.positions, step.slots, self.tables[layer], keys, values, scales)
+            where = step.positions, step.slots, step.damage, self.tables[layer]
+            write_kv(k, v, *where, keys, values, scales)
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
             step.attend(layer, q, out)
             return out.flatten(1)
@@ -68,4 +69,5 @@ class _Paged:
 
     def place(self, layer: int, rope: Rope) -> Place:
         body, step = self._body, self._step
-        return Place(step.positions, step.slots, body.tables[layer], body.caches[layer], body.ropes[id(rope)])
+        where = step.positions, step.slots, step.damage, body.tables[layer], body.caches[layer]
+        return Place(*where, body.ropes[id(rope)])

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.layers.kernels.qkv import limited
+from baton.layers.kernels.qkv import limited, mark
 
 
 @triton.jit
@@ -18,6 +18,7 @@ def _write(
     v,
     positions,
     slots,
+    damage,
     tables,
     keys,
     values,
@@ -45,6 +46,7 @@ def _write(
     at = page * page_stride + (position % PAGE) * token_stride + head * head_stride + columns
     key = tl.load(k + token * k_token + head * k_head + columns, mask=inside).to(tl.float32)
     value = tl.load(v + token * v_token + head * v_head + columns, mask=inside).to(tl.float32)
+    mark(damage, slot, value, inside)
     if FP8:
         key = key / tl.load(kv_scales + head)
         value = value / tl.load(kv_scales + tl.num_programs(1) + head)
@@ -57,6 +59,7 @@ def write_kv(
     v: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
+    damage: torch.Tensor,
     tables: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -64,7 +67,8 @@ def write_kv(
 ) -> None:
     """k, v [tokens, kv heads, head_dim], views with a contiguous last axis, into a layer's
     keys and values [pages, page_size, kv heads, head_dim], at the positions int32 [tokens] of their batch
-    slots int32 [tokens], whose page tables are `tables` int32 [slots, pages]; kv_scales: float32
+    slots int32 [tokens], whose page tables are `tables` int32 [slots, pages]; damage: float32 [slots], see
+    `qkv.mark`; kv_scales: float32
     [2, kv heads], where the pool is in FP8."""
     tokens, heads, dim = k.shape
     assert k.stride(2) == v.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
@@ -73,6 +77,7 @@ def write_kv(
         v,
         positions,
         slots,
+        damage,
         tables,
         keys,
         values,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from baton.layers.kernels.qkv import limited, mark
+
 _WRITTEN = 4
 """Tokens whose latents one program writes."""
 
@@ -37,6 +39,7 @@ def _absorb(
     rope,
     positions,
     slots,
+    damage,
     tables,
     cache,
     out,
@@ -47,6 +50,7 @@ def _absorb(
     table_stride,
     page_stride,
     eps,
+    most,
     HEADS: tl.constexpr,
     PLAIN: tl.constexpr,
     PLAIN_UP: tl.constexpr,
@@ -97,7 +101,9 @@ def _absorb(
         latent = latents + own.to(tl.int64) * latent_stride
         v = tl.load(latent[:, None] + wide[None, :], mask=owned[:, None], other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(v * v, 1) / RANK + eps)
-        tl.store(entry[:, None] + wide[None, :], v * factor[:, None] * weight[None, :], mask=owned[:, None])
+        normed = v * factor[:, None] * weight[None, :]
+        mark(damage, slot[:, None], normed, owned[:, None])
+        tl.store(entry[:, None] + wide[None, :], limited(normed, most, True), mask=owned[:, None])
         _turn(rope, at, latent + RANK, entry + RANK, owned, ROTATED)
 
 
@@ -147,6 +153,7 @@ def absorb(
     rope: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
+    damage: torch.Tensor,
     tables: torch.Tensor,
     cache: torch.Tensor,
     eps: float,
@@ -156,7 +163,8 @@ def absorb(
 
     q: [tokens, heads * (plain + rotated)], latents: [tokens, rank + rotated], any stride between tokens;
     keys: [heads, plain, rank], each head's contiguous; norm: [rank]; rope: float32 [positions, rotated],
-    cosines and then sines; positions, slots: int32 [tokens]; tables: int32 [slots, pages]; cache: a layer's
+    cosines and then sines; positions, slots: int32 [tokens]; damage:
+    float32 [slots], see `qkv.mark`; tables: int32 [slots, pages]; cache: a layer's
     [pages, page_size, rank + rotated], each page's contiguous. rank and rotated are powers of two.
     -> [tokens, heads, rank + rotated]. Sums are float32. `pdl`: starts while the kernel before ends.
     """
@@ -175,6 +183,7 @@ def absorb(
         rope,
         positions,
         slots,
+        damage,
         tables,
         cache,
         out,
@@ -185,6 +194,7 @@ def absorb(
         tables.stride(0),
         cache.stride(0),
         eps,
+        torch.finfo(cache.dtype).max,
         HEADS=heads,
         PLAIN=plain,
         PLAIN_UP=max(16, triton.next_power_of_2(plain)),

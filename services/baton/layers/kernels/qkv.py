@@ -16,9 +16,16 @@ _HEAD_BLOCK = 8
 @triton.jit
 def limited(x, most, value):
     """Within +-most. A value that is no number becomes 0, because FlashAttention 3 multiplies values that a
-    row does not see by 0; a key stays, so that whoever sees it has no numbers either."""
+    row does not see by 0; `mark` says so. A key stays, so that whoever sees it has no numbers either."""
     bounded = tl.minimum(tl.maximum(x, -most), most)
     return tl.where(x == x, bounded, tl.where(value, 0.0, x))
+
+
+@triton.jit
+def mark(damage, slot, x, mask):
+    """Makes `damage` NaN at the slot if one of x is infinite or no number."""
+    at = damage + slot + tl.zeros_like(x).to(tl.int32)
+    tl.store(at, tl.full(x.shape, float("nan"), tl.float32), mask=mask & (x - x != 0.0))
 
 
 @triton.jit
@@ -46,6 +53,7 @@ def _write_qkv(
     rope,
     positions,
     slots,
+    damage,
     tables,
     cache,
     kv_scales,
@@ -112,10 +120,12 @@ def _write_qkv(
     kv = heads - HEADS
     value = (kv >= KV_HEADS).to(tl.int32)
     offset = (value * PAGE + position % PAGE) * DIM + (kv - value * KV_HEADS) * head_stride
+    is_value = (value == 1)[:, None]
+    mark(damage, slot, low, mask & is_value)
+    mark(damage, slot, high, mask & is_value)
     if FP8:
         by = tl.load(kv_scales + kv, mask=(kv >= 0) & (kv < 2 * KV_HEADS), other=1.0)[:, None]
         low, high = low / by, high / by
-    is_value = (value == 1)[:, None]
     low, high = limited(low, most, is_value), limited(high, most, is_value)
     target = cache + page * page_stride + offset[:, None] + columns[None, :]
     tl.store(target, low, mask=mask & (query == 0))
@@ -123,6 +133,7 @@ def _write_qkv(
     if ROTARY < DIM:
         if NORM:
             tl.store(row + rest_at, rest, mask=beyond & query)
+        mark(damage, slot, rest, beyond & is_value)
         if FP8:
             rest = rest / by
         rest = limited(rest, most, is_value)
@@ -136,6 +147,7 @@ def write_qkv(
     rope: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
+    damage: torch.Tensor,
     tables: torch.Tensor,
     cache: torch.Tensor,
     num_heads: int,
@@ -147,7 +159,8 @@ def write_qkv(
 
     qkv: [tokens, (heads + 2 kv heads) * head_dim], contiguous; weight: [heads + kv heads, head_dim];
     rope: float32 [positions, rotary], cosines and then sines for the first values of each head; positions,
-    slots: int32 [tokens]; tables: int32 [slots, pages]; cache: a layer's pages, [pages, kv heads, 2,
+    slots: int32 [tokens]; damage: float32 [slots], see `mark`; tables: int32 [slots, pages]; cache: a
+    layer's pages, [pages, kv heads, 2,
     page_size, head_dim], each head contiguous; kv_scales: float32 [2, kv heads], where the cache is in FP8.
     Computes in float32 and rounds once. `pdl`: starts while the kernel before ends, and waits for it.
     """
@@ -159,6 +172,7 @@ def write_qkv(
         rope,
         positions,
         slots,
+        damage,
         tables,
         cache,
         rope if kv_scales is None else kv_scales,

@@ -36,10 +36,18 @@ class Quantized:
 
 
 @triton.jit
+def largest(y, AXIS: tl.constexpr):
+    """Of magnitudes along an axis, at least 1e-10. No number if one of them is none: as integers those are
+    the largest, while the maximum of floats passes over them."""
+    bits = tl.max(tl.abs(y).to(tl.int32, bitcast=True), AXIS)
+    return tl.maximum(bits, 0x2EDBE6FF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def quantized(y, dtype: tl.constexpr, AXIS: tl.constexpr):
     """y in units of which an axis shares one, ready to be converted to `dtype`, and these units."""
     most: tl.constexpr = 448.0 if dtype == tl.float8e4nv else 127.0
-    unit = tl.maximum(tl.max(tl.abs(y), AXIS), 1e-10) / most
+    unit = largest(y, AXIS) / most
     y = y / tl.expand_dims(unit, AXIS)
     if dtype == tl.int8:
         y = y + tl.where(y < 0, -0.5, 0.5)  # conversion cuts off

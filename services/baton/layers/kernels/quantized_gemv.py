@@ -209,8 +209,9 @@ def _gemv(
                 squares += high * high
                 high = high * tl.load(norm + k + _PIECE, mask=there, other=0.0).to(tl.float32)
         if BITS == 4:
-            largest = tl.maximum(tl.max(tl.abs(low), 2), tl.max(tl.abs(high), 2))
-            unit = tl.maximum(largest, 1e-30) / 127
+            # Integers, so that a number that is none is the largest.
+            most = tl.maximum(tl.abs(low).to(tl.int32, bitcast=True), tl.abs(high).to(tl.int32, bitcast=True))
+            unit = tl.maximum(tl.max(most, 2), 0x0DA24260).to(tl.float32, bitcast=True) / 127
             one, two = _packed(low, 1 / unit)
             three, four = _packed(high, 1 / unit)
             words = one, two, three, four
