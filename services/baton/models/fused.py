@@ -118,6 +118,9 @@ class FusedDecoder:
             attention = w.attention
             q = attention.write(self._project(attention.input, x), self._place(w, step))
             if wanted is not None and following is model.norm.weight and not wanted.shape[0]:
+                if self._communicator is not None:
+                    # A sum follows all writes: what has retired on rank 0 has everywhere.
+                    self._communicator.all_reduce(residual.new_zeros(16))
                 return residual[:0]
             attended = attention.attend(step.attend, q)
             if wanted is not None and following is model.norm.weight:
