@@ -497,8 +497,8 @@ def test_a_peer_that_says_nothing_is_given_up():
 
 def test_a_prompt_that_waits_for_a_connection_holds_up_nobody():
     world = World(random.Random(1), prefill_pages=(40, 40))
-    world.core.peers["p9"] = Peer(False, world.now)
-    waiting = world.start(1, range(30), candidates=("p9",))
+    world.core.peers |= {"p9": Peer(False, world.now), "p8": Peer(False, world.now - 100.0)}
+    waiting = world.start(1, range(30), candidates=("p9", "p8"))
     other = world.start(2, range(30), candidates=("p0",))
     while 2 not in world.terminal:
         world.turn()

@@ -68,8 +68,8 @@ class Decode:
         self.side.receive(address, chunk, 1.0)
         return self.take()
 
-    def first(self, tokens=((50, None),)):
-        self.side.receive("p0", FirstSampled(NAME, tokens, 0, ()), 1.0)
+    def first(self, tokens=((50, None),), cached=0):
+        self.side.receive("p0", FirstSampled(NAME, tokens, cached, ()), 1.0)
         return self.take()
 
     def pulled(self, effect, seen=True, generation=1):
@@ -85,6 +85,13 @@ def test_pages_that_were_seen_to_be_right_need_no_answer():
     node.first()
     assert node.pulled(pull) == [ReleaseLease("p0", NAME, awaited=False)]
     assert not node.side.active and node.request.sequences[0] in node.scheduler.running
+
+
+def test_a_peer_has_cached_no_more_tokens_than_there_are():
+    node = Decode()
+    node.chunk()
+    node.first(cached=1000)
+    assert node.request.cached_tokens == len(PROMPT)
 
 
 def test_one_pull_whose_generations_were_not_seen_makes_the_release_count():

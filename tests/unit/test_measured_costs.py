@@ -111,6 +111,13 @@ def test_a_busy_machine_is_measured_when_it_is_free():
         assert found.seconds(load) == pytest.approx(COST.seconds(load), rel=0.05)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_row_has_a_table_for_each_group(groups):
+    limits = StepLimits(token_budget=64, context_length=128, page_size=16, pages=8, groups=groups)
+    row = limits.row(0, (1, 2), 0, (5,))
+    assert (row.pages, row.more_pages) == ((5,), ((5,),) * (groups - 1))
+
+
 class Idle:
     """A worker with nothing to do, on a machine that others used while it was measured."""
 

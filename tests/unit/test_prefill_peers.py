@@ -136,6 +136,19 @@ async def test_a_node_with_another_page_layout_is_not_used(layout, usable):
     await peers.close()
 
 
+@pytest.mark.parametrize("kinds", [[], ["finished"], ["welcome", "finished"]])
+async def test_a_node_that_does_not_begin_with_a_welcome_alone_is_not_used(kinds):
+    shell = Shell()
+    peers = PrefillPeers(shell, DecodeConfig())
+    peers.connect("p0")
+    parts = {"welcome": prefill_pb2.PrefillWelcome(layout=LAYOUT), "finished": prefill_pb2.PrefillFinished()}
+    events = [prefill_pb2.PrefillEvent(**{kind: parts[kind]}) for kind in kinds]
+    shell.links["p0"].peer.welcomed(prefill_pb2.PrefillResponse(events=events))
+    await asyncio.sleep(0.01)
+    assert shell.links["p0"].error.reason == "PROTOCOL" and not peers.usable and not shell.calls
+    await peers.close()
+
+
 async def test_what_is_lost_is_said_of_configured_nodes_for_ever_and_of_named_ones_for_a_while():
     shell = Shell()
     peers = PrefillPeers(shell, DecodeConfig(prefill=("own:1",)))

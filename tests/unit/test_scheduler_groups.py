@@ -177,10 +177,26 @@ def test_a_session_goes_on_where_its_last_turn_ended():
 def test_an_embedding_that_lacks_pages_on_a_prefill_node_waits_for_them():
     """Nothing of it was announced: it need not fail."""
     engine = Engine((None,), 30, prompt_only=True)
-    asked = engine.submit(1, range(100), 1, pooling=Pooling.LAST)
+    first = engine.submit(1, range(8), 1, pooling=Pooling.LAST)
+    asked = engine.submit(2, range(100, 180), 1, pooling=Pooling.LAST)
     assert engine.scheduler.plan() is not None
     squeeze = engine.cache.hold([])
     engine.cache.extend(squeeze, engine.cache.available)
     assert engine.scheduler.plan() is None
     assert asked.retractions == 1 and asked.sequences[0].phase is Phase.WAITING
+    assert first.retractions == 0, "the last gives up its own"
     assert not engine.scheduler.take_embedded()
+
+
+def test_of_prompts_that_lack_pages_on_a_prefill_node_the_last_fails():
+    """Its pages have been announced."""
+    engine = Engine((None,), 60, prompt_only=True)
+    for number in (1, 2):
+        engine.submit(number, range(100 * number, 100 * number + 100), 1)
+    assert engine.scheduler.plan() is not None
+    squeeze = engine.cache.hold([])
+    engine.cache.extend(squeeze, engine.cache.available)
+    assert len(engine.scheduler.prompts) == 2 and engine.scheduler.plan() is None
+    (failed,) = engine.scheduler.take_events()
+    assert (failed.request.key, failed.reason) == (2, "NO_PAGES")
+    assert [sequence.request.key for sequence in engine.scheduler.prompts] == [1]

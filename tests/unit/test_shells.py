@@ -198,6 +198,29 @@ def test_a_good_start_of_prefill_reaches_the_core_once():
     assert (request.prompt, request.delivered) == ((1, 2), ((3,),))
 
 
+@pytest.mark.parametrize("grammar", [None, common_pb2.Grammar(regex="a+")])
+def test_a_prefill_node_compiles_what_an_output_must_be(grammar):
+    node, compiled, told = Prefill(PrefillConfig()), [], []
+    node.model_info = node_pb2.ModelInfo(vocab_size=100, context_length=64, grammars=True)
+    node.compile_grammar = lambda source, done: compiled.append(done)
+    node.obey(prefill_start(sampling=common_pb2.SamplingParams(grammar=grammar)), PrefillStream(3))
+    assert len(compiled) == (grammar is not None) and len(node.calls) == 1
+    for done in compiled:
+        done("a grammar")
+    side = SimpleNamespace(compiled=lambda *arguments: told.append(arguments[2]))
+    for call in node.calls[1:]:
+        call(SimpleNamespace(side=side), 5.0)
+    assert told == ["a grammar"] * len(compiled)
+
+
+@pytest.mark.parametrize("given", ["", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"])
+def test_a_span_belongs_to_the_callers_trace(given):
+    node, begun = Decode(DecodeConfig()), []
+    node.recorder.begin_span = lambda *name, operation, traceparent: begun.append(traceparent) or ""
+    node.obey(decode_start(traceparent=given), DecodeStream(3))
+    assert begun == [given] * bool(given)
+
+
 @pytest.mark.parametrize(("remaining", "expected"), [(float("inf"), 0), (2.5, 2500), (-1.0, 1)])
 def test_a_prefill_node_is_told_how_much_time_is_left(remaining, expected):
     params = SamplingParams()
