@@ -82,7 +82,7 @@ def test_any_mix_of_parameters(vocab, case, dtype, scale):
         chosen = np.array(rng.sample(range(SLOTS), rng.randrange(1, SLOTS + 1)))
         positions = np.full(len(chosen), 30 + step)
         logits = (torch.randn(len(chosen), vocab) * scale).to(dtype)
-        cpu = of_cpu.sample(logits.float(), chosen, positions)
+        cpu = of_cpu.sample(logits.float().clone(), chosen, positions)
         gpu = on_gpu(of_gpu, logits, chosen, positions)
         assert gpu.tokens.tolist() == cpu.tokens.tolist()
         assert torch.equal(gpu.peaks.cpu(), cpu.peaks)
@@ -126,7 +126,7 @@ def test_restrictions_of_logits_of_any_shape(params, shape):
     slots = np.arange(SLOTS)
     for step in range(4):
         positions = slots + 100 * step
-        cpu = of_cpu.sample(logits, slots, positions)
+        cpu = of_cpu.sample(logits.clone(), slots, positions)
         assert on_gpu(of_gpu, logits, slots, positions).tokens.tolist() == cpu.tokens.tolist()
 
 
@@ -248,7 +248,7 @@ def test_the_kernel_for_greedy_and_temperature(vocab, dtype):
         for each in (sampler, of_gpu):
             each.init(SlotInit(slot, SamplingParams(temperature=temperature), slot * 2**57 + 11, (), ()))
     slots, positions = np.random.default_rng(0).permutation(rows), np.arange(rows) * 37
-    want = sampler.sample(logits.float(), slots, positions)
+    want = sampler.sample(logits.float().clone(), slots, positions)
     temperatures, keys = of_gpu.simple(slots, positions)
     last = torch.full((rows,), -1, dtype=torch.int32, device=CUDA)
     result = torch.full((rows, 2), -1, dtype=torch.int32, device=CUDA)
