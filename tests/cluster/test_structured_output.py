@@ -117,9 +117,12 @@ def accepts(schema: dict[str, Any], text: str) -> None:
 
 async def test_random_schemas_split_and_aggregated(routes):
     given = requests()
-    split, aggregated = await asyncio.gather(
-        ask(routes.split.address, given, SECONDS), ask(routes.aggregated.address, given, SECONDS)
-    )
+    split, aggregated = [], []
+    for first in range(0, len(given), 100):  # a node lets 128 grammars wait
+        some = given[first : first + 100]
+        both = (ask(routes.split.address, some, SECONDS), ask(routes.aggregated.address, some, SECONDS))
+        for answers, found in zip((split, aggregated), await asyncio.gather(*both), strict=True):
+            answers += found
     finished = 0
     for request, one, other in zip(given, split, aggregated, strict=True):
         schema = request["grammar"]["json_schema"]
@@ -161,7 +164,7 @@ async def test_published_schemas(routes):
         schema = request["grammar"]["json_schema"]
         if isinstance(answer, BaseException):
             assert isinstance(answer, BatonError) and answer.code is grpc.StatusCode.INVALID_ARGUMENT, answer
-            assert answer.field == "sampling.grammar", answer
+            assert (answer.field or "").startswith("sampling.grammar"), answer
             refused += 1
             continue
         if answer.finish_reason == "stop":
