@@ -97,3 +97,35 @@ def test_masked_samples_equal_those_of_the_cpu(dtype):
         masks.sampled(tokens[row] for row in masks.rows)
         assert tokens == of_cpu.tokens.tolist()
         assert all(token % 3 == position % 3 for token in tokens[:5])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1000, 151_936])
+def test_a_mask_is_as_if_the_forbidden_logits_were_not_there(vocab, dtype):
+    """By the kernel that knows temperatures and masks alone. It tells of logits that are no numbers, allowed
+    or not."""
+    from baton.layers.kernels.sampling import sample
+
+    torch.manual_seed(vocab)
+    rows, width = 6, -(-vocab // 32)
+    logits = (2 * torch.randn(rows, vocab)).to(dtype)
+    bits = np.random.default_rng(vocab).random((3, 32 * width)) < 0.02
+    words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+    masked = torch.tensor([0, -1, 1, -1, 2, -1], dtype=torch.int32)
+    open_rows, before = logits.clone(), torch.from_numpy(~bits[:, :vocab])
+    open_rows[::2] = open_rows[::2].masked_fill(before, -torch.inf)
+    temperatures = torch.tensor([0.0, 0.0, 1.0, 0.7, 1.3, 2.0])
+    there = [x.to(CUDA) for x in (temperatures, torch.arange(rows) * 12345, torch.arange(rows).int())]
+    masks = (words.to(CUDA), masked.to(CUDA))
+
+    def sampled(logits, masks):
+        last, result = (torch.zeros(*shape, dtype=torch.int32, device=CUDA) for shape in ((rows,), (rows, 2)))
+        sample(logits.to(CUDA), *there, last, result, masks=masks)
+        assert torch.equal(last, result[:, 0])
+        return result.cpu()
+
+    assert torch.equal(sampled(logits, masks), sampled(open_rows, None))
+    for row, mask, value in ((0, 0, torch.nan), (2, 1, torch.inf)):
+        logits[row, int(before[mask].nonzero()[0])] = value
+    finite = sampled(logits, masks)[:, 1].view(torch.float32).isfinite()
+    assert finite.tolist() == [False, True, False, True, True, True]

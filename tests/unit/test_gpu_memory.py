@@ -70,7 +70,7 @@ def test_the_largest_steps_are_as_large_as_any_and_can_be_computed(slots, limits
     assert max(len(step.rows) for step in steps) == max(len(step.inits) for step in steps) == slots
     assert any(all(row.tokens is None for row in step.rows) and len(step.rows) == slots for step in steps)
     constrained = [all(init.grammar is not None for init in step.inits) for step in steps]
-    assert constrained == [True] * 4 + [False] and len(steps[-1].inits) == slots, "no slot keeps a grammar"
+    assert constrained == [True] * 6 + [False] and len(steps[-1].inits) == slots, "no slot keeps a grammar"
     for step in steps:
         assert step.num_tokens <= limits.token_budget
         for row in step.rows:

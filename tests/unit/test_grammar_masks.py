@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.grammar_masks import CHEAP_SECONDS, GrammarMasks, unpack
+from baton.engine.grammar_masks import CHEAP_SECONDS, GrammarMasks
 from baton.engine.plan import PlanRow, SlotInit
 from baton.engine.sampler import Sampler, row_results
 from baton.engine.sampling import SamplingParams
@@ -232,5 +232,6 @@ def test_masks_for_a_device_equal_those_for_the_host():
     host = logits.clone()
     masks.apply(host, [1])
     assert torch.equal(host[[0, 2]], logits[[0, 2]])
-    allowed = unpack(torch.from_numpy(masks.words), VOCAB)
-    assert torch.equal(host[1], logits[1].masked_fill(~allowed[0], -torch.inf))
+    bits = np.unpackbits(masks.on(CPU).numpy().view(np.uint8), bitorder="little")[:VOCAB]
+    assert torch.equal(host[1], logits[1].masked_fill(torch.from_numpy(bits == 0), -torch.inf))
+    assert masks.places(3).tolist() == [0, -1, -1]

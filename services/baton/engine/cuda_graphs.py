@@ -102,7 +102,7 @@ class DecodeGraphs:
         """Memory pool of replays, shared by graphs that never run at the same time."""
         for done, size in enumerate(reversed(self._sizes)):
             report(done, len(self._sizes))
-            inputs = self._inputs(size)
+            inputs = self.inputs(size)
             self._graphs[size] = _Graph(
                 capture(forward, inputs, self.pool, device), capture(choose, inputs, self.pool, device)
             )
@@ -133,20 +133,21 @@ class DecodeGraphs:
             lanes[4].view(np.float32)[:count] = sampling[0]
         self._static.copy_(host, non_blocking=True)
 
-    def replay(self, rows: int, *, choose: bool) -> None:
-        """Enqueues a step of `rows` rows after `fill`; `choose`: with its sampling."""
-        graph = self._graphs[self._sizes[bisect.bisect_left(self._sizes, rows)]]
-        graph.forward.replay()
-        if choose:
-            graph.choose.replay()
+    def replay(self, rows: int) -> None:
+        """Enqueues a step of `rows` rows after `fill`, up to its logits."""
+        self._graph(rows).forward.replay()
+
+    def choose(self, rows: int) -> torch.Tensor:
+        """Enqueues its sampling, if `fill` was given what that depends on. Returns the result: see Inputs."""
+        self._graph(rows).choose.replay()
+        return self._result[:rows]
 
     def logits(self, rows: int) -> torch.Tensor:
         """The buffer [rows, vocab] that a step writes."""
         return self._logits[:rows]
 
-    def result(self, rows: int) -> torch.Tensor:
-        """The buffer, int32 [rows, 2], that its sampling writes: see Inputs."""
-        return self._result[:rows]
+    def _graph(self, rows: int) -> _Graph:
+        return self._graphs[self._sizes[bisect.bisect_left(self._sizes, rows)]]
 
     def _host(self, rows: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
         """A host buffer for the static inputs, int32 [5, rows]: keys (two lanes), slots, positions,
@@ -156,7 +157,8 @@ class DecodeGraphs:
         lanes[2, rows:] = self._padding_slot
         return host, lanes
 
-    def _inputs(self, size: int) -> Inputs:
+    def inputs(self, size: int) -> Inputs:
+        """The buffers of the first `size` rows."""
         static = self._static
         keys = static[:2].view(-1).view(torch.int64)
         return Inputs(

@@ -27,7 +27,7 @@ from baton.engine.sampler import Samples, TokenLogprobs, row_results
 from baton.kvcache.groups import places
 from baton.kvcache.pool import KvPool
 from baton.layers.forward_batch import AttendPages
-from baton.layers.transfer import Upload, to_host
+from baton.layers.transfer import Upload, to_device, to_host
 from baton.models.body import Step, make_body
 from baton.models.decoder import Decoder
 
@@ -227,12 +227,17 @@ class CudaRunner:
         positions = np.array([row.start for row in rows])
         simple = self._sampler.simple(slots, positions + 1) if self._samples else None
         graphs.fill(slots, positions, simple)
-        graphs.replay(len(rows), choose=simple is not None)
-        if simple is not None:
-            flight.result = to_host(graphs.result(len(rows)))
-            self._share_tokens()
-        else:
-            self._sample(graphs.logits(len(rows)), slots, positions + 1, flight)
+        graphs.replay(len(rows))
+        logits = graphs.logits(len(rows))
+
+        def choose(masks: Masks | None) -> torch.Tensor:
+            if masks is None:
+                return graphs.choose(len(rows))
+            inputs = graphs.inputs(len(rows))
+            self._choose_masked(inputs, masks)
+            return inputs.result
+
+        self._sample(logits, slots, positions + 1, flight, choose if simple is not None else None)
 
     def _decode(self, inputs: Inputs) -> None:
         """A decode step up to its logits. Captured in a graph."""
@@ -268,6 +273,19 @@ class CudaRunner:
         last = self._slots.last_token
         self._choose(inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, last, inputs.result)
 
+    def _choose_masked(self, inputs: Inputs, masks: Masks) -> None:
+        """The same under masks; not captured."""
+        places = to_device(masks.places(len(inputs.slots)), self._device)
+        self._choose(
+            inputs.logits,
+            inputs.temperatures,
+            inputs.keys,
+            inputs.slots,
+            self._slots.last_token,
+            inputs.result,
+            masks=(masks.on(self._device), places),
+        )
+
     # --- all other steps --------------------------------------------------------------------------------
 
     def _launch_ragged(self, rows: Sequence[PlanRow], fresh: Fresh, flight: CudaFlight) -> None:
@@ -288,13 +306,19 @@ class CudaRunner:
             logits = self.chunk_graphs.run(shape, step)
         else:
             logits = self._eager(step, wholly, flight)
-        if simple is not None:
+        if not step.slots.size:
+            return
+
+        def choose(masks: Masks | None) -> torch.Tensor:
             result = torch.empty(len(step.slots), 2, dtype=torch.int32, device=self._device)
-            self._choose(logits, temperatures_there, keys_there, slots, self._slots.last_token, result)
-            flight.result = to_host(result)
-            self._share_tokens()
-        elif step.slots.size:
-            self._sample(logits, step.slots, step.targets, flight)
+            inputs = Inputs(keys_there, slots, slots, temperatures_there, logits, result)
+            if masks is None:
+                self._sample_plain(inputs)
+            else:
+                self._choose_masked(inputs, masks)
+            return result
+
+        self._sample(logits, step.slots, step.targets, flight, choose if simple is not None else None)
 
     def _small(self, inputs: ChunkInputs) -> None:
         """A small step up to its logits. Captured in a graph."""
@@ -359,10 +383,18 @@ class CudaRunner:
                 flight.prompts[i] = found
         return self._body.logits(hidden.index_select(0, last) if wholly else hidden)
 
-    # --- what takes more than a temperature -------------------------------------------------------------
+    # --- sampling ---------------------------------------------------------------------------------------
 
-    def _sample(self, logits: torch.Tensor, slots: Ints, positions: Ints, flight: CudaFlight) -> None:
-        """Enqueues the sampling, or leaves it to `flight.late`."""
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        slots: Ints,
+        positions: Ints,
+        flight: CudaFlight,
+        choose: Callable[[Masks | None], torch.Tensor] | None,
+    ) -> None:
+        """Enqueues the sampling, or leaves it to `flight.late`. choose: enqueues it and returns its result,
+        of slots whose sampling depends on temperatures and masks only."""
         if not self._samples:
             self._share_tokens()
             return
@@ -370,26 +402,25 @@ class CudaRunner:
         rows = grammars.constrained(own)
 
         def sample() -> None:
-            if rows:
-                flight.masks = self._sampler.masks(own, rows)
-            self._enqueue_sampling(logits, slots, positions, flight)
+            masks = flight.masks = self._sampler.masks(own, rows) if rows else None
+            if choose is not None:
+                result, samples = choose(masks), None
+            else:
+                result, samples = self._sampler.sample(
+                    logits, slots, positions, self._slots.last_token, masks
+                )
+            if masks is not None:
+                masks.launched()
+            flight.result = to_host(result)
+            self._share_tokens()
+            if samples is not None and samples.logprobs is not None:
+                samples.logprobs = logprobs_to_host(samples.logprobs)
+                flight.samples = samples
 
         if grammars.ready(own, rows):
             sample()
         else:
             flight.late = sample
-
-    def _enqueue_sampling(
-        self, logits: torch.Tensor, slots: Ints, positions: Ints, flight: CudaFlight
-    ) -> None:
-        result, samples = self._sampler.sample(logits, slots, positions, self._slots.last_token, flight.masks)
-        if flight.masks is not None:
-            flight.masks.launched()
-        flight.result = to_host(result)
-        self._share_tokens()
-        if samples.logprobs is not None:
-            samples.logprobs = logprobs_to_host(samples.logprobs)
-            flight.samples = samples
 
     def _share_tokens(self) -> None:
         """Enqueues that all ranks have rank 0's last tokens. They differ only in what it has just sampled."""

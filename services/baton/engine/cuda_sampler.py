@@ -66,7 +66,7 @@ class CudaSampler:
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._states = SlotStates(max_slots, vocab_size, device)
-        self.grammars = GrammarMasks(vocab_size)
+        self.grammars = GrammarMasks(vocab_size, pinned=device.type == "cuda")
 
     def init(self, init: SlotInit) -> None:
         self._states.init(init)
@@ -78,8 +78,8 @@ class CudaSampler:
         return self.grammars.compute(slots, rows, forbidden_ends(self._states, slots, rows))
 
     def simple(self, slots: Slots, positions: Ints) -> tuple[Floats, Ints] | None:
-        """Temperatures (0: greedy) and generator states [slots] if these are all that the slots' sampling
-        depends on, for the caller to sample by; None, and nothing changed, if it takes more."""
+        """Temperatures (0: greedy) and generator states [slots] if these, and masks, are all that the slots'
+        sampling depends on, for the caller to sample by; None, and nothing changed, if it takes more."""
         states = self._states
         if not states.simple[slots].all() or (states.output_length[slots] < states.min_tokens[slots]).any():
             return None
@@ -110,6 +110,7 @@ class CudaSampler:
         top_k, top_p = states.top_k[slots], states.top_p[slots]
         random = states.temperature[slots] > 0
         upload = Upload()
+        masked = masks.places(len(slots)) if masks is not None else np.zeros(0, np.int32)
         for array in (
             states.temperature[slots],
             row_keys(states.seed[slots], positions.astype(np.uint64)),
@@ -126,6 +127,7 @@ class CudaSampler:
             states.frequency[own],
             change.at,
             change.added,
+            masked,
         ):
             upload.add(array)
         (
@@ -143,19 +145,26 @@ class CudaSampler:
             frequency,
             at,
             added,
+            masked_there,
         ) = upload.send(self._device)
         counts = states.counts if penalized.any() else None
         changed = torch.empty(0, logits.shape[1], device=self._device)
         if len(change.rows):
-            changed = penalize(logits, rows, counted, counts, states.prompt, repetition, presence, frequency)
+            words = masks.on(self._device) if masks is not None else None
+            changed = penalize(
+                logits,
+                rows,
+                counted,
+                counts,
+                states.prompt,
+                repetition,
+                presence,
+                frequency,
+                words,
+                masked_there,
+            )
             if len(change.at):
                 changed.view(-1).index_add_(0, at, added)
-            if masks is not None:
-                masked = to_device(change.places[masks.rows].astype(np.int64), self._device)
-                forbidden = ~masks.allowed(states.vocab_size, self._device)
-                changed.index_copy_(
-                    0, masked, changed.index_select(0, masked).masked_fill_(forbidden, -torch.inf)
-                )
         result = torch.empty(len(slots), 2, dtype=torch.int32, device=self._device)
         special = Special(
             changed=changed,

@@ -18,7 +18,6 @@ import torch
 
 from baton.engine.plan import SlotInit
 from baton.grammar.base import GrammarError, Matcher, Words
-from baton.layers.transfer import to_device
 
 CHEAP_SECONDS = 1e-4
 """Masks that take less are computed by the step thread. In another thread each would cost both threads
@@ -55,32 +54,37 @@ class Masks:
 
     rows: list[int]
     outputs: list[Output]
-    words: Words
-    """int32 [rows, words]; all bits set where there is an error."""
+    host: torch.Tensor
+    """int32 [rows, words], pinned where a device needs it so; all bits set where there is an error."""
     errors: dict[int, str]
     """Why a row has no mask."""
 
-    def apply(self, logits: torch.Tensor, places: Sequence[int]) -> None:
-        """Sets the logits of what may not be sampled to -inf. logits: [any, vocab_size], of which `places`
-        [rows] have these masks."""
-        vocab_size = logits.shape[1]
-        if logits.device.type == "cpu":
-            # Filling where a mask says so takes ten times as long: its branches cannot be predicted.
-            limits = torch.from_numpy(_limits(self.words)[:, :vocab_size])
-            first, last = places[0], places[-1]
-            if last - first + 1 == len(places):
-                part = logits[first : last + 1]
-                torch.minimum(part, limits, out=part)
-            else:
-                for place, limit in zip(places, limits, strict=True):
-                    torch.minimum(logits[place], limit, out=logits[place])
-            return
-        at = to_device(np.array(places), logits.device)
-        logits[at] = logits[at].masked_fill_(~self.allowed(vocab_size, logits.device), -torch.inf)
+    @property
+    def words(self) -> Words:
+        return self.host.numpy()
 
-    def allowed(self, vocab_size: int, device: torch.device) -> torch.Tensor:
-        """bool [rows, vocab_size]: the tokens that may be sampled."""
-        return unpack(to_device(self.words, device), vocab_size)
+    def apply(self, logits: torch.Tensor, places: Sequence[int]) -> None:
+        """On a CPU: sets the logits of what may not be sampled to -inf. logits: [any, vocab_size], of which
+        `places` [rows] have these masks."""
+        # Filling where a mask says so takes ten times as long: its branches cannot be predicted.
+        limits = torch.from_numpy(_limits(self.words)[:, : logits.shape[1]])
+        first, last = places[0], places[-1]
+        if last - first + 1 == len(places):
+            part = logits[first : last + 1]
+            torch.minimum(part, limits, out=part)
+        else:
+            for place, limit in zip(places, limits, strict=True):
+                torch.minimum(logits[place], limit, out=logits[place])
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The words on the device, in the order of its stream."""
+        return self.host.to(device, non_blocking=True)
+
+    def places(self, count: int) -> npt.NDArray[np.int32]:
+        """For each of the `count` sampled slots: its index in `rows`, or -1."""
+        places = np.full(count, -1, np.int32)
+        places[self.rows] = np.arange(len(self.rows))
+        return places
 
     def launched(self) -> None:
         """A token of each output is being sampled."""
@@ -108,17 +112,11 @@ def _limits(words: Words) -> npt.NDArray[np.float32]:
     return limits.reshape(len(words), -1)
 
 
-def unpack(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """bool [rows, vocab_size] of int32 [rows, words], on the words' device. Byte by byte: by words it would
-    take as much memory as the logits, twice."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=words.device)
-    return ((words.view(torch.uint8)[:, :, None] >> shifts) & 1).bool().flatten(1)[:, :vocab_size]
-
-
 class GrammarMasks:
     """The outputs of all slots. Used by one thread, beside its own."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, *, pinned: bool = False) -> None:
+        self._pinned = pinned
         self.stats = MaskStats()
         self._words = -(-vocab_size // 32)
         self._outputs: dict[int, Output] = {}
@@ -173,7 +171,8 @@ class GrammarMasks:
     ) -> Masks:
         outputs = [self._outputs[slots[row]] for row in rows]
         began, own = time.perf_counter(), time.thread_time()
-        words = np.empty((len(rows), self._words), np.int32)
+        host = torch.empty(len(rows), self._words, dtype=torch.int32, pin_memory=self._pinned)
+        words = host.numpy()
         errors = _fill(outputs, words)
         for index, row in enumerate(rows):
             if index in errors:
@@ -185,7 +184,7 @@ class GrammarMasks:
         self.stats.seconds += time.perf_counter() - began
         message = "the grammar cannot be followed any further: {}"
         return Masks(
-            rows, outputs, words, {rows[index]: message.format(error) for index, error in errors.items()}
+            rows, outputs, host, {rows[index]: message.format(error) for index, error in errors.items()}
         )
 
 

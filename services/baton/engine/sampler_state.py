@@ -36,7 +36,7 @@ class SlotStates:
         self.plain = np.ones(max_slots, np.bool_)
         """Greedy, and nothing else asked for (but min_tokens, perhaps)."""
         self.simple = np.ones(max_slots, np.bool_)
-        """A temperature, and nothing else asked for (but min_tokens, perhaps)."""
+        """A temperature, and nothing else asked for (but min_tokens or a grammar, perhaps)."""
         self.stop_tokens: list[list[int]] = [[]] * max_slots
         self.bias: list[tuple[list[int], list[float]]] = [([], [])] * max_slots
         # By way of numpy: on a CPU these pages take no memory before they are written.
@@ -65,8 +65,7 @@ class SlotStates:
         self.bias[slot] = (list(params.logit_bias.keys()), list(params.logit_bias.values()))
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         unmodified = not params.penalized and not params.logit_bias and params.logprobs is None
-        unmodified = unmodified and init.grammar is None
-        self.plain[slot] = params.greedy and unmodified
+        self.plain[slot] = params.greedy and unmodified and init.grammar is None
         unrestricted = params.top_k == 0 and params.top_p >= 1.0 and params.min_p == 0.0
         self.simple[slot] = unmodified and (params.greedy or unrestricted)
         if params.penalized:

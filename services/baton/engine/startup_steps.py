@@ -100,11 +100,13 @@ def measure_step_cost(
 def largest_steps(max_slots: int, limits: StepLimits) -> list[StepPlan]:
     """Steps that together need as much device memory as any: full of prompt tokens, in one chunk and in
     many, with decode rows in all slots, and with both; all that sampling knows is asked for in every row,
-    a grammar too. The last step leaves slots without one.
+    a grammar too. Then two steps of which a temperature and a grammar are all, so that their kernels are
+    compiled. The last step leaves slots without a grammar.
 
     All read and write page 0 alone: nothing may be in the pool yet, and one page is enough.
     """
-    params = SamplingParams(
+    simple = SamplingParams(temperature=1.0)
+    whole = SamplingParams(
         temperature=1.0,
         top_p=0.9,
         min_p=0.01,
@@ -131,16 +133,18 @@ def largest_steps(max_slots: int, limits: StepLimits) -> list[StepPlan]:
         [chunk(slot, max(1, budget // max_slots)) for slot in range(max_slots)],
         [decode(slot) for slot in range(max_slots)],
         [*map(decode, range(max_slots - 1)), chunk(max_slots - 1, budget - max_slots + 1)],
+        [limits.row(0, (0,), 0, table)],
+        [decode(slot) for slot in range(max_slots)],
         [decode(slot) for slot in range(max_slots)],
     ]
-    grammars = [*[Unconstrained()] * (len(batches) - 1), None]
+    kinds = [*[(whole, Unconstrained())] * 4, *[(simple, Unconstrained())] * 2, (whole, None)]
     return [
         StepPlan(
             number,
             tuple(rows),
             tuple(SlotInit(row.slot, params, 0, (0,), (0,), 0, grammar) for row in rows),
         )
-        for number, (rows, grammar) in enumerate(zip(batches, grammars, strict=True), 1)
+        for number, (rows, (params, grammar)) in enumerate(zip(batches, kinds, strict=True), 1)
     ]
 
 

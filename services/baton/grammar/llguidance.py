@@ -121,7 +121,8 @@ class LlguidanceMatcher(Matcher):
             if own_matcher.is_error():
                 errors[row] = GrammarError(_one_line(own_matcher.get_error()) or _DOES_NOT_FIT)
         np.bitwise_and(words, matchers[0]._usable, out=words)
-        for row in np.flatnonzero(~words.any(axis=1)).tolist():
+        # Much faster than any().
+        for row in np.flatnonzero(words.view(np.uint32).max(axis=1) == 0).tolist():
             errors.setdefault(row, GrammarError(_NOTHING_FITS))
         return errors
 

@@ -1,7 +1,7 @@
-"""Triton: penalties for tokens that occurred before, row by row of a batch.
+"""Triton: penalties for tokens that occurred before, and masks of tokens, row by row of a batch.
 
-The same function as `engine.sampler_ops.penalize`, rounding included. Needs a GPU: import it where one is in
-use.
+Penalties are the same function as `engine.sampler_ops.penalize`, rounding included. Needs a GPU: import it
+where one is in use.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ _BLOCK = 4096
 
 
 @triton.jit
+def allowed(words, mask, columns, width, inside):
+    """Whether bits `columns` of row `mask` of words, int32 [masks, width], are set."""
+    word = tl.load(words + mask * width + columns // 32, mask=inside, other=0)
+    return (word >> (columns % 32)) & 1 != 0
+
+
+@triton.jit
 def _penalize(
     logits,
     rows,
@@ -23,10 +30,14 @@ def _penalize(
     repetition,
     presence,
     frequency,
+    words,
+    masked,
     changed,
     vocab,
     stride,
+    width,
     COUNTED: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     place = tl.program_id(0).to(tl.int64)
@@ -44,6 +55,10 @@ def _penalize(
             x = tl.where(before, tl.where(x > 0, tl.div_rn(x, factor), x * factor), x)
             x = x - tl.load(frequency + place) * count
             x = x - tl.load(presence + place) * occurred.to(tl.float32)
+    if MASKED:
+        mask = tl.load(masked + row).to(tl.int64)
+        if mask >= 0:
+            x = tl.where(allowed(words, mask, columns, width, inside), x, -float("inf"))
     tl.store(changed + place * vocab + columns, x, mask=inside)
 
 
@@ -56,11 +71,14 @@ def penalize(
     repetition: torch.Tensor,
     presence: torch.Tensor,
     frequency: torch.Tensor,
+    words: torch.Tensor | None = None,
+    masked: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Of the rows named by `rows` (int64 [n]) of logits [rows, vocab]: a changed copy, float32 [n, vocab].
 
     counted: int32 [rows], whose `counts` (float32 [slots, vocab]) and `prompt` (bool) a row has, or -1: it is
-    copied as it is; penalties: float32 [n].
+    not penalized; penalties: float32 [n]. words: int32 [masks, width], where bit t % 32 of word t // 32 is
+    set if token t may be sampled; the others become -inf; masked: int32 [rows], a row's mask, or -1.
     """
     count, vocab = len(rows), logits.shape[1]
     changed = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
@@ -73,10 +91,14 @@ def penalize(
         repetition,
         presence,
         frequency,
+        rows if words is None else words,
+        rows if masked is None else masked,
         changed,
         vocab,
         logits.stride(0),
+        0 if words is None else words.shape[1],
         COUNTED=counts is not None,
+        MASKED=words is not None,
         BLOCK=_BLOCK,
         num_warps=8,
         # Rounds a product before it is subtracted, as on a CPU.

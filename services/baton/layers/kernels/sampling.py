@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from baton.layers.kernels.limits import restrict
+from baton.layers.kernels.penalties import allowed
 
 _GROUP = 256
 """Tokens, as in baton.engine.sampler_ops."""
@@ -54,6 +55,15 @@ def _load(logits, changed, places, row, columns, vocab, stride, SPECIAL: tl.cons
 
 
 @triton.jit
+def _masked(x, words, masked, row, columns, width, vocab):
+    """-inf where the row's mask, if it has one, has no bit."""
+    mask = tl.load(masked + row).to(tl.int64)
+    if mask >= 0:
+        x = tl.where(allowed(words, mask, columns, width, columns < vocab), x, -float("inf"))
+    return x
+
+
+@triton.jit
 def _weigh(
     logits,
     changed,
@@ -66,17 +76,25 @@ def _weigh(
     vocab,
     stride,
     groups,
+    words,
+    masked,
+    width,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SPECIAL: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Of each group of tokens the largest logit, NaN if one is NaN; and for a temperature its mass, as a
-    multiple of that logit's own weight. SPECIAL: of what lies within the row's limit below its `tops`."""
+    """Of each group of tokens the largest logit, NaN if one is NaN (MASKED: or infinite, and of what a row's
+    mask lets pass); and for a temperature its mass, as a multiple of that logit's own weight. SPECIAL: of
+    what lies within the row's limit below its `tops`."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x = _load(logits, changed, places, row, columns, vocab, stride, SPECIAL)
     bad = tl.max((x != x).to(tl.int32), 1)
+    if MASKED:
+        bad = tl.maximum(bad, tl.max((x == float("inf")).to(tl.int32), 1))
+        x = _masked(x, words, masked, row, columns, width, vocab)
     peak = tl.max(x, 1)
     tl.store(peaks + row * groups + group, tl.where(bad > 0, float("nan"), peak), mask=group < groups)
     temperature = tl.load(temperatures + row)
@@ -108,10 +126,14 @@ def _choose(
     vocab,
     stride,
     groups,
+    words,
+    masked,
+    width,
     GROUP: tl.constexpr,
     GROUPS_UP: tl.constexpr,
     SPECIAL: tl.constexpr,
     COUNTED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """A row's group, by its mass, and the token in it; greedy: the first of the largest. COUNTED: added to
     the row's counts if it keeps some."""
@@ -133,6 +155,8 @@ def _choose(
     group = tl.where(group < groups, group, 0)
     columns = group * GROUP + tl.arange(0, GROUP)
     x = _load(logits, changed, places, row, columns, vocab, stride, SPECIAL)
+    if MASKED:
+        x = _masked(x, words, masked, row, columns, width, vocab)
     if temperature > 0:
         distance = (top - x) / temperature
         possible = columns < vocab
@@ -189,19 +213,24 @@ def sample(
     last_token: torch.Tensor,
     result: torch.Tensor,
     special: Special | None = None,
+    masks: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Samples a token for each row into `last_token` (int32) at its slot, and into `result`.
 
     logits: [rows, vocab], any float dtype, unmodified; temperatures: float32 [rows], 0 is greedy; keys: int64
     [rows]; slots: int32 [rows]; result: int32 [rows, 2], contiguous: the token, and the bits of the largest
     logit in float32 (NaN if any is). Ties go to the smaller id. A row's outcome depends on no other row, nor
-    on whether `special` is given for others' sake.
+    on whether `special` or `masks` are given for others' sake. masks: without `special` alone, whose changed
+    logits are masked: words and rows as of `penalties.penalize`; the largest logit is then of those allowed.
     """
+    assert special is None or masks is None
     rows, vocab = logits.shape
     groups = triton.cdiv(vocab, _GROUP)
     # Each in separate memory: Triton compiles again for a pointer with another alignment.
     peaks, masses = (torch.empty(rows, groups, device=logits.device) for _ in range(2))
     raw = tops = temperatures
+    words, masked = masks or (slots, slots)
+    width = words.shape[1] if masks is not None else 0
     changed, places, limits, counts = logits, slots, temperatures, None
     if special is not None:
         changed, places, limits, counts = special.changed, special.places, special.limits, special.counts
@@ -231,9 +260,13 @@ def sample(
         vocab,
         logits.stride(0),
         groups,
+        words,
+        masked,
+        width,
         GROUP=_GROUP,
         GROUPS=_GROUPS,
         SPECIAL=special is not None,
+        MASKED=masks is not None,
         num_warps=8,
     )
     _choose[(rows,)](
@@ -254,9 +287,13 @@ def sample(
         vocab,
         logits.stride(0),
         groups,
+        words,
+        masked,
+        width,
         GROUP=_GROUP,
         GROUPS_UP=triton.next_power_of_2(groups),
         SPECIAL=special is not None,
         COUNTED=counts is not None,
+        MASKED=masks is not None,
         num_warps=4,
     )
