@@ -177,7 +177,7 @@ def test_replay_equals_the_same_step_without_a_graph(checkpoint, pair):
             tokens.copy_(last)
             graphs.fill(slots, positions, sampling)
             graphs.replay(count)
-            logits, result = graphs.logits(count).clone(), graphs.choose(count).clone()
+            logits, result = graphs.logits(count).clone(), graphs.choose(count, None).clone()
             tokens.copy_(last)
             inputs = graphs.inputs(count)
             inputs.logits.zero_()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -45,12 +45,17 @@ class Inputs:
     """[rows, vocab]"""
     result: torch.Tensor
     """int32 [rows, 2]: the token, and the bits of the largest logit."""
+    masked: torch.Tensor
+    """int32: each row's place in `words`, or -1. Of steps with masks."""
+    words: torch.Tensor
+    """int32 [masks, words]: see engine.grammar_masks."""
 
 
 @dataclass(slots=True)
 class _Graph:
     forward: torch.cuda.CUDAGraph
     choose: torch.cuda.CUDAGraph
+    choose_masked: torch.cuda.CUDAGraph
 
 
 In = TypeVar("In")
@@ -84,9 +89,11 @@ class DecodeGraphs:
         logits: torch.Tensor,
         forward: Work,
         choose: Work,
+        choose_masked: Work,
         progress: Progress | None = None,
     ) -> None:
-        """`logits`: a buffer [rows, vocab] for the largest size."""
+        """`logits`: a buffer [rows, vocab] for the largest size. choose_masked: the same as `choose`, under
+        masks."""
         self._sizes = tuple(sorted(sizes))
         self._rows = self._sizes[-1] + self._sizes[-1] % 2
         self._padding_slot = num_slots
@@ -94,6 +101,8 @@ class DecodeGraphs:
         self._device = device = logits.device
         self._static = self._host(0)[0].to(device)
         self._result = torch.zeros(self._rows, 2, dtype=torch.int32, device=device)
+        width = -(-logits.shape[1] // 32)
+        self._words = torch.zeros(self._rows, width, dtype=torch.int32, device=device)
         self._graphs: dict[int, _Graph] = {}
         report = progress or (lambda done, total: None)
         started = time.monotonic()
@@ -104,7 +113,7 @@ class DecodeGraphs:
             report(done, len(self._sizes))
             inputs = self.inputs(size)
             self._graphs[size] = _Graph(
-                capture(forward, inputs, self.pool, device), capture(choose, inputs, self.pool, device)
+                *(capture(work, inputs, self.pool, device) for work in (forward, choose, choose_masked))
             )
         torch.cuda.synchronize(device)
         report(len(self._sizes), len(self._sizes))
@@ -121,9 +130,11 @@ class DecodeGraphs:
         slots: npt.NDArray[np.int64],
         positions: npt.NDArray[np.int64],
         sampling: tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]] | None,
+        masked: Sequence[int] = (),
     ) -> None:
         """Enqueues the copy of a step's inputs: slots, whose last tokens are at `positions`; `sampling`:
-        temperatures and generator states, None: the caller samples from the logits."""
+        temperatures and generator states, None: the caller samples from the logits; masked: the rows that
+        will have masks, in their order."""
         count = len(slots)
         host, lanes = self._host(count)
         lanes[2, :count] = slots
@@ -131,15 +142,24 @@ class DecodeGraphs:
         if sampling is not None:
             lanes[:2].reshape(-1).view(np.int64)[:count] = sampling[1]
             lanes[4].view(np.float32)[:count] = sampling[0]
+        if masked:
+            lanes[5] = -1
+            lanes[5, masked] = np.arange(len(masked))
         self._static.copy_(host, non_blocking=True)
 
     def replay(self, rows: int) -> None:
         """Enqueues a step of `rows` rows after `fill`, up to its logits."""
         self._graph(rows).forward.replay()
 
-    def choose(self, rows: int) -> torch.Tensor:
-        """Enqueues its sampling, if `fill` was given what that depends on. Returns the result: see Inputs."""
-        self._graph(rows).choose.replay()
+    def choose(self, rows: int, words: torch.Tensor | None) -> torch.Tensor:
+        """Enqueues its sampling, if `fill` was given what that depends on; words: of its masks, on the host.
+        Returns the result: see Inputs."""
+        graph = self._graph(rows)
+        if words is None:
+            graph.choose.replay()
+        else:
+            self._words[: len(words)].copy_(words, non_blocking=True)
+            graph.choose_masked.replay()
         return self._result[:rows]
 
     def logits(self, rows: int) -> torch.Tensor:
@@ -150,9 +170,9 @@ class DecodeGraphs:
         return self._graphs[self._sizes[bisect.bisect_left(self._sizes, rows)]]
 
     def _host(self, rows: int) -> tuple[torch.Tensor, npt.NDArray[np.int32]]:
-        """A host buffer for the static inputs, int32 [5, rows]: keys (two lanes), slots, positions,
-        temperatures; the caller fills `rows` of it."""
-        host = torch.zeros(5, self._rows, dtype=torch.int32, pin_memory=True)
+        """A host buffer for the static inputs, int32 [6, rows]: keys (two lanes), slots, positions,
+        temperatures, places of masks; the caller fills `rows` of it."""
+        host = torch.zeros(6, self._rows, dtype=torch.int32, pin_memory=True)
         lanes = host.numpy()
         lanes[2, rows:] = self._padding_slot
         return host, lanes
@@ -168,6 +188,8 @@ class DecodeGraphs:
             static[4].view(torch.float32)[:size],
             self._logits[:size],
             self._result[:size],
+            static[5, :size],
+            self._words,
         )
 
 

@@ -108,7 +108,13 @@ class CudaRunner:
             with torch.inference_mode():
                 logits = torch.empty(max_slots, self.vocab_size, dtype=model.dtype, device=self._device)
                 self.graphs = DecodeGraphs(
-                    batch_sizes(max_slots), max_slots, logits, self._decode, self._sample_plain, progress
+                    batch_sizes(max_slots),
+                    max_slots,
+                    logits,
+                    self._decode,
+                    self._sample_plain,
+                    self._sample_masked,
+                    progress,
                 )
                 if prefill_attention.graphs and not batch_invariant:
                     # Chunk graphs attend to rows of one token as to chunks.
@@ -226,16 +232,12 @@ class CudaRunner:
         slots = np.array([row.slot for row in rows])
         positions = np.array([row.start for row in rows])
         simple = self._sampler.simple(slots, positions + 1) if self._samples else None
-        graphs.fill(slots, positions, simple)
+        graphs.fill(slots, positions, simple, self._sampler.grammars.constrained(slots.tolist()))
         graphs.replay(len(rows))
         logits = graphs.logits(len(rows))
 
         def choose(masks: Masks | None) -> torch.Tensor:
-            if masks is None:
-                return graphs.choose(len(rows))
-            inputs = graphs.inputs(len(rows))
-            self._choose_masked(inputs, masks)
-            return inputs.result
+            return graphs.choose(len(rows), masks.host if masks is not None else None)
 
         self._sample(logits, slots, positions + 1, flight, choose if simple is not None else None)
 
@@ -273,9 +275,8 @@ class CudaRunner:
         last = self._slots.last_token
         self._choose(inputs.logits, inputs.temperatures, inputs.keys, inputs.slots, last, inputs.result)
 
-    def _choose_masked(self, inputs: Inputs, masks: Masks) -> None:
-        """The same under masks; not captured."""
-        places = to_device(masks.places(len(inputs.slots)), self._device)
+    def _sample_masked(self, inputs: Inputs) -> None:
+        """The same under masks. Captured in a graph."""
         self._choose(
             inputs.logits,
             inputs.temperatures,
@@ -283,7 +284,7 @@ class CudaRunner:
             inputs.slots,
             self._slots.last_token,
             inputs.result,
-            masks=(masks.on(self._device), places),
+            masks=(inputs.words, inputs.masked),
         )
 
     # --- all other steps --------------------------------------------------------------------------------
@@ -311,11 +312,10 @@ class CudaRunner:
 
         def choose(masks: Masks | None) -> torch.Tensor:
             result = torch.empty(len(step.slots), 2, dtype=torch.int32, device=self._device)
-            inputs = Inputs(keys_there, slots, slots, temperatures_there, logits, result)
-            if masks is None:
-                self._sample_plain(inputs)
-            else:
-                self._choose_masked(inputs, masks)
+            last, allowed = self._slots.last_token, None
+            if masks is not None:
+                allowed = masks.on(self._device), to_device(masks.places(len(step.slots)), self._device)
+            self._choose(logits, temperatures_there, keys_there, slots, last, result, masks=allowed)
             return result
 
         self._sample(logits, step.slots, step.targets, flight, choose if simple is not None else None)

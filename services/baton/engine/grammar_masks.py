@@ -174,11 +174,11 @@ class GrammarMasks:
         host = torch.empty(len(rows), self._words, dtype=torch.int32, pin_memory=self._pinned)
         words = host.numpy()
         errors = _fill(outputs, words)
-        for index, row in enumerate(rows):
-            if index in errors:
-                words[index] = -1
-            else:
-                _forbid(words[index], forbidden.get(row, ()))
+        for index in errors:
+            words[index] = -1
+        for row, tokens in forbidden.items():
+            if (index := rows.index(row)) not in errors:
+                _forbid(words[index], tokens)
         self._typical = (time.thread_time() - own) / len(rows)
         self.stats.masks += len(rows)
         self.stats.seconds += time.perf_counter() - began
@@ -204,9 +204,7 @@ def _fill(outputs: Sequence[Output], words: Words) -> dict[int, GrammarError]:
 
 
 def _forbid(words: Words, tokens: Sequence[int]) -> None:
-    if not tokens:
-        return
-    ids = np.array(tokens)
+    ids = np.array(tokens, np.int64)
     less = words.copy()
     np.bitwise_and.at(less, ids // 32, ~(np.uint32(1) << (ids % 32).astype(np.uint32)).view(np.int32))
     if less.any():
