@@ -8,15 +8,13 @@ import random
 
 import pytest
 import torch
-from rig import CONTEXT, CUDA, GREEDY, VOCAB, generate, prompts_of, save_checkpoint
-from safetensors.torch import load_file, save_file
+from rig import CONTEXT, CUDA, GREEDY, generate, prompts_of, save_checkpoint
 
 from baton.attention.base import AttentionRow
 from baton.attention.registry import BACKENDS
 from baton.attention.torch_latent import TorchLatentAttention
 from baton.engine.cuda_runner import CudaRunner
 from baton.engine.model_runner import ModelRunner
-from baton.engine.plan import PlanRow, SlotInit, StepPlan
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
@@ -177,27 +175,3 @@ def test_a_runner_is_greedy_by_float32_logits(reference, kind, overlap):
     gap = torch.cat(gaps)
     far = (gap > 0.3).float().mean().item()
     assert far <= (0.05 if reference.config is V2 else 0.12)
-
-
-@pytest.mark.parametrize("kind", ["graphs:fa3-latent", "graphs:triton-latent", "model:fa3-latent"])
-def test_no_number_of_one_sequence_reaches_the_next_in_its_pages(tmp_path, kind):
-    path = save_checkpoint(tmp_path, **V2)
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.embed_tokens.weight"][VOCAB - 1] = math.nan
-    save_file(tensors, path / "model.safetensors")
-    runner, _ = make(path, BF16, kind)
-
-    def run(prompt):
-        """Tokens and errors of six steps."""
-        row, init = PlanRow(0, tuple(prompt), 0, (0, 1, 2, 3), (0,)), SlotInit(0, GREEDY, 0, (), ())
-        results = runner.read(runner.launch(StepPlan(1, (row,), (init,)))).rows
-        for step in range(5):
-            row = PlanRow(0, None, len(prompt) + step, (0, 1, 2, 3), (0,))
-            results += runner.read(runner.launch(StepPlan(2 + step, (row,)))).rows
-        return [(row.tokens, row.error) for row in results]
-
-    prompt = [token % (VOCAB - 1) for token in prompts_of(100)[0]]
-    wanted = run(prompt)
-    assert all(error is None for _, error in wanted)
-    assert all(error is not None for _, error in run([VOCAB - 1] * 250))
-    assert run(prompt) == wanted

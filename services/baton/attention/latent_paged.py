@@ -56,15 +56,10 @@ class LatentPagedAttention(PagedAttention):
         """`k` and `v`: the latents with rotated keys, [tokens, 1, rank + rotated]."""
         projections = self._options[layer].latent
         assert self._entries is not None and self._rows is not None and projections is not None
-        latents = k.squeeze(1)
-        damage = (latents - latents).sum(-1)
-        entries = self._entries + layer * self._layout.page_size
-        self._pool.vectors.index_copy_(
-            0, entries, latents.nan_to_num()
-        )  # as `kernels.latent_projections` does
+        self._pool.vectors.index_copy_(0, self._entries + layer * self._layout.page_size, k.squeeze(1))
         attended = q.new_empty(*q.shape[:2], projections.rank)
         self.attend(layer, projections.absorb(q), attended, self._rows)
-        out.copy_(projections.project(attended)).add_(damage[:, None, None])
+        out.copy_(projections.project(attended))
 
 
 class TritonLatentAttention(LatentPagedAttention):
@@ -110,8 +105,8 @@ class TritonLatentAttention(LatentPagedAttention):
 
 
 class Fa3LatentAttention(LatentPagedAttention):
-    """FlashAttention-3 with a latent part of queries (`qv`), whose keys are the values. The pool
-    begins as zeros, and no latent of it is NaN."""
+    """FlashAttention-3 with a latent part of queries (`qv`), whose keys are the values. The pool must not
+    hold NaN."""
 
     name = "fa3-latent"
 

@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from baton.layers.kernels.qkv import limited, mark
-
 _WRITTEN = 4
 """Tokens whose latents one program writes."""
 
@@ -50,7 +48,6 @@ def _absorb(
     table_stride,
     page_stride,
     eps,
-    most,
     HEADS: tl.constexpr,
     PLAIN: tl.constexpr,
     PLAIN_UP: tl.constexpr,
@@ -101,9 +98,7 @@ def _absorb(
         latent = latents + own.to(tl.int64) * latent_stride
         v = tl.load(latent[:, None] + wide[None, :], mask=owned[:, None], other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(v * v, 1) / RANK + eps)
-        normed = v * factor[:, None] * weight[None, :]
-        mark(damage, slot[:, None], normed, owned[:, None])
-        tl.store(entry[:, None] + wide[None, :], limited(normed, most, True), mask=owned[:, None])
+        tl.store(entry[:, None] + wide[None, :], v * factor[:, None] * weight[None, :], mask=owned[:, None])
         _turn(rope, at, latent + RANK, entry + RANK, owned, ROTATED)
 
 
@@ -194,7 +189,6 @@ def absorb(
         tables.stride(0),
         cache.stride(0),
         eps,
-        torch.finfo(cache.dtype).max,
         HEADS=heads,
         PLAIN=plain,
         PLAIN_UP=max(16, triton.next_power_of_2(plain)),
