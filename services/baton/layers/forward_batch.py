@@ -32,7 +32,8 @@ class Place(NamedTuple):
     slots: torch.Tensor
     """int32 [tokens]: batch slots."""
     damage: torch.Tensor
-    """float32 [slots]: becomes NaN where values that are written are no numbers, or infinite."""
+    """float32 [slots]: becomes NaN where values that are written are no numbers, or infinite; latents are
+    not looked at."""
     tables: torch.Tensor
     """int32 [slots, pages]: their page tables."""
     cache: torch.Tensor

@@ -168,7 +168,7 @@ class LatentAttention:
         q, latents = projected[:, :queries], projected[:, queries:]
         if self.query_norm is not None:
             q = self.query_up(self.query_norm(q))
-        where = place.rotation, *place[:4], place.cache[:, 0, 0]
+        where = place.rotation, *place[:2], place.tables, place.cache[:, 0, 0]
         return absorb(q, latents, latent.keys, norm.weight, *where, norm.eps)
 
     def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,6 @@ def _absorb(
     rope,
     positions,
     slots,
-    damage,
     tables,
     cache,
     out,
@@ -148,7 +147,6 @@ def absorb(
     rope: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    damage: torch.Tensor,
     tables: torch.Tensor,
     cache: torch.Tensor,
     eps: float,
@@ -158,8 +156,7 @@ def absorb(
 
     q: [tokens, heads * (plain + rotated)], latents: [tokens, rank + rotated], any stride between tokens;
     keys: [heads, plain, rank], each head's contiguous; norm: [rank]; rope: float32 [positions, rotated],
-    cosines and then sines; positions, slots: int32 [tokens]; damage:
-    float32 [slots], see `qkv.mark`; tables: int32 [slots, pages]; cache: a layer's
+    cosines and then sines; positions, slots: int32 [tokens]; tables: int32 [slots, pages]; cache: a layer's
     [pages, page_size, rank + rotated], each page's contiguous. rank and rotated are powers of two.
     -> [tokens, heads, rank + rotated]. Sums are float32. `pdl`: starts while the kernel before ends.
     """
@@ -178,7 +175,6 @@ def absorb(
         rope,
         positions,
         slots,
-        damage,
         tables,
         cache,
         out,

@@ -121,8 +121,9 @@ def _write_qkv(
     value = (kv >= KV_HEADS).to(tl.int32)
     offset = (value * PAGE + position % PAGE) * DIM + (kv - value * KV_HEADS) * head_stride
     is_value = (value == 1)[:, None]
-    mark(damage, slot, low, mask & is_value)
-    mark(damage, slot, high, mask & is_value)
+    if (tl.program_id(1) + 1) * HEAD_BLOCK > HEADS + KV_HEADS:
+        mark(damage, slot, low, mask & is_value)
+        mark(damage, slot, high, mask & is_value)
     if FP8:
         by = tl.load(kv_scales + kv, mask=(kv >= 0) & (kv < 2 * KV_HEADS), other=1.0)[:, None]
         low, high = low / by, high / by
@@ -160,9 +161,9 @@ def write_qkv(
     qkv: [tokens, (heads + 2 kv heads) * head_dim], contiguous; weight: [heads + kv heads, head_dim];
     rope: float32 [positions, rotary], cosines and then sines for the first values of each head; positions,
     slots: int32 [tokens]; damage: float32 [slots], see `mark`; tables: int32 [slots, pages]; cache: a
-    layer's pages, [pages, kv heads, 2,
-    page_size, head_dim], each head contiguous; kv_scales: float32 [2, kv heads], where the cache is in FP8.
-    Computes in float32 and rounds once. `pdl`: starts while the kernel before ends, and waits for it.
+    layer's pages, [pages, kv heads, 2, page_size, head_dim], each head contiguous; kv_scales: float32
+    [2, kv heads], where the cache is in FP8. Computes in float32 and rounds once. `pdl`: starts while the
+    kernel before ends, and waits for it.
     """
     _, kv_heads, _, page_size, dim = cache.shape
     blocks = triton.cdiv(num_heads + 2 * kv_heads, _HEAD_BLOCK)
