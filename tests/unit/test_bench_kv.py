@@ -64,6 +64,7 @@ def test_rates_on_the_cpu(tmp_path):
         (("--model", "./none"), 2, "no such directory"),
         (("--tokens", "1,x"), 2, "give whole numbers of 1 or more"),
         (("--tokens", "9999999999"), 2, "no prompt length fits"),
+        (("--ranks", "2"), 2, "the owner's and the receiver's number of ranks"),
         (("--ranks", "1:0"), 2, "the owner's and the receiver's number of ranks"),
         (("--device", "cpu", "--ranks", "1:2"), 2, "pools of several ranks are those of GPUs"),
         pytest.param(

@@ -112,6 +112,15 @@ def test_a_forced_text_is_encoded_once():
     assert asked and len(asked) == len(set(asked))
 
 
+def test_the_encoding_of_a_long_forced_text_is_not_kept():
+    asked = []
+    own = backend(encode=lambda text: asked.append(text) or encode(text))
+    for _ in range(2):
+        own.compile(schema(const="a" * 300)).matcher().fill(np.empty(-(-VOCAB // 32), np.int32))
+    longest = max(asked, key=len)
+    assert len(longest) > 256 and asked.count(longest) > 1
+
+
 def test_whitespace_is_bounded():
     spec = GrammarSpec("json_schema", '{"type": "array"}')
     assert ord(" ") in after(spec, "[" + " " * 19)

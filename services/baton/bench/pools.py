@@ -93,8 +93,10 @@ def own_part(connection: Connection, layout: KvLayout, pages: int, gpus: str, sh
 @contextlib.asynccontextmanager
 async def further_ranks(layout: KvLayout, pages: int, ranks: int, gpus: str) -> AsyncIterator[list[bytes]]:
     """CudaIpcParts, serialized, of all ranks but the first. Raises BenchError."""
-    started = [BenchProcess(own_part, layout, pages, gpus, Shard(rank, ranks)) for rank in range(1, ranks)]
+    started: list[BenchProcess] = []
     try:
+        for rank in range(1, ranks):
+            started.append(BenchProcess(own_part, layout, pages, gpus, Shard(rank, ranks)))
         yield [await process.receive() for process in started]
     finally:
         for process in started:
@@ -111,18 +113,18 @@ async def two_pools(
     own = Shard(0, ours)
     _, published = make_pool(layout, pages, device, DEFAULT_KINDS, new_incarnation(), own)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
-    async with (
-        further_ranks(layout, pages, theirs, gpus) as their_parts,
-        further_ranks(layout, pages, ours, visible) as our_parts,
-    ):
-        if our_parts:
-            join_parts(published, [common_pb2.CudaIpcPart.FromString(part) for part in our_parts])
-        owner = BenchProcess(own_pool, layout, pages, device.type, gpus, Shard(0, theirs))
-        try:
-            if their_parts:
-                owner.send(their_parts)
-            endpoints = [common_pb2.Endpoint.FromString(found) for found in await owner.receive()]
-            yield Pools(layout.page_size, published.pages, endpoints)
-        finally:
-            await owner.stop(EXIT_SECONDS)
-            published.close()
+    with contextlib.closing(published):
+        async with (
+            further_ranks(layout, pages, theirs, gpus) as their_parts,
+            further_ranks(layout, pages, ours, visible) as our_parts,
+        ):
+            if our_parts:
+                join_parts(published, [common_pb2.CudaIpcPart.FromString(part) for part in our_parts])
+            owner = BenchProcess(own_pool, layout, pages, device.type, gpus, Shard(0, theirs))
+            try:
+                if their_parts:
+                    owner.send(their_parts)
+                endpoints = [common_pb2.Endpoint.FromString(found) for found in await owner.receive()]
+                yield Pools(layout.page_size, published.pages, endpoints)
+            finally:
+                await owner.stop(EXIT_SECONDS)

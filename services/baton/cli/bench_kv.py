@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,10 @@ async def _kv(bench: KvBench, output: Report, console: Console) -> int:
 
 
 def _ranks(text: str) -> Ranks:
-    theirs, _, ours = text.partition(":")
-    ranks = int(theirs), int(ours)
-    if min(ranks) < 1:
+    found = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", text)
+    if not found:
         raise ValueError("give the owner's and the receiver's number of ranks, such as 1:2")
-    return ranks
+    return int(found[1]), int(found[2])
 
 
 def _devices(name: str, same_gpu: bool, ranks: Ranks) -> tuple[torch.device, str]:

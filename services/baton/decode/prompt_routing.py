@@ -95,7 +95,7 @@ class PromptRouting:
             address = self.chosen.get(sequence) or self.handoffs.address_of(sequence)
             if address:
                 return address
-        return next((address for each, address, _ in self.given_up.values() if each is state), "")
+        return next((at for each, at, until in self.given_up.values() if each is state and not until), "")
 
     def abandon(self, leader: Sequence) -> None:
         """The scheduler gives the hand-off up: the request has ended, or it is retracted."""

@@ -25,7 +25,7 @@ ASK = (
 MIN_TOKENS, MAX_TOKENS = 256, 1024
 """Limits of a summary's limit, which is as many tokens as the conversation has."""
 REASONING_TOKENS = 4096
-"""More for a model that may reason first."""
+"""More, for a model that may reason first: for its reasoning and its summary together."""
 
 
 class CompactRequest(Conversation):

@@ -25,8 +25,9 @@ _PLAIN = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_PLAIN}{{1,{most}}}" for most in (3, 5, 7, 10, 15, 30)), f"{_PLAIN}+"]
 """Sets of tokens whose masks are kept: where a string may go on with all of a set, the library need not try
 each. It has fewer by itself; with more lengths, a string that nears its maxLength still finds some."""
-FORCED_TEXTS = 4096
-"""Encodings of texts that a grammar forces (keys, and what is left of them) that are kept."""
+FORCED_TEXTS, FORCED_CHARS = 4096, 256
+"""Encodings of texts that a grammar forces (keys, and what is left of them) that are kept, and of how many
+characters at most: callers choose them."""
 
 
 class LlguidanceBackend:
@@ -169,7 +170,7 @@ class _Tokenizer:
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
             raise TypeError("text only")  # asked once, to find out
-        return self._encoded(text)
+        return self._encoded(text) if len(text) <= FORCED_CHARS else self._encoding(text)
 
     def _encoding(self, text: str) -> list[int]:
         raw, ids = text.encode(), list(self._encode(text))
