@@ -265,6 +265,8 @@ class GatewayConfig(NodeConfig):
     """Running requests of one API key at most; its line in the file may say otherwise."""
     max_streams_per_key: int = 1024
     """Open streams of one API key at most; its line in the file may say otherwise."""
+    omit_images: bool = False
+    """Tell the model that an image was there, rather than refuse requests with images: no model here sees."""
     response_store_mib: int = 64
     """Memory for responses that /v1/responses keeps, to continue or retrieve them; 0: none are kept."""
     response_store_seconds: float = 3600.0

@@ -4,8 +4,8 @@ in .venv/clients.
 Arguments: the API's URL and the model's name. Prints results as JSON, a line for each of chat, responses,
 messages and probe. All requests run at the same time: in one batch they cost a small part of what they cost
 one by one. Every request is the suite's own, but greedy: a small model that samples may write for ever.
-canitoolcall's scenarios that expect calls require them, because whether a model of 135 million parameters
-calls of its own accord says nothing about the server.
+Nothing is skipped for the sake of a model's name. canitoolcall's scenarios that expect calls require them,
+because whether a model of 135 million parameters calls of its own accord says nothing about the server.
 """
 
 from __future__ import annotations
@@ -37,14 +37,9 @@ SUITES = {
 }
 
 
-SKIPPED = "reasoning-summary"
-"""Of what the suite skips for the sake of a model's name, the one that wants a summary of the reasoning."""
-
-
 def greedy(case: TestCase) -> TestCase:
     build = case.build_request
-    skip = case.skip_reason if case.id == SKIPPED else None
-    return replace(case, build_request=lambda config: {**build(config), "temperature": 0}, skip_reason=skip)
+    return replace(case, build_request=lambda config: {**build(config), "temperature": 0}, skip_reason=None)
 
 
 def comply(pool: ThreadPoolExecutor, url: str, model: str, name: str) -> list[Future[TestResult]]:

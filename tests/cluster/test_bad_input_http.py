@@ -90,7 +90,8 @@ WRONG_CHATS = [
     ("messages", [{"role": "user", "content": 5}], "messages[0].content"),
     ("messages", [*CHAT["messages"], {"role": "wizard", "content": "hi"}], "messages[1].role"),
     ("messages", [{"role": "user", "content": "hi", "mood": "good"}], "messages[0].mood"),
-    ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+    ("messages", [{"role": "user", "content": [{"type": "audio"}]}], "messages[0].content[0].type"),
+    ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].image_url"),
     ("messages", [{"role": "user", "content": TOO_LONG}], "messages"),
     ("max_completion_tokens", 5, "max_tokens"),
     (

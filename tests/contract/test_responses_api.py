@@ -90,6 +90,49 @@ async def test_reasoning_and_calls_whole_and_streamed():
         assert streamed[1].content[0].text == text
 
 
+@pytest.mark.parametrize("name", ["summary", "generate_summary"])
+async def test_reasoning_as_a_summary(name):
+    """It is the same text, in the item's summary, with events of its own; and is sent back as such."""
+    async with (
+        ScriptedDecode(silent, context=2000) as node,
+        gateway(node, **PARSERS) as rig,
+        client(rig) as api,
+    ):
+        await script(rig, node, "<think>Six times seven.</think>It is 42. ")
+        asked = {"model": "scripted", "input": "6 * 7?"}
+        content = (await api.responses.create(**asked)).output[0]
+        assert content.content[0].text == "Six times seven." and not content.summary
+        asked["reasoning"] = {name: "concise"}
+        whole = await api.responses.create(**asked)
+        assert whole.reasoning.summary == "concise"
+        thought, said = (item.to_dict() for item in whole.output)
+        part = {"type": "summary_text", "text": "Six times seven."}
+        assert thought["summary"] == [part] and "content" not in thought
+        assert said["content"][0]["text"] == "It is 42."
+        async with await api.responses.create(**asked, stream=True) as stream:
+            events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = [event.type.removeprefix("response.") for event in events]
+        assert not any(kind.startswith("reasoning_text") for kind in kinds)
+        deltas = kinds.count("reasoning_summary_text.delta")
+        assert kinds[2 : kinds.index("output_item.done") + 1] == [
+            "output_item.added",
+            "reasoning_summary_part.added",
+            *["reasoning_summary_text.delta"] * deltas,
+            "reasoning_summary_text.done",
+            "reasoning_summary_part.done",
+            "output_item.done",
+        ]
+        of_item = events[3 : 5 + deltas + 1]
+        assert {(each.item_id, each.output_index, each.summary_index) for each in of_item} == {
+            (events[2].item.id, 0, 0)
+        }
+        assert "".join(each.delta for each in of_item[1 : 1 + deltas]) == part["text"] == of_item[-2].text
+        assert of_item[0].part.to_dict() == part | {"text": ""} and of_item[-1].part.to_dict() == part
+        assert events[-1].response.output[0].to_dict()["summary"] == [part]
+        assert input_messages(parsed([thought]))[0].reasoning == part["text"]
+
+
 async def test_a_conversation_goes_on_stored_or_sent_back():
     """The next turn's prompt is the same, whichever way."""
     async with (
@@ -153,7 +196,15 @@ async def test_cancel_while_it_streams():
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "content[0].image_url",
+        ),
+        ({"reasoning": {"summary": "short"}}, "reasoning.summary"),
+        (
+            {"reasoning": {"summary": "auto", "generate_summary": "concise"}},
+            "reasoning.generate_summary",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "surprise": 1}]}, "tools[0].surprise"),
         ({"tools": [{**TOOL, "strict": "yes"}]}, "tools[0].strict"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from baton.gateway.images import IMAGE, PART, ImageBlock, image_or_part
 from baton.gateway.openai_chat import EFFORTS
 from baton.gateway.openai_errors import invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
@@ -23,6 +24,15 @@ class Text(Strict):
 
     type: Literal["text"]
     text: str
+
+    @property
+    def said(self) -> str:
+        return self.text
+
+
+TextOrImage = Annotated[
+    Annotated[Text, Tag(PART)] | Annotated[ImageBlock, Tag(IMAGE)], image_or_part("image")
+]
 
 
 class ToolUse(Strict):
@@ -44,7 +54,7 @@ class ToolResult(Strict):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Elements[Text] | None = None
+    content: str | Elements[TextOrImage] | None = None
 
 
 class Thinking(Strict):
@@ -69,6 +79,7 @@ def _kind(value: Any) -> str:
 
 Block = Annotated[
     Annotated[Text, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
     | Annotated[ToolUse, Tag("tool_use")]
     | Annotated[ToolResult, Tag("tool_result")]
     | Annotated[Thinking, Tag("thinking")]
@@ -264,8 +275,8 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: Message, field: str) -
             if message.role != "user":
                 raise invalid_value(place, f"{place}: a tool_result is of the user")
             chat.messages.add(role="tool", content=_text(block.content), tool_call_id=block.tool_use_id)
-        elif isinstance(block, Text):
-            texts.append(block.text)
+        elif isinstance(block, Text | ImageBlock):
+            texts.append(block.said)
         elif message.role != "assistant":
             raise invalid_value(place, f"{place}: {block.type} is of the assistant")
         elif isinstance(block, ToolUse):
@@ -279,7 +290,7 @@ def _add_message(chat: tokenizer_pb2.ChatPrompt, message: Message, field: str) -
         chat.messages.append(made)
 
 
-def _text(given: str | list[Text] | None) -> str:
+def _text(given: str | Sequence[Text | ImageBlock] | None) -> str:
     if given is None or isinstance(given, str):
         return given or ""
-    return "".join(block.text for block in given)
+    return "".join(block.said for block in given)

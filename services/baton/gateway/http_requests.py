@@ -48,11 +48,15 @@ class BodyReader:
         self, request: Request, kind: type[Model], convert: Callable[[Model], Made]
     ) -> Body[Model, Made]:
         """The checked body, and what `convert` makes of it. Raises ApiError or BatonError."""
-        body = await _read(request, self._gateway.config.max_message_bytes)
+        config = self._gateway.config
+        body = await _read(request, config.max_message_bytes)
+
+        def parse() -> Body[Model, Made]:
+            return parse_body(body, kind, convert, omit_images=config.omit_images)
+
         if len(body) <= SMALL_BODY_BYTES:
-            return parse_body(body, kind, convert)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, parse_body, body, kind, convert)
+            return parse()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, parse)
 
     async def read_starts(
         self, request: Request, kind: type[Model], convert: Callable[[Model], _Starts]

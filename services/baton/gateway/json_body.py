@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from baton.gateway.openai_errors import ApiError, from_validation
+from baton.gateway.openai_fields import Reading
 
 MAX_VALUES = 3 * 2**17
 """JSON values in a body, such as token ids. Parsing and checking so many takes less than 100 ms."""
@@ -40,7 +41,9 @@ class Body(Generic[Model, Made]):
     """Fields that were given and have no effect here."""
 
 
-def parse_body(body: bytearray, kind: type[Model], convert: Callable[[Model], Made]) -> Body[Model, Made]:
+def parse_body(
+    body: bytearray, kind: type[Model], convert: Callable[[Model], Made], *, omit_images: bool = False
+) -> Body[Model, Made]:
     """The checked request, and what `convert` makes of it. Raises ApiError (400), naming the field, and what
     `convert` raises."""
     try:
@@ -50,9 +53,9 @@ def parse_body(body: bytearray, kind: type[Model], convert: Callable[[Model], Ma
         raise ApiError(400, text, None, "invalid_utf8") from None
     _check_amount(body)
     try:
-        ignored: set[str] = set()
-        request = kind.model_validate(json.loads(text, object_pairs_hook=_object), context=ignored)
-        return Body(request, convert(request), ignored)
+        reading = Reading(omit_images)
+        request = kind.model_validate(json.loads(text, object_pairs_hook=_object), context=reading)
+        return Body(request, convert(request), reading.ignored)
     except RecursionError:
         raise _invalid_json("it is nested too deeply") from None
     except ValidationError as error:  # a ValueError as well

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, Tag
 
+from baton.gateway.images import IMAGE, PART, ChatImage, image_or_part
 from baton.gateway.openai_errors import ApiError, invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
 from baton.gateway.openai_protocol import COMMON_HINTS, CommonRequest, common_sampling, common_start
@@ -55,6 +56,15 @@ class ContentPart(Strict):
     text: str | None = None
     refusal: str | None = None
 
+    @property
+    def said(self) -> str:
+        return self.text or self.refusal or ""
+
+
+Part = Annotated[
+    Annotated[ContentPart, Tag(PART)] | Annotated[ChatImage, Tag(IMAGE)], image_or_part("image_url")
+]
+
 
 class CalledFunction(Strict):
     name: str
@@ -83,7 +93,7 @@ class Message(Strict):
     }
 
     role: str
-    content: str | Elements[ContentPart] | None = None
+    content: str | Elements[Part] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: Elements[CalledTool] | None = None
@@ -98,7 +108,7 @@ class Message(Strict):
             return self.refusal or ""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text or part.refusal or "" for part in self.content)
+        return "".join(part.said for part in self.content)
 
 
 class Function(Strict):

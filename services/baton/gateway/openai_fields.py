@@ -11,6 +11,7 @@ Strict: an unknown field or a wrong JSON type is an error that names the field. 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
@@ -24,6 +25,15 @@ Elements = Annotated[list[T], Field(fail_fast=True)]
 """A list whose validation stops at the first wrong element."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """Negative seeds, which OpenAI allows, count modulo 2**64."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """Of one body, as pydantic's context."""
+
+    omit_images: bool = False
+    ignored: set[str] = field(default_factory=set)
+    """Fields that were given and have no effect here."""
 
 
 class Strict(BaseModel):
@@ -52,8 +62,8 @@ class Strict(BaseModel):
             if each is None:
                 continue
             if key in cls.HINTS:
-                if isinstance(info.context, set):
-                    info.context.add(f"{cls.PLACE}.{key}" if cls.PLACE else key)
+                if isinstance(info.context, Reading):
+                    info.context.ignored.add(f"{cls.PLACE}.{key}" if cls.PLACE else key)
             elif key not in cls.REFUSED:
                 kept[key] = each
             elif each not in (False, "", [], {}):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.gateway.openai_answers import RequestBatch
@@ -15,6 +16,55 @@ from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
 CANCELLED = 499
 """HTTP status of requests that were cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """An item that grows by text, in one part, and how its events are called."""
+
+    item: str
+    id: str
+    """What its id begins with."""
+    holder: str
+    """The field of the item that has the part."""
+    part: str
+    """Type of the part."""
+    event: str
+    """Of its text."""
+    part_event: str
+    index: str
+    more: Json = field(default_factory=dict)
+    """In the events of its text."""
+
+
+MESSAGE = Growing(
+    item="message",
+    id="msg",
+    holder="content",
+    part="output_text",
+    event="response.output_text",
+    part_event="response.content_part",
+    index="content_index",
+    more={"logprobs": []},
+)
+REASONING = Growing(
+    item="reasoning",
+    id="rs",
+    holder="content",
+    part="reasoning_text",
+    event="response.reasoning_text",
+    part_event="response.content_part",
+    index="content_index",
+)
+SUMMARY = Growing(
+    item="reasoning",
+    id="rs",
+    holder="summary",
+    part="summary_text",
+    event="response.reasoning_summary_text",
+    part_event="response.reasoning_summary_part",
+    index="summary_index",
+)
 
 
 def response_id() -> str:
@@ -38,8 +88,9 @@ class ResponseAnswer(TypedAnswer):
         self._keep = keep
         self._message = tokenizer_pb2.ChatMessage(role="assistant")
         self._sequence = 0
-        self._open = ""
-        """Type of the item that grows: message or reasoning; empty: none."""
+        self._reasoning = REASONING if request.summary is None else SUMMARY
+        self._open: Growing | None = None
+        """The item that grows, the last one."""
         self._pieces: list[str] = []
         self._name = id.removeprefix("resp_")
         self._finish = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -50,9 +101,9 @@ class ResponseAnswer(TypedAnswer):
     def add(self, delta: inference_pb2.Delta) -> list[Json]:
         events: list[Json] = []
         if delta.reasoning:
-            events += self._grow("reasoning", delta.reasoning)
+            events += self._grow(self._reasoning, delta.reasoning)
         if delta.text:
-            events += self._grow("message", delta.text)
+            events += self._grow(MESSAGE, delta.text)
         for call in delta.tool_calls:
             events += self._close("completed") + self._call(call)
         if delta.finish_reason:
@@ -101,47 +152,39 @@ class ResponseAnswer(TypedAnswer):
         self._output.append(item)
         return self._event("response.output_item.added", output_index=self._index, item={**item, **shown})
 
-    def _place(self) -> Json:
-        return {"item_id": self._output[-1]["id"], "output_index": self._index, "content_index": 0}
+    def _place(self, kind: Growing) -> Json:
+        return {"item_id": self._output[-1]["id"], "output_index": self._index, kind.index: 0}
 
-    def _grow(self, kind: str, text: str) -> list[Json]:
+    def _grow(self, kind: Growing, text: str) -> list[Json]:
         events: list[Json] = []
-        message = kind == "message"
-        if self._open != kind:
+        if self._open is not kind:
             events += self._close("completed")
             self._open = kind
-            if message:
-                item: Json = {"type": "message", "id": f"msg_{self._name}_{len(self._output)}"}
-                item |= {"status": "in_progress", "role": "assistant", "content": []}
-            else:
-                item = {"type": "reasoning", "id": f"rs_{self._name}_{len(self._output)}", "summary": []}
-                item |= {"status": "in_progress", "content": []}
+            more: Json = {"role": "assistant"} if kind is MESSAGE else {"summary": []}
+            item: Json = {"type": kind.item, "id": f"{kind.id}_{self._name}_{len(self._output)}"}
+            item |= {"status": "in_progress", **more, kind.holder: []}
             events.append(self._add_item(item))
-            part = _part(message, "")
-            events.append(self._event("response.content_part.added", **self._place(), part=part))
+            part = _part(kind, "")
+            events.append(self._event(f"{kind.part_event}.added", **self._place(kind), part=part))
         self._pieces.append(text)
-        more: Json = {"logprobs": []} if message else {}
-        name = "response.output_text.delta" if message else "response.reasoning_text.delta"
-        events.append(self._event(name, **self._place(), delta=text, **more))
+        events.append(self._event(f"{kind.event}.delta", **self._place(kind), delta=text, **kind.more))
         return events
 
     def _close(self, status: str) -> list[Json]:
         """Ends the item that grows."""
-        if not self._open:
+        if self._open is None:
             return []
-        message, text = self._open == "message", "".join(self._pieces)
-        if message:
+        kind, text = self._open, "".join(self._pieces)
+        if kind is MESSAGE:
             self._message.content += text
         else:
             self._message.reasoning += text
-        self._open, self._pieces = "", []
-        item, part = self._output[-1], _part(message, text)
-        item["status"], item["content"] = status, [part]
-        more: Json = {"logprobs": []} if message else {}
-        name = "response.output_text.done" if message else "response.reasoning_text.done"
+        self._open, self._pieces = None, []
+        item, part = self._output[-1], _part(kind, text)
+        item["status"], item[kind.holder] = status, [part]
         return [
-            self._event(name, **self._place(), text=text, **more),
-            self._event("response.content_part.done", **self._place(), part=part),
+            self._event(f"{kind.event}.done", **self._place(kind), text=text, **kind.more),
+            self._event(f"{kind.part_event}.done", **self._place(kind), part=part),
             self._event("response.output_item.done", output_index=self._index, item={**item}),
         ]
 
@@ -169,10 +212,9 @@ def usage_of(finished: inference_pb2.Finished) -> Json:
     }
 
 
-def _part(message: bool, text: str) -> Json:
-    if message:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"type": "reasoning_text", "text": text}
+def _part(kind: Growing, text: str) -> Json:
+    part: Json = {"type": kind.part, "text": text}
+    return part | {"annotations": [], "logprobs": []} if kind is MESSAGE else part
 
 
 def _head(request: ResponsesRequest, id: str) -> Json:
@@ -200,7 +242,7 @@ def _head(request: ResponsesRequest, id: str) -> Json:
         "model": request.model,
         "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "reasoning": {"effort": effort, "summary": None},
+        "reasoning": {"effort": effort, "summary": request.summary},
         "store": request.store is not False,
         "temperature": 1.0 if request.temperature is None else request.temperature,
         "top_p": 1.0 if request.top_p is None else request.top_p,

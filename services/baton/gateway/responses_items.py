@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Tag
 
+from baton.gateway.images import IMAGE, PART, InputImage, image_or_part
 from baton.gateway.openai_errors import invalid_value
 from baton.gateway.openai_fields import Elements, Strict
 from baton.v1 import tokenizer_pb2
@@ -34,6 +35,15 @@ class Part(Strict):
     text: str | None = None
     refusal: str | None = None
 
+    @property
+    def said(self) -> str:
+        return self.text or self.refusal or ""
+
+
+PartOrImage = Annotated[
+    Annotated[Part, Tag(PART)] | Annotated[InputImage, Tag(IMAGE)], image_or_part("input_image")
+]
+
 
 class Item(Strict):
     PLACE = "input"
@@ -47,7 +57,7 @@ class Item(Strict):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | Elements[Part]
+    content: str | Elements[PartOrImage]
 
 
 class CallItem(Item):
@@ -60,7 +70,7 @@ class CallItem(Item):
 class OutputItem(Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | Elements[Part]
+    output: str | Elements[PartOrImage]
 
 
 class ReasoningItem(Item):
@@ -154,8 +164,8 @@ def _join_users(messages: Messages) -> None:
         messages[first:] = [tokenizer_pb2.ChatMessage(role="user", content=joined)]
 
 
-def _text(given: str | list[Part]) -> str:
-    return given if isinstance(given, str) else "".join(part.text or part.refusal or "" for part in given)
+def _text(given: str | Sequence[Part | InputImage]) -> str:
+    return given if isinstance(given, str) else "".join(part.said for part in given)
 
 
 def compacted(summary: str) -> str:

@@ -16,6 +16,7 @@ from baton.rpc.validate import check_sampling
 from baton.v1 import inference_pb2, tokenizer_pb2
 
 MAX_METADATA = 16
+SUMMARIES = Literal["auto", "concise", "detailed"]
 
 
 class Format(Strict):
@@ -64,6 +65,17 @@ Tool = Annotated[
 ]
 
 
+class ReasoningOptions(Reasoning):
+    """Beside the effort, whether the reasoning is given as a summary. It is the whole reasoning, whichever
+    length is asked for: nothing here shortens it."""
+
+    HINTS: ClassVar[Mapping[str, str]] = {}
+
+    summary: SUMMARIES | None = None
+    generate_summary: SUMMARIES | None = None
+    """An older name of summary."""
+
+
 class Conversation(Strict):
     """What requests about a conversation have in common."""
 
@@ -106,7 +118,7 @@ class ResponsesRequest(Conversation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     # Beyond OpenAI's.
     top_k: Int32 | None = None
@@ -115,6 +127,17 @@ class ResponsesRequest(Conversation):
     def functions(self) -> list[FunctionTool]:
         """The tools that clients run; all others are left out, as clients expect."""
         return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
+
+    @property
+    def summary(self) -> str | None:
+        """What length of summary is asked for; None: the reasoning is content. Raises ApiError."""
+        asked = self.reasoning
+        if asked is None:
+            return None
+        if asked.summary and asked.generate_summary not in (None, asked.summary):
+            text = "reasoning.generate_summary and reasoning.summary are one, and differ: give one of them"
+            raise invalid_value("reasoning.generate_summary", text)
+        return asked.summary or asked.generate_summary
 
     @property
     def has_unread_summary(self) -> bool:
@@ -136,6 +159,7 @@ def response_start(
     """earlier: the conversation of previous_response_id. Raises ApiError for what is not supported,
     BatonError for sampling parameters that are wrong."""
     _check_metadata(request.metadata or {})
+    _ = request.summary  # raises ApiError
     start = inference_pb2.GenerateStart(id="http", model=request.model, include_token_ids=False)
     sampling = start.sampling
     if request.max_output_tokens is not None:
