@@ -5,7 +5,7 @@ import json
 import httpx
 import pytest
 from gateway_rig import gateway
-from scripted_decode import STOP, ScriptedDecode, saying, silent
+from scripted_decode import STOP, ScriptedDecode, saying
 
 from baton.gateway.anthropic_protocol import MessagesRequest, chat_prompt
 from baton.gateway.images import OMITTED
@@ -73,7 +73,7 @@ PLACES = {
 
 
 async def test_they_are_refused_with_the_name_of_the_flag():
-    async with ScriptedDecode(silent) as node, gateway(node) as rig:
+    async with ScriptedDecode(saying([40], [0], finish=STOP)) as node, gateway(node) as rig:
         async with httpx.AsyncClient(trust_env=False, base_url=rig.http) as http:
             for name, (path, body, part, param) in PLACES.items():
                 made = body(part)
