@@ -45,7 +45,7 @@ LENGTHS = (5, 40, 33, 120, 1, 64)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", ["graphs:triton/triton", "eager:triton/triton"])
+@pytest.mark.parametrize("kind", ["graphs:triton/triton", "eager:triton/triton", "plain"])
 def test_constrained_rows_equal_those_of_the_cpu(checkpoint, kind, overlap):
     """Beside free ones, greedy and with a temperature, in prompts' last chunks and decode steps."""
     prompts = prompts_of(*LENGTHS)

@@ -16,8 +16,8 @@ from baton.layers.transfer import Upload
 CPU = torch.device("cpu")
 
 
-def row(slot, pages):
-    return PlanRow(slot, None, 5, tuple(pages))
+def row(slot, pages, start=5):
+    return PlanRow(slot, None, start, tuple(pages))
 
 
 def write(there, changes):
@@ -65,8 +65,11 @@ def test_tables_of_groups_and_pages_that_are_gone():
     """What has left a window stays as it was; what a sequence begins without is the spare page."""
     there = DeviceSlots(2, 4, 9, CPU, groups=2)
 
+    starts = iter(range(5, 10))
+
     def both(slot, first, second):
-        changes = there.changes([PlanRow(slot, None, 5, tuple(first), more_pages=(tuple(second),))], {})
+        row = PlanRow(slot, None, next(starts), tuple(first), more_pages=(tuple(second),))
+        changes = there.changes([row], {})
         if changes is not None:
             write(there, changes)
         return 0 if changes is None else len(changes[0])
@@ -84,19 +87,31 @@ def test_tables_of_groups_and_pages_that_are_gone():
 def test_what_is_known_is_not_written_again():
     there = DeviceSlots(2, 4, 9, CPU)
     assert there.changes([row(0, [1, 2])], {}) is not None
-    assert there.changes([row(0, [1, 2])], {}) is None
-    _, values = there.changes([row(0, [1, 2, 3]), row(1, [7])], {1: 5})
+    assert there.changes([row(0, [1, 2], 6)], {}) is None
+    _, values = there.changes([row(0, [1, 2, 3], 7), row(1, [7])], {1: 5})
     assert values.tolist() == [5, 3, 7, 0]
 
 
 def test_damage_ends_with_its_sequence():
     there = DeviceSlots(2, 4, 9, CPU)
-    for pages, start, damaged in (([1], 0, False), ([1, 2], 5, True), ([1, 2], 0, False), ([3], 4, False)):
+    steps = (
+        ([1], 0, False),
+        ([1, 2], 1, True),
+        ([1, 2], 0, False),
+        ([3], 1, False),  # another table
+        ([3], 2, True),
+        ([3], 1, False),  # another sequence whose prefix is cached, in the same slot and pages
+        ([3], 2, True),
+    )
+    for pages, start, damaged in steps:
         changes = there.changes([PlanRow(1, None, start, tuple(pages))], {})
         if changes is not None:
             write(there, changes)
         assert there.damage.isnan().tolist() == [False, damaged, False]
         there.damage[1] = torch.nan
+    there.forget()  # a step of others has failed
+    write(there, there.changes([PlanRow(1, None, 3, (3,))], {}))
+    assert there.damage.isnan().tolist() == [False, True, False]
 
 
 def test_rows_of_one_token_come_first():

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.batch import divide_budget
+from baton.engine.plan import RowResult, StepResult
 from baton.engine.request import (
     FailedEvent,
     FinishedEvent,
@@ -324,6 +325,28 @@ def test_an_output_is_cached_although_its_prompt_was_cached_meanwhile():
     engine.scheduler.submit(third)
     engine.run()
     assert third.cached_tokens == 24, "27 tokens of the second had entries"
+
+
+def test_pages_of_logits_that_are_no_numbers_are_not_cached():
+    """Neither choice's: they may hold what nobody may reuse."""
+    engine = Engine()
+    first = request("a", range(16), n=2)
+    engine.scheduler.submit(first)
+    read = engine.runner.read
+
+    def damaged(flight):
+        result = read(flight)
+        return StepResult(result.number, tuple(RowResult(error="not finite") for _ in result.rows))
+
+    engine.runner.read = damaged
+    engine.run()
+    assert engine.ended == ["a"]
+    engine.runner.read = read
+    second = request("b", [*range(16), 1])
+    engine.scheduler.submit(second)
+    engine.run()
+    check_outputs(engine, [second])
+    assert second.cached_tokens == 0
 
 
 def test_a_hand_off_keeps_others_from_the_last_pages():

@@ -106,6 +106,8 @@ class DeviceSlots:
         self.damage = self._memory[self._marks :].zero_().view(torch.float32)
         """float32 [slots + 1]: NaN where values of the slot's sequence were no numbers, else 0."""
         self._known: list[tuple[int, ...]] = [()] * (slots * groups)
+        self._ends = [-1] * slots
+        """Where each slot's newest row ended: one that does not begin there is another sequence's."""
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""
 
@@ -117,13 +119,14 @@ class DeviceSlots:
         """
         entries, values = list(tokens), list(tokens.values())
         for row in rows:
-            begins = row.start == 0
+            begins = row.start != self._ends[row.slot]
+            self._ends[row.slot] = row.start + row.count
             for at, pages in enumerate((row.pages, *row.more_pages), row.slot * self._groups):
                 known = self._known[at]
                 if pages is known or pages == known:
                     continue
                 first = len(known) if _continues(known, pages) else 0
-                begins = begins or not first
+                begins = begins or bool(known and not first)
                 self._known[at] = pages
                 fresh = pages[first : self._width]
                 start = self._first + at * self._width + first

@@ -64,10 +64,10 @@ class Masks:
         return self.host.numpy()
 
     def apply(self, logits: torch.Tensor, places: Sequence[int]) -> None:
-        """On a CPU: sets the logits of what may not be sampled to -inf. logits: [any, vocab_size], of which
-        `places` [rows] have these masks."""
+        """Sets the logits of what may not be sampled to -inf. logits: [any, vocab_size], of which `places`
+        [rows] have these masks."""
         # Filling where a mask says so takes ten times as long: its branches cannot be predicted.
-        limits = torch.from_numpy(_limits(self.words)[:, : logits.shape[1]])
+        limits = torch.from_numpy(_limits(self.words)[:, : logits.shape[1]]).to(logits.device)
         first, last = places[0], places[-1]
         if last - first + 1 == len(places):
             part = logits[first : last + 1]

@@ -34,6 +34,8 @@ class Flight:
     """Prompt log-probabilities, by the row's place in the plan."""
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
     """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
+    event: torch.cuda.Event | None = None
+    """On a GPU: that the step has been computed."""
 
 
 class ModelRunner:
@@ -84,7 +86,7 @@ class ModelRunner:
             if init.last_token is not None:
                 self._last_token[init.slot] = init.last_token
         if not plan.rows:
-            return Flight(plan.number, (), None, {})
+            return Flight(plan.number, (), None, {}, event=self._recorded())
         # Rows of one token first, so that each backend sees consecutive tokens.
         order = sorted(range(len(plan.rows)), key=lambda i: plan.rows[i].count > 1)
         rows = [plan.rows[i] for i in order]
@@ -104,7 +106,14 @@ class ModelRunner:
             for i, row, end in zip(order, rows, ends, strict=True)
             if row.pooling is not None and self._sampler is not None
         }
-        return Flight(plan.number, plan.rows, samples, prompts, pooled)
+        return Flight(plan.number, plan.rows, samples, prompts, pooled, self._recorded())
+
+    def _recorded(self) -> torch.cuda.Event | None:
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Of ranks that hold the same heads in one pool the first copies, and the others wait for it."""
@@ -208,10 +217,12 @@ class ModelRunner:
         return found
 
     def done(self, flight: Flight) -> bool:
-        return True
+        return flight.event is None or bool(flight.event.query())  # type: ignore[no-untyped-call]
 
     def read(self, flight: Flight) -> StepResult:
         """Waits for the step and copies its tokens to the host."""
+        if flight.event is not None:
+            flight.event.synchronize()
         samples = flight.samples
         tokens: list[int] = [] if samples is None else samples.tokens.tolist()
         if self._communicator is not None:

@@ -262,6 +262,9 @@ class Scheduler(SchedulerState):
                 continue
             sequence.retired = record.end
             if row.error is not None:
+                if row.reason == "BAD_LOGITS":
+                    for each in sequence.request.sequences:
+                        each.retired = 0  # nobody may reuse what its pages hold
                 self.fail(sequence.request, row.reason, row.error)
             elif sequence.phase is Phase.RUNNING:
                 sequence.unread -= 1

@@ -23,9 +23,12 @@ def limited(x, most, value):
 
 @triton.jit
 def mark(damage, slot, x, mask):
-    """Makes `damage` NaN at the slot if one of x is infinite or no number."""
+    """Makes `damage` NaN at the slot if one of x, float32, is infinite or no number. By its bits: where x is
+    a product, x - x may be contracted to what rounding took from it."""
+    exponent: tl.constexpr = 0x7F800000
     at = damage + slot + tl.zeros_like(x).to(tl.int32)
-    tl.store(at, tl.full(x.shape, float("nan"), tl.float32), mask=mask & (x - x != 0.0))
+    damaged = (x.to(tl.int32, bitcast=True) & exponent) == exponent
+    tl.store(at, tl.full(x.shape, float("nan"), tl.float32), mask=mask & damaged)
 
 
 @triton.jit
