@@ -175,8 +175,9 @@ def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, 
         kinds = check_kinds(config.transports if config.nnodes == 1 else ("grpc",))
     except ValueError as error:
         raise invalid("transport", str(error)) from error
-    if device.type == "cuda" and config.tp > 1:
-        kinds = tuple(kind for kind in kinds if kind != "nixl")  # it registers one pool alone
+    if device.type == "cuda" and config.tp > 1 and "nixl" in kinds:
+        _log.warning("nixl is not offered: it registers one pool alone, and each rank has its own")
+        kinds = tuple(kind for kind in kinds if kind != "nixl")
     for orphan in reap_orphans():
         _log.info("removed the segment of a worker that is gone", path=str(orphan))
     path = resolve(config.model)
