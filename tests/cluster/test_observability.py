@@ -79,14 +79,16 @@ def wait(client: httpx.Client, targets: int, log: Path) -> None:
         try:
             if len(result(client, 'up{job="baton"} == 1')) == targets:
                 return
-        except httpx.TransportError:
-            pass
+        except (httpx.TransportError, httpx.HTTPStatusError):
+            pass  # it starts
         assert time.monotonic() < deadline, log.read_text()[-2000:]
         time.sleep(0.2)
 
 
 def result(client: httpx.Client, query: str) -> list[dict[str, Any]]:
-    answer = client.get("/query", params={"query": query}).json()
+    response = client.get("/query", params={"query": query})
+    response.raise_for_status()
+    answer = response.json()
     assert answer["status"] == "success", (query, answer)
     found: list[dict[str, Any]] = answer["data"]["result"]
     return found
