@@ -217,6 +217,16 @@ def test_a_failed_step_counts_at_a_node_that_has_refused_the_request_meanwhile(l
     assert case.request.failed_steps == 1
 
 
+def test_a_node_that_was_not_connected_when_another_was_chosen_has_not_been_tried():
+    """Else the node that the request has ended would be followed by this one, as if there were no other."""
+    case = HandedOff(up="q")
+    assert case.addresses == "q"
+    case.set("p", True)
+    case.fail("q", 0)
+    case.node.run(2)
+    assert case.addresses == "qp" and case.request.failed_steps == 1
+
+
 def test_an_ended_request_awaits_no_answer():
     case = HandedOff()
     case.retract()

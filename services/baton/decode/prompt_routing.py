@@ -59,12 +59,12 @@ class PromptRouting:
         if any(each is state and now < until for each, _, until in self.given_up.values()):
             return Route.DEFER
         busy = self._busy_with(state)
-        if busy and (busy not in state.candidates[state.tried :] or not self.peers[busy].up):
+        if busy and (busy not in state.left or not self.peers[busy].up):
             busy = ""
         if not state.candidates or (uncached <= state.local_tokens and not busy):
             return Route.LOCAL
         connecting = False
-        for address in sorted(state.candidates[state.tried :], key=lambda address: address != busy):
+        for address in sorted(state.left, key=lambda address: address != busy):
             peer = self.peers[address]
             if peer.up and state.request.grammar is not None and not peer.grammars:
                 continue

@@ -58,7 +58,7 @@ class DecodeRequest:
     candidates: tuple[str, ...]
     local_tokens: int
     """A prompt with at most this many uncached tokens is prefilled here."""
-    tried: int = 0
+    tried: set[str] = field(default_factory=set)
     """Candidates given up so far."""
     address: str = ""
     """Where the prompt is computed; empty: here."""
@@ -89,13 +89,17 @@ class DecodeRequest:
 
     def count_try(self, address: str, reason: str) -> None:
         """The candidate at `address` has failed."""
-        tried = self.candidates.index(address) + 1
         # Choices that are computed each by itself may have been in the same step there: it counts once.
         if reason in STEP_FAILURES and address not in self.failed_at:
             self.failed_at.add(address)
             self.step_failure = reason
             self.request.failed_steps += 1
-        self.tried = max(self.tried, tried)
+        self.tried.add(address)
+
+    @property
+    def left(self) -> list[str]:
+        """Candidates that have not failed, in the caller's order: those that were not connected too."""
+        return [address for address in self.candidates if address not in self.tried]
 
     def stats(self, peer: Peer | None) -> decode_pb2.RequestStats:
         """`peer`: the node at `address`."""
