@@ -139,11 +139,11 @@ def _(peer_down: Wrong, side: DecodeSide, address: str, reason: str) -> None:
 @_bug(
     "expired-lease",
     "an expired lease is still confirmed (vLLM #52234, 5)",
-    200,
+    800,
     PrefillSide,
     "_fail",
     ANY_RELEASE_STOOD,
-    seed=133,
+    seed=618,
 )
 def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, message: str) -> None:
     fail(side, attempt, code, reason, message)
