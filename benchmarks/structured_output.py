@@ -5,8 +5,9 @@
 
 One engine, on one core of a CPU or on a GPU, driven as a decode node's step thread drives it, without other
 processes (those are in structured_streams.py). Rounds of 64 free streams, of 32 free ones beside 32
-constrained by a JSON Schema, and of 64 constrained ones take turns; the time between two tokens of a stream
-is the time of a step. On a GPU, host time is that of a step without waiting for the device. A shared
+constrained by a JSON Schema, and of 64 constrained ones take turns: short ones, since the speed of a shared
+machine wanders by more, in ten seconds, than what is measured. The time between two tokens of a stream is the
+time of a step. On a GPU, host time is that of a step without waiting for the device. A shared
 machine disturbs single steps: the medians of all rounds count, and the processor time of the process, the
 threads that compute masks included. Single masks are timed afterwards, for some of the outputs, one after
 the other.
@@ -186,8 +187,8 @@ class Engine:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--rounds", type=int, default=8, help="of each kind")
-    parser.add_argument("--tokens", type=int, default=120, help="of each output")
+    parser.add_argument("--rounds", type=int, default=24, help="of each kind")
+    parser.add_argument("--tokens", type=int, default=40, help="of each output")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights, in place of --model")
     args = parser.parse_args()
