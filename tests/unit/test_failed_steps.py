@@ -248,18 +248,20 @@ def test_a_prompt_is_handed_off_when_no_step_with_it_is_in_flight_here(waits):
     assert case.request.failed_steps == 1, "it was in a step, though it waits" if waits else "admitted"
 
 
-def test_heartbeats_are_more_frequent_than_silence_is_long():
-    node = Node(silence=1.0)
+@pytest.mark.parametrize(("silence", "grace"), [(1.0, 8.0), (8.0, 1.0)])
+def test_heartbeats_are_more_frequent_than_silence_and_a_leases_grace_are_long(silence, grace):
+    node = Node(silence=silence)
     core, beats = node.core, []
+    core.handoffs.shorten_beat(grace)
     core.flush_to = lambda step, outputs, effects: beats.extend(
         node.now for each in effects if isinstance(each, Beat)
     )
     core.peer_changed("p", Peer(True, 0.0, "shm"), "", 0.0)
     request = Request(Key("caller", 1), tuple(range(8)), SamplingParams())
     core.start(request.key, 7, 0, request, ("p",), 0.0, local_tokens=0)
-    for _ in range(17):
+    for _ in range(65):
         node.run(1)
-        node.now += 1 / 16
+        node.now += 1 / 64
     assert beats == [0.25, 0.5, 0.75, 1.0]
 
 

@@ -10,10 +10,13 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.decode.messages import request_for
 from baton.decode.shell import DecodeShell
 from baton.decode.stream import DecodeStream
+from baton.decode.types import DecodeCounters
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.handoff.attempt import PrefillCounters
+from baton.handoff.decode_side import HandoffCounters
 from baton.handoff.messages import AttemptName, StartPrefill
+from baton.handoff.pull_cost import PullCost
 from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.errors import BatonError, exhausted, from_status
 from baton.tracing.recorder import Recorder
@@ -247,4 +250,44 @@ def test_a_prefill_node_reports_its_leases_and_counters():
         leases_expired=counters.expired,
         leases_revoked=counters.revoked,
         **reported,
+    )
+
+
+@pytest.mark.parametrize("cost", [None, PullCost(0.25, 0.5)])
+def test_a_decode_node_reports_its_handoffs_and_counters(cost):
+    node = Decode(DecodeConfig())
+    assert node.load() == node_pb2.Load(rows=5)
+    node.page_bytes, node.messages = 64, 9
+    node.peers.pull_meter = SimpleNamespace(cost=cost)
+    counters = HandoffCounters(pulled_pages=10, retries={"SILENT": 2, "PEER_LOST": 3})
+    node.core_or_none = SimpleNamespace(
+        requests=11,
+        handoffs=SimpleNamespace(active=12, pulls=13, counters=counters),
+        counters=DecodeCounters(1, 2, 3, 4, 5, 6, 7),
+        scheduler=SimpleNamespace(local_prompts=14),
+        paused=15,
+        overload=SimpleNamespace(first_token=SimpleNamespace(value=1.5), wait=2.5),
+    )
+    assert node.load() == node_pb2.Load(
+        rows=5,
+        requests=11,
+        handing_off=12,
+        pulls=13,
+        pulled_pages=10,
+        pulled_bytes=640,
+        handoff_retries=5,
+        handoff_retry_reasons=counters.retries,
+        messages=9,
+        prompt_tokens=1,
+        cached_tokens=2,
+        output_tokens=3,
+        finished=4,
+        failed=5,
+        cancelled=6,
+        refused=7,
+        local_prefills=14,
+        paused=15,
+        first_token_ms=1500,
+        wait_ms=2500,
+        pull_cost=cost and node_pb2.PullCost(fixed=0.25, token=0.5),
     )
