@@ -57,7 +57,7 @@ class Reference:
         rng = random.Random(seed)
         answers = []
         for length in lengths:
-            for _ in range(20):
+            for _ in range(50):
                 prompt = [rng.randrange(self._vocabulary) for _ in range(length)]
                 answer = self.greedy(prompt, count)
                 if answer.gap > MIN_GAP:
