@@ -194,6 +194,7 @@ BAD = [
     ("completions", {**COMPLETION, "logprobs": 21}, "logprobs"),
     ("completions", {**COMPLETION, "logit_bias": {"x": 1}}, "logit_bias"),
     ("completions", {**COMPLETION, "logit_bias": {"9000": 1}}, "logit_bias[9000]"),
+    ("completions", {**COMPLETION, "logit_bias": {"5": 1, "05": 1}}, "logit_bias"),
     ("completions", {**COMPLETION, "stream_options": {"include_usage": True}}, "stream_options"),
     ("completions", {**COMPLETION, "prompt": []}, "prompt"),
     ("completions", {**COMPLETION, "prompt": [-1]}, "prompt"),

@@ -125,6 +125,28 @@ def test_wrong_file_names_the_key(tmp_path: Path, toml: str, message: str) -> No
     assert message in caught.value.message and str(file) in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("threads", -1, "--threads must be at least 0, not -1"),
+        ("request_seconds", -0.5, "--request-seconds must be at least 0, not -0.5"),
+        ("local_prefill_tokens", -3, "--local-prefill-tokens must be at least 0, not -3"),
+        ("handoff_seconds", float("nan"), "--handoff-seconds must be at least 0, not nan"),
+        ("watermark", 2.5, "--watermark must be from 0 to 1, not 2.5"),
+    ],
+)
+def test_a_number_out_of_range_names_the_flag(tmp_path: Path, name: str, value: float, message: str) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(f"{name} = {value}\n")
+    for arguments in (["--" + name.replace("_", "-"), str(value)], ["--config", str(file)]):
+        with pytest.raises(click.UsageError) as caught:
+            parse("decode", *arguments)
+        assert message in caught.value.message
+    with pytest.raises(click.UsageError) as caught:
+        settings_by_role({"config_file": file})
+    assert caught.value.message == message
+
+
 def test_a_file_for_all_roles_is_fine_for_each(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text('model = "demo"\nkv_tokens = 64\n[gateway]\nmax_requests = 3\n[tokenizer]\nthreads = 1\n')

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import math
 import sys
 import tomllib
 import types
@@ -202,7 +203,8 @@ def _option(field: Field, default: Any, section: str) -> Callable[[F], F]:
 
 
 def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the configuration that were given as a flag, in the environment or in a file."""
+    """The fields of the configuration that were given as a flag, in the environment or in a file. Raises
+    click.UsageError that names the flag of a number out of range: none may be negative."""
     found: dict[str, Any] = {}
     for name, field in fields_of(config).items():
         value = values.get(name)
@@ -211,7 +213,17 @@ def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
         if field.kind is tuple:
             value = tuple(item.strip() for text in value for item in text.split(",") if item.strip())
         found[name] = None if value == "none" and field.optional else value
+        _check_range(field, found[name])
     return found
+
+
+def _check_range(field: Field, value: Any) -> None:
+    """Raises click.UsageError. Wherever the value came from: a flag, the environment or a file."""
+    if field.kind not in (int, float) or value is None:
+        return
+    part = field.name in PARTS
+    if not 0 <= value <= (1 if part else math.inf):
+        raise click.UsageError(f"{field.flag} must be {'from 0 to 1' if part else 'at least 0'}, not {value}")
 
 
 def build(config: type[C], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> C:
@@ -236,6 +248,8 @@ def fail(message: str, code: int = 1) -> typing.NoReturn:
     sys.exit(code)
 
 
+PARTS = frozenset({"otel_sample", "memory_fraction", "max_leased_fraction", "watermark"})
+"""Fields that are a part of something: from 0 to 1."""
 ROLES: Mapping[str, type[NodeConfig]] = {
     "gateway": GatewayConfig,
     "tokenizer": TokenizerConfig,

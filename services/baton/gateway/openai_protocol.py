@@ -190,5 +190,7 @@ def common_sampling(request: CommonRequest) -> common_pb2.SamplingParams:
         # The length first: int() refuses very long numbers.
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < 2**32):
             raise invalid_value("logit_bias", f"logit_bias: {key[:40]!r} is no token id")
+        if int(key) in sampling.logit_bias:
+            raise invalid_value("logit_bias", f"logit_bias: token {int(key)} is given twice, once as {key!r}")
         sampling.logit_bias[int(key)] = bias
     return sampling
