@@ -224,6 +224,16 @@ def test_a_mask_waits_for_the_token_before_it():
     assert grammars.stats.masks == 2
 
 
+def test_a_stop_token_that_comes_too_early_is_forbidden_where_the_grammar_has_another():
+    grammars = GrammarMasks(VOCAB)
+    grammars.init(SlotInit(0, PARAMS[0], 0, (), (), grammar=EveryThird()))
+    allowed = range(0, VOCAB, 3)
+    for few in ([0], [33, 96], [3, 66, 297], [*allowed[1:]]):
+        masks = grammars.begin([0], [0], {0: few}).result()
+        assert (masks.words[0] == mask_of([id for id in allowed if id not in few])).all()
+    assert (grammars.begin([0], [0], {0: [*allowed]}).result().words[0] == mask_of(allowed)).all()
+
+
 def test_masks_for_a_device_equal_those_for_the_host():
     grammars = GrammarMasks(VOCAB)
     grammars.init(SlotInit(0, PARAMS[0], 0, (), (), grammar=EveryThird()))

@@ -24,6 +24,8 @@ from baton.handoff.messages import (
 )
 from baton.handoff.prefill_side import PrefillCounters, PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.prefill.core import PrefillCore
+from baton.tracing.recorder import Kind, Recorder
 
 NAME = AttemptName(7, 1, 0, 0)
 PROMPT = tuple(range(10))
@@ -85,6 +87,17 @@ def test_pages_that_were_seen_to_be_right_need_no_answer():
     node.first()
     assert node.pulled(pull) == [ReleaseLease("p0", NAME, awaited=False)]
     assert not node.side.active and node.request.sequences[0] in node.scheduler.running
+
+
+@pytest.mark.parametrize(("reported", "asked"), [(False, 2), (True, None)])
+def test_log_probabilities_of_a_prompt_are_asked_for_until_the_caller_has_them(reported, asked):
+    node = Decode()
+    node.side.abandon(node.request.sequences[0])
+    node.take()
+    node.request.params = SamplingParams(prompt_logprobs=2)
+    node.request.reported = reported
+    node.side.begin(node.request.sequences[0], "p0", 1.0)
+    assert [effect.params.prompt_logprobs for effect in node.take()] == [asked]
 
 
 def test_a_peer_has_cached_no_more_tokens_than_there_are():
@@ -211,6 +224,22 @@ def complete(side, number, keep_pages=True, priority=0):
     step = side.plan(2.0)
     side.commit(step, StepResult(step.plan.number, (RowResult((50,)),)), 2.0)
     return name
+
+
+def test_a_prefill_node_records_the_chunks_of_its_prompts():
+    recorder = Recorder()
+    core = PrefillCore(
+        KvCache(PageAllocator(40), PrefixTree(4)),
+        SchedulerConfig(context_length=100, token_budget=64, max_rows=8),
+        lease_grace=9.0,
+        max_leased_pages=30,
+        flush_to=lambda outputs: None,
+        retire=lambda step: None,
+        recorder=recorder,
+    )
+    complete(core.side, 2)
+    chunks = [event for event in recorder.all() if event.kind is Kind.CHUNK_BEGUN]
+    assert [(event.request, event.number, event.step) for event in chunks] == [(2, len(PROMPT), 1)]
 
 
 def test_a_holders_leases_count_together():

@@ -200,3 +200,15 @@ def test_of_prompts_that_lack_pages_on_a_prefill_node_the_last_fails():
     (failed,) = engine.scheduler.take_events()
     assert (failed.request.key, failed.reason) == (2, "NO_PAGES")
     assert [sequence.request.key for sequence in engine.scheduler.prompts] == [1]
+
+
+def test_a_prompt_that_lacks_pages_waits_while_another_goes_on():
+    engine = Engine((None,), 60, budget=16, prompt_only=True)
+    for number in (1, 2):
+        engine.submit(number, range(100 * number, 100 * number + 100), 1)
+    assert engine.scheduler.plan() is not None
+    squeeze = engine.cache.hold([])
+    engine.cache.extend(squeeze, engine.cache.available - 2)  # each needs two more
+    step = engine.scheduler.plan()
+    assert step is not None and [record.sequence.request.key for record in step.records] == [1]
+    assert not engine.scheduler.take_events() and len(engine.scheduler.prompts) == 2

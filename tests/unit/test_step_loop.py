@@ -214,6 +214,26 @@ def test_the_way_to_a_launch_is_kept_warm_while_a_step_is_expected():
     assert loop.stop() and not crashed
 
 
+def test_an_idle_turn_is_told_when_the_thread_is_wanted():
+    """By a call, or by the end of the node."""
+    turns, crashed, called = threading.Semaphore(0), [], threading.Event()
+    core = SimpleNamespace(expecting=False, plan=lambda now: None)
+    core.tick = core.admit = core.flush = lambda _: None
+
+    def spare(wanted):
+        turns.release()
+        last = time.monotonic() + 20.0
+        while not wanted() and time.monotonic() < last:
+            time.sleep(0.001)
+
+    loop = StepLoop(core, Device(), name="steps", crashed=crashed.append, spare=spare)
+    loop.start()
+    assert turns.acquire(timeout=10.0)
+    loop.call(lambda core, now: called.set())
+    assert called.wait(10.0) and turns.acquire(timeout=10.0)
+    assert loop.stop() and not crashed
+
+
 def test_a_warm_turn_that_fails_ends_nothing():
     """A step would say what is wrong with the device; there is none."""
     told: list[Exception] = []

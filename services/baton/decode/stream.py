@@ -126,12 +126,12 @@ class DecodeStream(CallerStream):
         return taken
 
     def refuse(self, request: int, attempt: int, error: BatonError) -> None:
+        """Answers a message of the caller, which thus has not closed its side yet."""
         event = decode_pb2.DecodeEvent(request=request, attempt=attempt, failed=to_status(error))
         if self._running.get(request) == attempt:
             self._end(request)
         self._hurry(request)
         self.put(decode_pb2.StepEvents(events=[event]))
-        self._close_if_done()
 
     def _end(self, request: int) -> None:
         self._running.pop(request, None)

@@ -81,7 +81,7 @@ class CudaRunner:
         as graphs are captured. Raises ValueError for a pool without a spare page."""
         from baton.layers.kernels.sampling import sample
 
-        if not pool.spare:
+        if len(pool.raw) == pool.num_pages:
             raise ValueError("the pool needs a spare page for rows that pad a batch")
         self.max_slots = max_slots
         self.vocab_size = model.config.vocab_size

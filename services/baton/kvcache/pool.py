@@ -71,7 +71,6 @@ class KvPool:
         self.layout = layout
         self.heads = heads or (0, layout.num_kv_heads)
         self.num_pages = num_pages
-        self.spare = spare
         self.device = torch.device(device)
         total = num_pages + spare
         size = total * layout.page_bytes
