@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -58,7 +58,47 @@ class AttentionOptions:
 NONE = AttentionOptions()
 
 
-class Attention:
+class AttentionModule(ABC):
+    """A projection, attention over the paged pool, output projection."""
+
+    index: int
+    """Of the layer."""
+    rope: Rope
+    kv: KvShape
+    options: AttentionOptions
+    input: Linear
+    output: Linear
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]"""
+        return self.output(self._attend(x, batch))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """residual + the same; `residual` may be overwritten."""
+        return self.output.add_to(residual, self._attend(x, batch))
+
+    def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        projected = self.input(x)
+        if (paged := batch.paged) is not None:
+            return self.attend(paged.attend, self.write(projected, paged.place(self.index, self.rope)))
+        return batch.attend(self.index, *self.split(projected, batch))
+
+    @abstractmethod
+    def split(
+        self, projected: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What `input` has projected -> rotated queries, rotated keys, values, as `Attend` takes them."""
+
+    @abstractmethod
+    def write(self, projected: torch.Tensor, place: Place) -> torch.Tensor:
+        """On a GPU, with kernels: the same, but keys and values go into the pool -> queries."""
+
+    @abstractmethod
+    def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:
+        """On a GPU, with what `write` returned -> [tokens, inputs of `output`]"""
+
+
+class Attention(AttentionModule):
     """Projections, norms of each head, rotation, attention over the paged pool, output projection."""
 
     def __init__(
@@ -69,35 +109,31 @@ class Attention:
         heads: int,
         kv_heads: int,
         head_dim: int,
-        rope: Rope | None,
+        rope: Rope,
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
         norm_eps: float | None = None,
         norm_plus_one: bool = False,
-        options: AttentionOptions | None = None,
-        convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        options: AttentionOptions = NONE,
         merged: str | None = None,
     ) -> None:
-        """`index`: of the layer; `rope` None: no rotation; `norm_eps`: queries and keys of each head are
-        normalized; `convert`: of the weights of queries and of keys; `merged`: the checkpoint's name for
+        """`norm_eps`: queries and keys of each head are normalized; `merged`: the checkpoint's name for
         queries, keys and values in one tensor."""
         shard = parameters.shard
         own, own_kv = shard.split(heads, "attention heads"), shard.kv_heads(kv_heads)
-        self.index, self.head_dim = index, head_dim
+        self.index, self.rope, self.head_dim = index, rope, head_dim
         self.heads, self.kv_heads = own[1], own_kv[1]
         """Of this rank."""
         self.kv = KvShape(kv_heads, head_dim, 2)
-        self.rope = rope
-        self.options = options or AttentionOptions()
+        self.options = options
         q, kv = heads * head_dim, kv_heads * head_dim
         parts = {merged: q + 2 * kv} if merged else {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        conversions = {"q_proj": convert, "k_proj": convert} if convert else None
         queries, keys = times(own, head_dim), times(own_kv, head_dim)
         rows = {"q_proj": [queries], "k_proj": [keys], "v_proj": [keys]}
         if merged:
             rows = {merged: [queries, times(own_kv, head_dim, q), times(own_kv, head_dim, q + kv)]}
-        self.qkv = parameters.linear(parts, hidden, qkv_bias, conversions, rows=rows)
+        self.input = parameters.linear(parts, hidden, qkv_bias, rows=rows)
         self.output = parameters.linear({"o_proj": hidden}, q, output_bias, columns=queries)
         self.qk_norm: torch.Tensor | None = None
         """[heads + kv heads, head_dim]: the weight of each head's norm."""
@@ -114,42 +150,26 @@ class Attention:
                     convert=add_one if norm_plus_one else None,
                 )
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]"""
-        return self.output(self._attend(x, batch))
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """residual + the same; `residual` may be overwritten."""
-        return self.output.add_to(residual, self._attend(x, batch))
-
-    def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def split(
+        self, projected: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, rotated = self.heads, self.heads + self.kv_heads
-        qkv = self.qkv(x)
-        if (paged := batch.paged) is not None and self.rope is not None:
-            return self.attend(paged.attend, self.write(qkv, paged.place(self.index, self.rope)))
-        qkv = qkv.view(x.shape[0], rotated + self.kv_heads, self.head_dim)
+        qkv = projected.view(len(projected), rotated + self.kv_heads, self.head_dim)
         qk = qkv[:, :rotated]
         if self.qk_norm is not None:
             qk = F.rms_norm(qk, (self.head_dim,), None, self.norm_eps).mul_(self.qk_norm)
-        if self.rope is not None:
-            qk = apply_rope(qk, *batch.rotation(self.rope))
-        return batch.attend(self.index, qk[:, :heads], qk[:, heads:], qkv[:, rotated:])
+        qk = apply_rope(qk, *batch.rotation(self.rope))
+        return qk[:, :heads], qk[:, heads:], qkv[:, rotated:]
 
-    @property
-    def input(self) -> Linear:
-        return self.qkv
-
-    def write(self, qkv: torch.Tensor, place: Place) -> torch.Tensor:
-        """On a GPU: norms, rotation and the write of keys and values, all of what `input` has projected, in
-        one kernel. -> queries [tokens, heads, head_dim]"""
+    def write(self, projected: torch.Tensor, place: Place) -> torch.Tensor:
+        """One kernel. -> queries [tokens, heads, head_dim]"""
         from baton.layers.kernels.qkv import write_qkv
 
         scales = self.options.kv_scales
-        write_qkv(qkv, self.qk_norm, place.rotation, *place[:5], self.heads, self.norm_eps, scales)
-        return qkv.view(len(qkv), -1, self.head_dim)[:, : self.heads]
+        write_qkv(projected, self.qk_norm, place.rotation, *place[:5], self.heads, self.norm_eps, scales)
+        return projected.view(len(projected), -1, self.head_dim)[:, : self.heads]
 
     def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:
-        """On a GPU, with what `write` returned -> [tokens, heads * head_dim], for `output`"""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         attend(self.index, q, out)
         return out.flatten(1)

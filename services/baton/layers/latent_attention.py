@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from baton.layers.attention import AttentionOptions, KvShape
+from baton.layers.attention import AttentionModule, AttentionOptions, KvShape
 from baton.layers.forward_batch import AttendPages, ForwardBatch, Place
-from baton.layers.linear import Linear
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope, half_split
@@ -85,7 +84,7 @@ class LatentProjections:
         return torch.cat((keys, rotated), -1), torch.einsum("tr,hvr->thv", latents[:, :rank], self.values)
 
 
-class LatentAttention:
+class LatentAttention(AttentionModule):
     """Projections to and from latents, rotation, attention over the paged pool, output projection."""
 
     def __init__(
@@ -128,7 +127,8 @@ class LatentAttention:
                 convert=up,
                 rows={"q_b_proj": [times(own, size)]},
             )
-        self.down = parameters.linear(down, hidden, bias, conversions, rows=rows)
+        self._queries = shape.query_rank or own[1] * size
+        self.input = parameters.linear(down, hidden, bias, conversions, rows=rows)
         self.latent_norm = RmsNorm(parameters, "kv_a_layernorm", shape.rank, _NORM_EPS)
         up_size = shape.plain + shape.value
         up_projection = parameters.tensor(
@@ -145,34 +145,34 @@ class LatentAttention:
             {"o_proj": hidden}, shape.heads * shape.value, bias, columns=times(own, shape.value)
         )
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]"""
-        return self.output(self._attend(x, batch))
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """residual + the same; `residual` may be overwritten."""
-        return self.output.add_to(residual, self._attend(x, batch))
-
-    @property
-    def input(self) -> Linear:
-        return self.down
+    def split(
+        self, projected: torch.Tensor, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        shape = self.shape
+        q, latents, key = torch.split(projected, [self._queries, shape.rank, shape.rotated], -1)
+        if self.query_norm is not None:
+            q = self.query_up(self.query_norm(q))
+        q = q.reshape(len(q), shape.heads, -1)
+        rotation = batch.rotation(self.rope)
+        q = torch.cat((q[..., : shape.plain], apply_rope(q[..., shape.plain :], *rotation)), -1)
+        key = apply_rope(key[:, None], *rotation)
+        latent = torch.cat((self.latent_norm(latents)[:, None], key), -1)
+        return q, latent, latent
 
     def write(self, projected: torch.Tensor, place: Place) -> torch.Tensor:
-        """On a GPU: rotates and absorbs queries, normalizes and writes latents, all of what `input` has
-        projected, in one kernel. -> absorbed queries [tokens, heads, rank + rotated]"""
+        """Rotates and absorbs queries, normalizes and writes latents in one kernel. -> absorbed queries
+        [tokens, heads, rank + rotated]"""
         from baton.layers.kernels.latent_projections import absorb
 
-        shape, latent, norm = self.shape, self.options.latent, self.latent_norm
+        latent, norm = self.options.latent, self.latent_norm
         assert latent is not None
-        queries = shape.query_rank or shape.heads * (shape.plain + shape.rotated)
-        q, latents = projected[:, :queries], projected[:, queries:]
+        q, latents = projected[:, : self._queries], projected[:, self._queries :]
         if self.query_norm is not None:
             q = self.query_up(self.query_norm(q))
         where = place.rotation, *place[:2], place.tables, place.cache[:, 0, 0]
         return absorb(q, latents, latent.keys, norm.weight, *where, norm.eps)
 
     def attend(self, attend: AttendPages, q: torch.Tensor) -> torch.Tensor:
-        """On a GPU, with what `write` returned -> [tokens, heads * value], for `output`"""
         from baton.layers.kernels.latent_projections import project
 
         shape, latent = self.shape, self.options.latent
@@ -182,19 +182,3 @@ class LatentAttention:
         values = q.new_empty(len(q), shape.heads, shape.value)
         project(attended, latent.values, values)
         return values.flatten(1)
-
-    def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        shape = self.shape
-        if (paged := batch.paged) is not None:
-            place = paged.place(self.index, self.rope)
-            return self.attend(paged.attend, self.write(self.down(x), place))
-        queries = shape.query_rank or shape.heads * (shape.plain + shape.rotated)
-        q, latents, key = torch.split(self.down(x), [queries, shape.rank, shape.rotated], -1)
-        if self.query_norm is not None:
-            q = self.query_up(self.query_norm(q))
-        q = q.reshape(x.shape[0], shape.heads, -1)
-        rotation = batch.rotation(self.rope)
-        q = torch.cat((q[..., : shape.plain], apply_rope(q[..., shape.plain :], *rotation)), -1)
-        key = apply_rope(key[:, None], *rotation)
-        latent = torch.cat((self.latent_norm(latents)[:, None], key), -1)
-        return batch.attend(self.index, q, latent, latent)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from baton.layers.attention import Attention, AttentionOptions, KvShape
+from baton.layers.attention import Attention, AttentionModule, AttentionOptions, KvShape
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.latent_attention import LatentAttention
@@ -17,7 +17,6 @@ from baton.layers.linear import CpuLayout, Linear, Transposed, fastest_layout, f
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
-from baton.layers.rope import Rope
 from baton.layers.shard import Communicator, Shard
 from baton.layers.weights.cpu import Product
 from baton.layers.weights.method import QuantizedWeight
@@ -64,22 +63,6 @@ class FeedForward(Protocol):
         ...
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + the same; `residual` may be overwritten."""
-        ...
-
-
-class AttentionModule(Protocol):
-    options: AttentionOptions
-    kv: KvShape
-
-    @property
-    def rope(self) -> Rope | None: ...
-
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[tokens, hidden] -> [tokens, hidden]"""
-        ...
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """residual + the same; `residual` may be overwritten."""
         ...
 
@@ -188,9 +171,8 @@ class Decoder:
         """Computes the rotations of all positions, and on a CPU brings the matrices into the layout that
         computes fastest, one by one."""
         positions = self.config.used_length
-        for rope in {id(layer.attention.rope): layer.attention.rope for layer in self.layers}.values():
-            if rope is not None:
-                rope.prepare(positions, self.dtype, self.device)
+        for rope in {layer.attention.rope for layer in self.layers}:
+            rope.prepare(positions, self.dtype, self.device)
         if self.config.tied and self.head.quantized is not None:
             self.head.quantized.fill(0, self.embedding)
         if self.device.type == "cuda":
@@ -282,7 +264,7 @@ def plain_layers(decoder: Model) -> list[DecoderLayer] | None:
 
 
 def _plain(layer: DecoderLayer) -> bool:
-    known = isinstance(layer.attention, Attention | LatentAttention) and layer.attention.rope is not None
+    known = isinstance(layer.attention, Attention | LatentAttention)
     module = layer.feed_forward
     if isinstance(module, Mixture):
         return known and kernels_know(module)

@@ -74,9 +74,7 @@ class FusedDecoder:
         """Then rank 0 alone has the biases of what is summed, and all must take the same path."""
         layers = plain_layers(model)
         assert layers is not None
-        rope = layers[0].attention.rope
-        assert rope is not None
-        self._rope = rope.halves(context_length, model.device)
+        self._rope = layers[0].attention.rope.halves(context_length, model.device)
         self._layers: list[_Weights] = []
         for layer, (group, place) in zip(layers, places(pool.layout.groups, len(layers)), strict=True):
             attention, mlp = layer.attention, layer.feed_forward

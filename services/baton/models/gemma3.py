@@ -11,8 +11,9 @@ from baton.layers.forward_batch import ForwardBatch
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
-from baton.models.config import ModelConfig, ModelError, make_rope, window
+from baton.models.config import ModelConfig, ModelError, make_rope
 from baton.models.decoder import Decoder
+from baton.models.llama import llama_attention
 
 
 class GemmaLayer:
@@ -43,27 +44,11 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
     if hf.final_logit_softcapping is not None or getattr(hf, "use_bidirectional_attention", False):
         raise ModelError("Gemma 3 with final_logit_softcapping or bidirectional attention is not supported")
     ropes = {kind: make_rope(config, kind) for kind in set(hf.layer_types)}
+    options = AttentionOptions(scale=hf.query_pre_attn_scalar**-0.5, softcap=hf.attn_logit_softcapping)
     layers = []
     for index, kind in enumerate(hf.layer_types):
         layer = parameters.under(f"model.layers.{index}")
-        attention = Attention(
-            layer.under("self_attn"),
-            index,
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            ropes[kind],
-            qkv_bias=hf.attention_bias,
-            output_bias=hf.attention_bias,
-            norm_eps=config.rms_norm_eps,
-            norm_plus_one=True,
-            options=AttentionOptions(
-                scale=hf.query_pre_attn_scalar**-0.5,
-                window=window(config, index),
-                softcap=hf.attn_logit_softcapping,
-            ),
-        )
+        attention = llama_attention(config, layer.under("self_attn"), index, ropes[kind], options, True)
         layers.append(GemmaLayer(config, layer, index, attention))
     scale = math.sqrt(config.hidden_size)
     return Decoder(config, parameters, layers, norm_plus_one=True, embedding_scale=scale)

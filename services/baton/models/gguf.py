@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,39 +31,18 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 def read_hf_config(file: GgufFile) -> Any:
     """The transformers configuration of the model in a file. Raises CheckpointError."""
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     family = family_of(file)
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path} lacks tensor token_embd.weight")
-    options = {
-        "model_type": family.model_type,
-        "architectures": [family.architecture],
-        **common(file),
-        **family.options(file),
-    }
-    return AutoConfig.for_model(options.pop("model_type"), **options)
-
-
-class _Source(Protocol):
-    """Where a tensor of a Hugging Face checkpoint comes from."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def read(self, rows: slice) -> Floats: ...
-
-    @property
-    def kind(self) -> str | None:
-        """The type of its blocks, where they can be read as they are."""
-        ...
-
-    def blocks(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """[rows, bytes]"""
-        ...
+    options = {"model_type": family.model_type, **common(file), **family.options(file)}
+    kind = options.pop("model_type")
+    return AutoConfig.for_model(kind, architectures=[MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]], **options)
 
 
 class _Rows:
-    """A tensor of the file, or one expert's part of it."""
+    """Where a tensor of a Hugging Face checkpoint comes from: a tensor of the file, or one expert's part."""
 
     def __init__(
         self, file: GgufFile, name: str, expert: int | None = None, heads: int | None = None, add: float = 0.0
@@ -72,16 +51,15 @@ class _Rows:
         self._file, self._name, self._expert, self._add = file, name, expert, add
         self.shape = file.shape(name)[0 if expert is None else 1 :]
         self._order = None if heads is None else _halves(self.shape[0], heads)
+        self.kind = None if add or len(self.shape) != 2 else file.kind(name)
+        """The type of its blocks, where they can be read as they are."""
 
     def read(self, rows: slice) -> Floats:
         piece = self._file.unpack(self._name, self._index(rows))
         return piece + np.float32(self._add) if self._add else piece
 
-    @property
-    def kind(self) -> str | None:
-        return None if self._add or len(self.shape) != 2 else self._file.kind(self._name)
-
     def blocks(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """[rows, bytes]"""
         return self._file.blocks(self._name, self._index(slice(None)))
 
     def _index(self, rows: slice) -> Any:
@@ -89,12 +67,13 @@ class _Rows:
         return index if self._expert is None else (self._expert, index)
 
 
-class _LatentUp:
+class _LatentUp(_Rows):
     """DeepSeek's projection from latents: the keys' part, which the file has transposed, and the values' of
     each head in turn."""
 
     def __init__(self, file: GgufFile, keys: str, values: str) -> None:
-        self._file, self._names = file, (keys, values)
+        super().__init__(file, keys)
+        self._names = keys, values
         (heads, rank, plain), (_, value, _) = file.shape(keys), file.shape(values)
         self.shape = (heads * (plain + value), rank)
 
@@ -102,11 +81,6 @@ class _LatentUp:
         keys, values = (self._file.unpack(name, slice(None)) for name in self._names)
         merged: Floats = np.concatenate((keys.swapaxes(1, 2), values), 1).reshape(self.shape)
         return merged[rows]
-
-    kind = None
-
-    def blocks(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        raise NotImplementedError
 
 
 def _halves(count: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -118,14 +92,14 @@ def _halves(count: int, heads: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.arange(count).reshape(heads, count // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _sources(file: GgufFile) -> dict[str, _Source]:
+def _sources(file: GgufFile) -> dict[str, _Rows]:
     """By the names of Hugging Face checkpoints; an unknown tensor keeps its name."""
     family, count = family_of(file), layers(file)
     heads = file.value("*.attention.head_count", int)
     of_heads = {"attn_q": heads, "attn_k": file.value("*.attention.head_count_kv", int, heads)}
     names = {**LAYER, **family.names}
     projections = dict(zip(("gate", "up", "down"), family.experts[1:], strict=True))
-    found: dict[str, _Source] = {}
+    found: dict[str, _Rows] = {}
     for name in file.tensors:
         if name in _CONFIGURATION:
             continue

@@ -21,8 +21,7 @@ SOFTMAX, SIGMOID = 1, 2
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
     model_type: str
-    """In transformers; so is `architecture`, the class."""
-    architecture: str
+    """In transformers."""
     options: Callable[[GgufFile], dict[str, Any]]
     """What the configuration has beyond `common`, or has otherwise."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -158,15 +157,9 @@ def _phi3(file: GgufFile) -> dict[str, Any]:
 
 def _layer_types(file: GgufFile, period: int) -> list[str]:
     """All layers but the last of each period have a window. A file may state the period, or each layer."""
-    pattern = file.metadata.get(
-        f"{file.value('general.architecture', str)}.attention.sliding_window_pattern", period
-    )
-    count = layers(file)
-    windows = (
-        [bool(each) for each in pattern]
-        if isinstance(pattern, list)
-        else [(index + 1) % pattern != 0 for index in range(count)]
-    )
+    key = f"{file.value('general.architecture', str)}.attention.sliding_window_pattern"
+    pattern, count = file.metadata.get(key, period), layers(file)
+    windows = pattern if isinstance(pattern, list) else [(1 + index) % pattern for index in range(count)]
     if len(windows) < count:
         raise CheckpointError(f"{file.path}: sliding_window_pattern has fewer entries than there are layers")
     return ["sliding_attention" if each else "full_attention" for each in windows[:count]]
@@ -250,7 +243,7 @@ def _deepseek2(file: GgufFile) -> dict[str, Any]:
             raise CheckpointError(f"{file.path}: expert_weights_norm with softmax is not supported")
         options["topk_method"] = "group_limited_greedy" if options["n_group"] > 1 else "greedy"
     else:
-        options |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+        options["model_type"] = "deepseek_v3"
     return {
         **options,
         "intermediate_size": file.value("*.feed_forward_length", int, 0),
@@ -264,7 +257,7 @@ def _deepseek2(file: GgufFile) -> dict[str, Any]:
     }
 
 
-_EXPERTS = frozenset({"expert_count"})
+_EXPERTS, _DENSE = frozenset({"expert_count"}), frozenset({"leading_dense_block_count"})
 _SHARED = {
     "ffn_gate_inp": "mlp.gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
@@ -272,73 +265,56 @@ _SHARED = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
+_WINDOW = frozenset({"attention.sliding_window"})
 _MIXTRAL = GgufFamily(
     "mixtral",
-    "MixtralForCausalLM",
     _mixtral,
     {"ffn_gate_inp": "block_sparse_moe.gate"},
     experts=("block_sparse_moe.experts", "w1", "w3", "w2"),
     interleaved=True,
     known=_EXPERTS,
 )
+_GEMMA = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_OSS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    **_SHARED,
+}
 FAMILIES = {
-    "llama": GgufFamily("llama", "LlamaForCausalLM", _plain, interleaved=True),
-    "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM", _plain),
-    "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM", _plain),
-    "qwen3moe": GgufFamily(
-        "qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, {"ffn_gate_inp": "mlp.gate"}, known=_EXPERTS
-    ),
+    "llama": GgufFamily("llama", _plain, interleaved=True),
+    "qwen2": GgufFamily("qwen2", _plain),
+    "qwen3": GgufFamily("qwen3", _plain),
+    "qwen3moe": GgufFamily("qwen3_moe", _qwen3_moe, {"ffn_gate_inp": "mlp.gate"}, known=_EXPERTS),
     "phi3": GgufFamily(
-        "phi3",
-        "Phi3ForCausalLM",
-        _phi3,
-        {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        known=frozenset({"attention.sliding_window"}),
+        "phi3", _phi3, {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, known=_WINDOW
     ),
     "gemma3": GgufFamily(
         "gemma3_text",
-        "Gemma3ForCausalLM",
         _gemma3,
-        {
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
+        _GEMMA,
         norms_plus_one=True,
-        known=frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
+        known=_WINDOW | {"attn_logit_softcapping", "final_logit_softcapping"},
     ),
-    "gpt-oss": GgufFamily(
-        "gpt_oss",
-        "GptOssForCausalLM",
-        _gpt_oss,
-        {
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks.weight": "self_attn.sinks",
-            "ffn_gate_inp": "mlp.router",
-        },
-        known=_EXPERTS | {"attention.sliding_window"},
-    ),
+    "gpt-oss": GgufFamily("gpt_oss", _gpt_oss, _OSS, known=_EXPERTS | _WINDOW),
     "glm4moe": GgufFamily(
         "glm4_moe",
-        "Glm4MoeForCausalLM",
         _glm4_moe,
         {"post_attention_norm": "post_attention_layernorm", **_SHARED},
-        known=_EXPERTS | {"leading_dense_block_count"},
+        known=_EXPERTS | _DENSE,
     ),
-    "deepseek2": GgufFamily(
-        "deepseek_v2",
-        "DeepseekV2ForCausalLM",
-        _deepseek2,
-        {
-            "attn_q_a": "self_attn.q_a_proj",
-            "attn_q_a_norm": "self_attn.q_a_layernorm",
-            "attn_q_b": "self_attn.q_b_proj",
-            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-            "attn_kv_b": "self_attn.kv_b_proj",
-            **_SHARED,
-        },
-        known=_EXPERTS | {"leading_dense_block_count"},
-    ),
+    "deepseek2": GgufFamily("deepseek_v2", _deepseek2, _LATENT, known=_EXPERTS | _DENSE),
 }
 """general.architecture -> family. Mistral's models are "llama" too, and Mixtral's."""

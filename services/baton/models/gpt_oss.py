@@ -8,7 +8,7 @@ from baton.layers.experts import PROJECTIONS, ClampedSwiglu, Experts, Mixture, R
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models import llama
-from baton.models.config import ModelConfig, window
+from baton.models.config import ModelConfig
 from baton.models.decoder import Decoder
 
 
@@ -17,21 +17,9 @@ def build(config: ModelConfig, parameters: Parameters) -> Decoder:
 
 
 def attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
-    bias = config.hf.attention_bias
     own = parameters.shard.split(config.num_heads, "attention heads")
     sinks = parameters.tensor("sinks", config.num_heads, cut=parameters.shard.cut(0, own))
-    return Attention(
-        parameters,
-        index,
-        config.hidden_size,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        rope,
-        qkv_bias=bias,
-        output_bias=bias,
-        options=AttentionOptions(window=window(config, index), sinks=sinks),
-    )
+    return llama.llama_attention(config, parameters, index, rope, AttentionOptions(sinks=sinks))
 
 
 def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Mixture:

@@ -4,14 +4,15 @@ Phi-3 (arXiv:2404.14219) and 4 (arXiv:2412.08905), Qwen 2 (arXiv:2407.10671) and
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from baton.layers.attention import Attention, AttentionOptions
+from baton.layers.attention import NONE, Attention, AttentionModule, AttentionOptions
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope
 from baton.models.config import ModelConfig, make_rope, window
-from baton.models.decoder import AttentionModule, Decoder, DecoderLayer, FeedForward
+from baton.models.decoder import Decoder, DecoderLayer, FeedForward
 
 
 def build(config: ModelConfig, parameters: Parameters) -> Decoder:
@@ -56,13 +57,20 @@ def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> Gat
     )
 
 
-def llama_attention(config: ModelConfig, parameters: Parameters, index: int, rope: Rope) -> Attention:
-    """Qwen 2 has biases of queries, keys and values, Qwen 3 norms of each query and key, GLM-4-MoE either by
-    options, Phi-3 one projection."""
+def llama_attention(
+    config: ModelConfig,
+    parameters: Parameters,
+    index: int,
+    rope: Rope,
+    options: AttentionOptions = NONE,
+    norm_plus_one: bool = False,
+) -> Attention:
+    """Qwen 2 has biases of queries, keys and values, Qwen 3 and Gemma 3 norms of each query and key,
+    GLM-4-MoE either by options, Phi-3 one projection. `options`: those beside the window."""
     bias = bool(getattr(config.hf, "attention_bias", False))
     qwen2 = config.architecture.startswith("Qwen2")
     glm = config.architecture == "Glm4MoeForCausalLM"
-    norms = config.hf.use_qk_norm if glm else config.architecture.startswith("Qwen3")
+    norms = config.hf.use_qk_norm if glm else config.architecture.startswith(("Qwen3", "Gemma3"))
     return Attention(
         parameters,
         index,
@@ -74,6 +82,7 @@ def llama_attention(config: ModelConfig, parameters: Parameters, index: int, rop
         qkv_bias=bias or qwen2,
         output_bias=bias and not qwen2 and not glm,
         norm_eps=config.rms_norm_eps if norms else None,
-        options=AttentionOptions(window=window(config, index)),
+        norm_plus_one=norm_plus_one,
+        options=replace(options, window=window(config, index)),
         merged="qkv_proj" if config.architecture == "Phi3ForCausalLM" else None,
     )

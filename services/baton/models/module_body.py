@@ -34,7 +34,7 @@ class ModuleBody:
         self.caches = [pool.pages[:, :, place] for _, place in of_layers]
         self._layers = [pool.layer(place) for _, place in of_layers]
         ropes = {layer.attention.rope for layer in model.layers}
-        self.ropes = {id(rope): rope.halves(context_length, model.device) for rope in ropes if rope}
+        self.ropes = {id(rope): rope.halves(context_length, model.device) for rope in ropes}
         for layer in model.layers:
             mixture = getattr(layer, "feed_forward", None)
             if isinstance(mixture, Mixture):

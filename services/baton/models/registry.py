@@ -14,15 +14,15 @@ FAMILIES: dict[str, str] = {
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
     "Gemma3ForCausalLM": "gemma3",
-    "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeForCausalLM": "mixtures",
     "GptOssForCausalLM": "gpt_oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
-    "MixtralForCausalLM": "mixtral",
+    "MixtralForCausalLM": "mixtures",
     "Phi3ForCausalLM": "llama",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3MoeForCausalLM": "mixtures",
 }
 """Name in config.json -> module of this package with a function `build`."""
 
