@@ -12,8 +12,9 @@ import torch
 from rig import CUDA, GREEDY, VOCAB, generate, make, prompts_of, reference_logits, save_checkpoint
 from safetensors.torch import load_file, save_file
 
+from baton.engine.cuda_flight import CudaFlight
 from baton.engine.cuda_graphs import batch_sizes
-from baton.engine.cuda_runner import CudaFlight, CudaRunner
+from baton.engine.cuda_runner import CudaRunner
 from baton.engine.device_batch import Ragged
 from baton.engine.plan import PlanRow, Pooling, SlotInit, StepPlan
 from baton.engine.sampling import SamplingParams

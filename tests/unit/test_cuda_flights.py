@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.cuda_runner import CudaFlight, CudaRunner
+from baton.engine.cuda_flight import CudaFlight
+from baton.engine.cuda_runner import CudaRunner
 
 
 class Done:

@@ -6,9 +6,8 @@ import pytest
 from decode_node import PAGES, SIZE, Node, Runner
 from test_attempts import A, B, attempts, placed
 
-from baton.decode.core import MAX_FAILED_STEPS
 from baton.decode.prompt_routing import CANCEL_SECONDS
-from baton.decode.types import Done, Failed, Key, Peer
+from baton.decode.types import MAX_FAILED_STEPS, Done, Failed, Key, Peer
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import SchedulerConfig

@@ -20,7 +20,7 @@ from baton.decode.types import Done, Key, Peer, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
-from baton.handoff.decode_side import MAX_REASONS, HandoffCounters
+from baton.handoff.decode_handoff import MAX_REASONS, HandoffCounters
 from baton.handoff.messages import (
     Alive,
     AttemptName,

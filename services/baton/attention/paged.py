@@ -15,6 +15,7 @@ from baton.attention.base import AttentionRow
 from baton.attention.fp8 import quantize
 from baton.kvcache.pool import KvPool
 from baton.layers.attention import AttentionOptions
+from baton.layers.forward_batch import AttendPages
 from baton.layers.transfer import Upload
 
 
@@ -131,3 +132,30 @@ class PagedAttention(ABC):
         vectors.index_copy_(0, keys + self._layout.page_size, v.reshape(-1, dim))
         self.attend(layer, q, out, self._rows)
         out += damage[:, None, None]
+
+
+class GroupedAttention:
+    """Attention of all layers, by a backend for each KV group."""
+
+    def __init__(self, backends: Sequence[PagedAttention], places: Sequence[tuple[int, int]]) -> None:
+        """`places`: of each layer its group, and its place in the group (`kvcache.groups.places`)."""
+        self._backends, self._places = backends, places
+
+    def over(
+        self,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        starts: torch.Tensor | None = None,
+        longest: int = 1,
+        host: HostRows | None = None,
+    ) -> AttendPages:
+        """Of these rows; tables: int32 [rows, groups, pages], the rest as in PagedRows."""
+        of_groups = [PagedRows(table, lengths, starts, longest, host) for table in tables.unbind(1)]
+        for backend, rows in zip(self._backends, of_groups, strict=True):
+            backend.plan(rows)
+
+        def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+            group, place = self._places[layer]
+            self._backends[group].attend(place, q, out, of_groups[group])
+
+        return attend

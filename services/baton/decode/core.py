@@ -8,16 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from baton.config import DecodeConfig
 from baton.decode.overload import OverloadControl
-from baton.decode.prompt_routing import (
-    LOCAL_PREFILL_TOKENS,
-    MAX_FAILED_STEPS,
-    PromptRouting,
-    Unroutable,
-    repeated,
-)
+from baton.decode.prompt_routing import LOCAL_PREFILL_TOKENS, PromptRouting, Unroutable
 from baton.decode.recording import RequestRecording
 from baton.decode.types import (
-    PHASES,
     DecodeCounters,
     DecodeRequest,
     Done,
@@ -305,18 +298,16 @@ class DecodeCore:
             self.counters.cached_tokens += cached
             asked = state.request.params.prompt_logprobs is not None
             logprobs = tuple(state.request.prompt_logprobs) if asked else None
-            prompt = Prompt(number, state.attempt, cached, logprobs)
-            self._outputs.append((caller, prompt))
+            self._outputs.append((caller, Prompt(number, state.attempt, cached, logprobs)))
         elif isinstance(event, FinishedEvent):
             self.counters.finished += 1
             self._remove(state)
             state.enter("", self.recorder.clock())
             self.recording.ended(state, "finished")
-            self._outputs.append(
-                (caller, Done(number, state.attempt, state.stats(self.peers.get(state.address))))
-            )
+            stats = state.stats(self.peers.get(state.address))
+            self._outputs.append((caller, Done(number, state.attempt, stats)))
         elif isinstance(event, FailedEvent) and event.reason == "STEP_FAILED":
-            self._fail(state, *self._step_failed(state, event.reason, event.message))
+            self._fail(state, *state.step_failed(event.reason, event.message))
         elif isinstance(event, FailedEvent):
             self._fail(state, "INTERNAL", event.reason, event.message)
 
@@ -342,23 +333,13 @@ class DecodeCore:
 
     def _handoff_failed(self, leader: Sequence, address: str, reason: str, message: str) -> None:
         state = self._state(leader)
-        state.retries += 1
-        state.last_failure = f"{address}: {reason}: {message}"
-        state.enter(PHASES[Kind.RETRIED], self.recorder.clock())
         self.recording.add(state, Kind.RETRIED, text=reason)
-        state.count_try(address, reason)
+        state.handoff_failed(address, reason, message)
 
     def _state(self, leader: Sequence) -> DecodeRequest:
         return self.unfinished[leader.request.key]  # type: ignore[index]
 
     # --- ends -------------------------------------------------------------------------------------------
-
-    def _step_failed(self, state: DecodeRequest, reason: str, message: str) -> tuple[str, str, str]:
-        """Code, reason and message for a request of a failed step: it is retried elsewhere, once."""
-        state.request.failed_steps += 1
-        if state.request.failed_steps < MAX_FAILED_STEPS:
-            return "UNAVAILABLE", reason, message
-        return "INTERNAL", "REPEATED_STEP_FAILURE", repeated(message)
 
     def node_failed(self, message: str) -> None:
         """An error has escaped the core, and the process ends: fails all admitted requests, one of which
@@ -368,7 +349,7 @@ class DecodeCore:
         failed: list[tuple[Hashable, Output]] = []
         for state in self.unfinished.values():
             if state.request not in waiting:
-                words = self._step_failed(state, "NODE_FAILED", message)
+                words = state.step_failed("NODE_FAILED", message)
                 failed.append((state.key.caller, Failed(state.key.request, state.attempt, *words)))
         self.flush_to(0, failed, [])
 

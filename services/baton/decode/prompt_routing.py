@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.config import DecodeConfig
-from baton.decode.types import STEP_FAILURES, DecodeRequest, Key, Peer
+from baton.decode.types import MAX_FAILED_STEPS, STEP_FAILURES, DecodeRequest, Key, Peer, repeated
 from baton.engine.request import Sequence
 from baton.engine.scheduler import Route, Scheduler
 from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import AttemptName
 
-MAX_FAILED_STEPS = 2
-"""A request that was in this many steps that failed, or that ended their node, counts as the cause."""
 LOCAL_PREFILL_TOKENS = 32
 """Prompts with at most this many uncached tokens are computed here if neither caller nor configuration sets a
 limit."""
@@ -125,7 +123,3 @@ class PromptRouting:
     def ended(self, state: DecodeRequest) -> None:
         """The request has ended."""
         self.given_up = {name: each for name, each in self.given_up.items() if each[0] is not state}
-
-
-def repeated(message: str) -> str:
-    return f"the request was in {MAX_FAILED_STEPS} steps that failed, and is not tried again: {message}"

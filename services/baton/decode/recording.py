@@ -19,6 +19,9 @@ class RequestRecording:
     page_bytes: int
 
     def add(self, state: DecodeRequest, kind: Kind, number: int = 0, text: str = "", step: int = 0) -> None:
+        """Some events begin a phase of the request."""
+        if kind in PHASES:
+            state.enter(PHASES[kind], self.recorder.clock())
         name = (state.gateway, state.key.request, state.attempt)
         self.recorder.add(kind, *name, number=number, step=step, text=text)
 
@@ -26,11 +29,9 @@ class RequestRecording:
         self.add(state, Kind.ENDED, state.output_tokens, text)
 
     def scheduled(self, request: Request, kind: Kind, number: int, step: int) -> None:
-        """Of the scheduler. Some events begin a phase of the request."""
+        """Of the scheduler."""
         state = self.unfinished.get(request.key)  # type: ignore[call-overload]
         if state is not None:
-            if kind in PHASES:
-                state.enter(PHASES[kind], self.recorder.clock())
             self.add(state, kind, number, step=step)
 
     def sent(self, name: AttemptName, address: str) -> None:

@@ -43,6 +43,8 @@ PHASES = {
 """What a request does after an event."""
 
 
+MAX_FAILED_STEPS = 2
+"""A request that was in this many steps that failed, or that ended their node, counts as the cause."""
 STEP_FAILURES = ("STEP_FAILED", "NODE_FAILED")
 """Reasons with which a prefill node fails prompts that were in such a step."""
 
@@ -87,6 +89,18 @@ class DecodeRequest:
             self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
         self.phase, self.since = phase, now
 
+    def step_failed(self, reason: str, message: str) -> tuple[str, str, str]:
+        """Code, reason and message for a request of a failed step: it is retried elsewhere, once."""
+        self.request.failed_steps += 1
+        if self.request.failed_steps < MAX_FAILED_STEPS:
+            return "UNAVAILABLE", reason, message
+        return "INTERNAL", "REPEATED_STEP_FAILURE", repeated(message)
+
+    def handoff_failed(self, address: str, reason: str, message: str) -> None:
+        self.retries += 1
+        self.last_failure = f"{address}: {reason}: {message}"
+        self.count_try(address, reason)
+
     def count_try(self, address: str, reason: str) -> None:
         """The candidate at `address` has failed."""
         # Choices that are computed each by itself may have been in the same step there: it counts once.
@@ -114,6 +128,10 @@ class DecodeRequest:
             handoff_retries=self.retries,
             **{f"{phase}_us": max(0, int(1e6 * seconds)) for phase, seconds in self.spent.items()},
         )
+
+
+def repeated(message: str) -> str:
+    return f"the request was in {MAX_FAILED_STEPS} steps that failed, and is not tried again: {message}"
 
 
 @dataclass(slots=True)

@@ -10,51 +10,28 @@ rows needs one copy to the device (two when page tables or last tokens change) a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from baton.attention.mixed import MixedAttention
-from baton.attention.paged import HostRows, PagedAttention, PagedRows
+from baton.attention.paged import GroupedAttention, HostRows, PagedAttention
+from baton.engine.cuda_flight import CudaFlight
 from baton.engine.cuda_graphs import ChunkGraphs, ChunkInputs, DecodeGraphs, Inputs, Progress, batch_sizes
 from baton.engine.cuda_sampler import CudaSampler, logprobs_to_host, prompt_logprobs
 from baton.engine.device_batch import Changes, DeviceSlots, Ints, Ragged
 from baton.engine.grammar_masks import Masks, MaskStats
 from baton.engine.model_runner import add_pooled, pool_states
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
-from baton.engine.sampler import Samples, TokenLogprobs, row_results
+from baton.engine.sampler import row_results
 from baton.kvcache.groups import places
 from baton.kvcache.pool import KvPool
-from baton.layers.forward_batch import AttendPages
 from baton.layers.transfer import Upload, to_device, to_host
 from baton.models.body import Step, make_body
 from baton.models.decoder import Decoder
 
 Fresh = dict[int, int]
 """Last tokens of slots that the device does not have yet."""
-
-
-@dataclass(slots=True)
-class CudaFlight:
-    """A launched step: its results, in pinned memory once `done` has occurred, and their rows."""
-
-    number: int
-    rows: tuple[PlanRow, ...]
-    done: torch.cuda.Event
-    result: torch.Tensor | None = None
-    """int32 [sampled slots, 2]: the token, and the bits of the largest logit."""
-    samples: Samples | None = None
-    """Samples whose log-probabilities are needed too."""
-    prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    pooled: dict[int, torch.Tensor] = field(default_factory=dict)
-    """float32 [hidden], of the rows with PlanRow.pooling, by their place in the plan."""
-    masks: Masks | None = None
-    """Of its rows with a grammar, whose matchers learn their tokens when it is read."""
-    late: Callable[[], None] | None = None
-    """Enqueues its sampling, once the step before it has been read. None: it is enqueued."""
-    failed: Exception | None = None
-    """Why it could not be."""
 
 
 class CudaRunner:
@@ -94,10 +71,10 @@ class CudaRunner:
         self._slots = DeviceSlots(max_slots, width, pool.num_pages, self._device, len(groups))
         self._body = make_body(model, pool, self._slots.tables.unbind(1), context_length, batch_invariant)
         heads, options = model.heads, model.attention_options
-        self._places = places(groups, len(options))
         of_groups = [[options[layer] for layer in group.layers or range(len(options))] for group in groups]
-        self._chunks = [prefill_attention(pool, heads, each) for each in of_groups]
-        self._singles = [decode_attention(pool, heads, each) for each in of_groups]
+        where = places(groups, len(options))
+        self._chunks = GroupedAttention([prefill_attention(pool, heads, each) for each in of_groups], where)
+        self._singles = GroupedAttention([decode_attention(pool, heads, each) for each in of_groups], where)
         self._choose = sample
         self._sampler = CudaSampler(max_slots, self.vocab_size, self._device)
         self._late: CudaFlight | None = None
@@ -192,7 +169,7 @@ class CudaRunner:
         if flight.masks is not None:
             flight.masks.sampled(tokens[row] for row in flight.masks.rows)
         if late is not None:
-            _sample_late(late)
+            late.sample_late()
         logprobs: dict[int, Logprobs] = {}
         samples = flight.samples
         if samples is not None and samples.logprobs is not None:
@@ -244,31 +221,10 @@ class CudaRunner:
     def _decode(self, inputs: Inputs) -> None:
         """A decode step up to its logits. Captured in a graph."""
         tables = self._slots.tables.index_select(0, inputs.slots)
-        attend = self._attending(self._singles, tables, inputs.positions + 1)
+        attend = self._singles.over(tables, inputs.positions + 1)
         tokens = self._slots.last_token.index_select(0, inputs.slots)
         step = Step(tokens, inputs.positions, inputs.slots, self._slots.damage, attend, decode=True)
         self._body.logits(self._forward(step), inputs.logits)
-
-    def _attending(
-        self,
-        backends: Sequence[PagedAttention],
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        starts: torch.Tensor | None = None,
-        longest: int = 1,
-        host: HostRows | None = None,
-    ) -> AttendPages:
-        """Attention of these rows by the backend of each KV group; tables: int32 [rows, groups, pages], the
-        rest as in PagedRows."""
-        of_groups = [PagedRows(table, lengths, starts, longest, host) for table in tables.unbind(1)]
-        for backend, rows in zip(backends, of_groups, strict=True):
-            backend.plan(rows)
-
-        def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-            group, place = self._places[layer]
-            backends[group].attend(place, q, out, of_groups[group])
-
-        return attend
 
     def _sample_plain(self, inputs: Inputs) -> None:
         """Sampling after it with a temperature only. Captured in a graph."""
@@ -323,7 +279,7 @@ class CudaRunner:
     def _small(self, inputs: ChunkInputs) -> None:
         """A small step up to its logits. Captured in a graph."""
         tables = self._slots.tables.index_select(0, inputs.row_slots)
-        attend = self._attending(self._chunks, tables, inputs.lengths, inputs.starts, len(inputs.ids))
+        attend = self._chunks.over(tables, inputs.lengths, inputs.starts, len(inputs.ids))
         tokens = self._tokens(inputs.ids, inputs.token_slots)
         step = Step(tokens, inputs.positions, inputs.token_slots, self._slots.damage, attend, inputs.last)
         self._body.logits(self._forward(step), inputs.logits)
@@ -358,11 +314,11 @@ class CudaRunner:
         singles = chunks = None
         if single:
             host = HostRows(step.counts[:single], step.lengths[:single])
-            singles = self._attending(self._singles, tables[:single], lengths[:single], host=host)
+            singles = self._singles.over(tables[:single], lengths[:single], host=host)
         if single < len(step.rows):
             host = HostRows(step.counts[single:], step.lengths[single:])
             longest = int(step.counts.max())
-            chunks = self._attending(self._chunks, tables[single:], lengths[single:], starts, longest, host)
+            chunks = self._chunks.over(tables[single:], lengths[single:], starts, longest, host)
 
         def attend(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
             if singles is not None:
@@ -426,18 +382,6 @@ class CudaRunner:
         """Enqueues that all ranks have rank 0's last tokens. They differ only in what it has just sampled."""
         if self._communicator is not None:
             self._communicator.broadcast(self._slots.last_token)
-
-
-def _sample_late(flight: CudaFlight) -> None:
-    """Enqueues the sampling that waited for the tokens now read."""
-    if flight.late is None:
-        return
-    try:
-        flight.late()
-        flight.done.record()
-    except Exception as error:
-        flight.failed = error
-    flight.late = None
 
 
 def _is_decode(rows: Sequence[PlanRow]) -> bool:

@@ -20,14 +20,7 @@ from baton.gateway.request_end import ended_request, finished_event
 from baton.gateway.request_spans import describe_span, request_span
 from baton.gateway.routing import RequestRouting
 from baton.gateway.token_log import fill_token_bytes, new_log
-from baton.rpc.errors import (
-    BatonError,
-    cancelled,
-    deadline_exceeded,
-    internal,
-    to_status,
-    without_frames,
-)
+from baton.rpc.errors import BatonError, cancelled, deadline_exceeded, internal, to_status, without_frames
 from baton.rpc.logs import get_logger
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.tracing.recorder import TOKENS_EVERY, Kind
@@ -252,8 +245,7 @@ class Request:
 
     def _pause(self, paused: bool) -> None:
         """The client does not read, or reads again."""
-        node = self._node
-        if node is not None:
+        if (node := self._node) is not None:
             node.pause(self.number, self._attempts.number, paused)
 
     # From the decode node (TokenSink).
@@ -342,8 +334,7 @@ class Request:
         if not self._attempts.done and not any(choice.ended_early for choice in self.log.choices):
             return
         stats = self._stats or decode_pb2.RequestStats()
-        finished = finished_event(self.log, stats, self._attempts, self._timing)
-        if self.log.finish(finished):
+        if self.log.finish(finished_event(self.log, stats, self._attempts, self._timing)):
             if self._routing is not None and not self._attempts.resumed:
                 predicted = self._routing.predicted(stats, self._attempts.address)
                 self._gateway.metrics.routed(predicted, self.log.cached_tokens)
@@ -367,8 +358,7 @@ class Request:
         self._preparing = None
         self._reader.end()
         self._start = None
-        node = self._node
-        if node is not None:
+        if (node := self._node) is not None:
             node.cancel(self.number)
         if self._routing is not None:
             self._routing.ended()
@@ -402,8 +392,7 @@ class Request:
         session, prompt = self._session, self._prompt
         if session is None or prompt is None:
             return
-        session.decode_address = self._attempts.address
-        session.prefill_address = prefill_address
+        session.decode_address, session.prefill_address = self._attempts.address, prefill_address
         session.commit(prompt.token_ids, self.log.choices[0], prompt.conversation, prompt.rendered)
 
 

@@ -17,7 +17,8 @@ from baton.engine.request import Sequence as EngineSequence
 from baton.engine.scheduler import Scheduler
 from baton.gateway.attempts import Attempts
 from baton.handoff.attempt import Attempt
-from baton.handoff.decode_side import DecodeSide, Handoff
+from baton.handoff.decode_handoff import Handoff
+from baton.handoff.decode_side import DecodeSide
 from baton.handoff.messages import AttemptName, ChunkAnnounced, LeaseFinished, PrefillOutput, ReleaseLease
 from baton.handoff.prefill_side import PrefillSide
 from baton.handoff.pulls import Pull, Pulls
