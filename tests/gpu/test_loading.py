@@ -28,7 +28,7 @@ def test_weights_arrive(tmp_path, monkeypatch, piece, dtype):
     model = load_model(path, dtype, CUDA)
     layers = "model.layers.1.self_attn"
     parts = [tensors[f"{layers}.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(model.layers[1].attention.qkv.weight.cpu(), torch.cat(parts).to(dtype))
+    assert torch.equal(model.layers[1].attention.input.weight.cpu(), torch.cat(parts).to(dtype))
     assert torch.equal(model.embedding.cpu(), tensors["model.embed_tokens.weight"].to(dtype))
     assert torch.equal(model.head.weight.cpu(), tensors["lm_head.weight"].to(dtype))
     norm = model.layers[1].attention.qk_norm

@@ -51,3 +51,9 @@ def test_the_faster_layout_is_taken(monkeypatch, slow):
 def test_a_processor_without_the_blocked_layout_gets_the_other(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert fastest_layout(torch.randn(64, 64).bfloat16()) is Transposed
+
+
+def test_a_clock_that_ticks_too_rarely_decides_nothing(monkeypatch):
+    monkeypatch.setattr(layouts.time, "thread_time", lambda: 1.0)
+    monkeypatch.setattr(layouts, "blocked_available", lambda dtype: True)
+    assert fastest_layout(torch.randn(64, 64)) is Transposed

@@ -348,7 +348,7 @@ def test_blocks_are_not_kept_across_matrices_that_do_not_end_with_one(hopper, tm
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme.config}))
     plan = weight_plan(tmp_path, CUDA, load_format="dummy")
     layer = declared(tmp_path, torch.bfloat16, plan=plan).layers[0]
-    assert layer.attention.qkv.quantized is None
+    assert layer.attention.input.quantized is None
     assert layer.attention.output.quantized.block == layer.feed_forward.gate_up.quantized.block == 128
 
 

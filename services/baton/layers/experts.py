@@ -158,10 +158,7 @@ class Experts:
                     QuantizedWeight(method, count * hidden, own[1], parameters.device),
                 )
             self.quantized = [
-                self._expert(
-                    parameters.under(str(self.first + expert)), expert, hidden, projections, inner, own
-                )
-                for expert in range(count)
+                self._expert(parameters, expert, hidden, projections, inner, own) for expert in range(count)
             ]
             count = 0
         self.gate_up = parameters.empty(count, 2 * self.inner, hidden)
@@ -172,7 +169,7 @@ class Experts:
             self._declare_merged(parameters, inner, own)
         else:
             for expert in range(count):
-                self._declare(parameters.under(str(self.first + expert)), expert, projections, inner, own)
+                self._declare(parameters, expert, projections, inner, own)
         if self.down_bias is not None and parameters.shard.rank:
             self.down_bias = None  # rank 0 adds it
 
@@ -186,7 +183,7 @@ class Experts:
         own: Span,
     ) -> tuple[Linear, Linear]:
         """One that stays quantized. `inner`: of all ranks; `own`: the part of this one."""
-        gate, up, down = projections
+        parameters, (gate, up, down) = parameters.under(str(self.first + expert)), projections
         into: tuple[QuantizedWeight | None, QuantizedWeight | None] = None, None
         if self.merged is not None:
             first, second = self.merged
@@ -212,7 +209,7 @@ class Experts:
         self, parameters: Parameters, expert: int, projections: tuple[str, str, str], inner: int, own: Span
     ) -> None:
         """`inner`: of all ranks; `own`: the part of this one."""
-        gate, up, down = projections
+        parameters, (gate, up, down) = parameters.under(str(self.first + expert)), projections
         hidden, rows = self.down.shape[1], parameters.shard.cut(0, own)
         for name, target, shape, cut in (
             (gate, self.gate_up[expert, : self.inner], torch.Size([inner, hidden]), rows),
@@ -237,14 +234,14 @@ class Experts:
             "gate_up_proj",
             self.gate_up,
             shape=torch.Size([count, hidden, 2 * inner]),
-            convert=_transposed(_halves),
+            convert=lambda tensor: _halves(tensor.transpose(1, 2)),
             cut=experts or parameters.shard.cut(2, pairs),
         )
         parameters.add(
             "down_proj",
             self.down,
             shape=torch.Size([count, inner, hidden]),
-            convert=_transposed(None),
+            convert=lambda tensor: tensor.transpose(1, 2).contiguous(),
             cut=experts or parameters.shard.cut(1, own),
         )
         if self.gate_up_bias is not None and self.down_bias is not None:
@@ -323,16 +320,6 @@ def _matrix(weight: QuantizedWeight, experts: int) -> ExpertMatrix:
 def _halves(interleaved: torch.Tensor) -> torch.Tensor:
     """[experts, (gate, up) pairs, ...] -> gates, then ups"""
     return torch.cat((interleaved[:, ::2], interleaved[:, 1::2]), 1)
-
-
-def _transposed(
-    convert: Callable[[torch.Tensor], torch.Tensor] | None,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def transpose(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.transpose(1, 2)
-        return (convert(tensor) if convert else tensor).contiguous()
-
-    return transpose
 
 
 class Mixture:

@@ -42,12 +42,12 @@ class Place(NamedTuple):
     """float32 [positions, rotary dim]: cosines of the pairs, then their sines."""
 
 
-class Paged(Protocol):
+class Paged(NamedTuple):
     """For layers whose own kernels write into the pool."""
 
     attend: AttendPages
-
-    def place(self, layer: int, rope: Rope) -> Place: ...
+    place: Callable[[int, Rope], Place]
+    """Of a layer."""
 
 
 @dataclass(slots=True)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from baton.layers.shard import Communicator
-from baton.layers.weights.cpu import Product, exact_products
+from baton.layers.weights.cpu import MakeProduct, Product, exact_products
 from baton.layers.weights.method import QuantizedWeight
 
 TYPICAL_ROWS = (1, 16)
@@ -25,20 +24,6 @@ SAMPLE = 2**23
 """Weights at most that products are tried with: in float64 they take 8 bytes each."""
 BUDGET_SECONDS = 0.02
 """The processor's time for measuring all layouts with one number of rows; each is measured at least twice."""
-
-
-class CpuLayout(Protocol):
-    """A weight in some layout; the one it was made from, [out, in], is no longer needed."""
-
-    def __init__(self, weight: torch.Tensor) -> None: ...
-
-    def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[rows, in] -> x W^T + bias, [rows, out]"""
-        ...
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """residual + x W^T + bias, [rows, out]; `residual` may be overwritten."""
-        ...
 
 
 class Transposed:
@@ -73,7 +58,10 @@ class Blocked:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._matrix, bias, "add")  # type: ignore[no-any-return]
 
 
-def fastest_layout(weight: torch.Tensor) -> type[CpuLayout]:
+Layout = type[Transposed] | type[Blocked]
+
+
+def fastest_layout(weight: torch.Tensor) -> Layout:
     """For weights of this shape and dtype, by measuring (some tens of milliseconds, more for large ones).
 
     With one thread, by the time that the processor gave it, and the shortest of many times: other processes
@@ -81,11 +69,11 @@ def fastest_layout(weight: torch.Tensor) -> type[CpuLayout]:
     """
     if not blocked_available(weight.dtype):
         return Transposed
-    layouts: tuple[type[CpuLayout], ...] = (Transposed, Blocked)
+    layouts: tuple[Layout, ...] = (Transposed, Blocked)
     return layouts[_fastest([layout(weight) for layout in layouts], weight.shape[1], weight.dtype)]
 
 
-def fastest_product(weight: QuantizedWeight, dtype: torch.dtype, measure: bool = True) -> type[Product]:
+def fastest_product(weight: QuantizedWeight, dtype: torch.dtype, measure: bool = True) -> MakeProduct:
     """For quantized weights of this kind in a model of this dtype, by measuring likewise, with a part of a
     large one; without measuring the first that computes with the codes, where there is one."""
     outputs, inputs = weight.shape
@@ -96,7 +84,7 @@ def fastest_product(weight: QuantizedWeight, dtype: torch.dtype, measure: bool =
     return type(made[_fastest(made, weight.shape[1], dtype) if measure else min(1, len(made) - 1)])
 
 
-def _fastest(made: Sequence[CpuLayout | Product], inputs: int, dtype: torch.dtype) -> int:
+def _fastest(made: Sequence[Product], inputs: int, dtype: torch.dtype) -> int:
     """The index of the one that takes least of typical steps."""
     if len(made) == 1:
         return 0
@@ -106,13 +94,14 @@ def _fastest(made: Sequence[CpuLayout | Product], inputs: int, dtype: torch.dtyp
     try:
         for rows in TYPICAL_ROWS:
             times = _times(made, torch.randn(rows, inputs).to(dtype))
-            costs = [cost + t / min(times) for cost, t in zip(costs, times, strict=True)]
+            least = max(min(times), 1e-9)  # 0: a clock whose ticks are longer
+            costs = [cost + t / least for cost, t in zip(costs, times, strict=True)]
     finally:
         torch.set_num_threads(threads)
     return costs.index(min(costs))
 
 
-def _times(layouts: Sequence[CpuLayout | Product], x: torch.Tensor) -> list[float]:
+def _times(layouts: Sequence[Product], x: torch.Tensor) -> list[float]:
     """The shortest time of each layout in seconds; measured in turns, so that a disturbance affects all."""
     times: list[list[float]] = [[] for _ in layouts]
     ending = time.thread_time() + BUDGET_SECONDS
@@ -159,20 +148,20 @@ class Linear:
             self.weight = weight
         self.bias = bias
         self._communicator = communicator
-        self._packed: CpuLayout | Product | None = None
+        self._packed: Product | None = None
 
-    def pack(self, layout: type[CpuLayout]) -> None:
+    def pack(self, layout: Layout) -> None:
         """Converts the weight to a layout and drops the plain one. Once, and on a CPU only."""
         assert self.weight is not None
         self._packed = layout(self.weight)
         self.weight = None
 
-    def pack_quantized(self, product: type[Product], dtype: torch.dtype) -> None:
+    def pack_quantized(self, product: MakeProduct, dtype: torch.dtype) -> None:
         """Likewise for a quantized weight; `dtype`: of the model."""
         self.use(product, dtype)
         self.quantized = None
 
-    def use(self, product: type[Product], dtype: torch.dtype) -> None:
+    def use(self, product: MakeProduct, dtype: torch.dtype) -> None:
         """Computes with a quantized weight by this product from now on."""
         assert self.quantized is not None
         self._packed = product(self.quantized, dtype)

@@ -131,7 +131,12 @@ class Parameters:
         method = plan.method_of([f"{self.prefix}{name}.weight" for name in parts], inputs)
         if method is not None and not _apart(method, sizes, bool(convert) or not single):
             method = None
-        convert, weight = convert or {}, memory or self._weight(method, sum(sizes), inputs)
+        weight: torch.Tensor | QuantizedWeight | None = memory
+        if weight is None and method is not None:
+            weight = QuantizedWeight(method, sum(sizes), inputs, self.device)
+        elif weight is None:
+            weight = self.empty(sum(sizes), inputs)
+        convert = convert or {}
         first = 0
         for (name, shape), size in zip(shapes.items(), sizes, strict=True):
             own = convert.get(name)
@@ -159,11 +164,6 @@ class Parameters:
                 "or leave out --quantization"
             )
 
-    def _weight(self, method: Method | None, outputs: int, inputs: int) -> torch.Tensor | QuantizedWeight:
-        if method is None:
-            return self.empty(outputs, inputs)
-        return QuantizedWeight(method, outputs, inputs, self.device)
-
     def _biases(
         self,
         shapes: Mapping[str, torch.Size],
@@ -173,14 +173,8 @@ class Parameters:
     ) -> torch.Tensor:
         biases = self.empty(sum(sizes))
         for (name, shape), view in zip(shapes.items(), torch.split(biases, list(sizes)), strict=True):
-            self.add(
-                f"{name}.bias",
-                view,
-                shape=shape[:1],
-                fill="zeros",
-                convert=convert.get(name),
-                cut=cuts.get(name),
-            )
+            own, cut = convert.get(name), cuts.get(name)
+            self.add(f"{name}.bias", view, shape=shape[:1], fill="zeros", convert=own, cut=cut)
         return biases
 
     @property

@@ -13,12 +13,12 @@ from baton.layers.attention import Attention, AttentionModule, AttentionOptions,
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import ForwardBatch
 from baton.layers.latent_attention import LatentAttention
-from baton.layers.linear import CpuLayout, Linear, Transposed, fastest_layout, fastest_product
+from baton.layers.linear import Layout, Linear, Transposed, fastest_layout, fastest_product
 from baton.layers.mlp import GatedMlp
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.shard import Communicator, Shard
-from baton.layers.weights.cpu import Product
+from baton.layers.weights.cpu import MakeProduct
 from baton.layers.weights.method import QuantizedWeight
 from baton.models.config import ModelConfig
 from baton.models.device_mixture import kernels_know
@@ -33,6 +33,10 @@ class Model(Protocol):
     shard: Shard
     communicator: Communicator | None
     """Of the ranks that share the model; None: there is one."""
+    heads: int
+    """Attention heads of each layer, on this rank."""
+    kv: KvShape
+    """Of each layer."""
 
     @property
     def num_parameters(self) -> int: ...
@@ -43,14 +47,6 @@ class Model(Protocol):
     def set_kv_scales(self, scales: torch.Tensor) -> None:
         """The pool holds keys and values in FP8, divided by these: float32 [layers, 2, kv heads]."""
         ...
-
-    @property
-    def heads(self) -> int:
-        """Attention heads of each layer, on this rank."""
-        ...
-
-    @property
-    def kv(self) -> KvShape: ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor: ...
 
@@ -117,6 +113,7 @@ class Decoder:
         )
         size, hidden = config.vocab_size, config.hidden_size
         self.shard, self.communicator = parameters.shard, parameters.communicator
+        self.heads, self.kv = config.num_heads // self.shard.size, layers[0].attention.kv
         self._own_tokens = own = self.shard.vocabulary(size)
         rows, cut = self.shard.vocabulary_rows(size), self.shard.cut(0, own)
         self.embedding = parameters.empty(rows, hidden)
@@ -145,16 +142,6 @@ class Decoder:
     def set_kv_scales(self, scales: torch.Tensor) -> None:
         for layer, own in zip(self.layers, scales, strict=True):
             layer.attention.options = replace(layer.attention.options, kv_scales=own)
-
-    @property
-    def heads(self) -> int:
-        """Attention heads of each layer, on this rank."""
-        return self.config.num_heads // self.shard.size
-
-    @property
-    def kv(self) -> KvShape:
-        """Of each layer."""
-        return self.layers[0].attention.kv
 
     @property
     def weight_bytes(self) -> int:
@@ -203,8 +190,8 @@ class Decoder:
         """With several ranks nothing is measured: layouts round differently, and what all ranks compute, such
         as which experts a token has, must have the same bits everywhere."""
         several = self.shard.size > 1
-        layouts: dict[tuple[torch.Size, torch.dtype], type[CpuLayout]] = {}
-        products: dict[tuple[int, int, tuple[int, int]], type[Product]] = {}
+        layouts: dict[tuple[torch.Size, torch.dtype], Layout] = {}
+        products: dict[tuple[int, int, tuple[int, int]], MakeProduct] = {}
         for linear in self.parameters.linears:
             weight, quantized = linear.weight, linear.quantized
             if quantized is not None:

@@ -70,12 +70,9 @@ def _yarn(file: GgufFile) -> dict[str, Any]:
     parameters: dict[str, Any] = {
         "original_max_position_embeddings": file.value("*.rope.scaling.original_context_length", int)
     }
-    for name, key in (
-        ("attention_factor", "yarn_attn_factor"),
-        ("beta_fast", "yarn_beta_fast"),
-        ("beta_slow", "yarn_beta_slow"),
-    ):
-        if (value := file.value(f"*.rope.scaling.{key}", float, 0.0)) != 0.0:
+    names = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+    for name, key in names.items():
+        if (value := file.value(f"*.rope.scaling.yarn_{key}", float, 0.0)) != 0.0:
             parameters[name] = value
     if multiplier := file.value("*.rope.scaling.yarn_log_multiplier", float, 0.0):
         # DeepSeek: a tenth of mscale_all_dim. mscale is not in the file; in all models that were published

@@ -11,7 +11,7 @@ import torch
 from baton.kvcache.groups import places
 from baton.kvcache.pool import KvPool
 from baton.layers.experts import Mixture
-from baton.layers.forward_batch import ForwardBatch, Place
+from baton.layers.forward_batch import ForwardBatch, Paged, Place
 from baton.layers.kernels.kv_write import write_kv
 from baton.layers.rope import Rope
 from baton.models.body import Step
@@ -50,7 +50,11 @@ class ModuleBody:
             step.attend(layer, q, out)
             return out.flatten(1)
 
-        paged = _Paged(self, step)
+        def place(layer: int, rope: Rope) -> Place:
+            where = step.positions, step.slots, step.damage, self.tables[layer], self.caches[layer]
+            return Place(*where, self.ropes[id(rope)])
+
+        paged = Paged(step.attend, place)
         hidden = self._model.forward(ForwardBatch(step.tokens, step.positions, write_and_attend, paged))
         return hidden if step.wanted is None else hidden.index_select(0, step.wanted)
 
@@ -59,15 +63,3 @@ class ModuleBody:
         if self._model.shard.rank:
             return logits
         return logits.contiguous() if out is None else out.copy_(logits)
-
-
-class _Paged:
-    """Implements `forward_batch.Paged`."""
-
-    def __init__(self, body: ModuleBody, step: Step) -> None:
-        self.attend, self._body, self._step = step.attend, body, step
-
-    def place(self, layer: int, rope: Rope) -> Place:
-        body, step = self._body, self._step
-        where = step.positions, step.slots, step.damage, body.tables[layer], body.caches[layer]
-        return Place(*where, body.ropes[id(rope)])

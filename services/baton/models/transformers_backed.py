@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,10 +58,8 @@ def problem(hf: Any, architecture: str) -> str | None:
     if not model.is_backend_compatible():
         return "its code in transformers does not use the attention interface"
     ropes = getattr(hf.get_text_config(), "rope_parameters", None) or {}
-    if "longrope" in (
-        ropes.get("rope_type"),
-        *(r.get("rope_type") for r in ropes.values() if isinstance(r, dict)),
-    ):
+    kinds = [each.get("rope_type") for each in (ropes, *ropes.values()) if isinstance(each, dict)]
+    if "longrope" in kinds:
         return "its rotation (longrope) would depend on the other requests of a step"
     return None
 
@@ -81,13 +79,16 @@ def kv_shape(config: ModelConfig) -> KvShape:
 
 
 def _without_memory(config: ModelConfig, dtype: torch.dtype) -> Any:
+    with torch.device("meta"):
+        return _untrained(config, dtype).eval()
+
+
+def _untrained(config: ModelConfig, dtype: torch.dtype) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(NAME, _attention)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config.hf, dtype=dtype, attn_implementation=NAME
-        ).eval()
+    make: Any = AutoModelForCausalLM.from_config
+    return make(config.hf, dtype=dtype, attn_implementation=NAME)
 
 
 def load(
@@ -97,22 +98,20 @@ def load(
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register(NAME, _attention)
-    options = {"dtype": dtype, "attn_implementation": NAME}
     try:
         if dummy:
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config.hf, **options
-            )
+            model = _untrained(config, dtype)
         else:
-            options["output_loading_info"] = True
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 config=config.hf,
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
-                **options,
+                dtype=dtype,
+                attn_implementation=NAME,
+                output_loading_info=True,
             )
             model, info = loaded
             if missing := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
@@ -125,13 +124,11 @@ def load(
     return TransformersModel(config, model.to(device).eval())
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
+class _Seen(NamedTuple):
     """How a layer attends."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    sizes: tuple[int, int, int]
+    """Heads, KV heads, values of a head."""
     options: AttentionOptions
 
 
@@ -159,11 +156,9 @@ class TransformersModel:
         self.heads, self.shard = config.num_heads, ONE_RANK
         self.communicator: Communicator | None = None
         self.attention_options = [layer.options for layer in layers]
-        shape = layers[0]
-        self.kv = KvShape(shape.kv_heads, shape.head_dim, 2)
-        self.config = replace(
-            config, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.head_dim
-        )
+        heads, kv_heads, head_dim = layers[0].sizes
+        self.kv = KvShape(kv_heads, head_dim, 2)
+        self.config = replace(config, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
 
     def set_kv_scales(self, scales: Tensor) -> None:
         pairs = zip(self.attention_options, scales, strict=True)
@@ -225,7 +220,7 @@ class TransformersModel:
             if scale is not None and abs(scale * q.shape[-1] ** 0.5 - 1) < 1e-6:
                 scale = None
             own = AttentionOptions(scale, window, options.get("softcap"), options.get("s_aux"))
-            seen[module.layer_idx] = _Seen(q.shape[1], k.shape[1], q.shape[-1], own)
+            seen[module.layer_idx] = _Seen((q.shape[1], k.shape[1], q.shape[-1]), own)
             return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[-1])
 
         tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -245,6 +240,6 @@ class TransformersModel:
                 kind == "sliding_attention" and short and layer.options.window is None
             ):
                 raise ModelError(f"{name}: {kind} that its attention function is not told of")
-        if len({(layer.heads, layer.kv_heads, layer.head_dim) for layer in layers}) > 1:
+        if len({layer.sizes for layer in layers}) > 1:
             raise ModelError(f"{name}: its layers have heads of different numbers or sizes")
         return layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ TOLERANCE_16 = 1e-2
 
 
 class Product(Protocol):
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None: ...
+    """With a matrix in the form that it is computed from."""
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[rows, in] -> x W^T + bias, [rows, out]"""
@@ -123,7 +124,9 @@ class Bf16Int4:
         return residual.add_(self.apply(x, bias))
 
 
-CANDIDATES: dict[int, tuple[type[Product], ...]] = {
+MakeProduct = Callable[[QuantizedWeight, torch.dtype], Product]
+"""Of a matrix, in a model of this dtype."""
+CANDIDATES: dict[int, tuple[MakeProduct, ...]] = {
     8: (Dequantized, TwoDigits, Bf16Int8),
     4: (Dequantized, Bf16Int4),
 }
