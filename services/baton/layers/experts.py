@@ -112,7 +112,9 @@ class ExpertMatrix:
     scaled: Literal["", "rows", "blocks"] = ""
 
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+Names = tuple[str, str, str]
+"""Of an expert's gate, up and down projections in the checkpoint."""
+PROJECTIONS: Names = ("gate_proj", "up_proj", "down_proj")
 
 
 class Experts:
@@ -125,12 +127,12 @@ class Experts:
         hidden: int,
         inner: int,
         *,
-        projections: tuple[str, str, str] | None = PROJECTIONS,
+        projections: Names | None = PROJECTIONS,
         bias: bool = False,
         activation: str | ClampedSwiglu = "silu",
     ) -> None:
-        """`projections`: names of an expert's gate, up and down projections in the checkpoint; None: it has
-        all experts in one tensor, transposed, gate and up interleaved, as gpt-oss has."""
+        """`projections` None: the checkpoint has all experts in one tensor, transposed, gate and up
+        interleaved, as gpt-oss has."""
         self.total, self.first = count, 0
         """Experts of all ranks; the first one of this rank."""
         if parameters.shard.ep and parameters.shard.size > 1:
@@ -174,13 +176,7 @@ class Experts:
             self.down_bias = None  # rank 0 adds it
 
     def _expert(
-        self,
-        parameters: Parameters,
-        expert: int,
-        hidden: int,
-        projections: tuple[str, str, str],
-        inner: int,
-        own: Span,
+        self, parameters: Parameters, expert: int, hidden: int, projections: Names, inner: int, own: Span
     ) -> tuple[Linear, Linear]:
         """One that stays quantized. `inner`: of all ranks; `own`: the part of this one."""
         parameters, (gate, up, down) = parameters.under(str(self.first + expert)), projections
@@ -206,22 +202,24 @@ class Experts:
         return ExpertMatrix(self.gate_up), ExpertMatrix(self.down)
 
     def _declare(
-        self, parameters: Parameters, expert: int, projections: tuple[str, str, str], inner: int, own: Span
+        self, parameters: Parameters, expert: int, projections: Names, inner: int, own: Span
     ) -> None:
         """`inner`: of all ranks; `own`: the part of this one."""
         parameters, (gate, up, down) = parameters.under(str(self.first + expert)), projections
         hidden, rows = self.down.shape[1], parameters.shard.cut(0, own)
+        inners, columns = torch.Size([inner, hidden]), parameters.shard.cut(1, own)
         for name, target, shape, cut in (
-            (gate, self.gate_up[expert, : self.inner], torch.Size([inner, hidden]), rows),
-            (up, self.gate_up[expert, self.inner :], torch.Size([inner, hidden]), rows),
-            (down, self.down[expert], torch.Size([hidden, inner]), parameters.shard.cut(1, own)),
+            (gate, self.gate_up[expert, : self.inner], inners, rows),
+            (up, self.gate_up[expert, self.inner :], inners, rows),
+            (down, self.down[expert], torch.Size([hidden, inner]), columns),
         ):
             convert = parameters.plan.rounding(None)
             parameters.add(f"{name}.weight", target, shape=shape, convert=convert, cut=cut)
         if self.gate_up_bias is not None and self.down_bias is not None:
-            inners, gate_up = torch.Size([inner]), self.gate_up_bias[expert]
-            parameters.add(f"{gate}.bias", gate_up[: self.inner], shape=inners, fill="zeros", cut=rows)
-            parameters.add(f"{up}.bias", gate_up[self.inner :], shape=inners, fill="zeros", cut=rows)
+            for name, bias in zip(
+                (gate, up), torch.split(self.gate_up_bias[expert], self.inner), strict=True
+            ):
+                parameters.add(f"{name}.bias", bias, shape=inners[:1], fill="zeros", cut=rows)
             parameters.add(f"{down}.bias", self.down_bias[expert], fill="zeros")
 
     def _declare_merged(self, parameters: Parameters, inner: int, own: Span) -> None:
@@ -296,9 +294,7 @@ class Experts:
         return self.activation(gate, up)
 
 
-def _method(
-    parameters: Parameters, hidden: int, inner: int, projections: tuple[str, str, str]
-) -> Method | None:
+def _method(parameters: Parameters, hidden: int, inner: int, projections: Names) -> Method | None:
     """How expert 0 stays quantized, and so all; None: they do not. GPUs have no kernels for 4 bits, and
     blocks are not divided among ranks."""
     gate, up, down = (f"{parameters.prefix}0.{name}.weight" for name in projections)

@@ -17,7 +17,7 @@ from baton.layers.forward_batch import AttendPages, ForwardBatch, Place
 from baton.layers.norm import RmsNorm
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, apply_rope, half_split
-from baton.layers.shard import Span, times
+from baton.layers.shard import times
 
 _NORM_EPS = 1e-6
 """Of the latents' norms; config.json does not name it."""
@@ -105,38 +105,27 @@ class LatentAttention(AttentionModule):
         """Of this rank."""
         self.index, self.rope = index, rope
         self.kv = KvShape(1, shape.rank + shape.rotated, 1)
-        size = shape.plain + shape.rotated
-        latent = shape.rank + shape.rotated
-        of_query = half_split(size, shape.plain) if interleaved else None
-        of_key = half_split(latent, shape.rank) if interleaved else None
-        down = {"kv_a_proj_with_mqa": latent}
-        rows: dict[str, list[Span]] = {}
-        conversions = {"kv_a_proj_with_mqa": of_key} if of_key else {}
+        size, latent = shape.plain + shape.rotated, shape.rank + shape.rotated
+        down, convert = {"kv_a_proj_with_mqa": latent}, {}
+        if interleaved:
+            convert = dict.fromkeys(("q_proj", "q_b_proj"), half_split(size, shape.plain))
+            convert["kv_a_proj_with_mqa"] = half_split(latent, shape.rank)
+        rows = {name: [times(own, size)] for name in ("q_proj", "q_b_proj")}
         self.query_norm: RmsNorm | None = None
         if shape.query_rank is None:
             down = {"q_proj": shape.heads * size, **down}
-            rows = {"q_proj": [times(own, size)]}
-            conversions |= {"q_proj": of_query} if of_query else {}
         else:
             down = {"q_a_proj": shape.query_rank, **down}
             self.query_norm = RmsNorm(parameters, "q_a_layernorm", shape.query_rank, _NORM_EPS)
-            up = {"q_b_proj": of_query} if of_query else None
-            self.query_up = parameters.linear(
-                {"q_b_proj": shape.heads * size},
-                shape.query_rank,
-                convert=up,
-                rows={"q_b_proj": [times(own, size)]},
-            )
+            up = {"q_b_proj": shape.heads * size}
+            self.query_up = parameters.linear(up, shape.query_rank, convert=convert, rows=rows)
         self._queries = shape.query_rank or own[1] * size
-        self.input = parameters.linear(down, hidden, bias, conversions, rows=rows)
+        self.input = parameters.linear(down, hidden, bias, convert, rows=rows)
         self.latent_norm = RmsNorm(parameters, "kv_a_layernorm", shape.rank, _NORM_EPS)
         up_size = shape.plain + shape.value
-        up_projection = parameters.tensor(
-            "kv_b_proj.weight",
-            shape.heads * up_size,
-            shape.rank,
-            cut=parameters.shard.cut(0, times(own, up_size)),
-        ).view(self.shape.heads, -1, shape.rank)
+        cut = parameters.shard.cut(0, times(own, up_size))
+        whole = parameters.tensor("kv_b_proj.weight", shape.heads * up_size, shape.rank, cut=cut)
+        up_projection = whole.view(self.shape.heads, -1, shape.rank)
         self.options = AttentionOptions(
             scale=scale,
             latent=LatentProjections(up_projection[:, : shape.plain], up_projection[:, shape.plain :]),

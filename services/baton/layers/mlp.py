@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,14 +11,9 @@ import torch.nn.functional as F
 from baton.layers.parameters import Parameters
 from baton.layers.shard import times
 
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
-    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
 """By their names in config.json."""
 

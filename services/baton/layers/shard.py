@@ -80,7 +80,9 @@ class Cut:
         return type(whole)(sizes)
 
 
-NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
+Cuts = Mapping[str, Cut]
+"""By the names of tensors."""
+NO_CUTS: Cuts = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import torch
 
 from baton.checkpoint import CheckpointError
 from baton.gguf_file import PIECE, GgufFile
-from baton.layers.shard import NO_CUTS, Cut
+from baton.layers.shard import NO_CUTS, Cuts
 from baton.layers.weights.gguf import BLOCKS, decode
-from baton.layers.weights.quantized import QuantizedTensor
+from baton.layers.weights.quantized import Parts
 from baton.models.gguf_families import LAYER, OTHERS, common, family_of, layers
 
 _CONFIGURATION = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -147,12 +147,8 @@ class GgufTensors:
         return frozenset(name for name, source in self._sources.items() if source.kind in BLOCKS)
 
     def read(
-        self,
-        names: Collection[str],
-        whole: Collection[str],
-        cuts: Mapping[str, Cut] = NO_CUTS,
-        kept: Collection[str] = (),
-    ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+    ) -> Parts:
         for name in names:
             source = self._sources[name]
             if name in kept and source.kind in BLOCKS:

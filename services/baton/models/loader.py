@@ -76,13 +76,11 @@ def _check(
                 continue
             if name not in missing:
                 # Some checkpoints carry frequencies, although config.json determines them.
-                if name.startswith(tuple(ignored)) or name.endswith("rotary_emb.inv_freq"):
-                    continue
-                if is_kv_scale(name):
+                known = name.startswith(tuple(ignored)) or name.endswith("rotary_emb.inv_freq")
+                if known or is_kv_scale(name):
                     continue
                 raise ModelError(f"{file.path.name} holds unexpected tensor {name}")
-            wanted = list(parameters[name].shape)
-            if shape != wanted:
+            if shape != (wanted := list(parameters[name].shape)):
                 raise ModelError(f"tensor {name} has shape {shape}, the configuration asks for {wanted}")
             missing.discard(name)
             names.append(name)
@@ -121,23 +119,20 @@ def _copy(file: TensorFile, names: list[str], parameters: dict[str, Parameter], 
         target, cut = parameter.target, parameter.cut
         if isinstance(source, QuantizedTensor):
             if isinstance(target, QuantizedWeight):
-                if cut is not None and not cut.axis:
-                    source = source.map_rows(cut.of)
+                source = source.map_rows(cut.of) if cut is not None and not cut.axis else source
                 source = source.map_rows(parameter.convert) if parameter.convert else source
-                target.fill(0, source, cut.spans[0] if cut is not None and cut.axis else None)
-                progress.add(target.nbytes)
-                continue
-            source = source.dequantize()
-            source = source if cut is None else cut.of(source)
+            else:
+                source = source.dequantize() if cut is None else cut.of(source.dequantize())
         elif source.dtype not in _FLOATS:
             kind = str(source.dtype).removeprefix("torch.")
             raise ModelError(f"tensor {name} is {kind}, and there are no scales for it")
-        if parameter.convert is not None:
+        if parameter.convert is not None and isinstance(source, torch.Tensor):
             source = parameter.convert(source)
         if isinstance(target, QuantizedWeight):
             target.fill(start, source, cut.spans[0] if cut is not None and cut.axis else None)
-            progress.add(target.nbytes * len(source) // len(target.codes))
+            progress.add(target.nbytes * source.shape[0] // len(target.codes))
             continue
+        assert isinstance(source, torch.Tensor)
         target = target if name in whole or name in cuts else target[start : start + len(source)]
         if staging is None or source.numel() != target.numel():
             target.copy_(source)
@@ -320,7 +315,7 @@ def kv_shape(config: ModelConfig) -> KvShape:
 
 def _fill(parameters: Parameters, report: Progress) -> None:
     """Normal with deviation 1 / sqrt(inputs), so that activations neither vanish nor explode."""
-    total, done = parameters.nbytes, 0
+    progress = _Progress(parameters.nbytes, report)
     for index, parameter in enumerate(parameters.table.values()):
         target = parameter.target
         if isinstance(target, QuantizedWeight):
@@ -332,8 +327,7 @@ def _fill(parameters: Parameters, report: Progress) -> None:
             target.normal_(0.0, 1 / math.sqrt(target.shape[-1]), generator=generator)
         else:
             target.fill_(1.0 if parameter.fill == "ones" else 0.0)
-        done += target.nbytes
-        report(done, total)
+        progress.add(target.nbytes)
 
 
 def fingerprint(path: Path, dtype: torch.dtype, load_format: str = "auto", variant: str = "baton") -> str:

@@ -7,12 +7,12 @@ first in its low half: a sign and one of eight magnitudes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from baton.layers.shard import NO_CUTS, Cut
+from baton.layers.shard import NO_CUTS, Cuts
 from baton.models.config import ModelError
 
 if TYPE_CHECKING:
@@ -55,11 +55,7 @@ class Mxfp4Tensors:
         return ()
 
     def read(
-        self,
-        names: Collection[str],
-        whole: Collection[str],
-        cuts: Mapping[str, Cut] = NO_CUTS,
-        kept: Collection[str] = (),
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         packed = {f"{name}_blocks": name for name in names}
         for stored, start, tensor in self._file.read([*names, *packed], whole, cuts):

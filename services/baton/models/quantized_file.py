@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from baton.layers.shard import NO_CUTS, Cut
+from baton.layers.shard import NO_CUTS, Cuts
 from baton.layers.weights.fp8 import IGNORED
-from baton.layers.weights.quantized import Format, QuantizedTensor
+from baton.layers.weights.quantized import Format, Parts
 from baton.models.config import ModelError
 
 if TYPE_CHECKING:
@@ -50,12 +50,8 @@ class QuantizedFile:
         return found
 
     def read(
-        self,
-        names: Collection[str],
-        whole: Collection[str],
-        cuts: Mapping[str, Cut] = NO_CUTS,
-        kept: Collection[str] = (),
-    ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+    ) -> Parts:
         stored = {}
         for name in names:
             base, _, end = name.rpartition(".")

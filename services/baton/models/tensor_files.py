@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from baton.layers.shard import NO_CUTS, Cut
-from baton.layers.weights.quantized import Format, QuantizedTensor
+from baton.layers.shard import NO_CUTS, Cuts
+from baton.layers.weights.quantized import Format, Parts
 from baton.models.config import ModelError
 from baton.models.gguf import GgufTensors
 from baton.models.mxfp4 import Mxfp4Tensors
@@ -33,12 +33,8 @@ class TensorFile(Protocol):
         ...
 
     def read(
-        self,
-        names: Collection[str],
-        whole: Collection[str],
-        cuts: Mapping[str, Cut] = NO_CUTS,
-        kept: Collection[str] = (),
-    ) -> Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]:
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
+    ) -> Parts:
         """These tensors in turn, each in one or several parts along its first axis: name, where the part
         begins, part. One part at a time is in memory. Those named in `whole` come in one part, quantized ones
         always do. Of those in `cuts`, which are in `whole` too, only that is returned; quantized ones come as
@@ -111,11 +107,7 @@ class SafetensorsFile:
         return ()
 
     def read(
-        self,
-        names: Collection[str],
-        whole: Collection[str],
-        cuts: Mapping[str, Cut] = NO_CUTS,
-        kept: Collection[str] = (),
+        self, names: Collection[str], whole: Collection[str], cuts: Cuts = NO_CUTS, kept: Collection[str] = ()
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
         """Of a tensor that is cut nothing else is read."""
         wanted = set(names)

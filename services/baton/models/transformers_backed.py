@@ -230,15 +230,15 @@ class TransformersModel:
             found = f"{len(seen)} of {config.num_layers} layers attend through transformers' interface"
             raise ModelError(f"{name}: {found}")
         text = config.hf.get_text_config()
-        windowed = bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True)
+        window = getattr(text, "sliding_window", None)
+        windowed = bool(window) and getattr(text, "use_sliding_window", True)
         types = getattr(text, "layer_types", None)
         if types is None:
             types = ["sliding_attention" if windowed else "full_attention"] * len(layers)
+        short = (window or config.used_length) < config.used_length
         for kind, layer in zip(types, layers, strict=False):
-            short = (getattr(text, "sliding_window", None) or config.used_length) < config.used_length
-            if kind not in ("full_attention", "sliding_attention") or (
-                kind == "sliding_attention" and short and layer.options.window is None
-            ):
+            told = not short or layer.options.window is not None
+            if kind != "full_attention" and not (kind == "sliding_attention" and told):
                 raise ModelError(f"{name}: {kind} that its attention function is not told of")
         if len({layer.sizes for layer in layers}) > 1:
             raise ModelError(f"{name}: its layers have heads of different numbers or sizes")

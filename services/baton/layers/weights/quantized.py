@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +54,10 @@ class QuantizedTensor:
         if each.shape[1] == 1:
             return each
         return each.repeat_interleave(self.group, 1)[:, : self.codes.shape[1]]
+
+
+Parts = Iterator[tuple[str, int, torch.Tensor | QuantizedTensor]]
+"""Of a checkpoint's tensors: name, where the part begins on the first axis, part."""
 
 
 class Format(Protocol):
