@@ -14,7 +14,7 @@ from baton.decode.types import DecodeCounters
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.handoff.attempt import PrefillCounters
-from baton.handoff.decode_side import HandoffCounters
+from baton.handoff.decode_handoff import HandoffCounters
 from baton.handoff.messages import AttemptName, StartPrefill
 from baton.handoff.pull_cost import PullCost
 from baton.prefill.shell import PrefillShell, PrefillStream
