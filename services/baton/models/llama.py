@@ -15,48 +15,6 @@ from baton.models.config import ModelConfig, make_rope, window
 from baton.models.decoder import Decoder, DecoderLayer, FeedForward
 
 
-def build(config: ModelConfig, parameters: Parameters) -> Decoder:
-    return llama_like(config, parameters, feed_forward)
-
-
-def llama_like(
-    config: ModelConfig,
-    parameters: Parameters,
-    feed_forward: Callable[[ModelConfig, Parameters, int], FeedForward],
-    attention: Callable[[ModelConfig, Parameters, int, Rope], AttentionModule] | None = None,
-) -> Decoder:
-    """`feed_forward` and `attention` make those of a layer, whose parameters and number they get; attention
-    is that of `llama_attention` if None."""
-    make_attention = attention or llama_attention
-    rope = make_rope(config)
-    for index in range(getattr(config.hf, "num_nextn_predict_layers", None) or 0):
-        # They predict further tokens, for speculation, and are not used.
-        parameters.ignore(f"model.layers.{config.num_layers + index}.")
-    hidden, eps = config.hidden_size, config.rms_norm_eps
-    layers = []
-    for index in range(config.num_layers):
-        own = parameters.under(f"model.layers.{index}")
-        layers.append(
-            DecoderLayer(
-                RmsNorm(own, "input_layernorm", hidden, eps),
-                make_attention(config, own.under("self_attn"), index, rope),
-                RmsNorm(own, "post_attention_layernorm", hidden, eps),
-                feed_forward(config, own, index),
-            )
-        )
-    return Decoder(config, parameters, layers)
-
-
-def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> GatedMlp:
-    return GatedMlp(
-        parameters.under("mlp"),
-        config.hidden_size,
-        config.hf.intermediate_size,
-        bias=bool(getattr(config.hf, "mlp_bias", False)),
-        merged="gate_up_proj" if config.architecture == "Phi3ForCausalLM" else None,
-    )
-
-
 def llama_attention(
     config: ModelConfig,
     parameters: Parameters,
@@ -85,4 +43,44 @@ def llama_attention(
         norm_plus_one=norm_plus_one,
         options=replace(options, window=window(config, index)),
         merged="qkv_proj" if config.architecture == "Phi3ForCausalLM" else None,
+    )
+
+
+def build(config: ModelConfig, parameters: Parameters) -> Decoder:
+    return llama_like(config, parameters, feed_forward)
+
+
+def llama_like(
+    config: ModelConfig,
+    parameters: Parameters,
+    feed_forward: Callable[[ModelConfig, Parameters, int], FeedForward],
+    attention: Callable[[ModelConfig, Parameters, int, Rope], AttentionModule] = llama_attention,
+) -> Decoder:
+    """`feed_forward` and `attention` make those of a layer, whose parameters and number they get."""
+    rope = make_rope(config)
+    for index in range(getattr(config.hf, "num_nextn_predict_layers", None) or 0):
+        # They predict further tokens, for speculation, and are not used.
+        parameters.ignore(f"model.layers.{config.num_layers + index}.")
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    layers = []
+    for index in range(config.num_layers):
+        own = parameters.under(f"model.layers.{index}")
+        layers.append(
+            DecoderLayer(
+                RmsNorm(own, "input_layernorm", hidden, eps),
+                attention(config, own.under("self_attn"), index, rope),
+                RmsNorm(own, "post_attention_layernorm", hidden, eps),
+                feed_forward(config, own, index),
+            )
+        )
+    return Decoder(config, parameters, layers)
+
+
+def feed_forward(config: ModelConfig, parameters: Parameters, index: int) -> GatedMlp:
+    return GatedMlp(
+        parameters.under("mlp"),
+        config.hidden_size,
+        config.hf.intermediate_size,
+        bias=bool(getattr(config.hf, "mlp_bias", False)),
+        merged="gate_up_proj" if config.architecture == "Phi3ForCausalLM" else None,
     )

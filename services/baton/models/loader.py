@@ -213,10 +213,9 @@ def load_model(
         _check_plain(quantization, quantize_head, shard)
         return transformers_backed.load(path, config, dtype, device, load_format == "dummy")
     plan = weight_plan(path, device, quantization, quantize_head, load_format, dtype)
-    _check_shard(plan, shard)
     parameters = Parameters(dtype, device, plan=plan, shard=shard, communicator=communicator)
     model = build(config, parameters)
-    _check_experts(parameters)
+    _check_shard(parameters)
     report = progress or (lambda done, total: None)
     if load_format == "dummy":
         _fill(parameters, report)
@@ -240,12 +239,9 @@ def _check_plain(quantization: str, quantize_head: bool, shard: Shard) -> None:
         )
 
 
-def _check_shard(plan: WeightPlan, shard: Shard) -> None:
-    if shard.size > 1 and plan.fp8:
+def _check_shard(parameters: Parameters) -> None:
+    if parameters.shard.size > 1 and parameters.plan.fp8:
         raise ModelError("--quantization fp8 does not work with --tp; leave one of them out")
-
-
-def _check_experts(parameters: Parameters) -> None:
     if parameters.shard.ep and not any(".experts." in name for name in parameters.table):
         raise ModelError("--ep divides a mixture's experts, and this model has none; leave it out")
 
@@ -279,7 +275,7 @@ def declared(
     meta = torch.device("meta")
     parameters = Parameters(dtype or config.dtype, meta, plan=plan or WeightPlan(), shard=shard)
     model = build(config, parameters)
-    _check_experts(parameters)
+    _check_shard(parameters)
     return model
 
 
@@ -302,7 +298,6 @@ def weight_bytes(
         return transformers_backed.weight_bytes(config, dtype or config.dtype)
     dtype, device = dtype or config.dtype, device or torch.device("cpu")
     plan = weight_plan(path, device, quantization, quantize_head, load_format, dtype)
-    _check_shard(plan, shard)
     return declared(path, dtype, context_length, plan, shard).weight_bytes
 
 

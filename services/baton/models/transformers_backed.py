@@ -24,12 +24,9 @@ from baton.models.config import ModelConfig, ModelError, first_line
 
 NAME = "baton"
 """Of the attention function."""
-_KNOWN = {"scaling", "sliding_window", "softcap", "s_aux"} | {
-    *("dropout", "position_ids", "is_causal", "use_cache")
-}
-"""Of its options; the last four change nothing here."""
-
-
+_UNUSED = {"dropout", "position_ids", "is_causal", "use_cache"}
+_KNOWN = {"scaling", "sliding_window", "softcap", "s_aux"} | _UNUSED
+"""Of its options; the former change nothing here."""
 _Options = dict[str, Any]
 _Function = Callable[[Any, Tensor, Tensor, Tensor, Tensor | None, _Options], Tensor]
 """(module, q [1, heads, tokens, dim], k and v [1, kv heads, tokens, dim], mask, options)
