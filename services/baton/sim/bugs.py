@@ -140,11 +140,11 @@ def _(peer_down: Wrong, side: DecodeSide, address: str, reason: str) -> None:
 @_bug(
     "expired-lease",
     "an expired lease is still confirmed (vLLM #52234, 5)",
-    800,
+    200,
     PrefillSide,
     "_fail",
     ANY_RELEASE_STOOD,
-    seed=618,
+    seed=57,
 )
 def _(fail: Wrong, side: PrefillSide, attempt: Attempt, code: str, reason: str, message: str) -> None:
     fail(side, attempt, code, reason, message)
@@ -263,7 +263,14 @@ def _(give_back: Wrong, slots: Slots, slot: int, after_step: int) -> None:
     give_back(slots, slot, 0)
 
 
-@_bug("after-end", "a token in flight is emitted after the end of its sequence", 50, Scheduler, "commit")
+@_bug(
+    "after-end",
+    "a token in flight is emitted after the end of its sequence",
+    50,
+    Scheduler,
+    "commit",
+    seed=29,
+)
 def _(commit: Wrong, scheduler: Scheduler, step: Step, result: StepResult) -> None:
     for record, row in zip(step.records, result.rows, strict=True):
         sequence = record.sequence
@@ -390,7 +397,9 @@ def _(ended: Wrong, attempts: Attempts, error: BatonError, now: float, *, lost: 
     attempts.failed_steps = 0
 
 
-@_bug("other-choice", "a resumed choice continues another choice's output", 200, Attempts, "delivered")
+@_bug(
+    "other-choice", "a resumed choice continues another choice's output", 200, Attempts, "delivered", seed=26
+)
 def _(delivered: Wrong, attempts: Attempts) -> Delivered:
     """Each choice continues from the output of the first."""
     carried: Delivered = delivered(attempts)

@@ -108,6 +108,9 @@ def make_scenario(seed: int) -> Scenario:
     decode = tuple((config, replace(machine, windows=windows)) for config, machine in decode)
     prefill = tuple((config, replace(machine, windows=windows)) for config, machine in prefill)
     prefill, decode, of_ranks = _ranks(random.Random(f"ranks {seed}"), prefill, decode)
+    expiries: list[Fault] = []
+    if tight:
+        prefill, decode, expiries = _expiries(random.Random(f"expiry {seed}"), prefill, decode)
     gateways = rng.choice((1, 1, 2))
     room = min(config.kv_tokens for config, _ in decode)
     requests = _requests(rng, gateways, room, tight, windows)
@@ -120,7 +123,8 @@ def make_scenario(seed: int) -> Scenario:
     quiet = rng.random() < 0.1
     hangs = _hangs(random.Random(f"hang {seed}"), *names[:2])
     babbles = _babbles(random.Random(f"babble {seed}"), names[0])
-    faults = () if quiet else _in_order([*_faults(rng, tight, *names), *hangs, *babbles, *of_ranks])
+    apart = [*hangs, *babbles, *expiries, *of_ranks]
+    faults = () if quiet else _in_order([*_faults(rng, tight, *names), *apart])
     latency = rng.choice((0.0005, 0.003, 0.02))
     gateway = _gateway(random.Random(f"gateway {seed}"))
     requests, faults = _poison(random.Random(f"poison {seed}"), requests, faults)
@@ -373,6 +377,31 @@ def _ranks(
         )
         for _ in range(rng.choice((0, 0, 1, 3, 6)) if several else 0)
     ]
+    return prefill, decode, faults
+
+
+def _expiries(
+    rng: random.Random,
+    prefill: tuple[tuple[PrefillConfig, Machine], ...],
+    decode: tuple[tuple[DecodeConfig, Machine], ...],
+) -> Workers:
+    """Where pages are asked for, only the answer to the release says whether they are those that were
+    announced. Now and then leases run out there while a copy stands still, and their ends are told to the
+    holder only when the copy goes on, over a stream that seldom breaks meanwhile."""
+    asked = [i for i, (config, _) in enumerate(prefill) if config.transports == ("grpc",)]
+    if not asked or rng.random() < 0.25:
+        return prefill, decode, []
+    prefill = tuple((replace(config, lease_grace_seconds=1.0), machine) for config, machine in prefill)
+    decode = tuple(
+        (replace(config, handoff_seconds=4.0), replace(machine, pull_pace=max(0.1, machine.pull_pace)))
+        for config, machine in decode
+    )
+    faults = []
+    for _ in range(rng.choice((4, 8))):
+        owner, holder = f"p{rng.choice(asked)}", f"d{rng.randrange(len(decode))}"
+        at, seconds = rng.uniform(1.2, 6.0), rng.uniform(1.05, 1.5)
+        faults.append(Fault(at, "cut", holder, owner, seconds))
+        faults.append(Fault(at + rng.uniform(-0.1, 0.1), "stall", holder, "", seconds + 0.2, 2))
     return prefill, decode, faults
 
 
