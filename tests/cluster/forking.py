@@ -38,6 +38,7 @@ IMPORTED = (
     "baton.decode.server",
     "transformers.models.auto.configuration_auto",
     "transformers.models.auto.tokenization_auto",
+    "pydantic.v1",  # by FastAPI, when its application is made
 )
 MOST_BYTES = 1 << 20
 """Of a message: arguments and environment."""
