@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 Prefix = tuple[str, tuple[int, ...]]
@@ -56,6 +56,19 @@ class TreeModel:
                 taken.append(index)
             self.entries[prefix].last_used = self.now
         return taken
+
+    def withdraw(self, prefix: Prefix, name: str) -> Callable[[Prefix], Prefix]:
+        """Everything that begins with the prefix's first page gets the namespace `name`. Returns what names
+        prefixes anew."""
+        namespace, first = prefix[0], prefix[1][: self.page_size]
+
+        def renamed(each: Prefix) -> Prefix:
+            found = each[0] == namespace and each[1][: self.page_size] == first
+            return (name, each[1]) if found else each
+
+        self.entries = {renamed(each): entry for each, entry in self.entries.items()}
+        self.locks = list(map(renamed, self.locks))
+        return renamed
 
     def is_locked(self, prefix: Prefix) -> bool:
         return any(

@@ -25,7 +25,7 @@ def digest_of(prefix: Prefix, page_size: int = PAGE) -> int:
     def blake(data: bytes) -> bytes:
         return blake2b(data, digest_size=8).digest()
 
-    digest = blake(page_size.to_bytes(4, "little") + namespace.encode())
+    digest = blake(page_size.to_bytes(4, "little") + namespace.encode("utf-8", "surrogatepass"))
     for start in range(0, len(tokens), page_size):
         page = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + page_size])
         digest = blake(digest + page)

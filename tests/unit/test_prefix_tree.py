@@ -35,6 +35,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.model = TreeModel(PAGE, policy)
         self.locked: list[tuple[Node, Prefix]] = []
         self.next_page = 0
+        self.original: dict[str, str] = {}
+        """By the namespace of what was withdrawn: the one in which its sequences go on."""
 
     def fresh(self, count: int) -> list[int]:
         self.next_page += count
@@ -70,7 +72,9 @@ class TreeMachine(RuleBasedStateMachine):
         whole = [*tokens, *more]
         pages = self.fresh(len(more) // PAGE)
         self.tree.unlock(node)
-        below, taken = self.tree.insert(more, rows(pages), namespace, after=node)
+        below, taken = self.tree.insert(
+            more, rows(pages), self.original.get(namespace, namespace), after=node
+        )
         self.tree.lock(below)
         shared = len(tokens) // PAGE
         indexes = self.model.insert(whole, [-1] * shared + pages, namespace)
@@ -86,6 +90,19 @@ class TreeMachine(RuleBasedStateMachine):
         node, prefix = self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1)))
         self.tree.unlock(node)
         self.model.locks.remove(prefix)
+
+    @precondition(lambda self: self.locked)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """Locks of others stay, and what follows is entered below them."""
+        node, prefix = self.locked[data.draw(st.integers(0, len(self.locked) - 1))]
+        self.tree.withdraw(node)
+        if prefix[1]:
+            *_, top, _ = node.path()
+            name = top.child_key[0]
+            self.original[name] = self.original.get(prefix[0], prefix[0])
+            renamed = self.model.withdraw(prefix, name)
+            self.locked = [(each, renamed(name)) for each, name in self.locked]
 
     @rule(count=st.integers(0, 7))
     def evict(self, count: int) -> None:

@@ -349,6 +349,32 @@ def test_pages_of_logits_that_are_no_numbers_are_not_cached():
     assert second.cached_tokens == 0
 
 
+def test_pages_of_earlier_chunks_leave_the_cache_when_the_last_one_fails():
+    """Chunks that sample nothing have no logits to fail by, and are cached at once."""
+    engine = Engine(budget=8)
+    read = engine.runner.read
+
+    def damaged(flight):
+        result = read(flight)
+        rows = (RowResult(error="not finite") if row.tokens else row for row in result.rows)
+        return StepResult(result.number, tuple(rows))
+
+    engine.runner.read = damaged
+    engine.scheduler.submit(request("a", range(32)))
+    while not engine.scheduler.cached_pages(request("", range(32)).sequences[0]):
+        engine.turn()
+    engine.run()
+    assert engine.ended == ["a"]
+    engine.runner.read = read
+    engine.scheduler.submit(second := request("b", [*range(32), 1]))
+    engine.run()
+    check_outputs(engine, [second])
+    assert second.cached_tokens == 0
+    engine.scheduler.submit(third := request("c", [*range(32), 2]))
+    engine.run()
+    assert third.cached_tokens == 32, "what has been computed anew"
+
+
 def test_a_hand_off_keeps_others_from_the_last_pages():
     """The watermark is for what is admitted: it grows beyond its reservation."""
     cache = KvCache(PageAllocator(20), PrefixTree(4))

@@ -265,6 +265,8 @@ class Scheduler(SchedulerState):
                 if row.reason == "BAD_LOGITS":
                     for each in sequence.request.sequences:
                         each.retired = 0  # nobody may reuse what its pages hold
+                        if each.holding is not None:
+                            self.cache.withdraw(each.holding)
                 self.fail(sequence.request, row.reason, row.error)
             elif sequence.phase is Phase.RUNNING:
                 sequence.unread -= 1

@@ -233,6 +233,10 @@ class KvCache:
         while self._waiting and self._waiting[0][0] <= self._retired:
             self._free(heapq.heappop(self._waiting)[2])
 
+    def withdraw(self, holding: Holding) -> None:
+        """What the tree holds of this sequence is damaged: nobody finds it, or what follows it, any more."""
+        self._tree.withdraw(holding.node)
+
     def quarantine(self, holding: Holding, pages: Iterable[int]) -> None:
         """Withdraws owned pages of the holding: something may still write them. Possible until a released
         holding's last `unpin`; pages that have not been recovered by then are lost."""

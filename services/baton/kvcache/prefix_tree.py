@@ -225,13 +225,30 @@ class PrefixTree:
             self._observer.removed(removed)
         return evicted
 
+    def withdraw(self, node: Node) -> None:
+        """No search from the root finds any more what leads to `node`, nor what follows any of it: the
+        contents are damaged. The rows stay until they are evicted, for observers in another namespace."""
+        *_, top, _ = (None, *node.path())
+        if top is not None:
+            del self._root.children[top.child_key]
+            # A lone surrogate: no message can name this namespace.
+            top.child_key = (f"\udc00{next(self._ids)}", top.child_key[1])
+            self._root.children[top.child_key] = top
+            self.version += 1
+            if self._observer is not None:
+                self._observer.removed([row for each in top.subtree() for row in each.ids])
+                self._report(self._observer, top)
+
     def observe(self, observer: TreeObserver | None) -> None:
         """Sets the observer. It is called for all rows present, parents first, and then for each change.
         None: removes the observer."""
         self._observer = observer
-        if observer is None:
-            return
-        for node in self._root.subtree():
+        if observer is not None:
+            self._report(observer, self._root)
+
+    @staticmethod
+    def _report(observer: TreeObserver, top: Node) -> None:
+        for node in top.subtree():
             if node.parent is not None:
                 above = node.parent.ids
                 observer.stored(above[-1] if above else None, node.child_key[0], node.key, node.ids)
