@@ -57,6 +57,7 @@ def test_the_fastest_is_chosen_and_the_fewest_of_equals(four_threads, cost, chos
     runner = Costly(cost)
     tuned = TunedRunner(runner, runner.clock)
     assert tuned.small_steps == {4: chosen, 32: chosen}
+    assert (tuned.max_slots, tuned.vocab_size) == (runner.max_slots, runner.vocab_size)
     runner.used.clear()
     for tokens in (1, 33, 4):
         tuned.read(tuned.launch(plan(tokens)))

@@ -226,6 +226,15 @@ def complete(side, number, keep_pages=True, priority=0):
     return name
 
 
+def test_pages_that_are_not_kept_are_not_announced():
+    side = PrefillSide(make_scheduler(prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    side.start("holder", NAME, Request(NAME, tuple(range(90)), SamplingParams()), False, 0.0)
+    step = side.plan(1.0)
+    assert step.plan.num_tokens == 64
+    side.commit(step, StepResult(step.plan.number, (RowResult(()),)), 2.0)
+    assert side.knows(NAME) and not side.outputs
+
+
 def test_a_prefill_node_records_the_chunks_of_its_prompts():
     recorder = Recorder()
     core = PrefillCore(
@@ -238,8 +247,8 @@ def test_a_prefill_node_records_the_chunks_of_its_prompts():
         recorder=recorder,
     )
     complete(core.side, 2)
-    chunks = [event for event in recorder.all() if event.kind is Kind.CHUNK_BEGUN]
-    assert [(event.request, event.number, event.step) for event in chunks] == [(2, len(PROMPT), 1)]
+    told = {event.kind: (event.request, event.number, event.step) for event in recorder.all()}
+    assert told[Kind.CHUNK_BEGUN] == (2, len(PROMPT), 1) and told[Kind.ANNOUNCED][:2] == (2, 3)
 
 
 def test_a_holders_leases_count_together():

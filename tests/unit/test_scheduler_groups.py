@@ -109,6 +109,8 @@ def test_what_could_never_fit_is_refused():
     engine.submit(1, range(room - 5), 5)
     with pytest.raises(Exception, match=f"exceed {room} tokens"):
         engine.submit(2, range(room - 5), 6)
+    with pytest.raises(Exception, match=f"{room} tokens; this node holds at most {room}"):
+        engine.submit(3, range(room), 1)
     engine.run()
     engine.expect(1, range(room - 5), 5)
 
@@ -212,3 +214,10 @@ def test_a_prompt_that_lacks_pages_waits_while_another_goes_on():
     step = engine.scheduler.plan()
     assert step is not None and [record.sequence.request.key for record in step.records] == [1]
     assert not engine.scheduler.take_events() and len(engine.scheduler.prompts) == 2
+
+
+def test_a_prefill_node_reserves_nothing_for_an_output():
+    engine = Engine((None,), 50, prompt_only=True, watermark=0)
+    for number in (1, 2):  # of 25 pages
+        engine.submit(number, range(100 * number, 100 * number + 100), 50)
+    assert engine.scheduler.plan() is not None and len(engine.scheduler.prompts) == 2

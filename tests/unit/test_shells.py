@@ -10,7 +10,7 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.decode.messages import request_for
 from baton.decode.shell import DecodeShell
 from baton.decode.stream import DecodeStream
-from baton.decode.types import DecodeCounters
+from baton.decode.types import DecodeCounters, Done
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.handoff.attempt import PrefillCounters
@@ -232,6 +232,14 @@ def test_a_prefill_node_is_told_how_much_time_is_left(remaining, expected):
     effect = StartPrefill("a:1", name, request, params, (1, 2, 3), 0, 1, remaining)
     start = request_for(effect, False).start
     assert (start.HasField("timeout_ms"), start.timeout_ms) == (expected > 0, expected)
+
+
+def test_what_a_step_yields_for_a_caller_is_one_message():
+    node, callers = Decode(DecodeConfig()), [DecodeStream(3), DecodeStream(4)]
+    node.page_bytes, node.peers.perform = 64, lambda effects: None
+    done = Done(1, 2, decode_pb2.RequestStats())
+    node._deliver(9, [(caller, done) for caller in callers * 2], [])
+    assert node.messages == 2 and [len(events(caller)) for caller in callers] == [2, 2]
 
 
 def test_a_prefill_node_reports_its_leases_and_counters():

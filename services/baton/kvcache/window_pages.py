@@ -153,7 +153,9 @@ class WindowPages:
     def check(self, nodes: Iterable[Node]) -> None:
         """Raises AccountingError."""
         home: dict[int, Node] = {}
+        queued = 0
         for node in nodes:
+            queued += (node in self._inner) + (node in self._ends)
             pages = self._pages(node)
             home.update(dict.fromkeys(pages, node))
             loose = any(page not in self.references for page in pages)
@@ -161,5 +163,6 @@ class WindowPages:
                 not loose or node in self._inner or node in self._ends,
                 "a node's window pages cannot be evicted",
             )
+        require(queued == len(self._inner) + len(self._ends), "an evicted node waits for eviction")
         require(home == self._home, "window pages are not where they are said to be")
         require(self.references.keys() <= home.keys(), "a window page is referenced and not in the tree")
