@@ -18,6 +18,8 @@ from baton.kvcache.window_pages import WindowPages
 
 Tokens = Sequence[int] | bytes
 """Token ids, or what `PrefixTree.encode` has made of them."""
+_WITHDRAWN = "\udc00"
+"""A lone surrogate, which begins namespaces that no message can name."""
 
 
 class TreeObserver(Protocol):
@@ -227,17 +229,21 @@ class PrefixTree:
 
     def withdraw(self, node: Node) -> None:
         """No search from the root finds any more what leads to `node`, nor what follows any of it: the
-        contents are damaged. The rows stay until they are evicted, for observers in another namespace."""
+        contents are damaged. The rows stay until they are evicted, as if never used, for observers
+        in another namespace."""
         *_, top, _ = (None, *node.path())
-        if top is not None:
-            del self._root.children[top.child_key]
-            # A lone surrogate: no message can name this namespace.
-            top.child_key = (f"\udc00{next(self._ids)}", top.child_key[1])
-            self._root.children[top.child_key] = top
-            self.version += 1
-            if self._observer is not None:
-                self._observer.removed([row for each in top.subtree() for row in each.ids])
-                self._report(self._observer, top)
+        if top is None or top.child_key[0].startswith(_WITHDRAWN):
+            return
+        del self._root.children[top.child_key]
+        top.child_key = (f"{_WITHDRAWN}{next(self._ids)}", top.child_key[1])
+        self._root.children[top.child_key] = top
+        self.version += 1
+        for each in top.subtree():
+            each.hits = 0
+            self._enqueue(each)
+        if self._observer is not None:
+            self._observer.removed([row for each in top.subtree() for row in each.ids])
+            self._report(self._observer, top)
 
     def observe(self, observer: TreeObserver | None) -> None:
         """Sets the observer. It is called for all rows present, parents first, and then for each change.
