@@ -122,16 +122,18 @@ class Deployment:
             client.close()
         running = [process for process in self.processes if process.alive]
         order = ("gateway", "decode", "prefill", "tokenizer")
-        codes = {}
+        codes, listening = {}, []
         try:
             for process in sorted(running, key=lambda process: order.index(process.role)):
                 codes[process.name] = process.stop()
+                # At once: the system soon gives its ports to others, such as processes of another lane.
+                if process.listening():
+                    listening.append(process.name)
         finally:
             self._abandon()
         assert not any(codes.values()), codes
         left = [str(path) for process in running for path in process.segments()]
         assert not left, f"shared memory is left: {left}"
-        listening = [process.name for process in self.processes if process.listening()]
         assert not listening, f"ports still listening: {listening}"
 
     def __enter__(self) -> Deployment:

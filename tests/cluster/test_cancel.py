@@ -33,9 +33,10 @@ import json, sys
 from baton.client import Client
 Client(sys.argv[1]).generate(**json.loads(sys.argv[2]))
 """
-FREED_STEPS = 60
-"""Of the decode node, from the end of a request until everything is free. They are the clock here: another
-request runs all the time, so that they go on, and become slower as all else does on a busy machine."""
+FREED_STEPS = 200
+"""Of the decode node, from the end of a request until everything is free: 2 to 7 where nothing else runs.
+They are the clock here: another request runs all the time, so that they go on, and become slower as all else
+does on a busy machine."""
 
 
 @dataclass

@@ -174,10 +174,10 @@ async def test_pages_cross_the_wire(site, short):
     assert crossed_over(site, completions)
     pulled = sum(each.stats.pulled_bytes for each in completions)
     assert site.lan.left_right.carried - before > pulled > 100_000
-    everywhere = await site.ask(site.both, short)
-    assert {each.stats.decode_address for each in everywhere} == {
-        each.address for each in site.deployment.of("decode")
-    }
+    used: set[str] = set()
+    for _ in range(5):  # one may have been answered before the next is there
+        used |= {each.stats.decode_address for each in await site.ask(site.both, short)}
+    assert used == {each.address for each in site.deployment.of("decode")}
 
 
 async def test_delay_and_loss(site, short):

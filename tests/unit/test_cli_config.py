@@ -131,7 +131,8 @@ def test_wrong_file_names_the_key(tmp_path: Path, toml: str, message: str) -> No
         ("threads", -1, "--threads must be at least 0, not -1"),
         ("request_seconds", -0.5, "--request-seconds must be at least 0, not -0.5"),
         ("local_prefill_tokens", -3, "--local-prefill-tokens must be at least 0, not -3"),
-        ("handoff_seconds", float("nan"), "--handoff-seconds must be at least 0, not nan"),
+        ("handoff_seconds", float("nan"), "--handoff-seconds must be a number, not nan"),
+        ("request_seconds", float("inf"), "--request-seconds must be a number, not inf"),
         ("watermark", 2.5, "--watermark must be from 0 to 1, not 2.5"),
     ],
 )

@@ -100,6 +100,7 @@ class TreeMachine(RuleBasedStateMachine):
         if prefix[1]:
             *_, top, _ = node.path()
             name = top.child_key[0]
+            assert name.startswith("\udc00")
             self.original[name] = self.original.get(prefix[0], prefix[0])
             renamed = self.model.withdraw(prefix, name)
             self.locked = [(each, renamed(name)) for each, name in self.locked]

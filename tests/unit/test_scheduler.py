@@ -362,6 +362,7 @@ def test_pages_of_earlier_chunks_leave_the_cache_when_the_last_one_fails():
     engine.runner.read = damaged
     engine.scheduler.submit(request("a", range(32)))
     while not engine.scheduler.cached_pages(request("", range(32)).sequences[0]):
+        assert not engine.ended
         engine.turn()
     engine.run()
     assert engine.ended == ["a"]

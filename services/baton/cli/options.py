@@ -222,6 +222,8 @@ def _check_range(field: Field, value: Any) -> None:
     if field.kind not in (int, float) or value is None:
         return
     part = field.name in PARTS
+    if isinstance(value, float) and not math.isfinite(value):
+        raise click.UsageError(f"{field.flag} must be a number, not {value}")
     if not 0 <= value <= (1 if part else math.inf):
         raise click.UsageError(f"{field.flag} must be {'from 0 to 1' if part else 'at least 0'}, not {value}")
 

@@ -386,8 +386,8 @@ def _expiries(
     decode: tuple[tuple[DecodeConfig, Machine], ...],
 ) -> Workers:
     """Where pages are asked for, only the answer to the release says whether they are those that were
-    announced. Now and then leases run out there while a copy stands still, and their ends are told to the
-    holder only when the copy goes on, over a stream that seldom breaks meanwhile."""
+    announced. In three of four such scenarios leases run out while a copy stands still; their ends are told
+    to the holder about when the copy goes on, over a stream that seldom breaks meanwhile."""
     asked = [i for i, (config, _) in enumerate(prefill) if config.transports == ("grpc",)]
     if not asked or rng.random() < 0.25:
         return prefill, decode, []
