@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 from process import Process
 
 from baton.client import Client
@@ -125,9 +126,10 @@ class Deployment:
         codes, listening = {}, []
         try:
             for process in sorted(running, key=lambda process: order.index(process.role)):
+                children = psutil.Process(process.pid).children(recursive=True)
                 codes[process.name] = process.stop()
-                # At once: the system soon gives its ports to others, such as processes of another lane.
-                if process.listening():
+                # Who listens may be another: the system soon gives free ports to processes of other lanes.
+                if process.listening() and psutil.wait_procs(children, timeout=5)[1]:
                     listening.append(process.name)
         finally:
             self._abandon()
