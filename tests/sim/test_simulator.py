@@ -17,11 +17,12 @@ from baton.gateway.node_load import NodeLoad
 from baton.sim.bugs import BUGS, planted
 from baton.sim.checks import EVERY_SECONDS, TOLERATED_SECONDS
 from baton.sim.cluster import Cluster
+from baton.sim.faults import FAULTS, Fault
 from baton.sim.gateway import SimGateway
 from baton.sim.model import SimPool, reference
 from baton.sim.network import Network
 from baton.sim.run import run_many, run_scenario, run_seed
-from baton.sim.scenario import CALM_SECONDS, FAULTS, Fault, make_scenario
+from baton.sim.scenario import CALM_SECONDS, make_scenario
 from baton.sim.shrink import shrink
 from baton.sim.transport import LATEST_FIRST_LOOK_SECONDS
 from baton.sim.world import Actor, Violation, World

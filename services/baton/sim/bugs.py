@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -30,26 +30,9 @@ from baton.ranks import plan_codec
 from baton.ranks.plan_codec import Table
 from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
+from baton.sim.planting import Bug, Change, Wrong
 from baton.sim.ranks import Collective, Ranks
 from baton.sim.transport import Pull as SimPull
-
-Wrong = Callable[..., Any]
-"""Replaces a method: called with the method, then with its arguments."""
-Change = tuple[type | ModuleType, str, Wrong]
-"""The class and the name of the method, or a module and its function, and what replaces it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bug:
-    name: str
-    text: str
-    """What is wrong, in one line."""
-    within: int
-    """A run of this many seeds, from 0 on, finds it, with some margin."""
-    seed: int
-    """One that found it, to be tried first."""
-    changes: tuple[Change, ...]
-
 
 BUGS: dict[str, Bug] = {}
 
@@ -66,19 +49,9 @@ def _bug(
     return register
 
 
-@contextlib.contextmanager
-def planted(name: str) -> Iterator[None]:
+def planted(name: str) -> AbstractContextManager[None]:
     """Plants the named bug; an empty name plants none. Raises KeyError for an unknown name."""
-    with contextlib.ExitStack() as stack:
-        for owner, method, wrong in BUGS[name].changes if name else ():
-            original = getattr(owner, method)
-            setattr(owner, method, _bound(wrong, original))
-            stack.callback(setattr, owner, method, original)
-        yield
-
-
-def _bound(wrong: Wrong, original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *arguments, **named: wrong(original, *arguments, **named)
+    return BUGS[name].planted() if name else nullcontext()
 
 
 # --- leases and attempts ------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from baton.kvcache import Holding
 from baton.ranks.runner import RanksLost
 from baton.sim.checks import Audit, Ledger
 from baton.sim.decode import SimDecode
+from baton.sim.faults import Fault
 from baton.sim.gateway import SimGateway
 from baton.sim.model import Escaped
 from baton.sim.network import Endpoint, Network
 from baton.sim.prefill import SimPrefill
 from baton.sim.process import Process, Worker
-from baton.sim.scenario import Fault, RequestSpec, Scenario
+from baton.sim.scenario import RequestSpec, Scenario
 from baton.sim.world import Actor, Trace, Violation, World
 from baton.v1 import prefill_pb2
 
