@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from shared import make_parser, save_results
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "cluster"))
 
 from process import Process

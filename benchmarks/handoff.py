@@ -32,7 +32,7 @@ from baton.bench.machine import visible_gpus
 from baton.client import AsyncClient
 from baton.rpc.errors import BatonError
 
-sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("tools", "tests/cluster")]
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("tools", "tests", "tests/cluster")]
 
 from deployment import Deployment
 from make_shape import SHAPES, write_shape

@@ -1,9 +1,10 @@
-"""Ports for servers that are told theirs beforehand."""
+"""Ports for servers that are told theirs beforehand, or start again where they were."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import os
 import socket
 from collections.abc import Iterator
 
@@ -18,8 +19,8 @@ COUNT = 500
 
 @functools.cache
 def _ports(lane: int) -> Iterator[int]:
-    first = FIRST + COUNT * (lane % 20)
-    return itertools.cycle(range(first, first + COUNT))
+    first, skipped = FIRST + COUNT * (lane % 20), os.getpid() % COUNT  # another run has the same lanes
+    return itertools.islice(itertools.cycle(range(first, first + COUNT)), skipped, None)
 
 
 def free_port() -> int:

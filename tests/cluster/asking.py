@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.client import AsyncClient, Completion
 
-SECONDS = 60.0
+SECONDS = 120.0
 """Any batch of requests in these tests must have ended by then."""
 
 

@@ -38,8 +38,8 @@ def chromium(
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        browser.set_page_load_timeout(30)
-        browser.set_script_timeout(20)
+        browser.set_page_load_timeout(120)
+        browser.set_script_timeout(120)
         yield browser
     finally:
         browser.quit()

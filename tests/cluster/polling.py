@@ -10,7 +10,7 @@ POLL_SECONDS = 0.01
 """Each poll asks some process, which takes time from the work that is waited for."""
 
 
-async def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> float:
+async def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> float:
     """Asks again and again; returns how long it took. Fails after `seconds`."""
     started = time.monotonic()
     while not condition():

@@ -17,9 +17,12 @@ from forking import Forked, forks
 
 from baton.rpc.channel import Metadata
 from baton.v1 import node_pb2, node_pb2_grpc
+from ports import free_port
 
 READY_SECONDS = 240.0
-EXIT_SECONDS = 20.0
+EXIT_SECONDS = 60.0
+ASK_SECONDS = 20.0
+"""For an answer to a test's own question."""
 SHM = Path("/dev/shm")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -72,10 +75,11 @@ class Process:
 
     def start(self) -> None:
         assert not self.alive
-        port = str(self.port) if self.address else "0"
-        http = self.http.rpartition(":")[2] if self.http else "0" if self.role == "gateway" else "none"
+        # Given by the system, they might be another's when it is started again.
+        port = self.port if self.address else free_port()
+        http = self.http.rpartition(":")[2] or (str(free_port()) if self.role == "gateway" else "none")
         # --lifeline: it ends when this process does, however that happens.
-        arguments = ["serve", self.role, "--lifeline", "--port", port, "--http-port", http, *self.flags]
+        arguments = ["serve", self.role, "--lifeline", "--port", str(port), "--http-port", http, *self.flags]
         environment = {**os.environ, **ENVIRONMENT, **self.environment}
         self.starts += 1
         with self.log.open("ab") as log:
@@ -118,10 +122,10 @@ class Process:
         return line.decode()
 
     def load(self) -> node_pb2.Load:
-        return self._stub().GetLoad(node_pb2.GetLoadRequest(), timeout=5, metadata=self.metadata)
+        return self._stub().GetLoad(node_pb2.GetLoadRequest(), timeout=ASK_SECONDS, metadata=self.metadata)
 
     def info(self) -> node_pb2.NodeInfo:
-        return self._stub().GetInfo(node_pb2.GetInfoRequest(), timeout=5, metadata=self.metadata)
+        return self._stub().GetInfo(node_pb2.GetInfoRequest(), timeout=ASK_SECONDS, metadata=self.metadata)
 
     def _stub(self) -> node_pb2_grpc.NodeStub:
         return node_pb2_grpc.NodeStub(self._channel)

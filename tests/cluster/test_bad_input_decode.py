@@ -113,7 +113,7 @@ def test_decode_cancel_of_what_does_not_run(decode):
     stream.send(Command(cancel=decode_pb2.DecodeCancel(request=6, attempt=2)))
     kinds = []
     while "finished" not in kinds:
-        for event in stream.next(20.0).events:
+        for event in stream.next().events:
             kinds.append(event.WhichOneof("kind"))
             assert event.attempt == (2 if kinds[-1] == "failed" else 3)
     assert kinds.count("failed") == 1, "the running attempt is not the one that was cancelled"
@@ -129,7 +129,7 @@ def test_decode_several_cancels_of_some_that_run(decode):
     stream.send(several(*(Command(cancel=cancel) for cancel in cancels)))
     reasons, before = {}, 0
     while len(reasons) < 3:
-        message = stream.next(20.0)
+        message = stream.next()
         before += sum(len(delta.token_ids) for delta in message.tokens if delta.request == 7)
         for event in message.events:
             if event.HasField("failed"):

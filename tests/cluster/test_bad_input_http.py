@@ -148,7 +148,7 @@ class Connection:
     """One keep-alive connection; a second one is never opened."""
 
     def __init__(self, address: str) -> None:
-        self._http = http.client.HTTPConnection(address, timeout=20)
+        self._http = http.client.HTTPConnection(address, timeout=60)
         self._http.connect()
         self._http.auto_open = 0
 

@@ -235,12 +235,12 @@ def test_its_clients_end_with_it(demo, number):
     clients = psutil.Process(process.pid).children(recursive=True)
     assert clients
     process.send_signal(number)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number) and stderr == b""
     until(lambda: all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in clients))
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

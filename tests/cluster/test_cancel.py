@@ -229,7 +229,7 @@ async def test_everything_is_freed_at_once(cluster, state, way, request):
     async with AsyncClient(gateway.address) as client:
         others = [
             asyncio.create_task(
-                client.generate(token_ids=[i + 1], max_tokens=OUTPUT, ignore_eos=True, timeout=60)
+                client.generate(token_ids=[i + 1], max_tokens=OUTPUT, ignore_eos=True, timeout=240)
             )
             for i in range(state.others)
         ]

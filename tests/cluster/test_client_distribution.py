@@ -39,7 +39,7 @@ print(json.dumps(said | {"found": found, "version": [version, baton.__version__]
 """
 
 
-@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.timeout(3 * SECONDS)
 def test_the_client_alone(demo: Deployment, tmp_path: Path):
     # A copy: the build makes the stubs anew, which other tests import meanwhile.
     source = tmp_path / "source"
@@ -48,7 +48,7 @@ def test_the_client_alone(demo: Deployment, tmp_path: Path):
     for name in ("__init__.py", "py.typed"):
         shutil.copy(ROOT / "services" / "baton" / name, source / "services" / "baton" / name)
     venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=SECONDS)
     python = venv / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python, "install", "-q"]
     lock = ["-c", ROOT / "requirements.lock"]
@@ -56,7 +56,7 @@ def test_the_client_alone(demo: Deployment, tmp_path: Path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
-        [python, "-I", program, demo.gateway.address], timeout=60, capture_output=True, text=True
+        [python, "-I", program, demo.gateway.address], timeout=SECONDS, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

@@ -81,7 +81,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
         rows = {words[0]: words[1:] for words in lines if len(words) == 4 and words[1].isdigit()}
         yield Closed(rows, known, base)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(40) == 0, printed.read_text()
+        assert process.wait(90) == 0, printed.read_text()
     finally:
         if process.poll() is None:
             process.kill()

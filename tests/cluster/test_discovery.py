@@ -16,7 +16,7 @@ LONG = " ".join(f"word{number}" for number in range(40))
 """More tokens than a decode node prefills itself."""
 
 
-def until(condition, what: str, seconds: float = 30.0) -> None:
+def until(condition, what: str, seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"

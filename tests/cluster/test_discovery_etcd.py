@@ -56,10 +56,10 @@ async def test_nodes_join_and_leave(etcd):
         other_deployment = register(etcd, 4, "10.0.0.4:50071", prefix="/baton2")
         await until(lambda: len(finder.addresses) == 2, "the second node is found")
         await first.close()
-        await until(lambda: finder.addresses == ["10.0.0.2:50071"], "the first has left", 3.0)
+        await until(lambda: finder.addresses == ["10.0.0.2:50071"], "the first has left", LEASE_SECONDS)
         for each in (second, other_role, other_deployment):
             await each.close()
-        await until(lambda: not finder.addresses, "all have left", 3.0)
+        await until(lambda: not finder.addresses, "all have left", LEASE_SECONDS)
     joined = [address for change in changes for address in change.joined]
     left = [address for change in changes for address in change.left]
     assert joined == left == ["10.0.0.1:50071", "10.0.0.2:50071"]
@@ -107,10 +107,10 @@ async def test_a_lease_that_was_taken_away_is_made_again_and_the_node_is_held_me
             revoke = rpc_pb2.LeaseRevokeRequest(ID=node._lease[1])
             await rpc_pb2_grpc.LeaseStub(channel).LeaseRevoke(revoke, timeout=5)
         await until(lambda: not finder._in_etcd, "gone from etcd")
-        await until(lambda: finder._in_etcd, "registered again", LEASE_SECONDS)
+        await until(lambda: finder._in_etcd, "registered again")
         assert [change for change in changes if change.left] == []
         await node.close()
-        await until(lambda: not finder.addresses, "it said that it left", 3.0)
+        await until(lambda: not finder.addresses, "it said that it left", LEASE_SECONDS)
 
 
 async def enable_authentication(etcd, credentials):
@@ -153,7 +153,7 @@ async def test_tls_and_a_user(tmp_path):
                         await stranger._hold(channel, server.endpoint)
                 await stranger.close()
             await node.close()
-            await until(lambda: not finder.addresses, "it has left", 3.0)
+            await until(lambda: not finder.addresses, "it has left", LEASE_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from baton.demo import model_path
 
 BIN = Path(__file__).parents[2] / ".venv" / "evals" / "bin"
-SECONDS = 250
+SECONDS = 500
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(2 * SECONDS),

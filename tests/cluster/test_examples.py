@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def run(name: str, *arguments: str) -> str:
     """What the program prints."""
     command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=240, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -14,7 +14,7 @@ import pytest
 from deployment import Deployment
 
 PROTO = Path(__file__).parents[2] / "proto"
-SECONDS = 60.0
+SECONDS = 240.0
 CLIENT = r"""
 import json, queue, sys
 
@@ -40,7 +40,7 @@ def short(**fields):
 class Call:
     def __init__(self, stub):
         self.requests = queue.SimpleQueue()
-        self.responses = stub.Generate(iter(self.requests.get, None), timeout=50)
+        self.responses = stub.Generate(iter(self.requests.get, None), timeout=200)
 
     def start(self, id, **fields):
         start = inference_pb2.GenerateStart(id=id, **fields)
@@ -68,15 +68,15 @@ stub = inference_pb2_grpc.InferenceStub(channel)
 
 health = health_pb2_grpc.HealthStub(channel)
 for service in ("", "baton.v1.Inference"):
-    status = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+    status = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=60).status
     say(health=service, status=health_pb2.HealthCheckResponse.ServingStatus.Name(status))
 
 asked = reflection_pb2.ServerReflectionRequest(list_services="")
 reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-listed = next(reflection.ServerReflectionInfo(iter([asked]), timeout=5))
+listed = next(reflection.ServerReflectionInfo(iter([asked]), timeout=60))
 say(services=sorted(service.name for service in listed.list_services_response.service))
 
-models = stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5).models
+models = stub.ListModels(inference_pb2.ListModelsRequest(), timeout=60).models
 say(models=[model.name for model in models], chat=models[0].chat)
 
 call = Call(stub)

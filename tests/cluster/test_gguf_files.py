@@ -41,7 +41,7 @@ def test_up_says_in_one_line_that_a_file_is_truncated(tmp_path):
     path.write_bytes(path.read_bytes()[:-1000])
     command = [sys.executable, "-m", "baton.cli.main", "up", "--model", str(path), "--port", "0"]
     run = subprocess.run(
-        [*command, "--http-port", "0"], capture_output=True, text=True, timeout=60, check=False
+        [*command, "--http-port", "0"], capture_output=True, text=True, timeout=240, check=False
     )
     assert run.returncode == 2
     assert "model.gguf cannot be read: it is truncated or damaged" in run.stderr

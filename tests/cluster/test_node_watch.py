@@ -17,7 +17,7 @@ from baton.v1 import node_pb2, node_pb2_grpc, prefill_pb2
 USES = ("free", "cached", "owned", "leased", "pulling", "quarantined")
 
 
-def watch(process: Process, seconds: float = 20.0, **request: int) -> Iterator[node_pb2.NodeState]:
+def watch(process: Process, seconds: float = 60.0, **request: int) -> Iterator[node_pb2.NodeState]:
     with grpc.insecure_channel(process.address) as channel:
         yield from node_pb2_grpc.NodeStub(channel).Watch(
             node_pb2.WatchNodeRequest(**request), timeout=seconds

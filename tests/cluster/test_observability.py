@@ -98,7 +98,7 @@ def queries() -> list[tuple[str, str]]:
     """Titles and queries of the dashboard's panels, with Grafana's variables filled in."""
     dashboard = json.loads((FOLDER / "grafana/baton.json").read_text())
     return [
-        (panel["title"], target["expr"].replace("$__rate_interval", "30s").replace("$job", ".*"))
+        (panel["title"], target["expr"].replace("$__rate_interval", "10m").replace("$job", ".*"))
         for panel in dashboard["panels"]
         for target in panel.get("targets", ())
     ]
@@ -110,10 +110,13 @@ def names(query: str) -> set[str]:
 
 @pytest.mark.parametrize(("title", "query"), queries(), ids=[query for _, query in queries()])
 def test_each_query_of_the_dashboard_finds_something(prometheus, title, query):
-    found = result(prometheus, query)
-    if not NOT_YET.search(query):
-        assert found, title
-        assert any(sample["value"][1] != "NaN" for sample in found), title
+    # On a busy machine a scrape may come too late, and its series are missed until the next.
+    deadline = time.monotonic() + SECONDS
+    while not (found := result(prometheus, query)) or all(sample["value"][1] == "NaN" for sample in found):
+        if NOT_YET.search(query):
+            break
+        assert time.monotonic() < deadline, (title, found)
+        time.sleep(0.2)
 
 
 def test_each_rule_reads_series_that_there_are(prometheus):

@@ -73,6 +73,7 @@ def deployment(qwen3, tmp_path_factory, deployments) -> Iterator[Deployment]:
         assert not any("Traceback" in process.log.read_text() for process in deployment.processes)
 
 
+@pytest.mark.timeout(900)
 @schema.parametrize()
 @settings(
     max_examples=EXAMPLES,
@@ -90,5 +91,5 @@ def test_every_answer_is_as_documented(case: Case, deployment: Deployment):
             checks.content_type_conformance,
             checks.response_schema_conformance,
         ],
-        timeout=20,
+        timeout=120,
     )

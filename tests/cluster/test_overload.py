@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import httpx
 import pytest
 from deployment import Deployment
+from polling import until
 
 from baton.client import AsyncClient
 from baton.rpc.errors import BatonError
@@ -97,11 +98,11 @@ async def test_requests_that_are_taken_end_in_time(busy):
 
 async def test_http_says_429_and_when_to_ask_again(busy):
     async with AsyncClient(busy.gateway.address) as client:
-        others = [asyncio.create_task(ask(client, 500 + number, 60.0)) for number in range(3 * ROWS)]
-        await asyncio.sleep(0.1)
+        others = [asyncio.create_task(ask(client, 500 + number, 240.0)) for number in range(6 * ROWS)]
+        await until(lambda: busy.decode.load().requests > 4 * ROWS, "a queue")
         body = {"model": "demo", "prompt": "one too many", "max_tokens": OUTPUT, "ignore_eos": True}
         async with httpx.AsyncClient(base_url=f"http://{busy.of('gateway')[1].http}") as http:
-            answer = await http.post("/v1/completions", json=body, timeout=30)
+            answer = await http.post("/v1/completions", json=body, timeout=120)
         for other in others:
             other.cancel()
         await asyncio.gather(*others, return_exceptions=True)
@@ -114,11 +115,12 @@ async def test_a_full_queue_names_the_wait(tmp_path, deployments):
     flags = ("--max-rows", "1", "--max-waiting", "1")
     with Deployment.split(tmp_path, "demo", prefill=0, decode_flags=flags) as deployment:
         deployments.append(deployment)
-        request = {"token_ids": PROMPT, "max_tokens": OUTPUT, "ignore_eos": True, "timeout": 60.0}
+        request = {"token_ids": PROMPT, "max_tokens": OUTPUT, "ignore_eos": True, "timeout": 240.0}
         # One runs already: of those that come to an idle node at once only one may wait for its next step.
-        async with AsyncClient(deployment.gateway.address) as client, client.stream(**request) as running:
+        long = {**request, "max_tokens": 10 * OUTPUT}
+        async with AsyncClient(deployment.gateway.address) as client, client.stream(**long) as running:
             await anext(running)
-            outcomes = await asyncio.gather(*(ask(client, number, 60.0) for number in range(5)))
+            outcomes = await asyncio.gather(*(ask(client, number, 240.0) for number in range(5)))
             completion = await running.completion()
         full = [outcome for outcome in outcomes if outcome.reason == "QUEUE_FULL"]
         assert full and all(outcome.retry_ms and outcome.retry_ms >= 1000 for outcome in full)

@@ -35,7 +35,7 @@ pytestmark = [
 
 NAME = "<script>document.title='interpreted'</script><img src=x onerror=\"document.title='interpreted'\">"
 """Of the served model: whatever shows it must show it as it is."""
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @dataclass
@@ -128,7 +128,7 @@ def load(deployment: Deployment, requests: int, tokens: int = 24, threads: int =
     for thread in running:
         thread.start()
     for thread in running:
-        thread.join(60)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -182,7 +182,7 @@ def test_without_traffic_it_says_what_to_do_first_and_that_works(page):
     curl = shutil.which("curl")
     if curl is None:
         pytest.skip("needs curl")
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
     assert "[DONE]" in done.stdout, done.stdout + done.stderr
     page.until(lambda: not page.visible("#first"), "the hint is gone")
 

@@ -66,6 +66,7 @@ def test_the_engine_and_its_pulls_are_measured(tmp_path):
 LOCAL = ("--local-prefill-tokens", str(LIMIT))
 
 
+@pytest.mark.alone
 @pytest.mark.times
 async def test_a_prediction_is_near_what_real_processes_do(tmp_path):
     """Steps take a given time; processes, messages, schedulers, pages and pulls are real. What a busy machine

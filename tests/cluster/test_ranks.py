@@ -28,7 +28,7 @@ from baton.client.types import PositionLogprobs
 OUTPUT = 32
 LENGTHS = [1, 16, 33, 64, 160]
 OPTIONS = ("--kv-tokens", "4096")
-END_SECONDS = 10.0
+END_SECONDS = 20.0
 """Within which all ranks of a worker have ended after one of them."""
 
 
@@ -92,7 +92,7 @@ def test_metrics_know_the_ranks(ranks):
     plans = {(each.name, each.labels.get("le")): each.value for each in found["baton_plan_seconds"]}
     count = plans["baton_plan_seconds_count", None]
     assert count == plans["baton_plan_seconds_bucket", "+Inf"] > 0
-    assert 0 < plans["baton_plan_seconds_sum", None] / count < 0.1
+    assert 0 < plans["baton_plan_seconds_sum", None] / count < 1.0
 
 
 def followers(worker: Process) -> list[psutil.Process]:

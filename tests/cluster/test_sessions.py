@@ -42,7 +42,7 @@ class Turn:
         stream.start(id, **fields)
         self.text, self.token_ids = "", []
         while True:
-            event = stream.next(20.0)
+            event = stream.next()
             assert event.id == id
             if event.WhichOneof("kind") == "delta":
                 self.text += event.delta.text
@@ -128,7 +128,7 @@ def test_failed_and_cancelled_turns_leave_no_trace(stream, references: list[Refe
     reference.asks(QUESTIONS[0])
     reference.answered(first)
     stream.start("cancelled", session="s", sampling=greedy(1500, ignore_eos=True), **ask("Tell me more."))
-    while stream.next(20.0).WhichOneof("kind") != "delta":
+    while stream.next().WhichOneof("kind") != "delta":
         pass
     stream.start("early", session="s", **ask("Too early."))
     assert from_status(stream.terminal("early").failed).reason == "SESSION_BUSY"

@@ -37,11 +37,13 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return [(service, span) for service, span in list(self.spans) if span.trace_id.hex() == trace_id]
 
     def wait(self, trace_id: str, services: set[str]) -> list[tuple[str, object]]:
-        """All spans of a trace, once there are some of all services and no more come."""
-        deadline, before = time.monotonic() + 20, -1
+        """All spans of a trace, once there are some of all services, with their parents, and no more come."""
+        deadline, before = time.monotonic() + 60, -1
         while True:
             found = self.of(trace_id)
-            if {service for service, _ in found} >= services and len(found) == before:
+            ids = {span.span_id for _, span in found}
+            roots = [span for _, span in found if span.parent_span_id not in ids]
+            if {service for service, _ in found} >= services and len(roots) == 1 and len(found) == before:
                 return found
             assert time.monotonic() < deadline, [(service, span.name) for service, span in found]
             before = len(found)

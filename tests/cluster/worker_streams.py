@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 import grpc
-from streams import Stream
+from streams import ANSWER_SECONDS, Stream
 
 from baton.rpc.errors import BatonError, from_rpc_error, from_status
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -45,7 +45,7 @@ class Decode(Stream):
     def start(self, request: int, **fields) -> None:
         self.send(Command(start=Start(**{"token_ids": PROMPT, "sampling": FOUR, **fields}, request=request)))
 
-    def ends(self, *requests: int, seconds: float = 20.0) -> dict[int, BatonError | int]:
+    def ends(self, *requests: int, seconds: float = ANSWER_SECONDS) -> dict[int, BatonError | int]:
         """How each of them ended: its error, or the number of its tokens. Exactly once each."""
         tokens, ended = dict.fromkeys(requests, 0), {}
         while len(ended) < len(requests):
@@ -79,7 +79,7 @@ class Prefill(Stream):
 
     def event(self) -> prefill_pb2.PrefillEvent:
         if not self._events:
-            message = self.next(20.0)
+            message = self.next()
             assert isinstance(message, prefill_pb2.PrefillResponse), message
             self._events += message.events
         return self._events.pop(0)

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 CLONE_NEWNET = 0x40000000
-COMMAND_SECONDS = 10.0
-CONNECT_SECONDS = 5.0
+COMMAND_SECONDS = 60.0
+CONNECT_SECONDS = 15.0
 NAMES = "batontest"
 """Namespaces of tests are called this, the test process's id and a name of their own."""
 
