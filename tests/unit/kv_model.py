@@ -58,17 +58,14 @@ class TreeModel:
         return taken
 
     def withdraw(self, prefix: Prefix, name: str) -> Callable[[Prefix], Prefix]:
-        """Everything that begins with the prefix's first page gets the namespace `name`, and counts as unused
-        if it did not have it. Returns what names prefixes anew."""
+        """Everything that begins with the prefix's first page gets the namespace `name`. Returns what names
+        prefixes anew."""
         namespace, first = prefix[0], prefix[1][: self.page_size]
 
         def renamed(each: Prefix) -> Prefix:
             found = each[0] == namespace and each[1][: self.page_size] == first
             return (name, each[1]) if found else each
 
-        for each, entry in self.entries.items():
-            if namespace != name and renamed(each) != each:
-                entry.hits = 0
         self.entries = {renamed(each): entry for each, entry in self.entries.items()}
         self.locks = list(map(renamed, self.locks))
         return renamed
@@ -91,12 +88,13 @@ class TreeModel:
 
     def rank(self, prefix: Prefix) -> tuple[int, ...]:
         entry = self.entries[prefix]
-        return {
+        order = {
             "lru": (entry.last_used,),
             "mru": (-entry.last_used,),
             "fifo": (entry.created,),
             "lfu": (entry.hits, entry.last_used),
         }[self.policy]
+        return not prefix[0].startswith("\udc00"), *order  # what has been withdrawn goes first
 
     @property
     def evictable(self) -> int:

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from kv_model import Prefix, TreeModel, rows
 
 from baton.kvcache.eviction import POLICIES, make_policy
+from baton.kvcache.groups import FULL, KvGroup
 from baton.kvcache.page_allocator import AccountingError
 from baton.kvcache.prefix_tree import PrefixTree
 from baton.kvcache.tree_node import Node
@@ -149,6 +150,32 @@ def test_eviction_order(policy: str, order: str) -> None:
     if policy == "lfu":
         tree.match([page["b"]])  # hits: a 3, b 2, c 1
     assert tree.evict(3) == [page[name] for name in order]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_what_is_withdrawn_goes_first(policy: str) -> None:
+    """With what is entered below it later, whatever the policy: no search finds any of it."""
+    tree = PrefixTree(1, policy)
+    tree.insert([7], [(70,)])
+    tree.insert([1, 2, 3], [(10,), (20,), (30,)])
+    for _ in range(3):
+        tree.match([1, 2, 3])
+    first, _ = tree.match([1])
+    tree.lock(first)
+    tree.withdraw(first)
+    tree.insert([2, 4], [(-1,), (40,)], after=first)  # splits the run that was withdrawn
+    tree.insert([8], [(80,)])
+    tree.unlock(first)
+    assert set(tree.evict(4)) == {10, 20, 30, 40}
+    assert set(tree.evict(9)) == {70, 80}
+
+
+def test_window_pages_of_what_is_withdrawn_go_first() -> None:
+    tree = PrefixTree(1, groups=(FULL, KvGroup(window=1)))
+    tree.insert([7, 8, 9], [(70, 71), (80, 81), (90, 91)])
+    node, _ = tree.insert([1, 2, 3], [(10, 11), (20, 21), (30, 31)])
+    tree.withdraw(node)
+    assert tree.evict(1) == [11, 21]
 
 
 def test_a_leaf_is_trimmed_from_its_end() -> None:

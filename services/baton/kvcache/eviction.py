@@ -19,10 +19,11 @@ POLICIES: dict[str, Policy] = {
 
 
 def make_policy(name: str) -> Policy:
-    """Raises ValueError for an unknown name."""
+    """What has been withdrawn goes first, whatever the policy. Raises ValueError for an unknown name."""
     if name not in POLICIES:
         raise ValueError(f"unknown eviction policy {name!r}: use one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
+    order = POLICIES[name]
+    return lambda node: (not node.withdrawn, *order(node))
 
 
 class EvictionQueue:

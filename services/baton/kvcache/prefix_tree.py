@@ -229,18 +229,19 @@ class PrefixTree:
 
     def withdraw(self, node: Node) -> None:
         """No search from the root finds any more what leads to `node`, nor what follows any of it: the
-        contents are damaged. The rows stay until they are evicted, as if never used, for observers
-        in another namespace."""
+        contents are damaged. The rows stay until they are evicted, before others, for observers in
+        another namespace."""
         *_, top, _ = (None, *node.path())
-        if top is None or top.child_key[0].startswith(_WITHDRAWN):
+        if top is None or top.withdrawn:
             return
         del self._root.children[top.child_key]
         top.child_key = (f"{_WITHDRAWN}{next(self._ids)}", top.child_key[1])
         self._root.children[top.child_key] = top
         self.version += 1
         for each in top.subtree():
-            each.hits = 0
+            each.withdrawn = True
             self._enqueue(each)
+            self._windows.touched(each)
         if self._observer is not None:
             self._observer.removed([row for each in top.subtree() for row in each.ids])
             self._report(self._observer, top)
@@ -350,6 +351,7 @@ class PrefixTree:
         """Adds rows below a node just touched; extends the node instead if that makes no difference."""
         child = Node(node, (namespace, key[: self._stride]), key, node.end, rows, ids)
         child.created = child.last_used = self._now
+        child.withdrawn = node.withdrawn
         alone = node is not self._root and not node.children and node.locks == 0
         if alone and self._policy(node) == self._policy(child):
             node.key += key

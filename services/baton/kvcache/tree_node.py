@@ -35,6 +35,8 @@ class Node:
     """Times are values of one counter."""
     last_used: int = 0
     hits: int = 0
+    withdrawn: bool = False
+    """No search finds it."""
 
     @property
     def end(self) -> int:
@@ -48,7 +50,7 @@ class Node:
         border = rows * stride
         upper = Node(parent, self.child_key, self.key[:border], self.first, self.rows[:rows], self.ids[:rows])
         upper.locks, upper.created = self.locks, self.created
-        upper.last_used, upper.hits = self.last_used, self.hits
+        upper.last_used, upper.hits, upper.withdrawn = self.last_used, self.hits, self.withdrawn
         parent.children[self.child_key] = upper
         self.parent, self.key = upper, self.key[border:]
         self.first, self.rows, self.ids = self.first + rows, self.rows[rows:], self.ids[rows:]
