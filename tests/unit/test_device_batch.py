@@ -112,6 +112,9 @@ def test_damage_ends_with_its_sequence():
     there.forget()  # a step of others has failed
     write(there, there.changes([PlanRow(1, None, 3, (3,))], {}))
     assert there.damage.isnan().tolist() == [False, True, False]
+    # A hand-off of the same length, into the same slot and pages.
+    write(there, there.changes([PlanRow(1, None, 4, (3,))], {1: 7}))
+    assert there.damage.isnan().tolist() == [False, False, False]
 
 
 def test_rows_of_one_token_come_first():

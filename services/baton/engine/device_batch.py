@@ -107,7 +107,8 @@ class DeviceSlots:
         """float32 [slots + 1]: NaN where values of the slot's sequence were no numbers, else 0."""
         self._known: list[tuple[int, ...]] = [()] * (slots * groups)
         self._ends = [-1] * slots
-        """Where each slot's newest row ended: one that does not begin there is another sequence's."""
+        """Where each slot's newest row ended: one that does not begin there is another sequence's, as is one
+        whose last token comes from the host."""
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""
 
@@ -119,7 +120,7 @@ class DeviceSlots:
         """
         entries, values = list(tokens), list(tokens.values())
         for row in rows:
-            begins = row.start != self._ends[row.slot]
+            begins = row.start != self._ends[row.slot] or row.slot in tokens
             self._ends[row.slot] = row.start + row.count
             for at, pages in enumerate((row.pages, *row.more_pages), row.slot * self._groups):
                 known = self._known[at]
