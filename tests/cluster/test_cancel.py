@@ -33,10 +33,19 @@ import json, sys
 from baton.client import Client
 Client(sys.argv[1]).generate(**json.loads(sys.argv[2]))
 """
-FREED_STEPS = 200
+FREED_STEPS, TRIES, MOST_STEPS = 30, 5, 200
 """Of the decode node, from the end of a request until everything is free: 2 to 7 where nothing else runs.
-They are the clock here: another request runs all the time, so that they go on, and become slower as all else
-does on a busy machine."""
+They are the clock here: another request runs all the time, so that they go on. On a busy machine they become
+slower, as all else does, but not always as much: 81 have been seen, and one of 218 clients that were killed
+beside other work (two cores, load average 5 to 11) took 23, all others at most 17. Nothing of Baton's waited.
+In 70 of them, from a cancel's arrival at a worker to its effect, the decode node's step thread stood in the
+queue for a processor for 88 % of the time, the prefill node's for 90 %; hardly any of the rest was slept. A
+cancel takes effect after the step under way, whose pages are not free before. With the prefill node starved
+on purpose it was 30 to 52 steps, 230 ms of them for the end of its step (median). A killed client needed up
+to 77 ms to be gone.
+
+So each try may take MOST_STEPS. One of TRIES must take at most FREED_STEPS: a wait of Baton's would show in
+every one."""
 
 
 @dataclass
@@ -217,15 +226,25 @@ CASES = [
 @pytest.mark.parametrize(
     ("state", "way"), CASES, ids=lambda each: getattr(each, "name", None) or each.__name__
 )
-async def test_everything_is_freed_at_once(cluster, state, way, request):
+async def test_everything_is_freed_at_once(cluster, state, way):
+    steps: list[int] = []
+    while len(steps) < TRIES and min(steps, default=MOST_STEPS) > FREED_STEPS:
+        steps.append(await steps_until_freed(cluster, state, way, len(steps)))
+        assert steps[-1] <= MOST_STEPS
+    assert min(steps) <= FREED_STEPS, steps
+
+
+async def steps_until_freed(cluster: Cluster, state: State, way: Any, number: int) -> int:
+    """number: of the try."""
     gateway = cluster.aggregated if state.aggregated else cluster.split
     prefill, decode = cluster.workers
+    await until(lambda: not (gateway.load().requests or decode.load().requests), "the try before has ended")
     asked = {"token_ids": state.prompt, "max_tokens": OUTPUT, "ignore_eos": True}
     # Nothing cached: the state must last.
     if "http" in way.__name__:
-        asked["token_ids"] = [WAYS.index(way) + 3, STATES.index(state) + 3, *state.prompt[2:]]
+        asked["token_ids"] = [3 + WAYS.index(way), 3 + STATES.index(state), 3 + number, *state.prompt[3:]]
     else:
-        asked["namespace"] = request.node.name
+        asked["namespace"] = f"{state.name} {way.__name__} {number}"
     async with AsyncClient(gateway.address) as client:
         others = [
             asyncio.create_task(
@@ -249,7 +268,7 @@ async def test_everything_is_freed_at_once(cluster, state, way, request):
         for other in others:
             other.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-    assert steps <= FREED_STEPS
+    return steps
 
 
 def is_free(cluster: Cluster, gateway: Process, others: int) -> bool:
