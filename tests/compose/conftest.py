@@ -47,7 +47,7 @@ def deployed(times) -> Iterator[Deployed]:
     try:
         compose("up", "-d", "--no-build")
         deployed = Deployed(compose, *ports)
-        wait_for_token(deployed, started + 3 * FIRST_TOKEN_SECONDS)
+        wait_for_token(deployed, started + 6 * FIRST_TOKEN_SECONDS)
         times["up to first token"] = time.monotonic() - started
         yield deployed
     finally:

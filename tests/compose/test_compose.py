@@ -31,11 +31,11 @@ def answer(deployed, **options) -> str:
 
 
 def health(deployed):
-    with urllib.request.urlopen(f"http://{deployed.http}/health", timeout=5) as response:
+    with urllib.request.urlopen(f"http://{deployed.http}/health", timeout=30) as response:
         return json.load(response)
 
 
-def until(condition, what: str, seconds: float = 120.0) -> None:
+def until(condition, what: str, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
@@ -43,8 +43,9 @@ def until(condition, what: str, seconds: float = 120.0) -> None:
 
 
 def test_first_token_comes_soon(deployed, times):
-    """Six processes that load torch one after the other where there are fewer cores than they are."""
-    slower = 1 if len(os.sched_getaffinity(0)) >= 6 else 2.5
+    """Six processes that load torch one after the other where there are fewer cores than they are, and other
+    tests beside them."""
+    slower = 1 if len(os.sched_getaffinity(0)) >= 6 else 5
     assert times["up to first token"] < slower * FIRST_TOKEN_SECONDS
 
 
@@ -52,7 +53,7 @@ def test_both_apis_stream_from_outside(deployed):
     with Client(deployed.grpc) as client:
         deltas = list(client.stream(PROMPT, max_tokens=24, temperature=0))
     assert len(deltas) > 2
-    client = OpenAI(base_url=f"http://{deployed.http}/v1", api_key="none", timeout=60, max_retries=0)
+    client = OpenAI(base_url=f"http://{deployed.http}/v1", api_key="none", timeout=240, max_retries=0)
     chunks = client.completions.create(model="demo", prompt=PROMPT, max_tokens=24, temperature=0, stream=True)
     text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
     assert text == "".join(delta.text for delta in deltas)
@@ -113,7 +114,7 @@ def test_streams_outlive_a_killed_decode_container(deployed):
     options = {"max_tokens": 800, "ignore_eos": True}
     expected = [answer(deployed, prompt=prompt, **options) for prompt in prompts]
     victim = compose.containers("decode")[0]
-    under_way = threading.Barrier(len(prompts) + 1, timeout=60)
+    under_way = threading.Barrier(len(prompts) + 1, timeout=240)
 
     def ask(prompt: str) -> Completion:
         with Client(deployed.grpc) as client, client.stream(prompt, temperature=0, **options) as stream:
@@ -125,7 +126,7 @@ def test_streams_outlive_a_killed_decode_container(deployed):
         answers = [pool.submit(ask, prompt) for prompt in prompts]
         under_way.wait()
         run(["docker", "kill", victim])
-        completions = [each.result(timeout=120) for each in answers]
+        completions = [each.result(timeout=240) for each in answers]
     assert [each.text for each in completions] == expected
     assert any(each.stats.resumed for each in completions), "all had ended before the container was killed"
     until(lambda: sum(peer["connected"] for peer in decode_peers(deployed)) == 1, "the loss is seen")
@@ -138,7 +139,7 @@ def test_a_scaled_service_is_used(deployed):
     with ThreadPoolExecutor(3) as pool:
         options = {"prompt": LONG, "max_tokens": 64, "ignore_eos": True}
         answers = [pool.submit(answer, deployed, **options) for _ in range(3)]
-        assert len({each.result(timeout=60) for each in answers}) == 1
+        assert len({each.result(timeout=240) for each in answers}) == 1
 
 
 def test_nothing_is_left(deployed, times):

@@ -21,8 +21,8 @@ from baton.v1 import inference_pb2, inference_pb2_grpc, tokenizer_pb2, tokenizer
 from ports import free_port
 
 
-async def until(condition: Callable[[], object], seconds: float) -> None:
-    """Waits for what nobody announces; fails after so long."""
+async def until(condition: Callable[[], object], seconds: float = 15.0) -> None:
+    """Waits for what nobody announces; fails after so long: sooner than `endless` ends by its max_tokens."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -36,12 +36,12 @@ async def tokenizer(port: int = 0, model: str = "demo") -> AsyncIterator[str]:
     ready, stop = asyncio.Event(), asyncio.Event()
     config = TokenizerConfig(model=model, port=port, http_port=None, drain_seconds=0.1)
     task = asyncio.create_task(serve_tokenizer(config, ready=ready, stop=stop))
-    await asyncio.wait_for(ready.wait(), 30)
+    await asyncio.wait_for(ready.wait(), 120)
     try:
         yield f"127.0.0.1:{port}"
     finally:
         stop.set()
-        assert await asyncio.wait_for(task, 10) == 0
+        assert await asyncio.wait_for(task, 30) == 0
 
 
 @dataclass
@@ -71,9 +71,9 @@ class Rig:
         return detokenize(self.vocabulary, token_ids, skip_special_tokens=False)
 
     async def idle(self) -> None:
-        """Nothing is held any more; fails after 2 s."""
+        """Nothing is held any more."""
         gateway = self.node.gateway
-        await until(lambda: not (gateway.load().requests or gateway.load().running), 2)
+        await until(lambda: not (gateway.load().requests or gateway.load().running))
 
 
 @asynccontextmanager
@@ -100,14 +100,14 @@ async def gateway(*decode: ScriptedDecode, tokenizer_address: str = "", **config
             on_refused=node.refused,
         )
     )
-    await asyncio.wait_for(ready.wait(), 30)
+    await asyncio.wait_for(ready.wait(), 120)
     async with open_channel(node.address) as public, open_channel(tokenizer_address) as inner:
         rig = Rig(node, inference_pb2_grpc.InferenceStub(public), tokenizer_pb2_grpc.TokenizerStub(inner))
         try:
             yield rig
         finally:
             stop.set()
-            assert await asyncio.wait_for(task, 15) == 0
+            assert await asyncio.wait_for(task, 30) == 0
 
 
 class Stream:
@@ -125,7 +125,7 @@ class Stream:
         await self.call.write(inference_pb2.GenerateRequest(cancel=cancel))
 
     async def next(self) -> inference_pb2.GenerateResponse:
-        return await asyncio.wait_for(self.call.read(), 10)
+        return await asyncio.wait_for(self.call.read(), 30)
 
     async def until_end(self, id: str = "a") -> list[inference_pb2.GenerateResponse]:
         """All events up to the terminal one of request `id`."""

@@ -14,6 +14,7 @@ from baton.rpc.channel import server_options
 from baton.rpc.errors import BatonError, cancelled, to_status
 from baton.rpc.streams import Outbox
 from baton.v1 import common_pb2, decode_pb2, decode_pb2_grpc, node_pb2, node_pb2_grpc
+from ports import free_port
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -84,7 +85,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer, node_pb2_grpc.NodeServicer)
         )
 
     async def __aenter__(self) -> ScriptedDecode:
-        await self.serve(0)
+        await self.serve(free_port())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -187,8 +188,8 @@ async def silent(running: Running) -> None:
 
 
 async def endless(running: Running) -> None:
-    """A token every 20 ms, until cancelled: longer than any test waits for it."""
+    """A token every 0.2 s, until cancelled: longer than any test waits for it."""
     await running.prompt()
     for token in range(100_000):
         await running.tokens([40 + token % 50])
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.2)

@@ -54,7 +54,7 @@ SAMPLING = common_pb2.SamplingParams(max_tokens=500, ignore_eos=True)
 async def test_a_decode_node_that_cannot_compute_hands_back_what_it_has_and_ends(error, steps):
     node = DecodeNode(DecodeConfig(**MADE))
     task, runner = await started(node)
-    async with open_channel(node._address) as channel, asyncio.timeout(30):
+    async with open_channel(node._address) as channel, asyncio.timeout(90):
         call = decode_pb2_grpc.DecodeStub(channel).Generate()
         await call.write(decode_pb2.GenerateCommand(hello=decode_pb2.DecodeHello(incarnation=7)))
         await call.read()
@@ -70,13 +70,13 @@ async def test_a_decode_node_that_cannot_compute_hands_back_what_it_has_and_ends
             reasons.append((status.code, status.reason))
         assert reasons == [(grpc.StatusCode.UNAVAILABLE, "STEP_FAILED")] * steps
         assert [problem.reason for problem in node.load().problems] == ["STEPS_FAIL"]
-        assert await asyncio.wait_for(task, 20) == EXIT_BROKEN
+        assert await asyncio.wait_for(task, 60) == EXIT_BROKEN
 
 
 async def test_one_failed_step_is_no_reason_to_end():
     node = PrefillNode(PrefillConfig(**MADE))
     task, runner = await started(node)
-    async with open_channel(node._address) as channel, asyncio.timeout(30):
+    async with open_channel(node._address) as channel, asyncio.timeout(90):
         call = prefill_pb2_grpc.PrefillStub(channel).Run()
         await call.write(prefill_pb2.PrefillRequest(hello=prefill_pb2.PrefillHello(incarnation=7)))
         await call.read()
@@ -99,5 +99,5 @@ async def test_one_failed_step_is_no_reason_to_end():
         runner.error = RuntimeError("CUDA error: device lost")
         start.attempt.request = 9
         await call.write(prefill_pb2.PrefillRequest(start=start))
-        await until(lambda: task.done(), 20)
+        await until(lambda: task.done())
     assert task.result() == EXIT_BROKEN

@@ -76,6 +76,6 @@ async def test_an_ended_request_is_not_left_to_the_garbage_collector(ends, monke
                 await stream.call.done_writing()
                 assert await stream.call.read() is grpc.aio.EOF
             await rig.idle()
-            await until(lambda: not alive(), 5)
+            await until(lambda: not alive())
         finally:
             gc.enable()

@@ -195,7 +195,7 @@ async def test_limits_of_a_key(tmp_path):
         for number, stream in enumerate(streams):
             await stream.write(start(str(number)))
             if number < 2:
-                await until(lambda number=number: len(decode.running) == number + 1, 10)
+                await until(lambda number=number: len(decode.running) == number + 1)
         assert await ended(streams[2], "2") == "KEY_REQUESTS"
         over = await post(rig, ALICE)
         assert over.status_code == 429 and over.json()["error"]["code"] == "key_requests"
@@ -208,14 +208,14 @@ async def test_limits_of_a_key(tmp_path):
         assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "KEY_STREAMS")
         other = rig.stub.Generate(metadata=bearer(BOB))  # one key's use is not another's
         await other.write(start("y"))
-        await until(lambda: len(decode.running) == 3, 10)
+        await until(lambda: len(decode.running) == 3)
         for stream in (*streams, other):
             stream.cancel()
         await rig.idle()
         # What has ended no longer counts.
         again = rig.stub.Generate(metadata=bearer(ALICE))
         await again.write(start("z"))
-        await until(lambda: len(decode.running) == 1, 10)
+        await until(lambda: len(decode.running) == 1)
         long = inference_pb2.GenerateStart(id="long", text="one two three four five six seven eight nine")
         await again.write(inference_pb2.GenerateRequest(start=long))
         assert await ended(again, "long") == "PROMPT_TOO_LONG"
@@ -256,7 +256,7 @@ async def test_a_connection_holds_so_many_streams():
         for number in range(2):
             streams.append(rig.stub.Generate())
             await streams[number].write(start(str(number)))
-        await until(lambda: len(decode.running) == 2, 10)
+        await until(lambda: len(decode.running) == 2)
         streams.append(rig.stub.Generate())  # only now: calls are held back in the order in which they begin
         writing = asyncio.ensure_future(streams[2].write(start("2")))
         await asyncio.sleep(0.3)

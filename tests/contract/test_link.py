@@ -10,6 +10,7 @@ from baton.rpc.channel import server_options
 from baton.rpc.errors import abort, failed_precondition, invalid, unavailable
 from baton.rpc.link import Link
 from baton.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+from ports import free_port
 
 Request, Response = tokenizer_pb2.DetokenizeRequest, tokenizer_pb2.DetokenizeResponse
 
@@ -53,7 +54,7 @@ class Peer:
     def __init__(self):
         self.echo = Echo()
         self.server = None
-        self.port = 0
+        self.port = free_port()
 
     async def start(self):
         self.server = grpc.aio.server(options=server_options())
@@ -87,7 +88,7 @@ class Seen:
             raise RuntimeError("callback")
 
     async def until(self, condition):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 

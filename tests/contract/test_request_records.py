@@ -126,7 +126,7 @@ async def test_a_message_that_starts_nothing_has_a_line_too():
             await stream.call.write(
                 inference_pb2.GenerateRequest(cancel=inference_pb2.GenerateCancel(id="zyzzyva"))
             )
-            await until(lambda: [line for line in lines if line["event"] == "refused"], 5)
+            await until(lambda: [line for line in lines if line["event"] == "refused"])
             stream.call.cancel()
     (line,) = [line for line in lines if line["event"] == "refused"]
     assert (line["api"], line["reason"]) == ("grpc", "UNKNOWN_ID") and "zyzzyva" not in str(line)
@@ -163,7 +163,7 @@ async def test_calls_over_grpc_that_are_refused_have_a_line_and_a_count_by_reaso
             assert await refused(rig.stub.Embed(embed, metadata=bob)) == "MODEL_NOT_FOUND"
             held = rig.stub.Generate(metadata=alice)
             await held.write(inference_pb2.GenerateRequest(start={"id": "a", "text": "hello"}))
-            await until(lambda: decode.running, 10)
+            await until(lambda: decode.running)
             assert await refused(rig.stub.Complete(ask, metadata=alice)) == "KEY_STREAMS"
             # A request that began has a line of its own, and no second one.
             late = inference_pb2.CompleteRequest(start={"text": "hello", "timeout_ms": 50})

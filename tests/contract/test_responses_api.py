@@ -186,7 +186,7 @@ async def test_cancel_while_it_streams():
         left = await api.responses.create(model="scripted", input="x", stream=True)
         await anext(aiter(left))
         await left.close()
-        await until(lambda: len(node.cancels) == 2, 5)
+        await until(lambda: len(node.cancels) == 2)
         await rig.idle()
 
 

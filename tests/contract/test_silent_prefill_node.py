@@ -64,7 +64,7 @@ async def test_its_connection_is_opened_anew_and_its_prompts_go_on():
                     await until(lambda: mute.sessions >= 2, 3)
                     break
             assert mute.sessions >= 2
-        await until(lambda: not node.load().requests, 10)
+        await until(lambda: not node.load().requests)
         node.check_idle()
     finally:
         stop.set()

@@ -81,18 +81,18 @@ async def test_a_stuck_step_thread_is_seen_and_forgiven(role, device):
             await _decode_streams_end(channel, node, wedge)
         else:
             _begin_a_prompt(node, wedge)
-        load = await about.GetLoad(node_pb2.GetLoadRequest(), timeout=5)
+        load = await about.GetLoad(node_pb2.GetLoadRequest(), timeout=30)
         assert [problem.reason for problem in load.problems if problem.stops_serving] == ["STEP_THREAD_STUCK"]
         assert load.step_age_ms >= 1000 * STUCK
-        info = await about.GetInfo(node_pb2.GetInfoRequest(), timeout=5)
+        info = await about.GetInfo(node_pb2.GetInfoRequest(), timeout=30)
         assert await _health(info.http_address) == 503
         wedge.open.set()
-        await until(lambda: node.steps.step_age < STUCK, 10)
-        async with asyncio.timeout(5):
+        await until(lambda: node.steps.step_age < STUCK)
+        async with asyncio.timeout(30):
             while await _health(info.http_address) != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert not node.load().problems
-        await until(lambda: not node.load().requests, 10)
+        await until(lambda: not node.load().requests)
         node.check_idle()
 
 
@@ -110,7 +110,7 @@ async def test_steps_that_are_always_slow_are_not_stuck():
             kinds = [event.WhichOneof("kind") for event in message.events]
             if message.tokens and "finished" not in kinds:  # the next step has just begun
                 await call.write(decode_pb2.GenerateCommand(heartbeat=decode_pb2.DecodeHeartbeat()))
-                async with asyncio.timeout(SLOW / 2):
+                async with asyncio.timeout(0.9 * SLOW):
                     assert await call.read() == decode_pb2.StepEvents()
                 assert node.load().problems == []
 
@@ -144,7 +144,7 @@ def _start(number: int) -> decode_pb2.GenerateCommand:
 async def _refused(call) -> None:
     """The stream ends, because the step thread is stuck."""
     with pytest.raises(grpc.aio.AioRpcError) as ended:
-        async with asyncio.timeout(STUCK + 5):
+        async with asyncio.timeout(STUCK + 30):
             while await call.read() is not grpc.aio.EOF:
                 pass
     assert from_rpc_error(ended.value).reason == "STEP_THREAD_STUCK"

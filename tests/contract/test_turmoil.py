@@ -69,7 +69,7 @@ async def test_a_prompt_at_a_tokenizer_that_is_removed_goes_to_another():
     ):
         stream = Stream(rig)
         await stream.start(text="x")
-        await until(lambda: hanging.asked, 5)
+        await until(lambda: hanging.asked)
         rig.node.gateway.nodes.add("tokenizer", good)
         rig.node.gateway.nodes.remove("tokenizer", address)
         events = await stream.until_end()
@@ -82,13 +82,13 @@ async def health(rig) -> tuple[bool, bool]:
 
     def http() -> bool:
         try:
-            with urllib.request.urlopen(f"{rig.http}/health", timeout=5) as answer:
+            with urllib.request.urlopen(f"{rig.http}/health", timeout=30) as answer:
                 return bool(answer.status == 200)
         except urllib.error.HTTPError as error:
             return error.code != 503
 
     async with open_channel(rig.node.address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     return answer.status == health_pb2.HealthCheckResponse.SERVING, await asyncio.to_thread(http)
 
 
@@ -106,13 +106,13 @@ async def test_one_hop_that_fails_is_no_end_of_service():
         node.script = script
         async with gateway(node, prefill=("127.0.0.1:1", "127.0.0.1:2"), probe_every=0.05) as rig:
             failures = rig.node.gateway._prober.failures
-            await until(lambda: len(rig.node.gateway._prober.failures) == 1 and len(node.starts) > 4, 10)
+            await until(lambda: len(rig.node.gateway._prober.failures) == 1 and len(node.starts) > 4)
             await asyncio.sleep(0.7)  # health follows within 0.5 s
             assert await health(rig) == (True, True), failures
             wedged.add("127.0.0.1:2")
-            await until(lambda: len(rig.node.gateway._prober.failures) == 2, 10)
-            await asyncio.sleep(0.7)
-            assert await health(rig) == (False, False)
+            async with asyncio.timeout(30):
+                while await health(rig) != (False, False):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
 
 
 async def test_health_is_told_again_after_a_load_that_could_not_be():
@@ -136,7 +136,7 @@ async def test_health_is_told_again_after_a_load_that_could_not_be():
         await asyncio.sleep(0.7)
         problems.append(node_pb2.Problem(reason="TEST", stops_serving=True))
         node.load = load
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await stub.Check(health_pb2.HealthCheckRequest())).status == 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     assert await it.end() == 0
@@ -201,13 +201,13 @@ async def test_a_paused_request_is_paused_elsewhere_and_fails_there():
             node.script = until_paused(node)
         stream = Stream(rig)
         await stream.start(text="x", sampling={"max_tokens": 60_000, "logprobs": 20})
-        await until(lambda: any(node.pauses for node in nodes), 20)
+        await until(lambda: any(node.pauses for node in nodes))
         first, second = nodes if nodes[0].pauses else nodes[::-1]
         await first.die()
-        await until(lambda: second.pauses, 10)
+        await until(lambda: second.pauses)
         assert second.pauses == [(second.starts[0].request, True)]
         assert second.starts[0].attempt == 1 and second.paused_attempts == [1]
-        await until(lambda: second.cancels, 10)
+        await until(lambda: second.cancels)
         await rig.idle()
         assert rig.node.authentication._anonymous._requests == 0
         events = await stream.until_end()
@@ -215,4 +215,4 @@ async def test_a_paused_request_is_paused_elsewhere_and_fails_there():
         assert error.reason == "SLOW_READER" and error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(second.starts) == 1 and not second.running
         stream.call.cancel()
-        await until(lambda: rig.node.authentication._anonymous._streams == 0, 5)
+        await until(lambda: rig.node.authentication._anonymous._streams == 0)

@@ -24,9 +24,10 @@ class Server(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self, says, code):
         self.says, self.code = says, code
-        self.ended = threading.Event()
+        self.began, self.ended = threading.Event(), threading.Event()
 
     def Generate(self, requests, context):
+        self.began.set()
         context.add_callback(self.ended.set)
         for number in range(self.says):
             yield inference_pb2.GenerateResponse(id=str(number))
@@ -102,7 +103,9 @@ async def test_a_client_that_is_refused_while_it_writes_learns_why():
     async with Serving() as serving, AsyncClient(serving.address) as client:
         for _ in range(20):
             stream = client.stream("hello")
-            await asyncio.sleep(0.002)
+            while not serving.servicer.began.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            serving.servicer.began.clear()
             serving.let_it_end()
             with pytest.raises(BatonError) as refused:
                 await stream.completion()
@@ -214,7 +217,7 @@ async def blocked(stream):
     """A write that waits."""
     for _ in range(20):
         writing = asyncio.ensure_future(stream.write(BIG))
-        done, _ = await asyncio.wait({writing}, timeout=0.3)
+        done, _ = await asyncio.wait({writing}, timeout=1.0)
         if not done:
             return writing
     raise AssertionError("no write waits")
@@ -228,7 +231,7 @@ async def test_a_call_that_is_cancelled_while_a_write_waits_ends_like_any_other(
         reading = asyncio.ensure_future(stream.read())
         await asyncio.sleep(0.01)
         stream.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             assert not await writing
             for each in (reading, stream.read()):
                 with pytest.raises(BatonError) as ended:
@@ -243,7 +246,7 @@ async def test_a_session_that_is_closed_while_a_turn_is_written_says_so():
         await asyncio.sleep(0.5)
         await session.close()
         with pytest.raises(BatonError) as ended:
-            await asyncio.wait_for(turn, 5)
+            await asyncio.wait_for(turn, 30)
         assert ended.value.code is grpc.StatusCode.CANCELLED
 
 
@@ -292,7 +295,7 @@ async def test_a_stream_that_nobody_holds_is_cancelled():
         gc.disable()
         try:
             del stream
-            assert await asyncio.to_thread(serving.servicer.left.wait, 5)
+            assert await asyncio.to_thread(serving.servicer.left.wait, 20)
         finally:
             gc.enable()
 
@@ -302,7 +305,7 @@ async def test_a_session_that_nobody_holds_is_cancelled():
         session = client.session()
         await leave_a_turn(session)
         del session
-        assert await asyncio.to_thread(serving.servicer.left.wait, 5)
+        assert await asyncio.to_thread(serving.servicer.left.wait, 20)
 
 
 class Slow(inference_pb2_grpc.InferenceServicer):
@@ -319,7 +322,7 @@ class Slow(inference_pb2_grpc.InferenceServicer):
 async def test_a_call_that_has_its_answer_ends_by_itself():
     async with Serving(servicer=Slow()) as serving, AsyncClient(serving.address) as client:
         await client.generate("hello")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while serving.servicer.active is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert serving.servicer.active
@@ -349,18 +352,18 @@ async def test_a_turn_that_is_over_before_there_is_a_connection_leaves_the_sessi
             writer.close()
 
         async def late(reader, writer):
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(2.0)
             there = await asyncio.open_connection(host, port)
             await asyncio.gather(forward(reader, there[1]), forward(there[0], writer))
 
         proxy = await asyncio.start_server(late, "127.0.0.1", 0)
         address = "{}:{}".format(*proxy.sockets[0].getsockname())
-        async with AsyncClient(address) as client, client.session() as session, asyncio.timeout(10):
+        async with AsyncClient(address) as client, client.session() as session, asyncio.timeout(30):
             began = time.monotonic()
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await session.send("hello")
-            assert time.monotonic() - began < 0.35
+            assert time.monotonic() - began < 1.5
             with pytest.raises(BatonError) as refused:
                 await session.send("again")
             assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT

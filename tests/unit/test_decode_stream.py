@@ -1,13 +1,21 @@
 """What a decode node sends to one caller: merged tokens, and events without delay."""
 
 import asyncio
-import time
 
+import pytest
+
+from baton.decode import stream
 from baton.decode.stream import DecodeStream, add_output, merge
 from baton.decode.types import Done, Tokens
 from baton.engine.plan import Logprobs
 from baton.engine.request import FinishReason
 from baton.v1 import common_pb2, decode_pb2
+from virtual_time import skip_waits
+
+
+@pytest.fixture(autouse=True)
+async def virtual_time(monkeypatch):
+    skip_waits(monkeypatch, stream)
 
 
 def tokens(*ids, request=1, choice=0, finish=0):
@@ -44,7 +52,7 @@ class Written:
             self.messages.append(
                 ([e.request for e in message.events], {d.request: list(d.token_ids) for d in message.tokens})
             )
-            self.at.append(time.monotonic())
+            self.at.append(asyncio.get_running_loop().time())
 
     async def end(self, caller):
         caller.close()
@@ -69,7 +77,7 @@ async def started(caller, *requests):
 async def test_tokens_gather():
     caller = DecodeStream(1, 0.2)
     written = await started(caller, 1, 2)
-    before = time.monotonic()
+    before = asyncio.get_running_loop().time()
     for id in (5, 6, 7):
         caller.send(tokens(id, request=1))
         caller.send(tokens(id + 10, request=2))
@@ -131,7 +139,7 @@ async def test_what_does_not_wait_does_not_make_the_next_step_wait():
 async def test_events_all_the_time_do_not_keep_the_others_waiting():
     caller = DecodeStream(1, 0.1)
     written = await started(caller, 1)
-    before = time.monotonic()
+    before = asyncio.get_running_loop().time()
     caller.send(tokens(5, request=1))
     for request in range(2, 32):
         caller.begin(request, 1)

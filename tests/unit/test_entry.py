@@ -93,4 +93,4 @@ def test_orphans_are_collected():
     started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "0\n", done
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60

@@ -5,8 +5,14 @@ import asyncio
 import pytest
 
 from baton.gateway.backpressure import limited
+from virtual_time import skip_waits
 
 SECONDS = 0.2
+
+
+@pytest.fixture(autouse=True)
+async def virtual_time(monkeypatch):
+    skip_waits(monkeypatch)
 
 
 async def test_many_writes_and_long_pauses_between_them_are_no_matter():

@@ -75,11 +75,12 @@ async def test_logs_are_rotated_and_followed_while_a_deployment_runs(tmp_path: P
     ]
     with child.log.open("ab", buffering=0) as process:
         process.write(b"a" * 200 + b"\n")
-        await asyncio.sleep(0.5)
-        assert child.log.stat().st_size == 0
-        process.write(b"after\n")
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(30):
+            while child.log.stat().st_size:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            process.write(b"after\n")
+            while "after" not in shown.getvalue():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert "after" in shown.getvalue()

@@ -13,8 +13,14 @@ from baton.decode import peers as module
 from baton.decode.peers import FORGET_SECONDS, PrefillPeers
 from baton.rpc.errors import BatonError, unavailable
 from baton.v1 import common_pb2, prefill_pb2
+from virtual_time import skip_waits
 
 LAYOUT = common_pb2.Layout(model_fingerprint="m", page_size=16, version=1)
+
+
+@pytest.fixture(autouse=True)
+async def virtual_time(monkeypatch):
+    skip_waits(monkeypatch)
 
 
 class Link:

