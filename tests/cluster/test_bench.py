@@ -111,7 +111,7 @@ def test_failures_are_counted_and_do_not_end_it(demo, tmp_path):
     """Of this seed the outputs are 2, 1,618 and 1,666 tokens long: the latter take longer than they may."""
     flags = ("serve", "--server", demo.gateway.address, "--requests", "3", "--warmup", "0", "--seed", "1563")
     flags = (*flags, "--prompt-tokens", "16", "--output-tokens", "1-1900")
-    report, output = figures(tmp_path / "late.json", *flags, "--timeout", "0.8")
+    report, output = figures(tmp_path / "late.json", *flags, "--timeout", "1.5")
     (run,) = report["runs"]
     assert run["failures"] == {"DEADLINE_EXCEEDED": 2} and run["finished"] == 1 and run["output_tokens"] == 2
     assert "2 of 3 requests failed: DEADLINE_EXCEEDED" in output

@@ -120,7 +120,7 @@ async def test_a_client_that_reads_nothing_holds_up_nobody(cluster, long):
             request = {"max_tokens": LONG_OUTPUT, "temperature": 0.0, "ignore_eos": True, "logprobs": 20}
             await deaf.write(make_start(f"deaf {number}", None, {**request, "token_ids": answer.prompt}))
         completions = await asyncio.gather(
-            *(client.generate(**greedy(answer.prompt, LONG_OUTPUT, timeout=60)) for answer in long)
+            *(client.generate(**greedy(answer.prompt, LONG_OUTPUT, timeout=240)) for answer in long)
         )
         assert [c.token_ids for c in completions] == [answer.tokens for answer in long]
         await until(lambda: not gateway.load().requests, "the deaf client's requests have finished")
@@ -141,7 +141,7 @@ async def test_a_stopped_gateway_holds_up_nobody(cluster, long):
     """Two gateways of one decode node: one is stopped, the other's tokens go on; then its own come too."""
     stopped, going = cluster.pairs["roomy", "roomy"], cluster.pairs["tiny", "roomy"]
     async with AsyncClient(stopped.address) as first, AsyncClient(going.address) as second:
-        waiting = [first.stream(**greedy(answer.prompt, LONG_OUTPUT, timeout=60)) for answer in long]
+        waiting = [first.stream(**greedy(answer.prompt, LONG_OUTPUT, timeout=240)) for answer in long]
         tasks = [asyncio.create_task(stream.completion()) for stream in waiting]
         await until(
             lambda: all(stream.so_far.token_ids for stream in waiting), "tokens from the first gateway"
@@ -149,7 +149,7 @@ async def test_a_stopped_gateway_holds_up_nobody(cluster, long):
         stopped.signal(signal.SIGSTOP)
         try:
             completions = await asyncio.gather(
-                *(second.generate(**greedy(answer.prompt, LONG_OUTPUT, timeout=60)) for answer in long)
+                *(second.generate(**greedy(answer.prompt, LONG_OUTPUT, timeout=240)) for answer in long)
             )
             assert [c.token_ids for c in completions] == [answer.tokens for answer in long]
             # The decode node has gone on with the stopped gateway's requests, too.

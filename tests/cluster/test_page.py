@@ -392,11 +392,13 @@ def test_without_the_secret_it_is_refused_where_keys_are_set(live, tmp_path):
         closed.stop()
 
 
+@pytest.mark.alone
+@pytest.mark.times
 def test_a_killed_node_is_seen_within_two_seconds(page):
     """Last: it stays dead."""
     for process in (page.deployment.decode, page.deployment.prefill):
         row = f"#processes [data-address='{process.address}']"
-        assert page.attribute(row, "data-health") == "serving"
+        page.until(lambda row=row: page.attribute(row, "data-health") == "serving", "it serves")
         process.kill()
         killed = time.monotonic()
         page.until(lambda row=row: page.attribute(row, "data-health") == "unreachable", "it is seen", 2.0)

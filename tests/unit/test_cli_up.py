@@ -67,7 +67,7 @@ def start(folder: Path, *arguments: str) -> Up:
             text=True,
             env={**os.environ, "COLUMNS": "120"},
         )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while "Ctrl-C stops everything" not in output.read_text():
         assert process.poll() is None and time.monotonic() < deadline, output.read_text()
         time.sleep(0.1)
@@ -83,7 +83,7 @@ def stop(up: Up, number: signal.Signals = signal.SIGTERM) -> int:
     if up.process.poll() is None:
         up.process.send_signal(number)
     try:
-        return up.process.wait(timeout=30)
+        return up.process.wait(timeout=90)
     finally:
         if up.process.poll() is None:
             up.process.kill()
@@ -93,7 +93,7 @@ def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
-def baton(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def baton(*arguments: str, stdin: str = "", timeout: float = 280) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*BATON, *arguments], input=stdin, capture_output=True, text=True, timeout=timeout)
 
 
@@ -159,7 +159,7 @@ def test_interrupted_generate_frees_everything(up: Up) -> None:
     )
     assert process.stdout is not None and process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130 and stderr.strip() == ""
     deadline = time.monotonic() + 5  # sooner than it would have ended
     while True:
@@ -210,7 +210,7 @@ def test_interrupt_stops_an_answer_and_the_chat_goes_on(up: Up) -> None:
         said = read_until(b".{20}")
         process.send_signal(signal.SIGINT)
         said = read_until(b"not remembered", said)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
 
 
@@ -240,7 +240,7 @@ def test_it_outlives_the_reader_of_its_output_and_its_processes_do_not_outlive_i
         assert list(rows) == ["tokenizer", "decode-0", "gateway"]
         pid = int(rows["decode-0"][0])
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         # A command that asks takes as much of the processor as a part of the start that it waits for.
         while read(tmp_path / "decode-0.log").count(" event=ready ") < 2:
             assert process.poll() is None and time.monotonic() < deadline
@@ -253,7 +253,7 @@ def test_it_outlives_the_reader_of_its_output_and_its_processes_do_not_outlive_i
     finally:
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alive(pids):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -270,18 +270,18 @@ def test_where_only_ipv6_is(tmp_path: Path) -> None:
     environment = {**os.environ, "COLUMNS": "200"}
     process = subprocess.Popen(["unshare", "--net", "sh", "-c", command], env=environment)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while "Ctrl-C stops everything" not in (output := read(tmp_path / "output")):
             assert process.poll() is None and time.monotonic() < deadline, output
             time.sleep(0.1)
         assert "[::1]:50050" in output and "--server" not in output
         inside = ["nsenter", f"--net=/proc/{process.pid}/ns/net", *BATON, "probe"]
-        result = subprocess.run(inside, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(inside, capture_output=True, text=True, timeout=120)
         assert result.returncode == 0, result.stderr
         assert "prefill [::1]:" in result.stdout
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(90) == 0
 
 
 def read(file: Path) -> str:
@@ -305,7 +305,7 @@ def test_the_log_that_a_failed_start_names_can_be_read() -> None:
 
 
 def test_verify_split_against_aggregated() -> None:
-    result = baton("verify", "--prompts", "2", "--max-tokens", "4", "--kv-tokens", "4096", timeout=240)
+    result = baton("verify", "--prompts", "2", "--max-tokens", "4", "--kv-tokens", "4096")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Equal, token for token." in result.stdout
     assert int(result.stdout.split("Split: ")[1].split()[0]) > 0, "pulled pages"
@@ -322,7 +322,7 @@ def test_demo() -> None:
 
 @pytest.mark.parametrize("command", ["up", "verify", "bench serve", "bench offline", "bench step"])
 def test_a_wrong_model_is_one_line_before_anything_starts(command: str) -> None:
-    done = baton(*command.split(), "--model", "./no-such-model", timeout=20)
+    done = baton(*command.split(), "--model", "./no-such-model")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.splitlines() == [
         "baton: model './no-such-model': no such directory or file; give a directory, a GGUF file or a "

@@ -29,7 +29,7 @@ from baton.worker.follower import Follower
 pytestmark = pytest.mark.slow
 
 INCARNATION = 0x7A9D51
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @pytest.fixture

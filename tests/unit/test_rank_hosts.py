@@ -26,7 +26,7 @@ from baton.worker.follower import Follower
 from baton.worker.hosts import check_hosts, master_address
 
 SECRET = "a secret of sixteen or more"
-SECONDS = 10.0
+SECONDS = 60.0
 
 
 @pytest.fixture
