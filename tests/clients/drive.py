@@ -51,6 +51,7 @@ def with_litellm(url: str, model: str) -> dict[str, Any]:
         "api_key": "none",
         "tools": TOOLS,
         "max_tokens": TOKENS,
+        "temperature": 0,
     }
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     first = litellm.completion(messages=messages, tool_choice="required", parallel_tool_calls=False, **common)
