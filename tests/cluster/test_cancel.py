@@ -66,8 +66,10 @@ def cluster(tmp_path_factory, deployments) -> Iterator[Cluster]:
     deployment = Deployment(folder, model)
     narrow = ("--token-budget", "16", "--max-rows", "3", "--transports", "grpc")
     prefill, decode = deployment.add_worker("prefill", *narrow), deployment.add_worker("decode", *narrow)
-    split = deployment.add_gateway([decode], [prefill])
-    aggregated = deployment.add_gateway([decode])
+    # On a slow machine what waits would else miss its deadline, and be refused.
+    patient = ("--request-seconds", "36000")
+    split = deployment.add_gateway([decode], [prefill], *patient)
+    aggregated = deployment.add_gateway([decode], (), *patient)
     cluster = Cluster(deployment, split, aggregated)
     with deployment:
         deployments.append(deployment)
@@ -248,7 +250,7 @@ async def steps_until_freed(cluster: Cluster, state: State, way: Any, number: in
     async with AsyncClient(gateway.address) as client:
         others = [
             asyncio.create_task(
-                client.generate(token_ids=[i + 1], max_tokens=OUTPUT, ignore_eos=True, timeout=240)
+                client.generate(token_ids=[i + 1], max_tokens=OUTPUT, ignore_eos=True, timeout=3600)
             )
             for i in range(state.others)
         ]
