@@ -83,6 +83,40 @@ def test_any_mix_of_rows(name, dtype, page_size, heads, kv_heads):
     assert int(pool.pages.isfinite().sum()) == written
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX2", reason="looked at with AVX2 only")
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (8, 1, 128)])
+@pytest.mark.parametrize(
+    "options", [AttentionOptions(), AttentionOptions(window=40), AttentionOptions(softcap=30.0)]
+)
+def test_a_row_of_one_token_gets_the_same_bits_alone_and_beside_others(
+    page_size, heads, kv_heads, dim, options
+):
+    layout = KvLayout(1, kv_heads, dim, page_size, torch.float32)
+    lengths = [1, 2, 17, 33, 40, 41, 47, 48, 49, 60, 63, 64, 95, 97, 100, 106, 107, 120, 250, 251, 300]
+    needed = [-(-length // page_size) for length in lengths]
+    pool = KvPool(layout, sum(needed))
+    pool.pages.copy_(torch.randn(pool.pages.shape, generator=torch.Generator().manual_seed(0)))
+    free = iter(range(pool.num_pages))
+    rows = [
+        AttentionRow(n - 1, 1, tuple(next(free) for _ in range(pages)))
+        for n, pages in zip(lengths, needed, strict=True)
+    ]
+    backend = BACKENDS["torch"](pool, heads, [options])
+    q, k, v = (torch.randn(len(rows), n, dim) for n in (heads, kv_heads, kv_heads))
+
+    def attended(chosen):
+        backend.prepare([rows[i] for i in chosen])
+        out = torch.empty(len(chosen), heads, dim)
+        with torch.inference_mode():
+            backend.forward(0, q[chosen], k[chosen], v[chosen], out)
+        return out
+
+    alone = torch.cat([attended([i]) for i in range(len(rows))])
+    for chosen in (list(range(len(rows))), [4, 5, 6, 7, 8], [16, 14, 15], [18, 20, 19]):
+        assert torch.equal(attended(chosen), alone[chosen]), chosen
+
+
 @pytest.mark.parametrize("name", OF_LATENTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 4, 16])

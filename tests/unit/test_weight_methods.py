@@ -13,7 +13,7 @@ from random_checkpoints import Driver, largest_difference, random_prompts, save_
 
 from baton.checkpoint import CheckpointError
 from baton.layers.linear import Linear, fastest_product
-from baton.layers.weights.cpu import CANDIDATES, Dequantized, TwoDigits, exact_products
+from baton.layers.weights.cpu import CANDIDATES, Bf16Int4, Dequantized, TwoDigits, exact_products
 from baton.layers.weights.method import Method, QuantizedWeight, quantize
 from baton.models.loader import declared, load_model, weight_bytes
 from baton.models.weight_plan import describe, weight_plan
@@ -83,6 +83,22 @@ def test_products_against_float64(bits, dtype, rows):
         ):
             assert out.dtype == dtype and out.shape == (rows, 96)
             assert (out.double() - wanted).norm() / wanted.norm() < tolerance, product
+
+
+only_avx2 = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() != "AVX2", reason="looked at with AVX2 only"
+)
+
+
+@only_avx2
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_with_codes_give_a_row_the_same_bits_beside_any_others(bits):
+    _, quantized, _ = made(bits, 192, 576)
+    x = torch.randn(40, 576, generator=torch.Generator().manual_seed(2))
+    for product in exact_products(quantized, torch.float32)[1:]:
+        alone = torch.cat([product.apply(row[None], None) for row in x])
+        for rows in range(2, 41):
+            assert torch.equal(product.apply(x[:rows], None), alone[:rows]), (product, rows)
 
 
 def test_rows_of_any_size_and_zeros_keep_their_precision():
@@ -215,6 +231,30 @@ def test_quantizing_while_loading(variant, quantization, tolerance, tmp_path):
     model = save_checkpoint(variant, tmp_path)
     rounded(model, *((8, 0) if quantization == "int8" else (4, 32)))
     check(tmp_path, model, tolerance, quantization=quantization)
+
+
+@only_avx2
+def test_decoding_with_4_bits_does_not_depend_on_what_else_is_in_the_batch(tmp_path, monkeypatch):
+    """To the bit: rounding to bfloat16 before each product makes differences of 1e-7 ones of 4e-3."""
+    monkeypatch.setattr("baton.models.decoder.fastest_product", lambda *_, **__: Bf16Int4)
+    save_checkpoint("smollm", tmp_path)
+    prompts = random_prompts(33, 40, 36, 44, 38, 7)
+
+    def decoded(*slots):
+        driver = Driver(tmp_path, quantization="int4", quantize_head=True)
+        tracks = [driver.add(slot, prompts[slot], 24) for slot in slots]
+        for track in tracks:
+            driver.step([driver.chunk(track, len(track.tokens), sample=True)], [driver.init(track)])
+        for _ in range(20):
+            driver.step([driver.decode(track) for track in tracks])
+        driver.finish()
+        return tracks
+
+    for track in decoded(*range(len(prompts))):
+        (alone,) = decoded(track.slot)
+        assert track.tokens == alone.tokens
+        for position, logits in alone.logits.items():
+            assert torch.equal(track.logits[position], logits), (track.slot, position)
 
 
 def test_fp8_is_rounded_while_loading(tmp_path):
