@@ -1,6 +1,7 @@
 """Time that passes only when an event loop has nothing to do: what is due at 0.3 s is late on no machine.
 
-For tests of coroutines alone: no time passes while another thread, a process or a socket works.
+For tests of coroutines and timers alone: what waits for a thread, a process or a socket finds that all time
+has passed as soon as a timer is pending.
 """
 
 from __future__ import annotations

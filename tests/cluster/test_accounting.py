@@ -21,8 +21,8 @@ from baton.client import AsyncClient, BatonError
 SLOW = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 64}
 OUTPUT = 48
 TRANSPORTS = ["shm", "grpc"]
-TOLD_SECONDS = 15.0
-"""A client whose request cannot go on hears of it in half of the default wait for a lost node."""
+TOLD_SECONDS = 8.0
+"""A client whose request cannot go on hears of it before silence would tell its peers of a loss: 10 s."""
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ import json, sys
 from baton.client import Client
 Client(sys.argv[1]).generate(**json.loads(sys.argv[2]))
 """
-FREED_STEPS, TRIES, MOST_STEPS = 30, 5, 200
+FREED_STEPS, TRIES, ENOUGH, MOST_STEPS = 30, 5, 2, 200
 """Of the decode node, from the end of a request until everything is free: 2 to 7 where nothing else runs.
 They are the clock here: another request runs all the time, so that they go on. On a busy machine they become
 slower, as all else does, but not always as much: 81 have been seen, and one of 218 clients that were killed
@@ -44,8 +44,8 @@ cancel takes effect after the step under way, whose pages are not free before. W
 on purpose it was 30 to 52 steps, 230 ms of them for the end of its step (median). A killed client needed up
 to 77 ms to be gone.
 
-So each try may take MOST_STEPS. One of TRIES must take at most FREED_STEPS: a wait of Baton's would show in
-every one."""
+So each try may take MOST_STEPS. ENOUGH of TRIES must take at most FREED_STEPS: a wait of Baton's would show
+in every one, a cancel that gets lost in a race in many."""
 
 
 @dataclass
@@ -230,10 +230,12 @@ CASES = [
 )
 async def test_everything_is_freed_at_once(cluster, state, way):
     steps: list[int] = []
-    while len(steps) < TRIES and min(steps, default=MOST_STEPS) > FREED_STEPS:
+    short = 0
+    while len(steps) < TRIES and short < ENOUGH:
         steps.append(await steps_until_freed(cluster, state, way, len(steps)))
         assert steps[-1] <= MOST_STEPS
-    assert min(steps) <= FREED_STEPS, steps
+        short += steps[-1] <= FREED_STEPS
+    assert short == ENOUGH, steps
 
 
 async def steps_until_freed(cluster: Cluster, state: State, way: Any, number: int) -> int:

@@ -24,6 +24,8 @@ from baton.client import AsyncClient
 PROMPT = [*range(5, 105)]
 LIMIT_SECONDS = 60.0
 """A connection notices within 15 s that its peer has been stopped: 10 s between pings, 5 s for the answer."""
+KILLED_SECONDS = 12.0
+"""That a peer has been killed is noticed by more than pings."""
 PROBE_SECONDS = 1.0
 
 
@@ -106,9 +108,9 @@ async def test_without_any_decode_node_the_gateway_is_not_ready(watched):
         process.kill()
     try:
         await until(
-            lambda: reasons(watched.gateway).get("NO_DECODE_NODE"), "the gateway notices", LIMIT_SECONDS
+            lambda: reasons(watched.gateway).get("NO_DECODE_NODE"), "the gateway notices", KILLED_SECONDS
         )
-        await until(lambda: not serving(watched.gateway), "health follows", LIMIT_SECONDS)
+        await until(lambda: not serving(watched.gateway), "health follows", KILLED_SECONDS)
         answer = await asyncio.to_thread(httpx.get, f"http://{watched.gateway.http}/health")
         assert answer.status_code == 503 and "decode nodes that cannot be used" in answer.text
         assert command("probe", "--server", watched.gateway.address).returncode == 1

@@ -38,7 +38,7 @@ STREAM_KBIT = 64
 BATCHES = 3
 NOTICED_SECONDS = 60.0
 """A request that a cut has hit has gone on, and ended, by then; it takes some 8 s where nothing else runs."""
-HEALED_SECONDS = 30.0
+HEALED_SECONDS = 12.0
 """Peers find each other again: the longest pause between tries is 2 s."""
 WORKER = ("--transports", "grpc", "--kv-tokens", "16384", "--page-size", str(PAGE_SIZE))
 numbers = itertools.count()

@@ -28,8 +28,8 @@ from baton.client.types import PositionLogprobs
 OUTPUT = 32
 LENGTHS = [1, 16, 33, 64, 160]
 OPTIONS = ("--kv-tokens", "4096")
-END_SECONDS = 20.0
-"""Within which all ranks of a worker have ended after one of them."""
+END_SECONDS = 12.0
+"""Within which all ranks of a worker have ended after one of them: a link's own timeout is 15 s."""
 
 
 @dataclass

@@ -187,16 +187,18 @@ def test_a_delay_is_found_in_its_phase(traced, what, phase):
 
 def test_clocks_that_are_apart_are_matched(traced):
     """Events of other processes lie within what the gateway itself has seen."""
-    for _ in range(TRIES):
-        trace = traced.ask()
-        # The prefill node is released at the end; a busy machine takes longer for that in some of them.
-        if all(event.at_us <= trace.total_us + 50_000 for event in trace.events):
-            break
+    for _ in range(3):
+        check_events(traced.ask())
+
+
+def check_events(trace: trace_pb2.Trace) -> None:
     roles = {event.role for event in trace.events}
     assert roles == {"gateway", "tokenizer", "prefill", "decode"}
     clocks = {}
     for event in trace.events:
-        assert -1000 <= event.at_us <= trace.total_us + 50_000, event
+        # The prefill node is released after the end, on a busy machine much later.
+        released = (event.role, event.event.kind) == ("prefill", trace_pb2.EVENT_ENDED)
+        assert event.at_us >= -1000 and (released or event.at_us <= trace.total_us + 50_000), event
         clocks[event.role] = event.event.clock_us
     for role, shift in SHIFTS.items():
         assert (clocks[role] - clocks["gateway"]) / 1e6 == pytest.approx(shift, abs=2.0)

@@ -71,9 +71,9 @@ class Rig:
         return detokenize(self.vocabulary, token_ids, skip_special_tokens=False)
 
     async def idle(self) -> None:
-        """Nothing is held any more."""
+        """Nothing is held any more, before silence or the end of a lease would free it: 10 s."""
         gateway = self.node.gateway
-        await until(lambda: not (gateway.load().requests or gateway.load().running))
+        await until(lambda: not (gateway.load().requests or gateway.load().running), 9)
 
 
 @asynccontextmanager

@@ -99,5 +99,5 @@ async def test_one_failed_step_is_no_reason_to_end():
         runner.error = RuntimeError("CUDA error: device lost")
         start.attempt.request = 9
         await call.write(prefill_pb2.PrefillRequest(start=start))
-        await until(lambda: task.done())
+        await until(lambda: task.done(), 60)  # with its drain
     assert task.result() == EXIT_BROKEN

@@ -388,7 +388,7 @@ async def test_health_and_metrics():
             f'baton_output_tokens_total{{model="scripted",role="gateway"}} {float(len(rig.ids))}' in metrics
         )
         await rig.decode.die()
-        await until(lambda: not rig.node.gateway.healthy)
+        await until(lambda: not rig.node.gateway.healthy, 9)
         assert (await rig.plain.get("/health")).status_code == 503
         response = await rig.plain.post("/v1/completions", json=COMPLETION)
         assert response.status_code == 503 and "retry-after" in response.headers

@@ -249,7 +249,7 @@ async def test_a_draining_node_gets_nothing_new_and_keeps_what_it_runs():
         stream = Stream(rig)
         node, other, events = await begun(rig, a, b, stream, 3, text="x")
         other.script = saying([50])
-        await until(lambda: not rig.node.gateway.nodes.decode[node.address].usable)
+        await until(lambda: not rig.node.gateway.nodes.decode[node.address].usable, 9)
         for number in range(3):
             await stream.start(str(number), text="x")
             events += await stream.until_end(str(number))
@@ -273,7 +273,7 @@ async def test_running_streams_do_not_notice_that_the_tokenizer_is_gone():
             sampling = {"max_tokens": 100, "logprobs": 0, "stop": ["STOP"]}
             _, _, events = await begun(rig, node, node, stream, 3, text="x", sampling=sampling)
         try:
-            await until(lambda: not rig.node.gateway.tokenizer.connected)
+            await until(lambda: not rig.node.gateway.tokenizer.connected, 9)
             await stream.start("b", text="y", sampling=sampling)  # encoded when the tokenizer is back
             await stream.start("c", tokens={"token_ids": [50, 51]}, sampling=sampling)  # is encoded already
             events += await stream.until_end()
@@ -298,7 +298,7 @@ async def test_a_chat_that_comes_while_the_tokenizer_restarts_waits():
             context = gateway(node, tokenizer_address=address)
             rig = await context.__aenter__()
         try:
-            await until(lambda: not rig.node.gateway.tokenizer.connected)
+            await until(lambda: not rig.node.gateway.tokenizer.connected, 9)
             stream = Stream(rig)
             await stream.start(chat={"messages": [{"role": "user", "content": "hi"}]})
             await asyncio.sleep(0.3)

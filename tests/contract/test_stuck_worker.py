@@ -40,7 +40,7 @@ class Wedge:
     def launch(self, plan):
         time.sleep(self._seconds)
         if not self._device:
-            self.open.wait(20.0)
+            self.open.wait()
         return self._runner.launch(plan)
 
     def done(self, flight):
@@ -48,7 +48,7 @@ class Wedge:
 
     def read(self, flight):
         if self._device:
-            self.open.wait(20.0)
+            self.open.wait()
         return self._runner.read(flight)
 
 
@@ -153,7 +153,7 @@ async def _refused(call) -> None:
 def _begin_a_prompt(node, wedge) -> None:
     """A call that blocks the step thread just as a step would."""
     wedge.open.clear()
-    node.steps.call(lambda core, now: wedge.open.wait(20.0))
+    node.steps.call(lambda core, now: wedge.open.wait())
     time.sleep(STUCK + 0.1)
 
 

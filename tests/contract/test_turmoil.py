@@ -201,7 +201,7 @@ async def test_a_paused_request_is_paused_elsewhere_and_fails_there():
             node.script = until_paused(node)
         stream = Stream(rig)
         await stream.start(text="x", sampling={"max_tokens": 60_000, "logprobs": 20})
-        await until(lambda: any(node.pauses for node in nodes))
+        await until(lambda: any(node.pauses for node in nodes), 30)
         first, second = nodes if nodes[0].pauses else nodes[::-1]
         await first.die()
         await until(lambda: second.pauses)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -90,7 +89,5 @@ def test_orphans_are_collected():
         "print(len(others()))\n"
     )
     command = ["unshare", "--pid", "--fork", "--mount-proc", *ENTRY, sys.executable, "-c", script]
-    started = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "0\n", done
-    assert time.monotonic() - started < 60

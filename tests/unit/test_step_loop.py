@@ -208,9 +208,10 @@ def test_the_way_to_a_launch_is_kept_warm_while_a_step_is_expected():
     while len(warmed) <= 10:
         time.sleep(0.01)
     core.expecting = False
+    took = time.monotonic() - began
     time.sleep(0.1)
     most = len(turns)
-    assert len(warmed) <= (time.monotonic() - began) / WARM_SECONDS
+    assert len(warmed) <= took / WARM_SECONDS + 1, "the last may end a little later"
     assert warmed == sorted(set(warmed)), "more than once between two turns"
     time.sleep(0.1)
     assert len(turns) == most, "it turns on, though nothing is expected"

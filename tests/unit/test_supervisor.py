@@ -130,9 +130,10 @@ async def test_without_restarts_a_death_is_reported(tmp_path: Path) -> None:
         await supervisor.stop()
 
 
-async def test_stubborn_child_is_killed(tmp_path: Path) -> None:
+async def test_stubborn_child_is_killed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("baton.cli.supervisor.STOP_MARGIN_SECONDS", 30.0)
     children = make_children(tmp_path)[:1]
-    supervisor = make(children, {"tokenizer": "stubborn"}, drain_seconds=-2.5)  # 0.5 s with the margin
+    supervisor = make(children, {"tokenizer": "stubborn"}, drain_seconds=-29.5)  # 0.5 s with it
     await supervisor.start()
     started = time.monotonic()
     await supervisor.stop()
