@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import os
-import socket
-from collections.abc import Iterator
+import contextlib
+from collections import deque
 
-import lanes
+from baton.cli.deployment import free_ports
 
-FIRST = 20_000
-"""Below those that the system gives out by itself (ip_local_port_range), to connections too: one of them may
-be taken before the server that was told of it is there."""
-COUNT = 500
-"""For each lane, which do not share any."""
-
-
-@functools.cache
-def _ports(lane: int) -> Iterator[int]:
-    first, skipped = FIRST + COUNT * (lane % 20), os.getpid() % COUNT  # another run has the same lanes
-    return itertools.islice(itertools.cycle(range(first, first + COUNT)), skipped, None)
+CLAIMS = 200
+"""Ports that a process has asked for last and that no other test is given, while their servers start, or
+are down for a while. Each claim is an open file."""
+_claims: deque[contextlib.ExitStack] = deque()
 
 
 def free_port() -> int:
-    """Of the loopback. The next ones are others."""
-    for port in itertools.islice(_ports(lanes.number), COUNT):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise AssertionError(f"no port is free from {FIRST} on")
+    """Of the loopback. The next ones are others, in other processes, too."""
+    if len(_claims) == CLAIMS:
+        _claims.popleft().close()
+    _claims.append(contextlib.ExitStack())
+    (port,) = free_ports("127.0.0.1", 1, _claims[-1])
+    return port

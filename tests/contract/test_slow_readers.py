@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -12,6 +14,7 @@ from gateway_rig import Stream, gateway, ids_of, until
 from scripted_decode import LENGTH, Running, ScriptedDecode, silent
 
 from baton.gateway.backpressure import SlowReader
+from baton.gateway.inference import _ClientStream
 from baton.rpc.errors import from_rpc_error, from_status
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
@@ -103,7 +106,19 @@ async def test_a_call_of_one_request_that_is_never_read_is_let_go(node):
         assert from_rpc_error(failed.value).reason == "SLOW_READER"
 
 
-async def test_a_stream_that_takes_nothing_at_all_is_ended(node):
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def streams() -> list[object]:
+    return [each for each in gc.get_objects() if type(each) is _ClientStream]
+
+
+async def test_a_stream_that_takes_nothing_at_all_is_ended(node, no_collector):
     """Its connection takes nothing either, so that not even the status of its end leaves."""
     narrow = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     async with (
@@ -118,6 +133,8 @@ async def test_a_stream_that_takes_nothing_at_all_is_ended(node):
         anonymous = rig.node.authentication._anonymous
         assert anonymous._streams == 1
         await until(lambda: not anonymous._streams, 9)
+        # Nothing of it waits with the status, or for the garbage collector.
+        await until(lambda: not streams())
 
 
 async def test_http_keeps_no_more_either(node):

@@ -115,6 +115,11 @@ def test_damage_ends_with_its_sequence():
     # A hand-off of the same length, into the same slot and pages.
     write(there, there.changes([PlanRow(1, None, 4, (3,))], {1: 7}))
     assert there.damage.isnan().tolist() == [False, False, False]
+    # A second choice of a prompt of the same length, likewise.
+    there.damage[1] = torch.nan
+    write(there, there.changes([PlanRow(0, (5, 5, 5, 5, 5), 0, (4,), (0, 1))], {}))
+    assert there.changes([PlanRow(1, None, 5, (3,))], {}) is None
+    assert there.damage.isnan().tolist() == [False, False, False]
 
 
 def test_rows_of_one_token_come_first():

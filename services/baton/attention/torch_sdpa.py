@@ -44,7 +44,7 @@ class _Group:
     lengths: list[int]
     """Keys of each row."""
     padding: list[torch.Tensor]
-    """What is gathered behind each row's end: views of `gathered.heads`."""
+    """What is gathered behind the ends of rows that are shorter: views of `gathered.heads`."""
     gathered: _Gathered
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     """By window: [rows, 1, 1, length], 0 or -inf; None: all keys of every row are seen."""
@@ -229,8 +229,9 @@ class TorchAttention:
             self._group_pages = tuple(torch.split(layer, sizes) for layer in of_layers.unbind(0))
 
     def _padded(self, row: AttentionRow) -> int:
-        """Keys that the row's are padded to, so that rows of similar length come together: whole pages, four
-        numbers of them for each power of two. A row too long to share a group is not padded.
+        """Keys that the row's are padded to, so that rows of similar length come together: to whole pages,
+        above seven to the next of four steps between powers of two. A row too long to share a group is not
+        padded.
 
         How a sum is rounded depends on how many keys there are, masked ones too. The number depends on the
         row alone, and so does the result. Products with 4-bit weights round activations to bfloat16, which

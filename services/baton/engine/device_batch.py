@@ -108,7 +108,7 @@ class DeviceSlots:
         self._known: list[tuple[int, ...]] = [()] * (slots * groups)
         self._ends = [-1] * slots
         """Where each slot's newest row ended: one that does not begin there is another sequence's, as is one
-        whose last token comes from the host."""
+        whose last token comes from the host. Further choices of a prompt begin with its last chunk."""
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""
 
@@ -133,9 +133,11 @@ class DeviceSlots:
                 start = self._first + at * self._width + first
                 entries += range(start, start + len(fresh))
                 values += (self._spare if page == GONE else page for page in fresh)
+            begun = [slot for slot in row.sample if slot != row.slot]
             if begins:
-                entries.append(self._marks + row.slot)
-                values.append(0)
+                begun.append(row.slot)
+            entries += (self._marks + slot for slot in begun)
+            values += (0 for _ in begun)
         return _changes(entries, values) if values else None
 
     def forget(self) -> None:

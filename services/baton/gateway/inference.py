@@ -101,7 +101,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             error.recorded = True  # nothing was asked
             raise
         except TimeoutError:
-            # Its requests have failed or ended; their output is dropped. The status may wait for ever, too.
+            # Its requests have failed or ended; their output is dropped. Nothing of it waits for the status.
             ended = not_read()
             ended.recorded = True
             raise ended from None

@@ -19,7 +19,8 @@ POLICIES: dict[str, Policy] = {
 
 
 def make_policy(name: str) -> Policy:
-    """What has been withdrawn goes first, whatever the policy. Raises ValueError for an unknown name."""
+    """What has been withdrawn goes before others of its kind, whatever the policy. Raises ValueError for an
+    unknown name."""
     if name not in POLICIES:
         raise ValueError(f"unknown eviction policy {name!r}: use one of {', '.join(sorted(POLICIES))}")
     order = POLICIES[name]

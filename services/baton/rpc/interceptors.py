@@ -19,7 +19,7 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from baton.rpc.errors import BatonError, OnRefused, abort, invalid, refusing, unavailable
+from baton.rpc.errors import BatonError, OnRefused, abort, invalid, refusing, unavailable, without_frames
 
 MAX_SEARCHED_BYTES = 2**14
 """In larger messages the field is not named: the search runs on the event loop, and takes about a microsecond
@@ -109,7 +109,8 @@ def _checked(behaviour: Any, streaming: bool, on_refused: OnRefused | None) -> A
     async def refuse(error: BatonError, context: grpc.aio.ServicerContext) -> None:
         if on_refused is not None and not error.recorded:
             on_refused(error, context)
-        await abort(context, error)
+        # The status may wait for as long as its client takes nothing: no request waits with it.
+        await abort(context, without_frames(error))
 
     async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:

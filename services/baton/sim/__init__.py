@@ -2,4 +2,5 @@
 over a simulated network, with a simulated model. `world` is the scheduler; `network` and `transport` carry;
 `model` has pools of real bytes and the model; `process`, `prefill`, `decode` and `gateway` are the shells.
 `scenario` and `faults` draw what happens from a seed, `cluster` and `run` run it, `checks` and the shells
-check it, `shrink` makes it small, `bugs` show what it finds. After FoundationDB (Zhou et al., 2021)."""
+check it, `shrink` makes it small, `bugs` show what it finds, by `planting`. After FoundationDB (Zhou et al.,
+2021)."""

@@ -116,12 +116,12 @@ class CallerStreams(Generic[S]):
                 stream.writing = True
                 yield message  # returns when gRPC has written it
                 stream.writing = False
-            if stream.error is not None:
-                await abort(context, stream.error)
         finally:
             reader.cancel()
             self.open.discard(stream)
             service.drop(stream)
+        if stream.error is not None:
+            await abort(context, stream.error)
 
     async def _read(self, requests: Any, stream: S) -> None:
         """Awaits only the next message."""
