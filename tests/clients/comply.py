@@ -5,7 +5,7 @@ Arguments: the API's URL and the model's name. Prints results as JSON, a line fo
 messages and probe. All requests run at the same time: in one batch they cost a small part of what they cost
 one by one. Every request is the suite's own, but greedy and of a bounded length: a small model may write for
 ever ("Count from 1 to 5": the token that ends the answer and a line's end are 0.007 apart). Whose answer was
-cut is asked again, with a little chance.
+cut is asked again, at a low temperature.
 Nothing is skipped for the sake of a model's name. canitoolcall's scenarios that expect calls require them,
 because whether a model of 135 million parameters calls of its own accord says nothing about the server.
 """
