@@ -1,9 +1,10 @@
-"""The streams of a worker's callers: what counts as told before a process ends."""
+"""The streams of a worker's callers: what counts as told before a process ends, and how a stream ends."""
 
 from __future__ import annotations
 
 import asyncio
 
+from baton.rpc.errors import invalid
 from baton.rpc.streams import Outbox
 from baton.rpc.tasks import Tasks
 from baton.v1 import prefill_pb2
@@ -45,3 +46,25 @@ async def test_a_message_is_unsent_until_grpc_has_written_it():
     await asyncio.wait([waits])
     await answers.aclose()
     assert service.dropped is service.stream and not streams.open
+
+
+class NothingTaken:
+    """The context of a call whose client takes nothing any more, not even the status."""
+
+    async def abort(self, *_):
+        self.aborted = True
+        await asyncio.sleep(60)
+
+
+async def test_a_stream_is_dropped_though_its_status_is_never_taken():
+    service, tasks, context = Service(), Tasks(), NothingTaken()
+    streams = CallerStreams(service, tasks)
+    answers = streams.serve(hello(), context, "Run")
+    assert await anext(answers) == "welcome"
+    service.stream.close(invalid("start", "wrong"))
+    waits = asyncio.ensure_future(anext(answers))
+    await asyncio.sleep(0)
+    assert context.aborted and not waits.done()
+    assert service.dropped is service.stream and not streams.open
+    waits.cancel()
+    await asyncio.wait([waits])

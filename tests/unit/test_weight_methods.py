@@ -95,7 +95,11 @@ only_avx2 = pytest.mark.skipif(
 def test_products_with_codes_give_a_row_the_same_bits_beside_any_others(bits):
     _, quantized, _ = made(bits, 192, 576)
     x = torch.randn(40, 576, generator=torch.Generator().manual_seed(2))
-    for product in exact_products(quantized, torch.float32)[1:]:
+    found = exact_products(quantized, torch.float32)[1:]
+    if bits == 8 and not found:
+        pytest.skip("oneDNN's product of 8-bit integers is not exact on this processor")
+    assert found
+    for product in found:
         alone = torch.cat([product.apply(row[None], None) for row in x])
         for rows in range(2, 41):
             assert torch.equal(product.apply(x[:rows], None), alone[:rows]), (product, rows)
