@@ -83,6 +83,14 @@ def test_any_mix_of_rows(name, dtype, page_size, heads, kv_heads):
     assert int(pool.pages.isfinite().sum()) == written
 
 
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX2", reason="looked at with AVX2 only")
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (8, 1, 128)])
@@ -90,7 +98,7 @@ def test_any_mix_of_rows(name, dtype, page_size, heads, kv_heads):
     "options", [AttentionOptions(), AttentionOptions(window=40), AttentionOptions(softcap=30.0)]
 )
 def test_a_row_of_one_token_gets_the_same_bits_alone_and_beside_others(
-    page_size, heads, kv_heads, dim, options
+    page_size, heads, kv_heads, dim, options, one_thread
 ):
     layout = KvLayout(1, kv_heads, dim, page_size, torch.float32)
     lengths = [1, 2, 17, 33, 40, 41, 47, 48, 49, 60, 63, 64, 95, 97, 100, 106, 107, 120, 250, 251, 300]

@@ -234,8 +234,8 @@ class TorchAttention:
         padded.
 
         How a sum is rounded depends on how many keys there are, masked ones too. The number depends on the
-        row alone, and so does the result. Products with 4-bit weights round activations to bfloat16, which
-        would make differences of 1e-7 ones of 4e-3."""
+        row alone, and so does the result, if one thread computes it. Products with 4-bit weights round
+        activations to bfloat16, which would make a difference in the last bit a large one."""
         size = self._layout.page_size
         pages = row.start // size + 1
         if 2 * pages > self._pages_at_once:
