@@ -122,6 +122,22 @@ def test_damage_ends_with_its_sequence():
     assert there.damage.isnan().tolist() == [False, False, False]
 
 
+def test_what_a_failed_step_did_not_write_is_due_in_the_next():
+    there = DeviceSlots(2, 4, 9, CPU)
+    write(there, there.changes([row(0, [1], 3), row(1, [2], 3)], {}))
+    there.damage[:2] = torch.nan
+    there.changes([row(0, [1], 4), PlanRow(1, (5, 5), 0, (3,))], {})
+    there.forget()
+    # A sequence of the same length in slot 1; slot 0 goes on with its own.
+    write(there, there.changes([row(0, [1], 5), row(1, [4], 2)], {}))
+    assert there.tables[:2, 0, 0].tolist() == [1, 4]
+    assert there.damage.isnan().tolist() == [True, False, False]
+    there.damage[1] = torch.nan  # by that step, behind which another one fails before its changes are made
+    there.forget()
+    write(there, there.changes([row(1, [4], 3)], {}))
+    assert there.damage.isnan().tolist() == [True, True, False]
+
+
 def test_rows_of_one_token_come_first():
     """Their tokens are on the device: -1 stands for them."""
     rows = [

@@ -109,6 +109,8 @@ class DeviceSlots:
         self._ends = [-1] * slots
         """Where each slot's newest row ended: one that does not begin there is another sequence's, as is one
         whose last token comes from the host. Further choices of a prompt begin with its last chunk."""
+        self._begun: list[int] = []
+        """Slots of new sequences in changes that are not written yet."""
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""
 
@@ -119,6 +121,7 @@ class DeviceSlots:
         The caller must write it before the next step, in the order of the calls.
         """
         entries, values = list(tokens), list(tokens.values())
+        self._begun = []
         for row in rows:
             begins = row.start != self._ends[row.slot] or row.slot in tokens
             self._ends[row.slot] = row.start + row.count
@@ -133,19 +136,23 @@ class DeviceSlots:
                 start = self._first + at * self._width + first
                 entries += range(start, start + len(fresh))
                 values += (self._spare if page == GONE else page for page in fresh)
-            begun = [slot for slot in row.sample if slot != row.slot]
+            self._begun += (slot for slot in row.sample if slot != row.slot)
             if begins:
-                begun.append(row.slot)
-            entries += (self._marks + slot for slot in begun)
-            values += (0 for _ in begun)
+                self._begun.append(row.slot)
+        entries += (self._marks + slot for slot in self._begun)
+        values += (0 for _ in self._begun)
         return _changes(entries, values) if values else None
 
     def forget(self) -> None:
-        """Earlier changes may not have been written: every row's page table is written again."""
+        """The last changes may not have been written: every row's page table is written again, and slots of
+        new sequences count as such once more."""
         self._known = [()] * len(self._known)
+        for slot in self._begun:
+            self._ends[slot] = -1
 
     def write(self, entries: torch.Tensor, values: torch.Tensor) -> None:
         self._memory.index_copy_(0, entries, values)
+        self._begun = []
 
 
 def _continues(known: tuple[int, ...], pages: tuple[int, ...]) -> bool:
