@@ -19,7 +19,6 @@ from baton.attention.torch_sdpa import TorchAttention
 from baton.attention.triton_paged import TritonAttention
 from baton.kvcache.pool import KvLayout, KvPool
 from baton.layers.attention import AttentionOptions
-from baton.layers.kernels.kv_write import write_kv
 from baton.layers.kernels.qkv import write_qkv
 
 BF16 = torch.bfloat16
@@ -34,7 +33,7 @@ def codes(pages: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torc
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("dim", "rotary"), [(128, 128), (128, 64), (64, 64)])
 def test_kernels_write_what_torch_rounds(dtype, dim, rotary):
-    """Values, and what write_kv gets, exactly; keys are rotated in float32: a few may be a step off."""
+    """Values exactly; keys are rotated in float32: a few may be a step off."""
     torch.manual_seed(dim + rotary)
     scales, tokens = SCALES.to(CUDA), 37
     pool = KvPool(KvLayout(2, KV_HEADS, dim, PAGE, E4M3), 20, CUDA)
@@ -64,10 +63,6 @@ def test_kernels_write_what_torch_rounds(dtype, dim, rotary):
     differing = codes(keys, *at).int() - quantize(k, scales[0]).int()
     assert differing.abs().max() <= 1 and differing.count_nonzero() <= 3
     assert not pool.pages[:, :, 0].view(torch.uint8).any()
-    k, v = ((torch.randn(tokens, KV_HEADS, dim, device=CUDA) * 4).to(dtype) for _ in range(2))
-    write_kv(k, v, positions, slots, damage, table, keys, values, scales)
-    assert torch.equal(codes(keys, *at), quantize(k, scales[0]))
-    assert torch.equal(codes(values, *at), quantize(v, scales[1]))
     assert not damage.any()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from baton.layers.forward_batch import AttendPages, ForwardBatch, Place
+from baton.layers.forward_batch import AttendPages, ForwardBatch, Paged, Place
 from baton.layers.linear import Linear
 from baton.layers.norm import add_one
 from baton.layers.parameters import Parameters
@@ -79,9 +79,10 @@ class AttentionModule(ABC):
 
     def _attend(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         projected = self.input(x)
-        if (paged := batch.paged) is not None:
-            return self.attend(paged.attend, self.write(projected, paged.place(self.index, self.rope)))
-        return batch.attend(self.index, *self.split(projected, batch))
+        attend = batch.attend
+        if isinstance(attend, Paged):
+            return self.attend(attend.attend, self.write(projected, attend.place(self.index, self.rope)))
+        return attend(self.index, *self.split(projected, batch))
 
     @abstractmethod
     def split(

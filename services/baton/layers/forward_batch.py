@@ -58,9 +58,8 @@ class ForwardBatch:
     """int [tokens]"""
     positions: torch.Tensor
     """int [tokens]"""
-    attend: Attend
-    paged: Paged | None = None
-    """Not None where kernels of the layers may write into the pool."""
+    attend: Attend | Paged
+    """`Paged` where kernels of the layers write into the pool."""
     _rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def rotation(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,6 @@ from baton.kvcache.groups import places
 from baton.kvcache.pool import KvPool
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import ForwardBatch, Paged, Place
-from baton.layers.kernels.kv_write import write_kv
 from baton.layers.rope import Rope
 from baton.models.body import Step
 from baton.models.decoder import Decoder
@@ -28,11 +27,9 @@ class ModuleBody:
         """`tables`: of each KV group int32 [slots, pages]; `context_length`: positions that will be used.
         Mixtures of experts get a form that does not wait for the host."""
         self._model = model
-        self._options = model.attention_options
-        of_layers = places(pool.layout.groups, len(self._options))
+        of_layers = places(pool.layout.groups, len(model.attention_options))
         self.tables = [tables[group] for group, _ in of_layers]
         self.caches = [pool.pages[:, :, place] for _, place in of_layers]
-        self._layers = [pool.layer(place) for _, place in of_layers]
         ropes = {layer.attention.rope for layer in model.layers}
         self.ropes = {id(rope): rope.halves(context_length, model.device) for rope in ropes}
         for layer in model.layers:
@@ -41,21 +38,12 @@ class ModuleBody:
                 mixture.kernels = device_mixture(mixture)
 
     def forward(self, step: Step) -> torch.Tensor:
-        def write_and_attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            keys, values = self._layers[layer]
-            scales = self._options[layer].kv_scales
-            where = step.positions, step.slots, step.damage, self.tables[layer]
-            write_kv(k, v, *where, keys, values, scales)
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-            step.attend(layer, q, out)
-            return out.flatten(1)
-
         def place(layer: int, rope: Rope) -> Place:
             where = step.positions, step.slots, step.damage, self.tables[layer], self.caches[layer]
             return Place(*where, self.ropes[id(rope)])
 
-        paged = Paged(step.attend, place)
-        hidden = self._model.forward(ForwardBatch(step.tokens, step.positions, write_and_attend, paged))
+        batch = ForwardBatch(step.tokens, step.positions, Paged(step.attend, place))
+        hidden = self._model.forward(batch)
         return hidden if step.wanted is None else hidden.index_select(0, step.wanted)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

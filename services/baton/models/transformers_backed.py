@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.layers.attention import AttentionOptions, KvShape
-from baton.layers.forward_batch import ForwardBatch
+from baton.layers.forward_batch import ForwardBatch, Paged
 from baton.layers.shard import ONE_RANK, Communicator
 from baton.models.config import ModelConfig, ModelError, first_line
 
@@ -163,13 +163,15 @@ class TransformersModel:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """-> final hidden states [tokens, hidden]"""
+        write_and_attend = batch.attend
+        assert not isinstance(write_and_attend, Paged)  # no kernels of the layers: ModelRunner runs them
 
         def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: _Options) -> Tensor:
             dim, width = q.shape[-1], v.shape[-1]
             if width < dim:
                 v = F.pad(v, (0, dim - width))
             q, k, v = (part[0].transpose(0, 1) for part in (q, k, v))
-            out = batch.attend(module.layer_idx, q, k, v)
+            out = write_and_attend(module.layer_idx, q, k, v)
             return out.view(1, *q.shape)[..., :width]
 
         return self._run(batch.tokens, batch.positions, attend)
