@@ -95,6 +95,23 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], words: str) -> None
     assert result.stderr.startswith("baton: ") and "--help" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["verify", "bench serve", "bench offline", "bench offline --engine", "bench step", "bench quality"],
+)
+def test_options_are_checked_before_the_model_is_fetched(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fetched(name: str) -> None:
+        raise AssertionError(f"{name} was fetched first")
+
+    monkeypatch.setattr("baton.checkpoint.resolve", fetched)
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--model", "some/model", "--threads", "-1"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("baton: --threads must be at least 0, not -1 (")
+
+
 @pytest.mark.parametrize("group", [[], ["serve"], ["bench"]])
 def test_a_group_without_a_command_shows_its_help(group: list[str]) -> None:
     result = baton(*group)

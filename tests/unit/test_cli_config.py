@@ -128,24 +128,30 @@ def test_wrong_file_names_the_key(tmp_path: Path, toml: str, message: str) -> No
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("threads", -1, "--threads must be at least 0, not -1"),
-        ("request_seconds", -0.5, "--request-seconds must be at least 0, not -0.5"),
-        ("local_prefill_tokens", -3, "--local-prefill-tokens must be at least 0, not -3"),
-        ("handoff_seconds", float("nan"), "--handoff-seconds must be a number, not nan"),
-        ("request_seconds", float("inf"), "--request-seconds must be a number, not inf"),
-        ("watermark", 2.5, "--watermark must be from 0 to 1, not 2.5"),
+        ("threads", -1, "must be at least 0, not -1"),
+        ("request_seconds", -0.5, "must be at least 0, not -0.5"),
+        ("local_prefill_tokens", -3, "must be at least 0, not -3"),
+        ("handoff_seconds", float("nan"), "must be a number, not nan"),
+        ("request_seconds", float("inf"), "must be a number, not inf"),
+        ("watermark", 2.5, "must be from 0 to 1, not 2.5"),
     ],
 )
-def test_a_number_out_of_range_names_the_flag(tmp_path: Path, name: str, value: float, message: str) -> None:
-    file = tmp_path / "baton.toml"
+def test_a_number_out_of_range_names_where_it_came_from(
+    tmp_path: Path, name: str, value: float, message: str
+) -> None:
+    file, flag, variable = tmp_path / "baton.toml", "--" + name.replace("_", "-"), "BATON_" + name.upper()
     file.write_text(f"{name} = {value}\n")
-    for arguments in (["--" + name.replace("_", "-"), str(value)], ["--config", str(file)]):
+    for arguments, env, where in (
+        ([flag, str(value)], {variable: "1"}, flag),
+        ([], {variable: str(value)}, variable),
+        (["--config", str(file)], {}, f"{file}: {name!r}"),
+    ):
         with pytest.raises(click.UsageError) as caught:
-            parse("decode", *arguments)
-        assert message in caught.value.message
+            parse("decode", *arguments, env=env)
+        assert caught.value.message.endswith(f"{where} {message}\n")
     with pytest.raises(click.UsageError) as caught:
         settings_by_role({"config_file": file})
-    assert caught.value.message == message
+    assert caught.value.message == f"{file}: {name!r} {message}"
 
 
 def test_a_file_for_all_roles_is_fine_for_each(tmp_path: Path) -> None:

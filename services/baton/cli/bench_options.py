@@ -21,7 +21,7 @@ from baton.bench.workload import Range, Workload
 from baton.cli.console import explain, progress_bar
 from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.nodes import ask_deployment
-from baton.cli.options import COUNT, FILE, SIZE, Parsed, build, fail, given, option, options
+from baton.cli.options import COUNT, FILE, SIZE, Parsed, fail, given, option, options
 from baton.cli.up import fetch_model, settings_by_role
 from baton.client import BatonError
 from baton.config import WorkerConfig
@@ -106,13 +106,10 @@ report_options = options(
 
 def make_plan(values: dict[str, Any], deployed: Deployed) -> DeploymentPlan:
     """A plan with the engine's flags. Ends the command with one line if there is no such model."""
-    fetch_model(values)
+    settings = settings_by_role(values)
+    fetch_model(settings["decode"])
     return DeploymentPlan(
-        prefill=deployed.prefill,
-        decode=deployed.decode,
-        http_port=None,
-        settings=settings_by_role(values),
-        restart=False,
+        prefill=deployed.prefill, decode=deployed.decode, http_port=None, settings=settings, restart=False
     )
 
 
@@ -124,9 +121,10 @@ def engine_config(
     from baton.checkpoint import CheckpointError
     from baton.models.config import ModelError
 
-    fetch_model(values)
+    found = given(WorkerConfig, values)
+    fetch_model(found)
     try:
-        return build(WorkerConfig, values, defaults(given(WorkerConfig, values)))
+        return WorkerConfig(**{**defaults(found), **found})
     except (CheckpointError, ModelError) as error:
         raise click.ClickException(str(error)) from None
 

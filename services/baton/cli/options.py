@@ -204,7 +204,7 @@ def _option(field: Field, default: Any, section: str) -> Callable[[F], F]:
 
 def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the configuration that were given as a flag, in the environment or in a file. Raises
-    click.UsageError that names the flag of a number out of range: none may be negative."""
+    click.UsageError that names the flag or variable of a number out of range: none may be negative."""
     found: dict[str, Any] = {}
     for name, field in fields_of(config).items():
         value = values.get(name)
@@ -213,19 +213,24 @@ def given(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
         if field.kind is tuple:
             value = tuple(item.strip() for text in value for item in text.split(",") if item.strip())
         found[name] = None if value == "none" and field.optional else value
-        _check_range(field, found[name])
+        if (wrong := _out_of_range(field, found[name])) is not None:
+            ctx = click.get_current_context(silent=True)
+            source = ctx.get_parameter_source(name) if ctx is not None else None
+            there = source is click.core.ParameterSource.ENVIRONMENT
+            raise click.UsageError(f"{field.variable if there else field.flag} {wrong}")
     return found
 
 
-def _check_range(field: Field, value: Any) -> None:
-    """Raises click.UsageError. Wherever the value came from: a flag, the environment or a file."""
+def _out_of_range(field: Field, value: Any) -> str | None:
+    """What a number must be, None: what it is."""
     if field.kind not in (int, float) or value is None:
-        return
+        return None
     part = field.name in PARTS
     if isinstance(value, float) and not math.isfinite(value):
-        raise click.UsageError(f"{field.flag} must be a number, not {value}")
+        return f"must be a number, not {value}"
     if not 0 <= value <= (1 if part else math.inf):
-        raise click.UsageError(f"{field.flag} must be {'from 0 to 1' if part else 'at least 0'}, not {value}")
+        return f"must be {'from 0 to 1' if part else 'at least 0'}, not {value}"
+    return None
 
 
 def build(config: type[C], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> C:
@@ -263,7 +268,8 @@ ROLES: Mapping[str, type[NodeConfig]] = {
 def read_config(path: Path, role: str) -> dict[str, Any]:
     """The file's values for one role, as click's `default_map` takes them.
 
-    Raises click.UsageError that names the file and the key if a key is unknown or has the wrong type.
+    Raises click.UsageError that names the file and the key if a key is unknown, or its value has the wrong
+    type or is out of range.
     """
     try:
         content = tomllib.loads(path.read_text())
@@ -305,6 +311,8 @@ def _check(path: Path, key: str, field: Field, value: Any) -> Any:
         raise click.UsageError(
             f"{path}: {key!r} must be {expected.get(field.kind, 'a string')}, not {value!r}"
         )
+    if (beyond := _out_of_range(field, value)) is not None:
+        raise click.UsageError(f"{path}: {key!r} {beyond}")
     return [value] if field.kind is tuple and isinstance(value, str) else value
 
 

@@ -208,8 +208,8 @@ def verify(
       baton verify --transports grpc
       baton verify --against 127.0.0.1:50050
     """
-    fetch_model(values)
     settings = settings_by_role(values)
+    fetch_model(settings["decode"])
     settings["gateway"]["split"] = "always"
     plan = DeploymentPlan(
         prefill=prefill_nodes, decode=decode_nodes, http_port=None, settings=settings, restart=False
