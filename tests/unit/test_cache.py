@@ -304,6 +304,56 @@ def test_check_at_idle_names_what_is_left() -> None:
         cache.check(idle=True)
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("not cached", "of the tree are not cached"),
+        ("not in the tree", "1 cached pages, 0 in the tree"),
+        ("not owned", "of holdings are not owned"),
+        ("not held", "2 owned pages, 1 held"),
+        ("held twice", "2 owned pages, 4 held"),
+        ("locks", "2 locks, 1 holdings"),
+        ("references", "window pages of holdings are not those"),
+        ("pending", "1 releases pending, 0 holdings released"),
+    ],
+)
+def test_check_sees_damage(damage: str, message: str) -> None:
+    cache = make()
+    holding = cache.hold([])
+    cache.extend(holding, 2)
+    cache.check()
+    first, _ = holding.tables[0]
+    if damage == "not cached":
+        cache._tree.insert([1, 2], [(first,)])
+    elif damage == "not in the tree":
+        cache._allocator.to_cached([first])
+        holding.owned.discard(first)
+    elif damage == "not owned":
+        cache._allocator.quarantine([first])
+    elif damage == "not held":
+        holding.owned.discard(first)
+    elif damage == "held twice":
+        cache._holdings.add(Holding([[]], "", holding.node, [0], holding.owned))
+        cache._tree.lock(holding.node)
+    elif damage == "locks":
+        cache._tree.lock(holding.node)
+    elif damage == "references":
+        cache._tree._windows.references[first] = 1
+        cache._tree._windows._home[first] = holding.node
+        cache._tree._windows.check = lambda nodes: None  # type: ignore[method-assign]
+    else:
+        cache._pending += 1
+    with pytest.raises(AccountingError, match=message):
+        cache.check()
+
+
+def test_what_is_owned_at_idle_is_named() -> None:
+    cache = make()
+    cache._allocator.take(2)
+    with pytest.raises(AccountingError, match="2 owned pages, 0 held"):
+        cache.check(idle=True)
+
+
 def test_two_caches_do_not_share_holdings() -> None:
     with pytest.raises(AccountingError, match="another cache"):
         make().release(make().hold([]), 0)

@@ -124,6 +124,15 @@ def test_a_first_prompt_that_stalls_is_told_by_what_it_should_cost():
     assert 9.0 < stats.stalled < 10.0
 
 
+def test_steps_correct_what_they_are_said_to_cost():
+    stats = StepStats(token_budget=100)
+    stats.calibration = CostCalibration(StepCost(fixed=0.01, row=0.0, key=0.0, token=0.001, pair=0.0))
+    for number in range(1, 60):
+        stats.planned(step(number, chunk(80)), number)
+        stats.ended(step(number, chunk(80)), number + 0.18)
+    assert stats.calibration.cost.token == pytest.approx(0.002, rel=0.1)
+
+
 def test_an_average_begins_with_its_first_value():
     average = MovingAverage(0.5)
     average.add(4.0)

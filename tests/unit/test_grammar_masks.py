@@ -147,6 +147,17 @@ def test_other_rows_do_not_notice():
         assert step(beside, torch.cat([logits, logits]), position).tokens.tolist()[: len(PARAMS)] == want
 
 
+@pytest.mark.parametrize("rows", [[0, 1], [2, 3], [1, 3], [0, 2, 3]])
+def test_masks_reach_their_own_rows(rows):
+    """Of one step, also if other special rows are between them."""
+    logits, allowed = random_logits(3, 4), [id for id in range(VOCAB) if id % 3 == 0]
+    params = [SamplingParams(temperature=0.0, logit_bias={5: 0.0})] * 4
+    found = step(make(params, [EveryThird() if i in rows else None for i in range(4)]), logits, 0)
+    for row, token in enumerate(found.tokens.tolist()):
+        best = allowed[int(logits[row, allowed].argmax())] if row in rows else int(logits[row].argmax())
+        assert token == best
+
+
 def test_a_slot_goes_on_from_its_output_alone():
     """A resume, a retraction, a hand-off: another slot, another process, the same tokens."""
     grammars = [EveryThird()] * len(PARAMS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import replace
 
 import pytest
@@ -16,16 +16,20 @@ from hash_runner import HashRunner, reference
 
 from baton.config import DecodeConfig
 from baton.decode.core import DecodeCore
-from baton.decode.types import Done, Key, Peer, Prompt, Tokens
+from baton.decode.types import Done, Failed, Key, Peer, Prompt, Tokens
 from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.grammar.base import GrammarError
 from baton.handoff.decode_handoff import MAX_REASONS, HandoffCounters
 from baton.handoff.messages import (
     Alive,
     AttemptName,
     Beat,
     CancelPrefill,
+    FirstSampled,
+    LeaseFinished,
+    PrefillFailed,
     ReleaseLease,
     StartPrefill,
     StartPull,
@@ -58,6 +62,8 @@ class PrefillNode:
         self.inbox, self.outbox = deque(), deque()
         self.up = False
         self.planned, self.retired = None, 0
+        self.asked, self.said = [], []
+        """Prompts that came (empty: refused), and messages that left."""
 
     def step(self, now):
         """Plans a step, or computes the one planned: anything may happen in between."""
@@ -74,6 +80,20 @@ class PrefillNode:
     def flush(self):
         outputs, self.side.outputs = self.side.outputs, []
         self.outbox.extend(output for _, output in outputs)
+        self.said.extend(output for _, output in outputs)
+
+    def check_counters(self):
+        """Each attempt has ended once."""
+        counters, said = self.side.counters, self.said
+        reasons = Counter(output.reason for output in said if isinstance(output, PrefillFailed))
+        firsts = [output for output in said if isinstance(output, FirstSampled)]
+        assert counters.finished == sum(isinstance(output, LeaseFinished) for output in said)
+        assert (counters.expired, counters.revoked) == (reasons["LEASE_EXPIRED"], reasons["LEASE_REVOKED"])
+        ended = counters.finished + counters.failed + counters.cancelled + counters.expired + counters.revoked
+        assert ended == len(self.asked)
+        assert counters.prompt_tokens == sum(map(len, self.asked))
+        assert counters.output_tokens == sum(len(output.tokens) for output in firsts)
+        assert counters.cached_tokens >= sum(output.cached_tokens for output in firsts)
 
 
 class World:
@@ -105,6 +125,7 @@ class World:
         """Whether what is flushed presses, each time that it is a release alone."""
         self.tokens = defaultdict(list)
         self.finished, self.terminal, self.prompts = set(), {}, defaultdict(int)
+        self.asked, self.cached = [], 0
         for address in self.nodes:
             self.connect(address)
 
@@ -142,6 +163,7 @@ class World:
         key = Key("gateway", number)
         request = Request(key=key, prompt=tuple(prompt), params=params, n=n, deadline=deadline)
         self.core.start(key, 77, 0, request, candidates, self.now, local)
+        self.asked.append(prompt if key in self.core.unfinished else ())
         return request
 
     def flushed(self, step, outputs, effects):
@@ -155,6 +177,7 @@ class World:
                     self.finished.add(name)
             elif isinstance(output, Prompt):
                 self.prompts[output.request] += 1
+                self.cached += output.cached_tokens
                 assert not self.tokens[(output.request, 0)] and self.prompts[output.request] == 1
             else:
                 assert output.request not in self.terminal, "two terminal events"
@@ -178,6 +201,7 @@ class World:
                 n=effect.n,
             )
             side.start("d", effect.name, request, True, self.now, self.ahead)
+            node.asked.append(request.prompt if side.knows(effect.name) else ())
         elif isinstance(effect, CancelPrefill):
             side.cancel("d", effect.name, self.now)
         elif isinstance(effect, ReleaseLease):
@@ -260,6 +284,20 @@ class World:
         self.core.scheduler.cache.check(idle=True)
         assert self.core.scheduler.reservations.total == self.core.scheduler.slots.in_use == 0
         assert self.core.handoffs.active == self.core.handoffs.pulls == 0
+        self.check_counters()
+        for node in self.nodes.values():
+            node.check_counters()
+
+    def check_counters(self):
+        counters = self.core.counters
+        done = sum(isinstance(output, Done) for output in self.terminal.values())
+        codes = Counter(output.code for output in self.terminal.values() if isinstance(output, Failed))
+        assert counters.finished == done
+        assert counters.failed == codes.total() - codes["CANCELLED"]
+        assert counters.finished + counters.failed + counters.cancelled == len(self.asked)
+        assert counters.prompt_tokens == sum(map(len, self.asked))
+        assert counters.output_tokens == sum(map(len, self.tokens.values()))
+        assert counters.cached_tokens == self.cached
 
     def check(self, request):
         number = request.key.request
@@ -727,3 +765,69 @@ def test_a_paused_request_gets_no_tokens_and_goes_on_where_it_was():
     world.run()
     world.check(request)
     world.check(other)
+
+
+def test_counters_count_what_happens():
+    world = World(random.Random(2), prefill_pages=(40,), visible=False)
+    for number in range(1, 9):
+        world.start(
+            number, range(40 * number, 40 * number + 9 + number), n=1 + number % 2, candidates=("p0",)
+        )
+    node = world.nodes["p0"]
+    cancelled = 0
+    for _ in range(4000):
+        world.turn()
+        if cancelled < 3 and len(node.asked) > 2 * cancelled + 1:
+            world.core.cancel(Key("gateway", 2 * cancelled + 2), world.now)
+            cancelled += 1
+    world.run()
+    ends = Counter(type(output) for output in world.terminal.values())
+    assert ends == {Done: 5, Failed: 3} and node.side.counters.cancelled >= 2
+    pulled = sum(end.stats.pulled_pages for end in world.terminal.values() if isinstance(end, Done))
+    assert world.core.handoffs.counters.pulled_pages >= pulled > 15
+
+
+def test_a_name_that_has_ended_is_refused_and_what_is_said_of_it_is_no_longer_counted():
+    world = World(random.Random(1))
+    request, _ = announced(world)
+    handoffs, before = world.core.handoffs, world.core.handoffs.counters.unknown
+    ((name, address, _),) = handoffs.under_way()
+    for number in range(2):
+        handoffs.receive(address, FirstSampled(replace(name, request=50 + number), (), 0, ()), world.now)
+    assert handoffs.counters.unknown == before + 2
+    assert [e.name.request for e in handoffs.effects if isinstance(e, CancelPrefill)] == [50, 51]
+    handoffs.receive(address, LeaseFinished(replace(name, request=52), stood=True), world.now)
+    assert len([e for e in handoffs.effects if isinstance(e, CancelPrefill)]) == 2, "it has ended anyway"
+    handoffs.effects = [e for e in handoffs.effects if not isinstance(e, CancelPrefill)]
+    handoffs.pull_ended(99, None, None, world.now)  # no pull of ours
+    world.run()
+    world.check(request)
+    world.disconnect("p0")
+    assert not handoffs._heard.get("p0"), "nothing of it stays"
+
+
+def test_a_grammar_of_another_attempt_of_that_name_is_dropped():
+    side = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
+    old, new = (Request(key=name, prompt=tuple(range(9)), params=SamplingParams()) for _ in range(2))
+    side.start("a", name, old, True, 0.0)
+    side.cancel("a", name, 0.0)
+    side.start("a", name, new, True, 0.0)
+    grammar = object()
+    side.compiled(name, old, GrammarError("too complex"))
+    assert side.knows(name) and new.grammar is None
+    side.compiled(name, new, grammar)
+    assert new.grammar is grammar
+
+
+def test_the_last_failure_is_said_where_no_prefill_node_is_left():
+    world = World(random.Random(1), decode_pages=80, silence=5.0)
+    world.core.routing.config = replace(world.core.routing.config, fallback_tokens=10)
+    for number in (1, 2):
+        world.start(number, range(100 * number, 100 * number + 30), candidates=("p0",))
+    world.decode_step()
+    world.nodes["p0"].inbox.clear()
+    world.now += 6.0
+    world.run()
+    refused = [output for output in world.terminal.values() if isinstance(output, Failed)]
+    assert len(refused) == 1 and "p0: SILENT: nothing heard for 5 s" in refused[0].message

@@ -111,6 +111,33 @@ def test_a_busy_machine_is_measured_when_it_is_free():
         assert found.seconds(load) == pytest.approx(COST.seconds(load), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("slots", "limits", "decodes", "prompts"),
+    [
+        (64, LIMITS, [(1, 0), (16, 0), (64, 0), (64, 1024)], [(0, 32), (0, 256), (1024, 32), (0, 2048)]),
+        (8, StepLimits(16, 32, 16, 2), [(1, 0), (2, 0), (8, 0), (8, 15)], [(0, 16), (15, 16)]),
+        (1, StepLimits(16, 32, 16, 1), [(1, 0)], [(0, 15)]),
+    ],
+)
+def test_what_is_measured_are_few_and_many_rows_and_short_and_long_chunks(slots, limits, decodes, prompts):
+    """Rows and their start, of chunks their start and length. All of them, on a machine that is fast."""
+    machine = Machine(StepCost(*(value / 50 for value in astuple(COST))), slots=slots)
+    machine.measure(limits=limits)
+    sizes = list({step_load(plan.rows): plan.rows for plan in machine.plans}.values())
+    assert [(len(rows), rows[0].start) for rows in sizes if rows[0].tokens is None] == decodes
+    assert [(rows[0].start, rows[0].count) for rows in sizes if rows[0].tokens is not None] == prompts
+    first, second, *_ = sizes
+    assert first[0].tokens is None and second[0].tokens is not None, "what tells the two costs apart"
+    assert all([row.slot for row in rows] == list(range(len(rows))) for rows in sizes)
+
+
+def test_a_round_takes_as_many_steps_as_end_in_its_time():
+    machine = Machine(StepCost(fixed=0.25, row=0, key=0, token=0, pair=0))
+    machine.measure(budget=1.0)
+    loads = [step_load(plan.rows) for plan in machine.plans]
+    assert loads.index(loads[0], 1) == 4
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_row_has_a_table_for_each_group(groups):
     limits = StepLimits(token_budget=64, context_length=128, page_size=16, pages=8, groups=groups)

@@ -104,17 +104,33 @@ def test_a_page_named_twice_is_refused() -> None:
     allocator.check()
 
 
-@pytest.mark.parametrize("damage", ["states", "free list", "duplicate"])
-def test_check_sees_damage(damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("states", "pages are OWNED, counted"),
+        ("not free", "pages in free runs"),
+        ("duplicate", "pages in free runs"),
+        ("count", "pages in free runs"),
+        ("another", "are in a free run and not free"),
+    ],
+)
+def test_check_sees_damage(damage: str, message: str) -> None:
     allocator, pages = in_each_state()
     allocator.check()
+    owned = pages[PageState.OWNED][0]
     if damage == "states":
-        allocator._states[pages[PageState.OWNED][0]] = PageState.CACHED
-    elif damage == "free list":
-        allocator._free.add([pages[PageState.OWNED][0]])
-    else:
+        allocator._states[owned] = PageState.CACHED
+    elif damage == "not free":
+        allocator._free.add([owned])
+    elif damage == "duplicate":
         allocator._free.add([next(iter(allocator._free))])
-    with pytest.raises(AccountingError):
+    elif damage == "count":
+        allocator._free._count += 1
+    else:  # the one instead of the other
+        (taken,) = allocator._free.take(1)
+        allocator._free.add([owned])
+        assert allocator._states[taken] == PageState.FREE
+    with pytest.raises(AccountingError, match=message):
         allocator.check()
 
 

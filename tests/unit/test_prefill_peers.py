@@ -10,7 +10,8 @@ import pytest
 
 from baton.config import DecodeConfig
 from baton.decode import peers as module
-from baton.decode.peers import FORGET_SECONDS, PrefillPeers
+from baton.decode.peers import FORGET_SECONDS, PrefillPeer, PrefillPeers
+from baton.handoff.messages import AttemptName, Beat, CancelPrefill
 from baton.rpc.errors import BatonError, unavailable
 from baton.v1 import common_pb2, prefill_pb2
 from virtual_time import skip_waits
@@ -29,13 +30,16 @@ class Link:
     connected, last_error, error = True, None, None
 
     def __init__(self, peer):
-        self.peer = peer
+        self.peer, self.sent = peer, []
 
     def start(self):
         pass
 
     def reset(self, error):
         self.error = error
+
+    def send(self, message):
+        self.sent.append(message)
 
     async def close(self):
         pass
@@ -51,7 +55,7 @@ class Receiver:
 class Shell:
     """A decode node's shell without an engine."""
 
-    layout, incarnation, model_info = LAYOUT, 7, None
+    layout, incarnation, model_info = LAYOUT, 7, SimpleNamespace(vocab_size=100)
 
     def __init__(self):
         self.now, self.calls, self.links = 1000.0, [], {}
@@ -186,3 +190,23 @@ async def test_heartbeats_are_as_frequent_as_a_peers_leases_need(grace_ms, short
             call(core, 0.0)
     assert found == shortened and peers.usable == {"p0"}
     await peers.close()
+
+
+@pytest.mark.parametrize(
+    ("answered", "seconds", "closed"), [(False, 6.0, True), (False, 5.0, False), (True, 6.0, False)]
+)
+async def test_a_peer_that_answers_no_heartbeat_is_connected_to_again(answered, seconds, closed):
+    """Counted from the first that was not answered."""
+    shell = Shell()
+    peer = PrefillPeer(shell, "p0", 5.0)
+    peer.send(Beat("p0"))
+    shell.now += seconds - 1.0
+    if answered:
+        peer.received(prefill_pb2.PrefillResponse())
+    peer.send(Beat("p0"))
+    shell.now += 1.0
+    peer.send(CancelPrefill("p0", AttemptName(1, 2, 3, 4)))
+    assert peer.link.error is None
+    peer.send(Beat("p0"))
+    assert (peer.link.error is not None and peer.link.error.reason == "SILENT") == closed
+    assert len(peer.link.sent) == (3 if closed else 4)

@@ -152,6 +152,20 @@ def test_eviction_order(policy: str, order: str) -> None:
     assert tree.evict(3) == [page[name] for name in order]
 
 
+@pytest.mark.parametrize(("policy", "first"), [("lru", 1), ("mru", 2), ("fifo", 1), ("lfu", 2)])
+def test_what_follows_a_run_is_evicted_by_its_own_usage(policy: str, first: int) -> None:
+    """A run grows only by what is as old and as often used as it is."""
+    tree = PrefixTree(1, policy)
+    tree.insert([0], [(0,)])
+    for _ in range(2):
+        tree.match([0])
+    tree.insert([1], [(1,)])
+    tree.match([1])
+    tree.insert([0, 2], [(0,), (2,)])
+    assert tree.evict(1) == [first]
+    tree.check()
+
+
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_what_is_withdrawn_goes_first(policy: str) -> None:
     """With what is entered below it later, whatever the policy: no search finds any of it."""
@@ -176,6 +190,21 @@ def test_window_pages_of_what_is_withdrawn_go_first() -> None:
     node, _ = tree.insert([1, 2, 3], [(10, 11), (20, 21), (30, 31)])
     tree.withdraw(node)
     assert tree.evict(1) == [11, 21]
+
+
+def test_each_change_of_what_is_held_has_its_version() -> None:
+    tree = PrefixTree(1)
+    seen = [tree.version]
+    for number in range(3):
+        tree.insert([number], [(number,)])
+        seen.append(tree.version)
+    for _ in range(3):
+        tree.evict(1)
+        seen.append(tree.version)
+    assert sorted(set(seen)) == seen
+    tree.evict(1)
+    tree.match([1])
+    assert tree.version == seen[-1]
 
 
 def test_a_leaf_is_trimmed_from_its_end() -> None:
@@ -242,21 +271,90 @@ def test_bad_arguments() -> None:
             PrefixTree(1).match([token])
 
 
-@pytest.mark.parametrize("damage", ["page twice", "lock count", "cached count", "queue"])
-def test_check_sees_damage(damage: str) -> None:
+def damaged_tree(damage: str) -> PrefixTree:
+    """[1, 2] -> [3], and [4], which is locked."""
     tree = PrefixTree(1)
-    tree.insert([1], [(10,)])
-    node, _ = tree.insert([2], [(20,)])
+    tree.insert([1, 2], [(10,), (20,)])
+    upper, _ = tree.match([1, 2])
+    tree.lock(upper)
+    lower, _ = tree.insert([1, 2, 3], [(10,), (20,), (30,)])
+    tree.unlock(upper)
+    locked, _ = tree.insert([4], [(40,)])
+    tree.lock(locked)
     tree.check()
-    if damage == "page twice":
-        node.rows[0] = (10,)
-    elif damage == "lock count":
-        node.locks += 1
-    elif damage == "cached count":
-        tree.cached += 1
+    changes: dict[str, Callable[[], object]] = {
+        "locks of its own": lambda: setattr(locked, "own_locks", 2),
+        "locks of lower ones": lambda: setattr(tree._root, "locks", 2),
+        "key": lambda: setattr(lower, "key", lower.key + lower.key),
+        "ids": lower.ids.clear,
+        "rows": lower.rows.clear,
+        "parent": lambda: setattr(lower, "parent", tree._root),
+        "name": lambda: setattr(lower, "child_key", ("other", lower.child_key[1])),
+        "place": lambda: setattr(lower, "first", 1),
+        "tokens": lambda: setattr(lower, "key", tree.encode([9])),
+        "no rows": lambda: upper.children.update({("", b""): Node(upper, ("", b""), b"", 2, [], [])}),
+        "not queued": lambda: tree._queue.discard(lower),
+        "queued with children": lambda: tree._queue.put(upper),
+        "queued though locked": lambda: tree._queue.put(locked),
+        "queued and gone": lambda: tree._queue.put(Node(None, ("", b""), b"", 0, [], [])),
+        "page twice": lambda: lower.rows.__setitem__(0, (40,)),
+        "cached": lambda: setattr(tree, "cached", 5),
+        "locked rows": lambda: setattr(tree, "_locked_rows", 2),
+    }
+    changes[damage]()
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("locks of its own", "locks are not its own and lower ones"),
+        ("locks of lower ones", "locks are not its own and lower ones"),
+        ("key", "tokens do not fill its rows"),
+        ("ids", "tokens do not fill its rows"),
+        ("rows", "tokens do not fill its rows"),
+        ("parent", "a child hangs in the wrong place"),
+        ("name", "a child hangs in the wrong place"),
+        ("place", "a child hangs in the wrong place"),
+        ("tokens", "a child hangs under other tokens"),
+        ("no rows", "a node without rows"),
+        ("not queued", "eviction queue is not the unlocked leaves"),
+        ("queued with children", "eviction queue is not the unlocked leaves"),
+        ("queued though locked", "eviction queue is not the unlocked leaves"),
+        ("queued and gone", "2 eviction candidates, 1 unlocked leaves"),
+        ("page twice", "a page is in the tree twice"),
+        ("cached", "pages in the tree were miscounted"),
+        ("locked rows", "pages in the tree were miscounted"),
+    ],
+)
+def test_check_sees_damage(damage: str, message: str) -> None:
+    with pytest.raises(AccountingError, match=message):
+        damaged_tree(damage).check()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("unqueued", "window pages cannot be evicted"),
+        ("evicted", "an evicted node waits for eviction"),
+        ("home", "not where they are said to be"),
+        ("reference", "referenced and not in the tree"),
+    ],
+)
+def test_check_sees_damage_of_window_pages(damage: str, message: str) -> None:
+    tree = PrefixTree(1, groups=(FULL, KvGroup(window=1)))
+    node, _ = tree.insert([1], [(10, 11)])
+    windows = tree._windows
+    tree.check()
+    if damage == "unqueued":
+        windows.forget(node)
+    elif damage == "evicted":
+        windows._ends.put(Node(None, ("", b""), b"", 0, [], []))
+    elif damage == "home":
+        windows._home[12] = node
     else:
-        tree._queue.discard(node)
-    with pytest.raises(AccountingError):
+        windows.reference([12])
+    with pytest.raises(AccountingError, match=message):
         tree.check()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.engine.plan import SlotInit
-from baton.engine.sampler import Sampler
+from baton.engine.sampler import Sampler, token_logprobs
 from baton.engine.sampler_ops import FIRST_GROUP, draw, gumbel, row_keys, thresholds
 from baton.engine.sampling import SamplingParams
 
@@ -314,3 +314,10 @@ def test_all_that_tie_with_the_last_of_top_k_count_for_top_p():
     floor = thresholds(logits, top_k, top_p, 50)
     assert int((logits >= floor).sum()) == 45 + 59
     assert floor == thresholds(logits, top_k, top_p, 400)
+
+
+def test_a_vocabulary_has_no_more_log_probabilities_than_tokens():
+    found = token_logprobs(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([2]), 5)
+    ((only),) = found.read([5])
+    assert only.token == 2 and [token for token, _ in only.top] == [1, 2, 0]
+    assert math.fsum(math.exp(value) for _, value in only.top) == pytest.approx(1.0)

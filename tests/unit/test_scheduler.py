@@ -534,6 +534,7 @@ def test_any_mix_of_arrivals_cancels_and_pressure(seed, overlap, pages, policy):
         ((100, 100), 32, 1000, [16, 16]),  # long prompts alone have it all
         ((100, 4), 32, 1000, [28, 4]),  # half of it, and what the short one leaves
         ((100, 100, 2), 8, 1000, [4, 2]),  # a page at least for the first
+        ((100, 100, 4), 64, 1000, [44, 16, 4]),  # half of that half, later what is left
     ],
 )
 def test_a_budget_is_divided_among_prompts(lengths, budget, full_step, counts):

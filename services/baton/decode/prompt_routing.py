@@ -57,7 +57,7 @@ class PromptRouting:
         if any(each is state and now < until for each, _, until in self.given_up.values()):
             return Route.DEFER
         busy = self._busy_with(state)
-        if busy and (busy not in state.left or not self.peers[busy].up):
+        if busy not in state.left:
             busy = ""
         if not state.candidates or (uncached <= state.local_tokens and not busy):
             return Route.LOCAL

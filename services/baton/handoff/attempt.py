@@ -55,14 +55,14 @@ class CancelledInFlight(list[Attempt]):
     def launched(self, step: Step) -> None:
         self._steps.append(step)
 
-    def ended(self, step: Step, failed: bool = False) -> Iterator[tuple[Attempt, bool]]:
-        """Those that can be answered now, and whether `step` has failed with them."""
+    def ended(self, step: Step, failed: bool = False) -> Iterator[Attempt]:
+        """Those that can be answered now: if `step` has failed, those that were in it, else those that no
+        step in flight has any more."""
         self._steps.remove(step)
         for each in list(self):
-            lost = failed and _contains(step, each.request)
-            if lost or not self._in_flight(each):
+            if _contains(step, each.request) if failed else not self._in_flight(each):
                 self.remove(each)
-                yield each, lost
+                yield each
 
     def hold(self, attempt: Attempt) -> bool:
         """Whether a step with it is in flight; then it is kept until that has ended."""

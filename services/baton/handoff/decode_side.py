@@ -284,7 +284,8 @@ class DecodeSide:
         else:
             handoff.seen = handoff.seen and generations is not None
             count = len(pull.targets)
-            handoff.here = [max(pair) for pair in zip(handoff.here or pull.stop, pull.stop, strict=True)]
+            assert handoff.here is not None
+            handoff.here = [max(pair) for pair in zip(handoff.here, pull.stop, strict=True)]
             self.counters.pulled_pages += count
             self._pulled(handoff.leader, count)
             self._advance(handoff, now)

@@ -195,18 +195,15 @@ class PrefillSide:
     def commit(self, step: Step, result: StepResult, now: float) -> None:
         self.scheduler.commit(step, result)
         self._take_events(now)
-        for attempt, _ in self._cancelled.ended(step):
+        for attempt in self._cancelled.ended(step):
             self._answer_cancelled(attempt)
 
     def fail_step(self, step: Step, message: str) -> None:
         self.scheduler.fail_step(step, message)
         self._take_events(0.0)
-        for attempt, lost in self._cancelled.ended(step, failed=True):
-            if lost:
-                failed = PrefillFailed(attempt.name, "UNAVAILABLE", "STEP_FAILED", message)
-                self.outputs.append((attempt.holder, failed))
-            else:
-                self._answer_cancelled(attempt)
+        for attempt in self._cancelled.ended(step, failed=True):
+            failed = PrefillFailed(attempt.name, "UNAVAILABLE", "STEP_FAILED", message)
+            self.outputs.append((attempt.holder, failed))
 
     def node_failed(self, message: str) -> None:
         """An error has escaped the core, and the process ends: fails the prompts that were being computed.

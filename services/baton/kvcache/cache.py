@@ -6,6 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count as counter
 
 from baton.kvcache import groups as kv_groups
 from baton.kvcache.groups import GONE
@@ -35,7 +36,7 @@ class KvCache:
         self._tree = tree
         self._holdings: set[Holding] = set()
         self._waiting: list[tuple[int, int, Holding]] = []
-        self._serial = 0
+        self._serials = counter()
         self._retired = 0
         self._pending = 0
         self._windows = [(i, group) for i, group in enumerate(self.groups) if group.window is not None]
@@ -224,8 +225,7 @@ class KvCache:
         if holding.release_step <= self._retired:
             self._free(holding)
         else:
-            self._serial += 1
-            heapq.heappush(self._waiting, (holding.release_step, self._serial, holding))
+            heapq.heappush(self._waiting, (holding.release_step, next(self._serials), holding))
 
     def retire(self, step: int) -> None:
         """This step and all earlier ones have retired: performs the releases that waited for them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from itertools import count
 
 from baton.kvcache.tree_node import Node
 
@@ -37,13 +38,12 @@ class EvictionQueue:
         self._policy = policy
         self._heap: list[tuple[tuple[int, ...], int, Node]] = []
         self._valid: dict[Node, int] = {}
-        self._serial = 0
+        self._serials = count()
 
     def put(self, candidate: Node) -> None:
         """Adds a candidate, or moves it to where its usage now belongs."""
-        self._serial += 1
-        self._valid[candidate] = self._serial
-        heapq.heappush(self._heap, (self._policy(candidate), self._serial, candidate))
+        serial = self._valid[candidate] = next(self._serials)
+        heapq.heappush(self._heap, (self._policy(candidate), serial, candidate))
         if len(self._heap) > 2 * len(self._valid) + 64:
             self._heap = [entry for entry in self._heap if self._valid.get(entry[2]) == entry[1]]
             heapq.heapify(self._heap)

@@ -26,7 +26,7 @@ class WindowPages:
         self.references: dict[int, int] = {}
         self._home: dict[int, Node] = {}
         """The node of each page."""
-        # A node with unreferenced pages is in one of these. In `_ends` none of them is inner.
+        # A node with unreferenced pages is in one of these, or in both. If only in `_ends`, none is inner.
         self._inner = EvictionQueue(policy)
         self._ends = EvictionQueue(policy)
 
@@ -85,7 +85,6 @@ class WindowPages:
         """These nodes have other rows than before."""
         for node in nodes:
             self._home.update((page, node) for page in self._pages(node))
-            self._ends.discard(node)
             self._inner.put(node)
 
     def touched(self, node: Node) -> None:
