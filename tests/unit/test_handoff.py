@@ -831,3 +831,65 @@ def test_the_last_failure_is_said_where_no_prefill_node_is_left():
     world.run()
     refused = [output for output in world.terminal.values() if isinstance(output, Failed)]
     assert len(refused) == 1 and "p0: SILENT: nothing heard for 5 s" in refused[0].message
+
+
+def noted(recorder, notes):
+    """Kind, number, step, and bytes and text where there are any."""
+
+    def add(kind, gateway, request, attempt=0, decode_try=0, number=0, size=0, step=0, text=""):
+        notes.append((kind.name, number, step, *filter(None, (size, text))))
+
+    recorder.add = add
+
+
+def test_what_is_recorded_of_a_hand_off():
+    world = World(random.Random(1))
+    side, here, there = world.nodes["p0"].side, [], []
+    noted(world.core.recorder, here)
+    noted(side._recorder, there)
+    side.scheduler.record = side.record
+    object.__setattr__(world.core.recording, "page_bytes", 64)
+    world.start(1, range(33), n=2, max_tokens=20)
+    world.run()
+    assert there == [
+        ("QUEUED", 33, 0),
+        ("ADMITTED", 0, 0),
+        *(("CHUNK_BEGUN", 16, 1), ("ANNOUNCED", 4, 1), ("CHUNK_ENDED", 0, 1)),
+        *(("CHUNK_BEGUN", 16, 2), ("ANNOUNCED", 4, 2), ("CHUNK_ENDED", 0, 2)),
+        *(("CHUNK_BEGUN", 1, 3), ("ANNOUNCED", 1, 3), ("CHUNK_ENDED", 0, 3)),
+        ("FIRST_TOKEN", 0, 0),
+        ("ENDED", 0, 0, "released"),
+    ]
+    pulls = [each for each in here if each[0].startswith("PULL")]
+    assert pulls == [
+        *(("PULL_BEGUN", 4, 1, "p0"), ("PULL_ENDED", 4, 0, 256, "shm")),
+        *(("PULL_BEGUN", 4, 2, "p0"), ("PULL_ENDED", 4, 0, 256, "shm")),
+        *(("PULL_BEGUN", 1, 3, "p0"), ("PULL_ENDED", 1, 0, 64, "shm")),
+    ]
+    assert [each for each in here if each not in pulls] == [
+        ("QUEUED", 33, 0),
+        ("ADMITTED", 0, 0),
+        ("SENT", 0, 0, "p0"),
+        ("FIRST_TOKEN", 0, 0),
+        ("RUNNING", 0, 0),
+        *(("TOKENS", 16, 0), ("TOKENS", 32, 0)),
+        ("ENDED", 40, 0, "finished"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("why", "ended", "told"),
+    [("refused", "PROMPT_TOO_LONG", 1), ("cancelled", "cancelled", 1), ("lost", "cancelled", 0)],
+)
+def test_what_is_recorded_of_other_ends(why, ended, told):
+    side, notes = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30), []
+    noted(side._recorder, notes)
+    name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
+    length = 9 if why != "refused" else 400
+    side.start("a", name, Request(key=name, prompt=tuple(range(length)), params=SamplingParams()), True, 0.0)
+    if why == "cancelled":
+        side.cancel("a", name, 0.0)
+    elif why == "lost":
+        side.disconnect("a", 0.0)
+    assert notes == [("ENDED", 0, 0, ended)]
+    assert len(side.outputs) == told and not side.requests and not side.holds("a")

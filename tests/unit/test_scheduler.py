@@ -569,3 +569,24 @@ def test_a_chunk_asks_for_the_log_probabilities_of_its_tokens(asked, expected):
     (row,) = engine.scheduler.plan().plan.rows
     wanted = row.prompt_logprobs
     assert (wanted if wanted is None else len(wanted), row.prompt_top) == expected
+
+
+def test_what_is_recorded_of_requests_and_of_a_retraction():
+    engine, notes = Engine(pages=14, budget=16), defaultdict(list)
+    engine.scheduler.record = lambda request, kind, number, step: notes[request.key].append(
+        (kind.name, number, step)
+    )
+    requests = [request("a", range(20), max_tokens=20), request("b", range(20, 30), max_tokens=24)]
+    for each in requests:
+        engine.scheduler.submit(each)
+    engine.run()
+    check_outputs(engine, requests)
+    first = [("CHUNK_BEGUN", 8, 1), ("CHUNK_ENDED", 0, 1)]
+    running = [("CHUNK_ENDED", 0, 2), ("FIRST_TOKEN", 0, 0), ("RUNNING", 0, 0)]
+    assert notes["a"] == [("QUEUED", 20, 0), ("ADMITTED", 0, 0), *first, ("CHUNK_BEGUN", 12, 2), *running]
+    assert notes["b"] == [
+        *(("QUEUED", 10, 0), ("ADMITTED", 0, 0), *first, ("CHUNK_BEGUN", 2, 2), *running),
+        ("RETRACTED", 13, 0),
+        ("ADMITTED", 16, 0),  # found in the cache
+        *(("CHUNK_BEGUN", 7, 22), ("CHUNK_ENDED", 0, 22), ("RUNNING", 0, 0)),
+    ]

@@ -224,6 +224,14 @@ def test_a_span_belongs_to_the_callers_trace(given):
     assert begun == [given] * bool(given)
 
 
+@pytest.mark.parametrize("given", ["", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"])
+def test_a_prefill_nodes_span_belongs_to_the_callers_trace(given):
+    node, begun = Prefill(PrefillConfig()), []
+    node.recorder.begin_span = lambda *name, operation, traceparent: begun.append((operation, traceparent))
+    node.obey(prefill_start(traceparent=given), PrefillStream(3))
+    assert begun == [("prefill", given)] * bool(given)
+
+
 @pytest.mark.parametrize(("remaining", "expected"), [(float("inf"), 0), (2.5, 2500), (-1.0, 1)])
 def test_a_prefill_node_is_told_how_much_time_is_left(remaining, expected):
     params = SamplingParams()
