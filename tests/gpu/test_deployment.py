@@ -67,6 +67,20 @@ def aggregated(model, tmp_path_factory):
     return [completion.choices[0].token_ids for completion in completions]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_a_gpu_by_its_index(model, aggregated, tmp_path):
+    worker = (*WORKER, "--device", "cuda:1")
+    deployment = Deployment.split(
+        tmp_path, model, worker=worker, decode_flags=("--local-prefill-tokens", "0")
+    )
+    for process in deployment.of("prefill") + deployment.of("decode"):
+        process.forked = False
+    with deployment:
+        completions = answers(deployment, prompts())
+        assert [completion.choices[0].token_ids for completion in completions] == aggregated
+        assert all(completion.stats.pulled_pages for completion in completions)
+
+
 @pytest.mark.parametrize("transport", ["cuda_ipc", "grpc"])
 def test_split_equals_aggregated(model, aggregated, tmp_path, transport):
     flags = ("--local-prefill-tokens", "0")

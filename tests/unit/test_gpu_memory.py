@@ -1,4 +1,4 @@
-"""How many pages a pool on a GPU gets, also where several processes share the GPU."""
+"""Which GPU a worker takes, and how many pages its pool gets, also where several processes share the GPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from baton.kvcache.pool import KvLayout, KvPool
 from baton.models.loader import load_model
 from baton.rpc.errors import BatonError
 from baton.worker.memory import fitting, run_largest_steps
+from baton.worker.model import device_of
 
 GIB = 2**30
 LAYOUT = KvLayout(32, 8, 128, 64, torch.bfloat16)
@@ -33,6 +34,14 @@ def pages(own: float, free: float, fraction: float, total: float = 100, working:
     return fitting(
         int(own * GIB), int(working * GIB), int(free * GIB), int(total * GIB), fraction, LAYOUT, 1024
     )
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert device_of("cuda").index is None and device_of("cuda:1").index == 1
+    with pytest.raises(BatonError, match="the GPUs here are cuda:0 to cuda:1"):
+        device_of("cuda:2")
 
 
 def test_the_fraction_counts_what_is_the_processs_own():

@@ -18,7 +18,7 @@ def test_the_age_of_a_turn_that_begins_meanwhile_is_not_negative():
 
     def begins_a_turn() -> float:
         looked = now[0]
-        now[0] = loop._last_turn = now[0] + 1.0  # the step thread, while the caller reads its clock
+        now[0] = loop._last_begin = now[0] + 1.0  # the step thread, while the caller reads its clock
         return looked
 
     loop._clock = begins_a_turn

@@ -66,6 +66,7 @@ from baton.worker.model import (
     own_part,
     ranks_together,
     sized,
+    use_device,
 )
 from baton.worker.pool import PublishedPool, join_parts, make_pool
 from baton.worker.ranks import Ranks, on_gpus
@@ -161,6 +162,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threadin
         if device.type != "cpu":
             device = on_gpus(config, device)
         check_shards(config, device)
+    use_device(device)
     ranks = Ranks(config, stopping)
     try:
         return _build_ranked(config, device, incarnation, ranks)
@@ -348,6 +350,7 @@ def _layout_message(
 def measure_steps(engine: Engine) -> StepCost:
     """Runs a few steps; the pool must be empty. Blocks. Raises BatonError."""
     started = time.monotonic()
+    use_device(engine.device)
     try:
         cost = measure_step_cost(engine.runner, step_limits(engine))
     except torch.OutOfMemoryError as error:

@@ -42,6 +42,7 @@ from baton.worker.model import (
     model_fingerprint,
     own_part,
     rank_device,
+    use_device,
 )
 from baton.worker.pool import first_byte, gpu_pool
 from baton.worker.ranks import meet
@@ -66,8 +67,7 @@ class Follower:
         self._segment: Segment | None = None
         self._config: WorkerConfig = setup.config
         self._device = rank_device(self._config.device, setup.shard)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # kernels are launched on the current one
+        use_device(self._device)
         torch.set_num_threads(self._config.threads)
         channel.send("started")
         if not isinstance(channel.receive(JOIN_SECONDS + IMPORT_SECONDS), Meet):

@@ -172,7 +172,16 @@ def device_of(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         text = f"device {name!r}: torch {torch.__version__} sees no CUDA device; use --device cpu"
         raise failed_precondition(text)
+    if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+        text = f"device {name!r}: the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}; name one"
+        raise failed_precondition(text)
     return device
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a GPU that is named by its index this thread's: kernels are launched on the current one."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def rank_device(name: str, shard: Shard) -> torch.device:

@@ -44,6 +44,7 @@ from baton.worker.caller_stream import CallerStreams
 from baton.worker.embedder import Embedder
 from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, step_limits
 from baton.worker.load import add_grammars, add_step_cost, page_map_message, snapshot
+from baton.worker.model import use_device
 from baton.worker.shell import LOST_SECONDS, C, WorkerShell
 
 _log = get_logger()
@@ -132,6 +133,7 @@ class WorkerNode(WorkerShell[C]):
         self.engine.ranks.watch(self._rank_lost)
         self._embedder = Embedder(self.config, self.steps, self.model_info)
         self.observe()
+        self.steps.call(lambda core, now: use_device(self.engine.device))
         self.steps.start()
         self.tasks.spawn(self._watch_steps(), "watch of the step thread")
         self._registration = register(self.config, self.role, self.incarnation, address)

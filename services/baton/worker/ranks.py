@@ -74,9 +74,7 @@ def on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
         raise invalid("quantization", text)
     if device.index:
         raise invalid("device", "ranks share cuda:0 alone, for a trial: name that, or cuda for a GPU each")
-    device = rank_device(config.device, Shard(0, config.tp))
-    torch.cuda.set_device(device)
-    return device
+    return rank_device(config.device, Shard(0, config.tp))
 
 
 def meet(
