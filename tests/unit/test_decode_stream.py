@@ -88,6 +88,15 @@ async def test_tokens_gather():
     await written.end(caller)
 
 
+async def test_what_leaves_early_and_hurries_nobody_leaves_whole():
+    """A timer may end a little early."""
+    caller = DecodeStream(1, 0.2)
+    for now, id in ((10.0, 5), (10.1, 6)):
+        left = caller.leaving(tokens(id), now)
+        assert [list(delta.token_ids) for delta in left.tokens] == [[id]] and not len(caller.outbox)
+        assert caller.due(now) == pytest.approx(now + 0.2)
+
+
 async def test_an_end_takes_along_only_its_own_tokens():
     caller = DecodeStream(1, 0.3)
     written = await started(caller, 1, 2, 3)

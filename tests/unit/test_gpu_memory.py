@@ -98,6 +98,35 @@ def test_the_largest_steps_are_as_large_as_any_and_can_be_computed(slots, limits
     assert runner.mask_stats.masks == sum(len(step.rows) for step in steps[:-1])
 
 
+@pytest.mark.parametrize(("context", "decode"), [(200, 199), (4096, 1023)])
+def test_the_largest_steps_have_prompts_and_decode_rows_in_all_slots(context, decode):
+    steps = largest_steps(8, StepLimits(64, context, 16, 1))
+    decodes = [(slot, None, decode) for slot in range(8)]
+    assert [
+        [(row.slot, row.tokens and len(row.tokens), row.start) for row in step.rows] for step in steps
+    ] == [
+        [(0, 64, context - 64)],
+        [(slot, 8, context - 8) for slot in range(8)],
+        decodes,
+        [*decodes[:7], (7, 57, context - 57)],
+        [(0, 1, 0)],
+        decodes,
+        decodes,
+    ]
+    assert [step.number for step in steps] == [1, 2, 3, 4, 5, 6, 7]
+    everything = [step.inits[0].params.logprobs is not None for step in steps]
+    assert everything == [True] * 4 + [False] * 2 + [True]
+    for step in steps:
+        assert [(init.slot, init.prompt, init.output, init.last_token) for init in step.inits] == [
+            (row.slot, (0,), (0,), 0) for row in step.rows
+        ]
+        for row in step.rows:
+            assert set(row.pages) == {0} and len(row.pages) == -(-context // 16) and row.sample == (row.slot,)
+            count = len(row.tokens or ())
+            wanted = ((0,) * (count - 1), 20) if count > 1 else (None, 0)
+            assert (row.prompt_logprobs, row.prompt_top) == wanted
+
+
 def test_too_little_is_an_error_that_says_what_to_do():
     for own, free, fraction in ((50, 50, 0.5), (0, 0.05, 0.9), (60, 40, 0.45)):
         with pytest.raises(BatonError, match=r"does not fit: .*raise --memory-fraction"):
