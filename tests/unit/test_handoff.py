@@ -893,3 +893,55 @@ def test_what_is_recorded_of_other_ends(why, ended, told):
         side.disconnect("a", 0.0)
     assert notes == [("ENDED", 0, 0, ended)]
     assert len(side.outputs) == told and not side.requests and not side.holds("a")
+
+
+@pytest.mark.parametrize(
+    ("deadline", "last", "end", "reason"),
+    [
+        (5.0, 4.75, 5.0, "DEADLINE_EXCEEDED"),
+        (1e9, 8.75, 9.0, "LEASE_EXPIRED"),
+        (9.0, 8.75, 9.0, "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_a_lease_ends_with_its_grace_or_its_deadline(deadline, last, end, reason):
+    side = PrefillSide(make_scheduler(40, prompt_only=True), lease_grace=9.0, max_leased_pages=30)
+    name = AttemptName(gateway=7, request=1, attempt=0, decode_try=0)
+    side.connect("a", 0.0)
+    request = Request(key=name, prompt=tuple(range(9)), params=SamplingParams(), deadline=deadline)
+    side.start("a", name, request, True, 0.0)
+    side.tick(last)
+    assert side.requests == 1
+    side.tick(end)
+    assert [output.reason for _, output in side.outputs] == [reason] and not side.requests
+    assert (side.counters.expired, side.counters.failed) == ((1, 0) if reason == "LEASE_EXPIRED" else (0, 1))
+    side.heartbeat("a", end)
+    side.heartbeat("b", end)
+    assert [type(output) for _, output in side.outputs[1:]] == [Alive], "nobody else is connected"
+
+
+def test_a_heartbeat_goes_to_each_node_that_has_a_prompt_in_turn():
+    world = World(random.Random(1), silence=2.0)
+    handoffs, world.now = world.core.handoffs, 20.0
+    for number, address in enumerate(("p1", "p0", "p0"), 1):
+        world.start(number, range(100 * number, 100 * number + 20), candidates=(address,))
+    world.core.admit(20.0)
+
+    def beats(now):
+        handoffs.effects = []
+        handoffs.tick(now)
+        return [effect.address for effect in handoffs.effects if isinstance(effect, Beat)]
+
+    assert [beats(now) for now in (20.0, 20.25, 20.5, 20.75, 21.0)] == [
+        ["p0", "p1"],
+        [],
+        ["p0", "p1"],
+        [],
+        ["p0", "p1"],
+    ]
+    handoffs.shorten_beat(0.5)
+    assert [beats(now) for now in (21.5, 21.5625, 21.625)] == [["p0", "p1"], [], ["p0", "p1"]]
+    handoffs.hear("p0", 21.75)
+    handoffs.tick(22.0)
+    assert handoffs.active == 3, "as long as may be"
+    handoffs.tick(22.25)
+    assert [address for _, address, _ in handoffs.under_way()] == ["p0", "p0"]

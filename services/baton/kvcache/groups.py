@@ -78,12 +78,12 @@ def divide_layers(windows: Sequence[int | None]) -> tuple[KvGroup, ...]:
     """
     counts = Counter(windows)
 
-    def waste(size: int) -> tuple[int, int]:
+    def cost(size: int) -> tuple[int, int]:
+        """Places and page tables, and places alone."""
         groups = sum(-(-count // size) for count in counts.values())
-        empty = groups * size - len(windows)
-        return empty + groups, empty
+        return groups * (size + 1), groups * size
 
-    size = min(range(1, max(counts.values()) + 1), key=waste)
+    size = min(range(1, max(counts.values()) + 1), key=cost)
     groups: list[KvGroup] = []
     for window in sorted(counts, key=lambda window: (window is not None, window or 0)):
         layers = [layer for layer, own in enumerate(windows) if own == window]
