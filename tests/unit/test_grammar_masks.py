@@ -3,11 +3,14 @@ ever."""
 
 import threading
 import time
+from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from baton.engine import grammar_masks
 from baton.engine.grammar_masks import CHEAP_SECONDS, GrammarMasks
 from baton.engine.plan import PlanRow, SlotInit
 from baton.engine.sampler import Sampler, row_results
@@ -256,3 +259,16 @@ def test_masks_for_a_device_equal_those_for_the_host():
     bits = np.unpackbits(masks.on(CPU).numpy().view(np.uint8), bitorder="little")[:VOCAB]
     assert torch.equal(host[1], logits[1].masked_fill(torch.from_numpy(bits == 0), -torch.inf))
     assert masks.places(3).tolist() == [0, -1, -1]
+
+
+def test_what_masks_take_is_added_up(monkeypatch):
+    ticks = count()
+    clocks = SimpleNamespace(perf_counter=lambda: float(next(ticks)), thread_time=lambda: 0.0)
+    monkeypatch.setattr(grammar_masks, "time", clocks)
+    grammars = GrammarMasks(VOCAB)
+    grammars.init(SlotInit(0, PARAMS[0], 0, (), (), grammar=EveryThird()))
+    for _ in range(2):
+        grammars.compute([0], [0], {})  # looks at the clock before, in between twice, and behind
+    assert (grammars.stats.masks, grammars.stats.seconds, grammars.stats.waited) == (2, 2.0, 6.0)
+    grammars.wait(grammars.begin([0], [0], {}))
+    assert (grammars.stats.masks, grammars.stats.seconds, grammars.stats.waited) == (3, 3.0, 10.0)

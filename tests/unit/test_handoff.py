@@ -21,6 +21,7 @@ from baton.engine.request import Request
 from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.grammar.base import GrammarError
+from baton.handoff import messages
 from baton.handoff.decode_handoff import MAX_REASONS, HandoffCounters
 from baton.handoff.messages import (
     Alive,
@@ -945,3 +946,16 @@ def test_a_heartbeat_goes_to_each_node_that_has_a_prompt_in_turn():
     assert handoffs.active == 3, "as long as may be"
     handoffs.tick(22.25)
     assert [address for _, address, _ in handoffs.under_way()] == ["p0", "p0"]
+
+
+def test_tries_are_counted_on_for_the_attempts_that_were_last(monkeypatch):
+    monkeypatch.setattr(messages, "REMEMBERED_TRIES", 2)
+    names, taken = messages.HandoffNames(), set()
+
+    def tries(request, attempt=1):
+        return names.next(7, request, attempt, taken.__contains__).decode_try
+
+    assert [tries(1), tries(1), tries(2), tries(1), tries(1, attempt=2)] == [0, 1, 0, 2, 0]
+    assert [tries(1), tries(2)] == [3, 0], "the one named longest ago is forgotten"
+    taken.update(AttemptName(7, 2, 1, number) for number in (1, 2))
+    assert tries(2) == 3

@@ -590,3 +590,14 @@ def test_what_is_recorded_of_requests_and_of_a_retraction():
         ("ADMITTED", 16, 0),  # found in the cache
         *(("CHUNK_BEGUN", 7, 22), ("CHUNK_ENDED", 0, 22), ("RUNNING", 0, 0)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("n", "prompt_only", "pages"), [(1, False, 4), (3, False, 8), (1, True, 3), (3, True, 3)]
+)
+def test_an_admission_reserves_what_the_prompt_and_a_margin_take(n, prompt_only, pages):
+    """10 tokens and 4 more, in pages of 4. Each further choice: its copy of the last page, and a margin."""
+    engine = Engine(prompt_only=prompt_only)
+    engine.scheduler.submit(request("a", range(10), n=n))
+    assert engine.scheduler.plan() is not None
+    assert engine.scheduler.reservations.total + engine.cache.counts().owned == pages
