@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -354,9 +355,20 @@ def test_what_is_owned_at_idle_is_named() -> None:
         cache.check(idle=True)
 
 
-def test_two_caches_do_not_share_holdings() -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda cache, holding: cache.extend(holding, 1),
+        lambda cache, holding: cache.drop(holding, 0),
+        lambda cache, holding: cache.commit(holding, []),
+        lambda cache, holding: cache.pin(holding),
+        lambda cache, holding: cache.release(holding, 0),
+    ],
+)
+def test_two_caches_do_not_share_holdings(use: Callable[[KvCache, Holding], object]) -> None:
+    cache, holding = make(), make().hold([])
     with pytest.raises(AccountingError, match="another cache"):
-        make().release(make().hold([]), 0)
+        use(cache, holding)
 
 
 def test_commit_beside_pages_of_others_locks_no_more_than_it_may():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.device_batch import DeviceSlots, Ragged
+from baton.engine.device_batch import DeviceSlots, Ragged, _continues
 from baton.engine.plan import PlanRow
 from baton.kvcache.groups import GONE
 from baton.layers.transfer import Upload
@@ -82,6 +82,23 @@ def test_tables_of_groups_and_pages_that_are_gone():
     assert both(1, [7, 8], [GONE, 2]) == 5
     assert there.tables[1, :, :2].tolist() == [[7, 8], [9, 2]]
     assert there.tables[0].tolist() == there.tables[2].tolist() == [[9] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("pages", "expected"),
+    [
+        ((1, 2, 3), True),
+        ((1, 2, 3, 4), True),
+        ((1, 2), False),
+        ((GONE, 2, 3), True),
+        ((GONE, GONE, 3, 4), True),
+        ((GONE, 9, 3), False),
+        ((9, 2, GONE), False),
+        ((GONE, 2), False),
+    ],
+)
+def test_a_table_goes_on_where_no_page_has_become_another(pages, expected):
+    assert _continues((1, 2, 3), pages) == expected
 
 
 def test_what_is_known_is_not_written_again():

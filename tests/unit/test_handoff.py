@@ -482,6 +482,10 @@ def test_only_missing_pages_are_pulled():
     world.check(second)
     assert world.terminal[2].stats.pulled_pages == 3
     assert world.terminal[2].stats.cached_tokens == 40
+    third = world.start(3, [*range(40), *range(60, 70)])
+    world.run()
+    world.check(third)
+    assert world.terminal[3].stats.cached_tokens == 40 and world.core.counters.cached_tokens == 80
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -959,3 +963,24 @@ def test_tries_are_counted_on_for_the_attempts_that_were_last(monkeypatch):
     assert [tries(1), tries(2)] == [3, 0], "the one named longest ago is forgotten"
     taken.update(AttemptName(7, 2, 1, number) for number in (1, 2))
     assert tries(2) == 3
+
+
+def test_a_prompt_that_finds_no_pages_here_is_asked_for_elsewhere():
+    """Its node has announced more than was asked for, say."""
+    world = World(random.Random(1))
+    request, extend = world.start(1, range(30)), world.core.scheduler.extend
+    answers = [False]
+    world.core.scheduler.extend = lambda leader, rows: answers.pop() if answers else extend(leader, rows)
+    world.run()
+    world.check(request)
+    assert world.core.handoffs.counters.retries == {"NO_PAGES": 1}
+    assert world.terminal[1].stats.handoff_retries == 1 and world.terminal[1].stats.prefill_address == "p1"
+
+
+def test_the_time_in_each_phase_is_added_up():
+    world = World(random.Random(1))
+    state = world.core.unfinished[world.start(1, range(30)).key]
+    state.phase, state.spent = "", {}
+    for phase, now in (("a", 1.0), ("b", 3.0), ("a", 4.0), ("", 7.0), ("b", 9.0)):
+        state.enter(phase, now)
+    assert state.spent == {"a": 5.0, "b": 1.0} and (state.phase, state.since) == ("b", 9.0)

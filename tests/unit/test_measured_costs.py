@@ -128,7 +128,9 @@ def test_what_is_measured_are_few_and_many_rows_and_short_and_long_chunks(slots,
     assert [(rows[0].start, rows[0].count) for rows in sizes if rows[0].tokens is not None] == prompts
     first, second, *_ = sizes
     assert first[0].tokens is None and second[0].tokens is not None, "what tells the two costs apart"
-    assert all([row.slot for row in rows] == list(range(len(rows))) for rows in sizes)
+    for rows in sizes:
+        assert [row.slot for row in rows] == list(range(len(rows)))
+        assert all(len(row.pages) == -(-(row.start + row.count) // 16) for row in rows)
 
 
 def test_a_round_takes_as_many_steps_as_end_in_its_time():

@@ -205,6 +205,10 @@ def test_each_change_of_what_is_held_has_its_version() -> None:
     tree.evict(1)
     tree.match([1])
     assert tree.version == seen[-1]
+    node, _ = tree.insert([1], [(1,)])
+    entered = tree.version
+    tree.withdraw(node)
+    assert seen[-1] < entered < tree.version
 
 
 def test_a_leaf_is_trimmed_from_its_end() -> None:
