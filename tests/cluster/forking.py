@@ -1,4 +1,4 @@
-"""Starts `baton serve` by forking a process that has imported what it imports.
+"""Starts `baton serve`, and other commands, by forking a process that has imported what it imports.
 
 To import torch, transformers and FastAPI takes most of the time of a start, and tests start some hundred
 processes. What is forked runs the same entry point, with a process id, memory, environment and standard
@@ -6,7 +6,7 @@ streams of its own; before the fork there is no thread, no event loop and no gRP
 threads have, without taking apart what it has imported.
 
 That a start from nothing and an end to it work as well is seen where subprocess.Popen starts processes:
-`baton up`, the other commands.
+`unit/test_cli_up.py`, `test_up.py`. What Python reads when it starts (PYTHONPATH) needs that, too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,26 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
+import spare_children
 import spare_followers
 
 IMPORTED = (
     "baton.cli.serve",
+    "baton.cli.up",
+    "baton.cli.verify",
+    "baton.cli.status",
+    "baton.cli.health",
+    "baton.cli.generate",
+    "baton.cli.bench_serve",
+    "baton.cli.bench_offline",
+    "baton.cli.bench_step",
     "baton.gateway.server",
     "baton.tokenizer.server",
     "baton.prefill.server",
@@ -52,7 +63,9 @@ ANSWER_SECONDS = 240.0
 class Forked:
     """What subprocess.Popen would be; the part of it that tests use."""
 
-    def __init__(self, parent: Forks, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
+    def __init__(
+        self, parent: Forks, pid: int, stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
+    ) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
         self.returncode: int | None = None
         self._parent = parent
@@ -72,6 +85,9 @@ class Forked:
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
             signal.pidfd_send_signal(self._ended, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
     def _gone(self, timeout: float | None) -> bool:
         poll = select.poll()
@@ -123,9 +139,8 @@ class Forks:
         prelude: Python that the process runs before.
         """
         (stdin, our_stdin), (our_stdout, stdout) = os.pipe(), os.pipe()
-        request = {"arguments": list(arguments), "environment": dict(environment), "prelude": prelude}
         try:
-            pid = self._ask(request, [stdin, stdout, stderr.fileno()])
+            pid = self._fork(arguments, [stdin, stdout, stderr.fileno()], environment, prelude)
         except BaseException:
             os.close(our_stdin)
             os.close(our_stdout)
@@ -134,6 +149,47 @@ class Forks:
             os.close(stdin)
             os.close(stdout)
         return Forked(self, pid, os.fdopen(our_stdin, "wb"), os.fdopen(our_stdout, "rb"))
+
+    def start_command(
+        self,
+        arguments: Sequence[str],
+        *,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        environment: Mapping[str, str],
+    ) -> Forked:
+        """`baton ARGUMENTS` without a standard input."""
+        with Path(os.devnull).open() as stdin:
+            descriptors = [each.fileno() for each in (stdin, stdout, stderr)]
+            return Forked(self, self._fork(arguments, descriptors, environment))
+
+    def run(
+        self, arguments: Sequence[str], *, environment: Mapping[str, str], timeout: float = 280.0
+    ) -> subprocess.CompletedProcess[str]:
+        """`baton ARGUMENTS` to its end, and what it has printed."""
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            process = self.start_command(arguments, stdout=stdout, stderr=stderr, environment=environment)
+            try:
+                code = process.wait(timeout)
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+            printed = []
+            for file in (stdout, stderr):
+                file.seek(0)
+                printed.append(file.read().decode())
+        return subprocess.CompletedProcess(["baton", *arguments], code, *printed)
+
+    def _fork(
+        self,
+        arguments: Sequence[str],
+        descriptors: Sequence[int],
+        environment: Mapping[str, str],
+        prelude: str = "",
+    ) -> int:
+        request = {"arguments": list(arguments), "environment": dict(environment), "prelude": prelude}
+        return self._ask(request, descriptors)
 
     def wait(self, pid: int) -> int:
         """The exit code of one that has ended; minus the number of the signal that ended it."""
@@ -207,6 +263,7 @@ def become(arguments: list[str], environment: dict[str, str], prelude: str, desc
     try:
         exec(prelude, {})
         spare_followers.prepare(arguments)
+        spare_children.prepare(arguments, become)
         main(arguments)
     except SystemExit as ended:
         code = int(ended.code or 0)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from forking import forks
 from process import ENVIRONMENT
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
@@ -22,15 +23,9 @@ from make_shape import write_shape
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "pause_ms", "e2e_ms", "lateness_ms")
 
 
-def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "baton.cli.main", "bench", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, **ENVIRONMENT, "COLUMNS": "120", **environment},
-        stdin=subprocess.DEVNULL,
-    )
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    of = {**os.environ, **ENVIRONMENT, "COLUMNS": "120"}
+    return forks(**ENVIRONMENT).run(["bench", *arguments], environment=of)
 
 
 def figures(file: Path, *arguments: str) -> tuple[dict, str]:
@@ -217,7 +212,10 @@ def test_plots_without_matplotlib_say_what_to_install(tmp_path):
     (tmp_path / "matplotlib").mkdir()
     (tmp_path / "matplotlib" / "__init__.py").write_text("raise ImportError('not here')\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = bench("serve", "--plot", str(tmp_path / "x.png"), PYTHONPATH=path)
+    # Python reads the path when it starts.
+    command = [sys.executable, "-m", "baton.cli.main", "bench", "serve", "--plot", str(tmp_path / "x.png")]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.strip() == "baton: --plot needs matplotlib: pip install 'baton-serve[bench]'"
 

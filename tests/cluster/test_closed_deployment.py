@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import trustme
+from forking import forks
 from process import ENVIRONMENT
 
-BATON = (sys.executable, "-m", "baton.cli.main")
 KEY = secrets.token_hex(16)
 START_SECONDS = 240.0
 
@@ -37,9 +36,7 @@ class Closed:
 
     def run(self, *arguments: str, known: bool = True) -> subprocess.CompletedProcess[str]:
         environment = {**self.base, **(self.known if known else {})}
-        return subprocess.run(
-            [*BATON, *arguments], capture_output=True, text=True, timeout=280, check=False, env=environment
-        )
+        return forks(**ENVIRONMENT).run(arguments, environment=environment)
 
 
 def private(path: Path, content: str | bytes) -> str:
@@ -69,8 +66,8 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     known |= {"BATON_TLS_CA": ca, "BATON_API_KEY": KEY}
     printed = folder / "printed"
     with printed.open("wb") as output:
-        process = subprocess.Popen(
-            [*BATON, "up", *flags], stdout=output, stderr=output, env={**base, "BATON_TLS_CA": ca}
+        process = forks(**ENVIRONMENT).start_command(
+            ["up", *flags], stdout=output, stderr=output, environment={**base, "BATON_TLS_CA": ca}
         )
     try:
         deadline = time.monotonic() + START_SECONDS

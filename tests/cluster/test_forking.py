@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 
+import psutil
 import pytest
 from forking import Forked, forks
 from process import ENVIRONMENT
+from spare_children import SPARES
+from test_up import until
 
 TOKENIZER = ("serve", "tokenizer", "--lifeline", "--port", "0", "--http-port", "none")
 
@@ -45,3 +48,19 @@ def test_signals_and_exit_codes(tmp_path):
     asked.stdin.close()  # its lifeline
     assert asked.wait(60) == 0
     asked.send_signal(signal.SIGTERM)  # of one that is gone: as with subprocess.Popen, nothing
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_spare_children_end_with_their_command(tmp_path, number):
+    up = ("up", "--port", "0", "--http-port", "0", "--kv-tokens", "4096", "--log-dir", str(tmp_path / "logs"))
+    with (tmp_path / "log").open("wb") as log:
+        process = forks(**ENVIRONMENT).start_command(up, stdout=log, stderr=log, environment=os.environ)
+    try:
+        until(lambda: "starting" in (tmp_path / "log").read_text(), "some of them are its children")
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) == SPARES
+    finally:
+        process.send_signal(number)
+        process.wait(60)
+    # At its own end it has waited for them.
+    assert not psutil.wait_procs(family, timeout=0 if number == signal.SIGTERM else 20)[1]

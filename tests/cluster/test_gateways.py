@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from forking import Forked, forks
 from process import ENVIRONMENT
 from test_up import family, until
 
@@ -22,18 +21,18 @@ from baton.client import BatonError, Client
 from baton.rpc.channel import client_options
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
-BATON = (sys.executable, "-m", "baton.cli.main")
-
 
 @pytest.fixture
-def up(qwen3, tmp_path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+def up(qwen3, tmp_path) -> Iterator[tuple[Forked, Path]]:
     """The process, and what it prints."""
     printed = tmp_path / "up.log"
-    command = [*BATON, "up", "--gateways", "2", "--prefill", "0", "--port", "0", "--http-port", "0"]
+    command = ["up", "--gateways", "2", "--prefill", "0", "--port", "0", "--http-port", "0"]
     flags = ["--model", str(qwen3[0]), "--threads", "1", "--kv-tokens", "4096", "--drain-seconds", "1"]
     environment = {**os.environ, **ENVIRONMENT, "COLUMNS": "200"}
     with printed.open("wb") as output:
-        process = subprocess.Popen([*command, *flags], stdout=output, stderr=output, env=environment)
+        process = forks(**ENVIRONMENT).start_command(
+            [*command, *flags], stdout=output, stderr=output, environment=environment
+        )
     try:
         until(lambda: "Ctrl-C stops" in printed.read_text() or process.poll() is not None, "up")
         assert process.poll() is None, printed.read_text()
@@ -83,9 +82,8 @@ def test_connections_go_to_any_of_them(up):
         with urllib.request.urlopen(f"{http}/v1/models", timeout=60) as answer:
             assert answer.status == 200
 
-    command = [*BATON, "status", "--server", address]
     wide = {**os.environ, "COLUMNS": "200"}
-    status = subprocess.run(command, capture_output=True, text=True, timeout=240, env=wide)
+    status = forks(**ENVIRONMENT).run(["status", "--server", address], environment=wide)
     assert status.returncode == 0, status.stdout
     assert len(re.findall(r"^gateway ", status.stdout, re.MULTILINE)) == 2, status.stdout
 
@@ -106,7 +104,7 @@ def test_connections_go_to_any_of_them(up):
 
 def test_a_port_that_somebody_else_has_is_not_shared(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [*BATON, "up", "--gateways", "2", "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        command = ["up", "--gateways", "2", "--port", str(taken.getsockname()[1])]
+        done = forks(**ENVIRONMENT).run(command, environment=os.environ)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "choose another with --port" in done.stderr

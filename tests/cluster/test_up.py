@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from forking import Forked, forks
 from process import ENVIRONMENT, SHM
 from reference import Answer
 
@@ -75,6 +76,14 @@ def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+def test_verify_split_against_aggregated():
+    words = ["verify", "--prompts", "2", "--max-tokens", "4", "--kv-tokens", "4096"]
+    result = forks(**ENVIRONMENT).run(words, environment=os.environ)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Equal, token for token." in result.stdout
+    assert int(result.stdout.split("Split: ")[1].split()[0]) > 0, "pulled pages"
+
+
 def right(client: Client, answer: Answer) -> bool:
     """False: not there yet. A wrong answer fails."""
     try:
@@ -88,7 +97,7 @@ def right(client: Client, answer: Answer) -> bool:
     return True
 
 
-def family(process: subprocess.Popen[bytes]) -> set[int]:
+def family(process: subprocess.Popen[bytes] | Forked) -> set[int]:
     return {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
 
 
