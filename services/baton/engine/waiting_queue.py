@@ -42,7 +42,7 @@ class WaitingQueue:
 
     def in_order(self) -> list[Sequence]:
         """A snapshot, first to be admitted first."""
-        if self._policy != "lpm" or len(self._items) < 2:
+        if self._policy != "lpm":
             return list(self._items)
         # The oldest always goes first, so that a stream of well-cached prompts cannot starve it.
         head, window, rest = self._items[:1], self._items[1:LPM_WINDOW], self._items[LPM_WINDOW:]
