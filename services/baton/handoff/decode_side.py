@@ -227,7 +227,7 @@ class DecodeSide:
                 self._lose(handoff, "NO_PAGES", "no pages left to pull into")
                 return
             self._pull(handoff, here, stop, now)
-        elif handoff.announced_all and handoff.first:  # once: nothing that comes later leads here
+        elif handoff.announced_all and handoff.first and not handoff.released:
             self._confirm(handoff)
 
     def _pull(self, handoff: Handoff, here: Seq[int], stop: list[int], now: float) -> None:
