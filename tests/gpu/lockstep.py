@@ -22,9 +22,8 @@ from thread_ranks import ThreadCommunicator, ThreadGroup
 from baton.engine import cuda_graphs
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.layers.shard import Shard
-from baton.models.loader import load_model
 from baton.worker.engine import Engine
-from baton.worker.model import attention_of, kv_layout
+from baton.worker.model import attention_of, kv_layout, load
 from baton.worker.pool import gpu_pool
 from baton.worker.runners import make_runner
 
@@ -99,9 +98,7 @@ class Lockstep:
         def make(rank: int) -> Any:
             shard, communicator = Shard(rank, config.tp), InOrder(group, rank)
             context = config.context_length
-            model = load_model(
-                path, dtype, CUDA, context_length=context, shard=shard, communicator=communicator
-            )
+            model = load(config, path, dtype, CUDA, shard, communicator)
             layout = kv_layout(model, config.page_size, context)
             prefill, decode = attention_of(config, model, CUDA)
             pool = gpu_pool(layout, pages, CUDA, shard)

@@ -16,12 +16,17 @@ from thread_ranks import ThreadCommunicator, ThreadGroup
 
 from baton.checkpoint import CheckpointError
 from baton.engine.plan import StepPlan
-from baton.layers.shard import NO_CUTS, Shard
+from baton.layers.parameters import Parameters
+from baton.layers.shard import NO_CUTS, ONE_RANK, Shard
 from baton.layers.weights.cpu import CANDIDATES, Dequantized
-from baton.models.loader import load_model, weight_bytes
+from baton.layers.weights.method import QuantizedWeight
+from baton.models.config import read_config
+from baton.models.loader import load_model, read_weights, weight_bytes
+from baton.models.registry import build
 from baton.models.tensor_files import SafetensorsFile
+from baton.models.weight_plan import weight_plan
 from gguf_models import write_gguf
-from quantizers import awq, compressed, fp8_blocks, gptq, write
+from quantizers import awq, compressed, fp8, fp8_blocks, gptq, write
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +184,61 @@ def test_what_is_quantized_on_one_rank_is_not_left_plain_on_several(tmp_path, qu
     weight_bytes(tmp_path, torch.float32, quantization=quantization)
     with pytest.raises(CheckpointError, match=rf"down_proj: {inner // 2} columns a rank .* lower --tp"):
         weight_bytes(tmp_path, torch.float32, quantization=quantization, shard=Shard(0, 2))
+
+
+KEPT = {
+    "fp8": fp8(static=False, rows=True),
+    "fp8-blocks": fp8_blocks((128, 128)),
+    "int8": STORED["int8"],
+    "awq": STORED["awq"],
+}
+BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 128}
+LATENT_BLOCKS = {**BLOCKS, "head_dim": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 96, "v_head_dim": 64}
+"""Each of two ranks holds whole blocks of 128 x 128."""
+
+
+def kept(path, shard, quantization):
+    """In this host's memory, as a GPU keeps it: what stays quantized, by name, and where it is cut."""
+    plan = weight_plan(path, torch.device("cuda"), quantization)
+    parameters = Parameters(torch.bfloat16, torch.device("cpu"), plan=plan, shard=shard)
+    build(read_config(path), parameters)
+    read_weights(path, parameters, lambda done, total: None)
+    found = {name: (each.target, each.cut) for name, each in parameters.table.items()}
+    return {name: pair for name, pair in found.items() if isinstance(pair[0], QuantizedWeight)}
+
+
+@pytest.mark.parametrize("name", [*KEPT, "online fp8", "online int8", "online int4"])
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_what_a_gpu_keeps_of_a_shard_is_part_of_the_whole(tmp_path, monkeypatch, name, variant):
+    """Codes and scales."""
+    monkeypatch.setattr("baton.models.weight_plan.unsuited", lambda device, dtype: None)
+    make, overrides = VARIANTS[variant]
+    sizes = LATENT_BLOCKS if variant == "deepseek-v3" else BLOCKS
+    model = save_checkpoint(variant, tmp_path, variants={variant: (make, {**overrides, **sizes})})
+    if name in KEPT:
+        write(tmp_path, model, KEPT[name])
+    quantization = name.removeprefix("online ") if name not in KEPT else "auto"
+    whole = kept(tmp_path, ONE_RANK, quantization)
+    assert len(whole) >= (14 if variant == "qwen3" else 8)
+    for ep in (False, True) if variant != "qwen3" else (False,):
+        names = set()
+        for rank in range(2):
+            shard = kept(tmp_path, Shard(rank, 2, ep=ep), quantization)
+            names |= set(shard)
+            for own, (weight, cut) in shard.items():
+                values = whole[own][0].unpacked().dequantize()
+                assert torch.equal(weight.unpacked().dequantize(), values if cut is None else cut.of(values))
+        assert names == set(whole)
+
+
+def test_what_takes_blocks_apart_is_dequantized(tmp_path, monkeypatch):
+    """Of four ranks each has 64 inner values of an expert, and its heads whole."""
+    monkeypatch.setattr("baton.models.weight_plan.unsuited", lambda device, dtype: None)
+    make, overrides = VARIANTS["qwen3-moe"]
+    model = save_checkpoint("qwen3-moe", tmp_path, variants={"qwen3-moe": (make, {**overrides, **BLOCKS})})
+    write(tmp_path, model, KEPT["fp8-blocks"])
+    shard = kept(tmp_path, Shard(3, 4), "auto")
+    assert {name.split(".")[3] for name in shard} == {"self_attn"} and len(shard) == 8
 
 
 @pytest.mark.parametrize(

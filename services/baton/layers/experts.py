@@ -152,7 +152,9 @@ class Experts:
         """Each expert's gate_up and down where they stay quantized; the tensors below are then empty."""
         self.merged: tuple[QuantizedWeight, QuantizedWeight] | None = None
         """On a GPU: gate_up and down of all experts, one below the other."""
-        method = None if projections is None or bias else _method(parameters, hidden, inner, projections)
+        method = None
+        if projections is not None and not bias:
+            method = _method(parameters, hidden, inner, own[1], projections)
         if projections is not None and method is not None:
             if parameters.plan.on_gpu:
                 self.merged = (
@@ -294,17 +296,18 @@ class Experts:
         return self.activation(gate, up)
 
 
-def _method(parameters: Parameters, hidden: int, inner: int, projections: Names) -> Method | None:
-    """How expert 0 stays quantized, and so all; None: they do not. GPUs have no kernels for 4 bits, and
-    blocks are not divided among ranks."""
+def _method(parameters: Parameters, hidden: int, inner: int, own: int, projections: Names) -> Method | None:
+    """How expert 0 stays quantized, and so all; None: they do not. GPUs have no kernels for 4 bits, nor for
+    parts of blocks. `own`: of `inner`, on this rank."""
     gate, up, down = (f"{parameters.prefix}0.{name}.weight" for name in projections)
     method = parameters.plan.method_of([gate, up], hidden)
     if method is None or parameters.plan.method_of([down], inner) is None:
         return None
-    if parameters.plan.on_gpu and (method.bits == 4 or hidden % method.rows or inner % method.rows):
+    plan = parameters.plan
+    if plan.on_gpu and (method.bits == 4 or hidden % method.rows or own % method.rows):
         return None
-    if method.rows > 1 and parameters.shard.size > 1:
-        return None
+    if plan.on_gpu and plan.stored is not None and not method.fits(own):
+        return None  # quantized while loading, it is refused
     return method
 
 

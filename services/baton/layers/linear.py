@@ -168,7 +168,10 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] -> [rows, out]"""
-        y = self._product(x)
+        return self.summed(self._product(x))
+
+    def summed(self, y: torch.Tensor) -> torch.Tensor:
+        """This rank's product -> what all ranks' add up to, where x are its inputs alone; in place."""
         return y if self._communicator is None else self._communicator.all_reduce(y)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

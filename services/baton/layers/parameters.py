@@ -129,7 +129,8 @@ class Parameters:
             self._check_columns(whole, inputs, next(iter(parts)))
         plan = self.plan if quantize or self.plan.stored is not None else WeightPlan()
         method = plan.method_of([f"{self.prefix}{name}.weight" for name in parts], inputs)
-        if method is not None and not _apart(method, sizes, bool(convert) or not single):
+        held = [cut for name in parts if (cut := cuts.get(name)) is not None]
+        if method is not None and not _apart(method, sizes, bool(convert), held):
             method = None
         weight: torch.Tensor | QuantizedWeight | None = memory
         if weight is None and method is not None:
@@ -182,6 +183,11 @@ class Parameters:
         return sum(parameter.target.nbytes for parameter in self.table.values())
 
 
-def _apart(method: Method, sizes: Sequence[int], reordered: bool) -> bool:
-    """Whether blocks of rows that share a scale do not reach across merged matrices, or are taken apart."""
-    return method.rows == 1 or not (reordered or any(size % method.rows for size in sizes[:-1]))
+def _apart(method: Method, sizes: Sequence[int], reordered: bool, held: Sequence[Cut]) -> bool:
+    """Whether blocks that share a scale do not reach across merged matrices, and are not taken apart: by
+    reordering, or by what this rank holds."""
+    if method.rows == 1:
+        return True
+    ends = [(cut, end) for cut in held for span in cut.spans for end in span]
+    whole = not any(end % (method.group if cut.axis else method.rows) for cut, end in ends)
+    return whole and not (reordered or any(size % method.rows for size in sizes[:-1]))

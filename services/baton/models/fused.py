@@ -177,11 +177,12 @@ class FusedDecoder:
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor | Quantized:
-        """`_norm` of the parts of all ranks, and `bias` [hidden]."""
+        """`_norm` of the parts of all ranks, and `bias` [hidden]. Ranks normalize in 16 bits first, whatever
+        `user` takes."""
         if self._communicator is not None:
             eps = self.model.config.rms_norm_eps
             self._communicator.add_norm(residual, parts, norm, out, eps, bias)
-            return out
+            return out if user is None else _for(user, out)
         if bias is not None:
             add_norm(residual, parts, norm, out, self.model.config.rms_norm_eps, bias)
             return out
@@ -238,7 +239,7 @@ class FusedDecoder:
         """[rows, in] -> [rows, out], into `out` if given, which is for layers without bias."""
         if isinstance(x, Quantized):
             assert linear.quantized is not None and out is None
-            return scaled_product(x, linear.quantized, self.model.dtype, linear.bias)
+            return linear.summed(scaled_product(x, linear.quantized, self.model.dtype, linear.bias))
         if self._invariant:
             return matmul(x, linear, out)
         if out is None:

@@ -15,12 +15,10 @@ from typing import Any
 import psutil
 import torch
 
-from baton.checkpoint import resolve
 from baton.config import WorkerConfig
 from baton.engine.plan import Runner
 from baton.kvcache.pool import KvLayout
 from baton.layers.shard import ONE_RANK, Communicator, Shard
-from baton.models.weight_plan import weight_plan
 from baton.ranks.channel import Channel
 from baton.ranks.communicator import COLLECTIVE_SECONDS, GroupCommunicator, Rendezvous, meet_on_gpus
 from baton.ranks.followers import (
@@ -43,7 +41,7 @@ from baton.rpc.logs import get_logger
 from baton.transport import HostPages, PageStore
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.hosts import master_address, settings_of
-from baton.worker.model import dtype_of, rank_device
+from baton.worker.model import rank_device
 
 _log = get_logger()
 
@@ -65,13 +63,6 @@ def on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
             f"--tp {config.tp} takes as many GPUs, and {count} can be used; lower it, or let the ranks share "
             "one for a trial: --device cuda:0",
         )
-    dtype = dtype_of(config.dtype, device) or torch.bfloat16
-    plan = weight_plan(
-        resolve(config.model), device, config.quantization, config.quantize_head, config.load_format, dtype
-    )
-    if plan.method is not None:
-        text = "weights that stay quantized on a GPU do not work with --tp yet; use --quantization none"
-        raise invalid("quantization", text)
     if device.index:
         raise invalid("device", "ranks share cuda:0 alone, for a trial: name that, or cuda for a GPU each")
     return rank_device(config.device, Shard(0, config.tp))
