@@ -115,7 +115,7 @@ def load(
     if (scales := kv_scales(config, path, model)) is not None:
         _log.info("KV pool in FP8", scales="1" if bool((scales == 1).all()) else "the checkpoint's")
         first, count = shard.kv_heads(model.kv.heads)
-        model.set_kv_scales(scales[:, :, first : first + count].to(model.device))
+        model.set_kv_scales(scales[:, :, first : first + count].contiguous().to(model.device))
     return model
 
 

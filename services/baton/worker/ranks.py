@@ -54,8 +54,6 @@ def on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
         raise invalid("nnodes", "ranks of several hosts compute on CPUs only; leave out --nnodes")
     if config.ep:
         raise invalid("ep", "--ep works on CPUs only; leave it out")
-    if config.kv_dtype != "auto":
-        raise invalid("kv_dtype", "--kv-dtype does not work with --tp on GPUs yet; leave one of them out")
     count = torch.cuda.device_count()
     if device.index is None and count < config.tp:
         raise invalid(
