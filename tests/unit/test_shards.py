@@ -231,11 +231,13 @@ def test_what_a_gpu_keeps_of_a_shard_is_part_of_the_whole(tmp_path, monkeypatch,
         assert names == set(whole)
 
 
-def test_what_takes_blocks_apart_is_dequantized(tmp_path, monkeypatch):
-    """Of four ranks each has 64 inner values of an expert, and its heads whole."""
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
+def test_what_takes_blocks_apart_is_dequantized(tmp_path, monkeypatch, variant):
+    """Of four ranks each has 192 inner values, or 64 of an expert, and its heads whole."""
     monkeypatch.setattr("baton.models.weight_plan.unsuited", lambda device, dtype: None)
-    make, overrides = VARIANTS["qwen3-moe"]
-    model = save_checkpoint("qwen3-moe", tmp_path, variants={"qwen3-moe": (make, {**overrides, **BLOCKS})})
+    make, overrides = VARIANTS[variant]
+    sizes = {**overrides, **BLOCKS, "intermediate_size": 768}
+    model = save_checkpoint(variant, tmp_path, variants={variant: (make, sizes)})
     write(tmp_path, model, KEPT["fp8-blocks"])
     shard = kept(tmp_path, Shard(3, 4), "auto")
     assert {name.split(".")[3] for name in shard} == {"self_attn"} and len(shard) == 8
