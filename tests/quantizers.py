@@ -32,7 +32,7 @@ def fp8(static: bool, rows: bool) -> Scheme:
         codes = (weight / scale).to(torch.float8_e4m3fn)
         stored = {"weight": codes, "weight_scale": scale}
         if static:
-            stored["input_scale"] = torch.tensor(0.02)
+            stored["input_scale"] = torch.tensor(0.1)
         return stored, codes.double() * scale.double()
 
     return Scheme({"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}, quantize)

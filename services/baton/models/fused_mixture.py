@@ -43,7 +43,7 @@ SIZES = {
 290 + 170, 8,192 tokens 783 + 425 us (527 and 485 TFLOP/s)."""
 LARGE = Sizes(128, Tile(128, 64, 8, 3), Tile(128, 64, 4, 3))
 SIZES_8 = {
-    12: Sizes(16, Tile(128, 128, 8, 3), Tile(128, 128, 4, 4)),
+    12: Sizes(16, Tile(128, 128, 4, 3), Tile(128, 128, 4, 3)),
     24: Sizes(32, Tile(128, 128, 8, 3), Tile(64, 128, 4, 4)),
 }
 LARGE_8 = Sizes(128, Tile(128, 128, 8, 4), Tile(128, 128, 8, 4))

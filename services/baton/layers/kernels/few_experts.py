@@ -17,6 +17,8 @@ from baton.layers.mlp import GatedMlp
 
 Block = tuple[int, int, int, int]
 """Rows and columns of a tile of weights, warps, stages."""
+DownBlock = tuple[int, int, int, int, int]
+"""Choices taken together, rows and columns of each, warps, and steps that are unrolled."""
 
 
 @triton.jit
@@ -150,12 +152,12 @@ def _down(
     SHARED: tl.constexpr,
     SCALED: tl.constexpr,
     TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
     ADD: tl.constexpr,
     EXPERT_BIAS: tl.constexpr,
+    CHOICES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -163,50 +165,47 @@ def _down(
         gdc_wait()
     token = tl.program_id(1)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    choice = tl.arange(0, CHOICES)
-    known = choice < TOP_K
-    own = x + token.to(tl.int64) * ((TOP_K + SHARED) * INNER)
-    expert = tl.load(experts + token * TOP_K + choice, mask=known, other=0).to(tl.int64)
-    share = tl.load(weights + token * TOP_K + choice, mask=known, other=0.0)
-    row = expert[:, None] * HIDDEN + n[None, :]
-    held = known[:, None] & (n < HIDDEN)[None, :]
-    start = weight + row[:, :, None] * INNER + columns[None, None, :]
-    inside = held[:, :, None]
-    inputs = own + choice[:, None] * INNER + columns[None, :]
-    if SCALED == "blocks":
-        # A tile's rows are of one block, so that scales multiply what they are multiplied with.
-        block = unit + (expert * HIDDEN + tl.program_id(0) * ROWS) // 128 * (INNER // 128)
-    # All choices' rows together, and the next columns before these are used: many bytes under way.
-    w = tl.load(
-        start, mask=inside & (columns < INNER)[None, None, :], other=0.0, eviction_policy="evict_first"
-    )
+    pairs: tl.constexpr = TOP_K + SHARED
+    own = x + token.to(tl.int64) * (pairs * INNER)
     total = tl.zeros((CHOICES, ROWS, COLUMNS), tl.float32)
-    for k in tl.range(0, INNER, COLUMNS, num_stages=STAGES):
-        there = known[:, None] & (k + columns < INNER)[None, :]
-        value = tl.load(inputs + k, mask=there, other=0.0).to(tl.float32)
+    for first in tl.static_range(0, pairs, CHOICES):
+        choice = first + tl.arange(0, CHOICES)
+        routed = choice < TOP_K
+        expert = tl.load(experts + token * TOP_K + choice, mask=routed, other=0).to(tl.int64)
+        share = tl.load(weights + token * TOP_K + choice, mask=routed, other=1.0)
+        known = choice < pairs
+        row = expert[:, None] * HIDDEN + n[None, :]
+        held = known[:, None] & (n < HIDDEN)[None, :]
+        start = weight + row * INNER
+        if SHARED:
+            # Of weight 1. All shared experts are one layer, whose columns they divide among them.
+            common = shared + n.to(tl.int64)[None, :] * (SHARED * INNER) + ((choice - TOP_K) * INNER)[:, None]
+            start = tl.where(routed[:, None], start, common)
+        if SCALED == "rows":
+            units = tl.load(unit + row, mask=held, other=0.0)[:, :, None]
         if SCALED == "blocks":
-            value *= tl.load(block[:, None] + ((k + columns) // 128)[None, :], mask=there, other=0.0)
-        following = inside & (k + COLUMNS + columns < INNER)[None, None, :]
-        ahead = tl.load(start + k + COLUMNS, mask=following, other=0.0, eviction_policy="evict_first")
-        total += w.to(tl.float32) * value[:, None, :]
-        w = ahead
-    sums = tl.sum(total, 2) * share[:, None]
-    if SCALED == "rows":
-        sums *= tl.load(unit + row, mask=held, other=0.0)
-    y = tl.sum(sums, 0)
-    if SHARED:
-        rest = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for k in tl.range(0, SHARED * INNER, COLUMNS, num_stages=STAGES):
-            there = k + columns < SHARED * INNER
-            at = shared + n.to(tl.int64)[:, None] * (SHARED * INNER) + (k + columns)[None, :]
-            mask = (n < HIDDEN)[:, None] & there[None, :]
-            v = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
-            value = tl.load(own + TOP_K * INNER + k + columns, mask=there, other=0.0).to(tl.float32)
-            rest += v.to(tl.float32) * value[None, :]
-        y += tl.sum(rest, 1)
+            # A tile's rows are of one block, so that scales multiply what they are multiplied with.
+            block = (expert * HIDDEN + tl.program_id(0) * ROWS) // 128 * (INNER // 128)
+        # Unrolled, so that weights of the next steps are under way while one's are multiplied.
+        for step in tl.range(0, INNER, COLUMNS, num_stages=1, loop_unroll_factor=STEPS):
+            k = step + tl.arange(0, COLUMNS)
+            mask = held[:, :, None] & (k < INNER)[None, None, :]
+            at = start[:, :, None] + k[None, None, :]
+            w = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            there = known[:, None] & (k < INNER)[None, :]
+            value = tl.load(own + choice[:, None] * INNER + k[None, :], mask=there, other=0.0)
+            value = value.to(tl.float32) * share[:, None]
+            if SCALED == "rows":
+                w *= units
+            if SCALED == "blocks":
+                value *= tl.load(unit + block[:, None] + (k // 128)[None, :], mask=there, other=0.0)
+            total += w * value[:, None, :]
+    y = tl.sum(tl.sum(total, 2), 0)
     if EXPERT_BIAS:
-        y += tl.sum(tl.load(expert_bias + row, mask=held, other=0.0).to(tl.float32) * share[:, None], 0)
+        for place in range(TOP_K):
+            row_of = expert_bias + tl.load(experts + token * TOP_K + place).to(tl.int64) * HIDDEN
+            bias = tl.load(row_of + n, mask=n < HIDDEN, other=0.0).to(tl.float32)
+            y += bias * tl.load(weights + token * TOP_K + place)
     target = out + token.to(tl.int64) * HIDDEN + n
     if ADD:
         y += tl.load(target, mask=n < HIDDEN, other=0.0).to(tl.float32)
@@ -327,14 +326,15 @@ def down(
     shared: GatedMlp | None = None,
     *,
     add: bool = False,
-    block: Block | None = None,
+    block: DownBlock | None = None,
     pdl: bool = True,
 ) -> None:
     """The weighted sum of each token's experts, from what `gate_up` returned for the same `shared`, into
     `out` [tokens, hidden]; `add`: added to what it holds. In float32, rounded once."""
     _, matrix = experts.matrices()
     _, hidden, inner = matrix.values.shape
-    rows, columns, warps, stages = block or (ONE_DOWN if len(chosen) == 1 else FEW_DOWN)
+    one = ONE_DOWN_8 if matrix.scaled else ONE_DOWN
+    choices, rows, columns, warps, steps = block or (one if len(chosen) == 1 else FEW_DOWN)
     _down[(triton.cdiv(hidden, rows), len(chosen))](
         x,
         chosen,
@@ -349,12 +349,12 @@ def down(
         SHARED=_count(shared, experts),
         SCALED=matrix.scaled,
         TOP_K=chosen.shape[1],
-        CHOICES=triton.next_power_of_2(chosen.shape[1]),
         ADD=add,
         EXPERT_BIAS=experts.down_bias is not None,
+        CHOICES=choices,
         ROWS=rows,
         COLUMNS=columns,
-        STAGES=stages,
+        STEPS=steps,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
@@ -363,5 +363,6 @@ def down(
 
 ONE_GATE_UP: Block = (8, 512, 4, 1)
 FEW_GATE_UP: Block = (1, 1024, 8, 1)
-ONE_DOWN: Block = (2, 1024, 4, 1)
-FEW_DOWN: Block = (4, 256, 4, 1)
+ONE_DOWN: DownBlock = (1, 2, 1024, 4, 1)
+ONE_DOWN_8: DownBlock = (4, 2, 256, 4, 2)
+FEW_DOWN: DownBlock = (1, 8, 256, 4, 1)
