@@ -77,7 +77,7 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not self._gone(timeout):
-                raise subprocess.TimeoutExpired(["baton", "serve"], timeout or 0.0)
+                raise subprocess.TimeoutExpired(["baton"], timeout or 0.0)
             self.returncode = self._parent.wait(self.pid)
             os.close(self._ended)
         return self.returncode
@@ -161,7 +161,7 @@ class Forks:
         """`baton ARGUMENTS` without a standard input."""
         with Path(os.devnull).open() as stdin:
             descriptors = [each.fileno() for each in (stdin, stdout, stderr)]
-            return Forked(self, self._fork(arguments, descriptors, environment))
+            return Forked(self, self._fork(arguments, descriptors, environment, lifeline=False))
 
     def run(
         self, arguments: Sequence[str], *, environment: Mapping[str, str], timeout: float = 280.0
@@ -187,9 +187,11 @@ class Forks:
         descriptors: Sequence[int],
         environment: Mapping[str, str],
         prelude: str = "",
+        lifeline: bool = True,
     ) -> int:
+        """`lifeline`: it ends with its standard input; else at the latest with the process that forks."""
         request = {"arguments": list(arguments), "environment": dict(environment), "prelude": prelude}
-        return self._ask(request, descriptors)
+        return self._ask({**request, "lifeline": lifeline}, descriptors)
 
     def wait(self, pid: int) -> int:
         """The exit code of one that has ended; minus the number of the signal that ended it."""
@@ -220,6 +222,7 @@ def serve(listener: socket.socket) -> None:
     gc.collect()
     gc.freeze()  # else each process's first collection copies all pages
     controls = [listener.accept()[0]]
+    commands = set[int]()
     while controls:
         ready = select.select([listener, *controls], [], [])[0]
         if listener in ready:
@@ -237,6 +240,7 @@ def serve(listener: socket.socket) -> None:
             request = json.loads(message)
             if "wait" in request:
                 answer = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+                commands.discard(request["wait"])
             else:
                 answer = os.fork()
                 if not answer:
@@ -245,8 +249,12 @@ def serve(listener: socket.socket) -> None:
                     become(request["arguments"], request["environment"], request["prelude"], descriptors)
                 for descriptor in descriptors:
                     os.close(descriptor)
+                if not request["lifeline"]:
+                    commands.add(answer)
             with contextlib.suppress(OSError):  # whoever asked has ended
                 control.send(str(answer).encode())
+    for pid in commands:
+        os.kill(pid, signal.SIGKILL)
 
 
 def become(arguments: list[str], environment: dict[str, str], prelude: str, descriptors: list[int]) -> None:
@@ -270,10 +278,12 @@ def become(arguments: list[str], environment: dict[str, str], prelude: str, desc
     except BaseException:
         traceback.print_exc()
     finally:
-        threading._shutdown()  # waits for threads, as the interpreter does
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(code)
+        try:
+            threading._shutdown()  # waits for threads, as the interpreter does
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+        finally:
+            os._exit(code)
 
 
 if __name__ == "__main__":

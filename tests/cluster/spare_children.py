@@ -43,15 +43,17 @@ def prepare(arguments: Sequence[str], become: Become) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if not pid:
-            for _, other in [*spares, (0, ours)]:
-                other.close()
-            message, descriptors, _, _ = socket.recv_fds(theirs, MOST_BYTES, 3)
-            if not message:
+            try:
+                for _, other in [*spares, (0, ours)]:
+                    other.close()
+                message, descriptors, _, _ = socket.recv_fds(theirs, MOST_BYTES, 3)
+                if message:
+                    theirs.close()
+                    os.setpgid(0, 0)
+                    asked = json.loads(message)
+                    become(asked["arguments"], asked["environment"], "", descriptors)
+            finally:
                 os._exit(0)
-            theirs.close()
-            os.setpgid(0, 0)
-            asked = json.loads(message)
-            become(asked["arguments"], asked["environment"], "", descriptors)
         theirs.close()
         spares.append((pid, ours))
     atexit.register(_end, spares)

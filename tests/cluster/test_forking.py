@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -59,8 +60,19 @@ def test_spare_children_end_with_their_command(tmp_path, number):
         until(lambda: "starting" in (tmp_path / "log").read_text(), "some of them are its children")
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) == SPARES
-    finally:
         process.send_signal(number)
         process.wait(60)
-    # At its own end it has waited for them.
-    assert not psutil.wait_procs(family, timeout=0 if number == signal.SIGTERM else 20)[1]
+    finally:
+        process.kill()
+    if number == signal.SIGTERM:
+        assert not living(family)  # it has waited for them
+    until(lambda: not living(family), "all have ended")
+
+
+def living(processes: list[psutil.Process]) -> list[psutil.Process]:
+    found = []
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.status() != psutil.STATUS_ZOMBIE:
+                found.append(each)
+    return found

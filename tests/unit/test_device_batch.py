@@ -45,7 +45,7 @@ def test_any_sequence_of_steps(seed):
             rows.append(row(slot, pages[slot]))
         if rng.random() < 0.05:
             there.changes(rows, {})  # of a launch that failed before they were written
-            there.forget()
+            there.forget(rows)
         fresh = {one.slot: rng.randrange(1000) for one in rows if rng.random() < 0.2}
         for slot, token in fresh.items():
             tokens[slot] = token
@@ -126,7 +126,7 @@ def test_damage_ends_with_its_sequence():
             write(there, changes)
         assert there.damage.isnan().tolist() == [False, damaged, False]
         there.damage[1] = torch.nan
-    there.forget()  # a step of others has failed
+    there.forget([row(0, [8])])  # a step of others has failed
     write(there, there.changes([PlanRow(1, None, 3, (3,))], {}))
     assert there.damage.isnan().tolist() == [False, True, False]
     # A hand-off of the same length, into the same slot and pages.
@@ -143,16 +143,39 @@ def test_what_a_failed_step_did_not_write_is_due_in_the_next():
     there = DeviceSlots(2, 4, 9, CPU)
     write(there, there.changes([row(0, [1], 3), row(1, [2], 3)], {}))
     there.damage[:2] = torch.nan
-    there.changes([row(0, [1], 4), PlanRow(1, (5, 5), 0, (3,))], {})
-    there.forget()
+    failed = [PlanRow(1, (5, 5), 0, (3,))]
+    there.changes(failed, {})
+    there.forget(failed)
     # A sequence of the same length in slot 1; slot 0 goes on with its own.
-    write(there, there.changes([row(0, [1], 5), row(1, [4], 2)], {}))
+    write(there, there.changes([row(0, [1], 4), row(1, [4], 2)], {}))
     assert there.tables[:2, 0, 0].tolist() == [1, 4]
     assert there.damage.isnan().tolist() == [True, False, False]
-    there.damage[1] = torch.nan  # by that step, behind which another one fails before its changes are made
-    there.forget()
+    there.damage[1] = torch.nan  # by that step, behind which one of others fails before its changes are made
+    there.forget([])
     write(there, there.changes([row(1, [4], 3)], {}))
     assert there.damage.isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("pages", [(4,), (6, 7)])
+@pytest.mark.parametrize("failure", ["before", "behind", "of others"])
+def test_damage_of_a_sequence_that_failed_with_its_step_is_not_the_next_ones(failure, pages):
+    """Which begins where that one ended, in its pages or in others. `failure`: of the damaged sequence's step
+    before its changes are written, or behind; or of a step of others, when that one had ended."""
+    there = DeviceSlots(2, 4, 9, CPU)
+    write(there, there.changes([row(0, [1], 3), PlanRow(1, (5,) * 4, 0, (4,))], {}))
+    there.damage[1] = torch.nan
+    if failure == "of others":
+        failed, start = [row(0, [1], 4)], 4
+    else:
+        failed, start = [PlanRow(1, None, 4, (4,))], 5
+    changes = there.changes(failed, {})
+    if failure == "behind" and changes is not None:
+        write(there, changes)
+    there.forget(failed)
+    new = there.changes([PlanRow(1, (7, 7), start, pages)], {})
+    write(there, new)
+    same = failure == "of others" and pages == (4,)  # it may be the sequence itself that goes on
+    assert there.damage.isnan().tolist() == [False, same, False]
 
 
 def test_rows_of_one_token_come_first():

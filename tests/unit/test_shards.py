@@ -207,6 +207,7 @@ def kept(path, shard, quantization):
     return {name: pair for name, pair in found.items() if isinstance(pair[0], QuantizedWeight)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*KEPT, "online fp8", "online int8", "online int4"])
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe", "deepseek-v3"])
 def test_what_a_gpu_keeps_of_a_shard_is_part_of_the_whole(tmp_path, monkeypatch, name, variant):
@@ -231,16 +232,21 @@ def test_what_a_gpu_keeps_of_a_shard_is_part_of_the_whole(tmp_path, monkeypatch,
         assert names == set(whole)
 
 
+@pytest.mark.parametrize(("name", "inner"), [("fp8-blocks", 768), ("awq", 320)])
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
-def test_what_takes_blocks_apart_is_dequantized(tmp_path, monkeypatch, variant):
-    """Of four ranks each has 192 inner values, or 64 of an expert, and its heads whole."""
+def test_a_gpu_refuses_to_take_blocks_apart(tmp_path, monkeypatch, variant, name, inner):
+    """Of four ranks each has 192 or 80 inner values, or 64 of an expert, and its heads whole."""
     monkeypatch.setattr("baton.models.weight_plan.unsuited", lambda device, dtype: None)
     make, overrides = VARIANTS[variant]
-    sizes = {**overrides, **BLOCKS, "intermediate_size": 768}
+    sizes = {**overrides, **BLOCKS, "intermediate_size": inner, "moe_intermediate_size": inner}
     model = save_checkpoint(variant, tmp_path, variants={variant: (make, sizes)})
-    write(tmp_path, model, KEPT["fp8-blocks"])
-    shard = kept(tmp_path, Shard(3, 4), "auto")
-    assert {name.split(".")[3] for name in shard} == {"self_attn"} and len(shard) == 8
+    write(tmp_path, model, KEPT[name])
+    kept(tmp_path, ONE_RANK, "auto")
+    if name == "awq" and variant == "qwen3-moe":
+        kept(tmp_path, Shard(3, 4), "auto")  # experts of 4 bits are dequantized on GPUs anyway
+        return
+    with pytest.raises(CheckpointError, match=r"(mlp|experts)\..*: 4 ranks take blocks apart .* lower --tp"):
+        kept(tmp_path, Shard(3, 4), "auto")
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ class CudaRunner:
                 else:
                     self._launch_ragged(plan.rows, fresh, flight)
             except BaseException:
-                self._slots.forget()
+                self._slots.forget(plan.rows)
                 raise
         if flight.late is None:
             flight.done.record()

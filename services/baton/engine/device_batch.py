@@ -106,11 +106,11 @@ class DeviceSlots:
         self.damage = self._memory[self._marks :].zero_().view(torch.float32)
         """float32 [slots + 1]: NaN where values of the slot's sequence were no numbers, else 0."""
         self._known: list[tuple[int, ...]] = [()] * (slots * groups)
+        self._unwritten = [False] * (slots * groups)
+        """Whether a known table may not be the device's."""
         self._ends = [-1] * slots
         """Where each slot's newest row ended: one that does not begin there is another sequence's, as is one
         whose last token comes from the host. Further choices of a prompt begin with its last chunk."""
-        self._begun: list[int] = []
-        """Slots of new sequences in changes that are not written yet."""
         self.unchanging = _changes([slots], [0])
         """Changes that no sequence sees: they write the padding row's token."""
 
@@ -121,38 +121,39 @@ class DeviceSlots:
         The caller must write it before the next step, in the order of the calls.
         """
         entries, values = list(tokens), list(tokens.values())
-        self._begun = []
+        begun: list[int] = []
         for row in rows:
             begins = row.start != self._ends[row.slot] or row.slot in tokens
             self._ends[row.slot] = row.start + row.count
             for at, pages in enumerate((row.pages, *row.more_pages), row.slot * self._groups):
-                known = self._known[at]
-                if pages is known or pages == known:
+                known, whole = self._known[at], self._unwritten[at]
+                if not whole and (pages is known or pages == known):
                     continue
-                first = len(known) if _continues(known, pages) else 0
-                begins = begins or bool(known and not first)
-                self._known[at] = pages
+                same = _continues(known, pages)
+                begins = begins or not same
+                first = len(known) if same and not whole else 0
+                self._known[at], self._unwritten[at] = pages, False
                 fresh = pages[first : self._width]
                 start = self._first + at * self._width + first
                 entries += range(start, start + len(fresh))
                 values += (self._spare if page == GONE else page for page in fresh)
-            self._begun += (slot for slot in row.sample if slot != row.slot)
+            begun += (slot for slot in row.sample if slot != row.slot)
             if begins:
-                self._begun.append(row.slot)
-        entries += (self._marks + slot for slot in self._begun)
-        values += (0 for _ in self._begun)
+                begun.append(row.slot)
+        entries += (self._marks + slot for slot in begun)
+        values += (0 for _ in begun)
         return _changes(entries, values) if values else None
 
-    def forget(self) -> None:
-        """The last changes may not have been written: every row's page table is written again, and slots of
-        new sequences count as such once more."""
-        self._known = [()] * len(self._known)
-        for slot in self._begun:
-            self._ends[slot] = -1
+    def forget(self, rows: Iterable[PlanRow]) -> None:
+        """A step of these rows could not be launched. Its changes may not have been written: every page table
+        is written again. Its sequences have failed: what comes to their slots next is new."""
+        self._unwritten = [True] * len(self._unwritten)
+        for row in rows:
+            for slot in (row.slot, *row.sample):
+                self._ends[slot] = -1
 
     def write(self, entries: torch.Tensor, values: torch.Tensor) -> None:
         self._memory.index_copy_(0, entries, values)
-        self._begun = []
 
 
 def _continues(known: tuple[int, ...], pages: tuple[int, ...]) -> bool:

@@ -304,10 +304,10 @@ def _method(parameters: Parameters, hidden: int, inner: int, own: int, projectio
     if method is None or parameters.plan.method_of([down], inner) is None:
         return None
     plan = parameters.plan
-    if plan.on_gpu and (method.bits == 4 or hidden % method.rows or own % method.rows):
+    if plan.on_gpu and (method.bits == 4 or hidden % method.rows or inner % method.rows):
         return None
-    if plan.on_gpu and plan.stored is not None and not method.fits(own):
-        return None  # quantized while loading, it is refused
+    if own % method.rows or (plan.stored is not None and not method.fits(own)):
+        parameters.check_whole_blocks(down)
     return method
 
 

@@ -171,7 +171,7 @@ class Linear:
         return self.summed(self._product(x))
 
     def summed(self, y: torch.Tensor) -> torch.Tensor:
-        """This rank's product -> what all ranks' add up to, where x are its inputs alone; in place."""
+        """This rank's product -> the sum over all ranks, if each has some of the inputs alone; in place."""
         return y if self._communicator is None else self._communicator.all_reduce(y)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

@@ -127,10 +127,17 @@ class Parameters:
             cuts = dict.fromkeys(parts, Cut(1, (columns,)))
             whole, inputs = inputs, columns[1]
             self._check_columns(whole, inputs, next(iter(parts)))
+        else:
+            whole = inputs
         plan = self.plan if quantize or self.plan.stored is not None else WeightPlan()
-        method = plan.method_of([f"{self.prefix}{name}.weight" for name in parts], inputs)
+        names = [f"{self.prefix}{name}.weight" for name in parts]
+        method = plan.method_of(names, inputs)
         held = [cut for name in parts if (cut := cuts.get(name)) is not None]
-        if method is not None and not _apart(method, sizes, bool(convert), held):
+        if columns is not None and not single and method is None and plan.method_of(names, whole) is not None:
+            self.check_whole_blocks(names[0])
+        if method is not None and not _whole_blocks(method, sizes, bool(convert), held):
+            if _whole_blocks(method, list(parts.values()), bool(convert), ()):
+                self.check_whole_blocks(names[0])
             method = None
         weight: torch.Tensor | QuantizedWeight | None = memory
         if weight is None and method is not None:
@@ -154,6 +161,16 @@ class Parameters:
         linear = Linear(weight, biases, self.communicator if summed and reduce else None)
         self.linears.append(linear)
         return linear
+
+    def check_whole_blocks(self, name: str) -> None:
+        """Raises CheckpointError for a matrix that stays quantized on one rank but, on a GPU, not on several
+        that divide blocks with one scale: it would take twice the memory, and its products would round
+        otherwise than those of workers of other sizes, with which pages are shared."""
+        if self.plan.on_gpu:
+            raise CheckpointError(
+                f"{name}: {self.shard.size} ranks take blocks apart that share a scale; lower --tp, or keep "
+                "weights in 16 bits with --quantization none"
+            )
 
     def _check_columns(self, whole: int, own: int, name: str) -> None:
         """Raises CheckpointError for a matrix that is quantized while loading, but not if it is divided:
@@ -183,9 +200,9 @@ class Parameters:
         return sum(parameter.target.nbytes for parameter in self.table.values())
 
 
-def _apart(method: Method, sizes: Sequence[int], reordered: bool, held: Sequence[Cut]) -> bool:
-    """Whether blocks that share a scale do not reach across merged matrices, and are not taken apart: by
-    reordering, or by what this rank holds."""
+def _whole_blocks(method: Method, sizes: Sequence[int], reordered: bool, held: Sequence[Cut]) -> bool:
+    """Whether blocks that share a scale stay whole: none reaches across merged matrices, and neither
+    reordering nor what this rank holds takes one apart."""
     if method.rows == 1:
         return True
     ends = [(cut, end) for cut in held for span in cut.spans for end in span]

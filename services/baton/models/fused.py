@@ -177,8 +177,8 @@ class FusedDecoder:
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor | Quantized:
-        """`_norm` of the parts of all ranks, and `bias` [hidden]. Ranks normalize in 16 bits first, whatever
-        `user` takes."""
+        """`_norm` of the parts of all ranks, and `bias` [hidden]. Ranks normalize in 16 bits; what `user`
+        takes in 8 is quantized by a launch of its own."""
         if self._communicator is not None:
             eps = self.model.config.rms_norm_eps
             self._communicator.add_norm(residual, parts, norm, out, eps, bias)

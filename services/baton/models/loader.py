@@ -241,7 +241,7 @@ def _check_plain(quantization: str, quantize_head: bool, shard: Shard) -> None:
 
 def _check_shard(parameters: Parameters) -> None:
     if parameters.shard.size > 1 and parameters.plan.fp8:
-        raise ModelError("--quantization fp8 does not work with --tp; leave one of them out")
+        raise ModelError("--quantization fp8 does not work with --tp on a CPU; leave one of them out")
     if parameters.shard.ep and not any(".experts." in name for name in parameters.table):
         raise ModelError("--ep divides a mixture's experts, and this model has none; leave it out")
 

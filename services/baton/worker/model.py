@@ -173,7 +173,9 @@ def device_of(name: str) -> torch.device:
         text = f"device {name!r}: torch {torch.__version__} sees no CUDA device; use --device cpu"
         raise failed_precondition(text)
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        text = f"device {name!r}: the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}; name one"
+        last = torch.cuda.device_count() - 1
+        there = f"GPUs here are cuda:0 to cuda:{last}" if last else "only GPU here is cuda:0"
+        text = f"device {name!r} is not there: the {there}"
         raise failed_precondition(text)
     return device
 
