@@ -69,6 +69,11 @@ def test_a_deployment_spreads_its_workers(tmp_path, monkeypatch):
     assert found["prefill-0"] == found["decode-0"] == ("6", "0.2")
     cpu = {role: {"device": "cpu"} for role in CUDA}
     assert set(started_with(tmp_path, monkeypatch, "6", settings=cpu).values()) == {none}
+    one = {role: {"device": "cuda:1"} for role in CUDA}
+    found = started_with(tmp_path, monkeypatch, "6,7", settings=one)
+    assert found["prefill-0"] == found["decode-0"] == (None, "0.45") and found["gateway"] == none
+    apart = {"prefill": {"device": "cuda:0"}, "decode": {"device": "cuda:1"}}
+    assert set(started_with(tmp_path, monkeypatch, "6,7", settings=apart).values()) == {none}
     ranked = {role: {**settings, "tp": 2} for role, settings in CUDA.items()}
     found = started_with(tmp_path, monkeypatch, "2,3,4,5,6,7", settings=ranked, decode=2)
     assert [found[name] for name in ("prefill-0", "decode-0", "decode-1")] == [

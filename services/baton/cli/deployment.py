@@ -150,14 +150,20 @@ class Deployment:
     def _addresses(self, role: str) -> tuple[str, ...]:
         return tuple(child.address for child in self.children if child.role == role)
 
+    def _place(self, child: Child) -> str:
+        """The GPUs of a worker, or the device that it is told to use by its index; empty: neither."""
+        device = str(self.plan.settings.get(child.role, {}).get("device", ""))
+        return self.gpus.get(child.name, device if device.startswith("cuda:") else "")
+
     def _arguments(self, child: Child) -> list[str]:
         role = child.role
         settings = {**self.plan.settings.get(role, {}), "advertise": ""}
         settings["drain_seconds"] = self.plan.drain_seconds
         if self._secret is not None:
             settings["cluster_secret_file"] = str(self._secret.path)
-        sharing = list(self.gpus.values()).count(self.gpus.get(child.name, ""))
-        if sharing > 1:
+        place = self._place(child)
+        sharing = [self._place(each) for each in self.children].count(place)
+        if place and sharing > 1:
             settings.setdefault("memory_fraction", round(WorkerConfig().memory_fraction / sharing, 3))
         if role == "gateway":
             settings |= {"tokenizer": self._addresses("tokenizer"), "decode": self._addresses("decode")}
