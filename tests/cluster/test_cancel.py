@@ -262,7 +262,11 @@ async def steps_until_freed(cluster: Cluster, state: State, way: Any, number: in
             await until(lambda: state.reached(prefill.load(), decode.load(), before[2]), state.name)
             ending = decode.load().steps
             await end()
-            await until(lambda: is_free(cluster, gateway, state.others), "everything freed", seconds=20)
+            try:
+                await until(lambda: is_free(cluster, gateway, state.others), "everything freed", seconds=20)
+            except AssertionError as error:
+                loads = [f"{each.name}: {each.load()}" for each in (gateway, prefill, decode)]
+                raise AssertionError("\n".join([str(error), *loads])) from None
             steps = decode.load().steps - ending
         for process, load in zip((gateway, decode), (before[0], before[2]), strict=True):
             after = process.load()
