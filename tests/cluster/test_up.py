@@ -76,12 +76,43 @@ def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
+def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Forked, with forked processes: how the real ones start is seen above and in unit/test_cli_up.py."""
+    return forks(**ENVIRONMENT).run(arguments, environment=os.environ)
+
+
 def test_verify_split_against_aggregated():
-    words = ["verify", "--prompts", "2", "--max-tokens", "4", "--kv-tokens", "4096"]
-    result = forks(**ENVIRONMENT).run(words, environment=os.environ)
+    result = baton("verify", "--prompts", "2", "--max-tokens", "4", "--kv-tokens", "4096")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Equal, token for token." in result.stdout
     assert int(result.stdout.split("Split: ")[1].split()[0]) > 0, "pulled pages"
+
+
+def test_demo():
+    result = baton("demo")
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = {line.split("  ")[0]: line.split() for line in result.stdout.splitlines() if " ms " in line}
+    assert set(rows) == {"long prompt", "shared prefix", "chat"}
+    assert rows["long prompt"][-1] in ("shm", "grpc")
+    assert int(rows["shared prefix"][7]) > 500  # prompt tokens found cached
+
+
+def test_the_log_that_a_failed_start_names_can_be_read():
+    result = baton("up", "--prefill", "0", "--decode-attention", "none", "--port", "0", "--http-port", "0")
+    assert result.returncode == 1
+    found = re.search(r"decode-0 exited with code 2 .*; its log \((.+)\) ends:", result.stderr)
+    assert found is not None, result.stderr
+    assert "attention" in Path(found[1]).read_text()
+
+
+@pytest.mark.parametrize("command", ["up", "verify", "bench serve", "bench offline", "bench step"])
+def test_a_wrong_model_is_one_line_before_anything_starts(command: str):
+    done = baton(*command.split(), "--model", "./no-such-model")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "baton: model './no-such-model': no such directory or file; give a directory, a GGUF file or a "
+        "Hugging Face id"
+    ]
 
 
 def right(client: Client, answer: Answer) -> bool:

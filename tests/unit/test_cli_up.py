@@ -294,30 +294,3 @@ def test_a_model_that_cannot_be_served_is_refused_before_any_process_starts(tmp_
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
     assert "MambaForCausalLM is not supported" in result.stderr
-
-
-def test_the_log_that_a_failed_start_names_can_be_read() -> None:
-    result = baton("up", "--prefill", "0", "--decode-attention", "none", "--port", "0", "--http-port", "0")
-    assert result.returncode == 1
-    found = re.search(r"decode-0 exited with code 2 .*; its log \((.+)\) ends:", result.stderr)
-    assert found is not None, result.stderr
-    assert "attention" in Path(found[1]).read_text()
-
-
-def test_demo() -> None:
-    result = baton("demo")
-    assert result.returncode == 0, result.stdout + result.stderr
-    rows = {line.split("  ")[0]: line.split() for line in result.stdout.splitlines() if " ms " in line}
-    assert set(rows) == {"long prompt", "shared prefix", "chat"}
-    assert rows["long prompt"][-1] in ("shm", "grpc")
-    assert int(rows["shared prefix"][7]) > 500  # prompt tokens found cached
-
-
-@pytest.mark.parametrize("command", ["up", "verify", "bench serve", "bench offline", "bench step"])
-def test_a_wrong_model_is_one_line_before_anything_starts(command: str) -> None:
-    done = baton(*command.split(), "--model", "./no-such-model")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "baton: model './no-such-model': no such directory or file; give a directory, a GGUF file or a "
-        "Hugging Face id"
-    ]
