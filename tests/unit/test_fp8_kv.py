@@ -147,9 +147,12 @@ def test_a_dtype_that_is_not_known_is_refused_before_anything_is_loaded():
         build_engine(config, new_incarnation(), "decode")
 
 
-def test_latents_are_refused_by_name(tmp_path):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_latents_are_refused_before_anything_is_loaded(tmp_path, tp):
     save_checkpoint("deepseek-v3", tmp_path)
-    config = WorkerConfig(model=str(tmp_path), device="cpu", kv_dtype="fp8_e4m3")
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    config = WorkerConfig(model=str(tmp_path), device="cpu", kv_dtype="fp8_e4m3", tp=tp)
     with pytest.raises(BatonError, match="pages of latents are kept in the model's dtype only"):
         build_engine(config, new_incarnation(), "decode")
 

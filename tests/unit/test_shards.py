@@ -249,6 +249,28 @@ def test_a_gpu_refuses_to_take_blocks_apart(tmp_path, monkeypatch, variant, name
         kept(tmp_path, Shard(3, 4), "auto")
 
 
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
+def test_random_weights_in_place_of_stored_ones_are_cut_as_those_are(tmp_path, monkeypatch, variant):
+    """Nobody asked that they be quantized. Of two ranks each has half of a group."""
+    make, overrides = VARIANTS[variant]
+    sizes = {**overrides, **BLOCKS, "intermediate_size": 160, "moe_intermediate_size": 160}
+    write(
+        tmp_path,
+        save_checkpoint(variant, tmp_path, variants={variant: (make, sizes)}),
+        compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
+    )
+    two = Shard(0, 2)
+    stored, random = (
+        weight_bytes(tmp_path, torch.float32, load_format=how, shard=two) for how in ("auto", "dummy")
+    )
+    assert stored == random
+    load_model(tmp_path, torch.float32, load_format="dummy", shard=two, communicator=NOBODY)
+    monkeypatch.setattr("baton.models.weight_plan.unsuited", lambda device, dtype: None)
+    if variant == "qwen3":
+        with pytest.raises(CheckpointError, match=r"down_proj.*: 2 ranks take blocks apart .* lower --tp"):
+            weight_bytes(tmp_path, device=torch.device("cuda"), load_format="dummy", shard=two)
+
+
 @pytest.mark.parametrize(
     ("variant", "kind"),
     [("llama3", "Q4_1"), ("qwen3-moe", "Q8_0"), ("gpt-oss", "MXFP4"), ("deepseek-v3", "Q8_0")],

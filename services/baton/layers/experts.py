@@ -306,7 +306,7 @@ def _method(parameters: Parameters, hidden: int, inner: int, own: int, projectio
     plan = parameters.plan
     if plan.on_gpu and (method.bits == 4 or hidden % method.rows or inner % method.rows):
         return None
-    if own % method.rows or (plan.stored is not None and not method.fits(own)):
+    if own % method.rows or (not plan.online and not method.fits(own)):
         parameters.check_whole_blocks(down)
     return method
 

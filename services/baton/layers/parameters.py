@@ -176,7 +176,7 @@ class Parameters:
         """Raises CheckpointError for a matrix that is quantized while loading, but not if it is divided:
         workers of other sizes, with which pages are shared, would have other weights."""
         method = self.plan.method
-        if method is not None and self.plan.stored is None and method.fits(whole) and not method.fits(own):
+        if method is not None and self.plan.online and method.fits(whole) and not method.fits(own):
             raise CheckpointError(
                 f"{self.prefix}{name}: {own} columns a rank cannot be quantized to {method.name}; lower --tp "
                 "or leave out --quantization"

@@ -65,7 +65,7 @@ def weight_plan(
     if method is None or problem is not None:
         return WeightPlan()
     if load_format == "dummy":
-        return WeightPlan(method, on_gpu=on_gpu)
+        return WeightPlan(method, on_gpu=on_gpu, dummy=True)
     names = frozenset[str]().union(*(file.quantized() for file in tensor_files(path)))
     return WeightPlan(method, names, on_gpu=on_gpu)
 

@@ -56,7 +56,7 @@ from baton.worker.memory import num_pages, run_largest_steps
 from baton.worker.model import (
     KV_DTYPES,
     attention_of,
-    check_shards,
+    check_model,
     device_of,
     dtype_of,
     kv_layout,
@@ -158,10 +158,9 @@ def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threadin
         config = _invariant(config, device)
     if device.type == "cpu" and config.threads:
         torch.set_num_threads(config.threads)
-    if config.tp > 1:
-        if device.type != "cpu":
-            device = on_gpus(config, device)
-        check_shards(config, device)
+    if config.tp > 1 and device.type != "cpu":
+        device = on_gpus(config, device)
+    check_model(config, device)
     use_device(device)
     ranks = Ranks(config, stopping)
     try:

@@ -17,9 +17,10 @@ from baton.config import WorkerConfig
 from baton.kvcache.groups import divide_layers
 from baton.kvcache.pool import KvLayout
 from baton.layers.shard import ONE_RANK, Communicator, Shard, Span
+from baton.models.config import read_config
 from baton.models.decoder import Model
 from baton.models.kv_scales import read_kv_scales
-from baton.models.loader import fingerprint, load_model, weight_bytes
+from baton.models.loader import fingerprint, kv_shape, load_model, weight_bytes
 from baton.models.weight_plan import weight_plan
 from baton.rpc.errors import failed_precondition, invalid
 from baton.rpc.logs import get_logger
@@ -53,10 +54,17 @@ def sized(config: WorkerConfig, device: torch.device) -> WorkerConfig:
     return replace(config, max_rows=rows, token_budget=budget, threads=threads)
 
 
-def check_shards(config: WorkerConfig, device: torch.device) -> None:
-    """Before other ranks are started. Raises CheckpointError for a model that cannot be divided."""
+def check_model(config: WorkerConfig, device: torch.device) -> None:
+    """Before anything is loaded and other ranks are started. Raises CheckpointError for a model that cannot
+    be divided, BatonError for one whose pages cannot be in FP8."""
+    path = resolve(config.model)
+    if config.kv_dtype != "auto" and kv_shape(read_config(path, implementation=config.model_impl)).parts == 1:
+        text = "--kv-dtype fp8_e4m3: pages of latents are kept in the model's dtype only; leave it out"
+        raise failed_precondition(text)
+    if config.tp == 1:
+        return
     weight_bytes(
-        resolve(config.model),
+        path,
         dtype_of(config.dtype, device),
         implementation=config.model_impl,
         quantization=config.quantization,
@@ -120,13 +128,10 @@ def load(
 
 
 def kv_scales(config: WorkerConfig, path: Path, model: Model) -> torch.Tensor | None:
-    """float32 [layers, 2, kv heads], of all ranks; None: the pool is in the model's dtype. Raises BatonError
-    for a model whose pages cannot be in FP8, and ModelError."""
+    """float32 [layers, 2, kv heads], of all ranks; None: the pool is in the model's dtype. Raises
+    ModelError."""
     if config.kv_dtype == "auto":
         return None
-    if model.kv.parts == 1:
-        text = "--kv-dtype fp8_e4m3: pages of latents are kept in the model's dtype only; leave it out"
-        raise failed_precondition(text)
     return read_kv_scales(path, len(model.attention_options), model.kv.heads, config.load_format)
 
 

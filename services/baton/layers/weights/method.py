@@ -199,11 +199,18 @@ class WeightPlan:
     stored: Collection[str] | None = None
     """Names (X.weight) of those that the checkpoint has quantized by this method; None: all are quantized
     while loading."""
+    dummy: bool = False
+    """Random weights are, in place of those that a checkpoint has quantized."""
     head: bool = False
     """The head is quantized while loading, too."""
     on_gpu: bool = False
     fp8: bool = False
     """Matrices are rounded to FP8 while loading and kept in the model's dtype."""
+
+    @property
+    def online(self) -> bool:
+        """Whether quantization was asked for, of weights that are not quantized."""
+        return self.stored is None and not self.dummy
 
     def method_of(self, names: Sequence[str], inputs: int) -> Method | None:
         """Of matrices that are one in memory; None: they are not quantized there."""
