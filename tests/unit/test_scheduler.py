@@ -25,6 +25,7 @@ from baton.engine.sampling import SamplingParams
 from baton.engine.scheduler import Route, Scheduler, SchedulerConfig
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.kvcache.page_allocator import PageState
+from baton.sim.scheduler_rules import check_scheduler
 
 
 class Engine:
@@ -56,6 +57,7 @@ class Engine:
             self.finish_step(*launched)
             self.pending = None
         self.cache.check()
+        check_scheduler(self.scheduler)
         assert self.scheduler.reservations.total <= self.cache.available, "promised more than there is"
         return step is not None or launched is not None
 

@@ -13,6 +13,7 @@ from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.kvcache import KvCache, KvGroup, PageAllocator, PageCounts, PrefixTree
 from baton.kvcache.groups import peak
 from baton.sim.model import Flight, SimPool, SimRunner, reference
+from baton.sim.scheduler_rules import check_scheduler
 
 SIZE = 4
 
@@ -28,7 +29,7 @@ class Engine:
         self.runner = SimRunner(pool, rows, lambda flight: None, lambda plan, page: None, windows)
         self.overlap = overlap
         self.pending = None
-        self.tokens: dict[object, list[int]] = {}
+        self.tokens: dict[tuple[object, int], list[int]] = {}
         self.failed: list[FailedEvent] = []
         self.counts: list[PageCounts] = []
 
@@ -51,11 +52,13 @@ class Engine:
             self.runner.execute(flight)
             self.scheduler.commit(due[0], self.runner.read(flight))
         self.cache.check()
+        check_scheduler(self.scheduler)
         assert self.scheduler.reservations.total <= self.cache.available
         self.counts.append(self.cache.counts())
         for event in self.scheduler.take_events():
             if isinstance(event, TokenEvent):
-                self.tokens.setdefault(event.sequence.request.key, []).append(event.token)
+                choice = event.sequence.request.key, event.sequence.index
+                self.tokens.setdefault(choice, []).append(event.token)
             elif isinstance(event, FailedEvent):
                 self.failed.append(event)
         return step is not None or due is not None
@@ -69,8 +72,10 @@ class Engine:
         counts = self.cache.counts()
         assert counts.free + counts.cached == counts.total
 
-    def expect(self, key, prompt, outputs):
-        assert tuple(self.tokens[key]) == reference(prompt, 3, outputs, windows=self.windows)
+    def expect(self, key, prompt, outputs, n=1):
+        for index in range(n):
+            expected = reference(prompt, 3 + index, outputs, windows=self.windows)
+            assert tuple(self.tokens[key, index]) == expected
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -133,10 +138,7 @@ def test_many_requests_with_common_prefixes_in_a_tight_pool(windows, overlap):
     engine.run()
     assert not engine.failed
     for key, (prompt, outputs, n) in asked.items():
-        if n == 1:
-            engine.expect(key, prompt, outputs)
-        else:
-            assert len(engine.tokens[key]) == n * outputs
+        engine.expect(key, prompt, outputs, n)
     if None in windows:
         assert engine.scheduler.retractions, "a pool in which nothing is retracted is not tight"
 
@@ -169,7 +171,7 @@ def test_a_session_goes_on_where_its_last_turn_ended():
         engine = Engine((None, 9), 60)
         engine.submit(1, range(length), 13)
         engine.run()
-        turn = [*range(length), *engine.tokens[1]]
+        turn = [*range(length), *engine.tokens[1, 0]]
         again = engine.submit(2, [*turn, 7, 8], 5)
         engine.run()
         assert again.cached_tokens == (len(turn) - 1) // SIZE * SIZE

@@ -172,11 +172,11 @@ class SchedulerState:
 
     def drop_unseen(self, sequence: Sequence) -> None:
         """Gives up what no later position of the sequence sees, and reserves for it as many pages as that
-        frees. Where another sequence shares them they are not free: its next pages are then no longer
-        promised."""
+        frees; none once its prompt is leased. Where another sequence shares them they are not free: its next
+        pages are then no longer promised."""
         assert sequence.holding is not None
         freed = self.cache.drop(sequence.holding, sequence.retired)
-        if freed:
+        if freed and sequence.phase is not Phase.LEASED:
             self.reservations.set(sequence, sequence.reserved + freed)
 
     def adopt_cached(self, sequence: Sequence, tokens: int) -> int:

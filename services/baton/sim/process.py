@@ -23,6 +23,7 @@ from baton.sim.grammar import SimGrammar
 from baton.sim.model import ONE, VOCAB, Flight, SimPool, SimRunner, Windows
 from baton.sim.network import Endpoint, Network, SimLink
 from baton.sim.ranks import Ranks
+from baton.sim.scheduler_rules import check_scheduler
 from baton.sim.streams import SimStreams
 from baton.sim.tasks import Task
 from baton.sim.world import Actor, Violation, World
@@ -314,6 +315,7 @@ class Worker(Process, WorkerShell[C]):
         """Checks the pool's accounting and design rule 5: nothing that a step in flight uses is free or
         reused."""
         self.cache.check()
+        check_scheduler(self.scheduler)
         if self.scheduler.reservations.total > self.cache.available:
             raise Violation(f"promises: {self.who} has promised more pages than it has")
         self.flights = [flight for flight in self.flights if flight.plan.number > self.retired]
