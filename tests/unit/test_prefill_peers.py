@@ -27,7 +27,7 @@ async def virtual_time(monkeypatch):
 class Link:
     """Connected from the start to a node that sends nothing by itself."""
 
-    connected, last_error, error = True, None, None
+    connected, last_error, error, closed = True, None, None, False
 
     def __init__(self, peer):
         self.peer, self.sent = peer, []
@@ -42,7 +42,7 @@ class Link:
         self.sent.append(message)
 
     async def close(self):
-        pass
+        self.closed = True
 
 
 class Receiver:
@@ -94,6 +94,10 @@ async def test_forgotten_addresses_make_room(monkeypatch):
     peers.check_room(["127.0.0.3:1"])
     peers.connect("127.0.0.3:1")
     assert {peer.address for peer in peers.describe()} == {"127.0.0.1:1", "127.0.0.3:1"}
+    await asyncio.sleep(0.01)
+    assert [address for address, link in shell.links.items() if link.closed] == [
+        f"127.0.0.2:{number + 1}" for number in range(3)
+    ]
     await peers.close()
 
 
