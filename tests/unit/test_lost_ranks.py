@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +223,15 @@ def test_a_killed_rank_0_leaves_nothing(moment, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_shard_that_cannot_be_made_is_named():
-    with pytest.raises(BatonError, match=r"cannot be divided among 7 ranks; use --tp with a divisor"):
-        build_engine(DecodeConfig(model="demo", tp=7, kv_tokens=1024), INCARNATION, "decode")
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"tp": 7}, "cannot be divided among 7 ranks; use --tp with a divisor"),
+        ({"transports": ("rdma",)}, "--transports: unknown transport 'rdma': use cuda_ipc, shm, nixl, grpc"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_other_ranks_are_started(monkeypatch, wrong, text):
+    monkeypatch.setattr("baton.worker.engine.Ranks", lambda *_: pytest.fail("ranks are started"))
+    config = replace(DecodeConfig(model="demo", tp=2, kv_tokens=1024), **wrong)
+    with pytest.raises(BatonError, match=re.escape(text)):
+        build_engine(config, INCARNATION, "decode")

@@ -172,10 +172,7 @@ def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threadin
 
 def _build_ranked(config: WorkerConfig, device: torch.device, incarnation: int, ranks: Ranks) -> Engine:
     dtype = dtype_of(config.dtype, device)
-    try:
-        kinds = check_kinds(config.transports if config.nnodes == 1 else ("grpc",))
-    except ValueError as error:
-        raise invalid("transport", str(error)) from error
+    kinds = check_kinds(config.transports if config.nnodes == 1 else ("grpc",))
     if device.type == "cuda" and config.tp > 1 and "nixl" in kinds:
         _log.warning("nixl is not offered: it registers one pool alone, and each rank has its own")
         kinds = tuple(kind for kind in kinds if kind != "nixl")
@@ -294,6 +291,10 @@ def _check(config: WorkerConfig) -> None:
         make_policy(config.eviction)
     except ValueError as error:
         raise invalid("eviction", f"--eviction: {error}") from error
+    try:
+        check_kinds(config.transports)
+    except ValueError as error:
+        raise invalid("transports", f"--transports: {error}") from error
     if config.tp < 1:
         raise invalid("tp", "--tp must be at least 1")
     if config.ep and config.tp == 1:
