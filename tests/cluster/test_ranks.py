@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ import pytest
 from asking import ask, greedy
 from checkpoints import make_model, save
 from deployment import Deployment
+from forking import forks
 from polling import until
-from process import Process
+from process import ENVIRONMENT, SHM, Process
 from prometheus_client.parser import text_string_to_metric_families
 from reference import Answer, Reference
 from spare_followers import NAME
@@ -24,6 +26,7 @@ from spare_followers import NAME
 from baton.cli.nodes import ask_deployment
 from baton.cli.status import status_table
 from baton.client.types import PositionLogprobs
+from baton.transport.shm import reap_orphans
 
 OUTPUT = 32
 LENGTHS = [1, 16, 33, 64, 160]
@@ -184,3 +187,55 @@ async def test_a_worker_ends_with_one_of_its_ranks_and_its_requests_go_on_elsewh
     (follower,) = followers(ranks.decode)
     follower.kill()  # of an idle worker
     await until(lambda: not ranks.decode.alive, "the idle worker ends", END_SECONDS)
+
+
+RANK_ZERO = """
+import spare_followers, tempfile, time
+spare_followers.prepare(["--tp", "2"])
+tempfile.tempdir = None  # what forks has asked for it with another environment
+from baton.config import DecodeConfig
+from baton.rpc import logs
+from baton.worker import ranks
+from baton.worker.engine import build_engine
+logs.configure("decode", "error", "json")  # not to the standard output
+if {moment!r} == "loading":
+    def loaded(self, fingerprint):
+        print(self.followers.processes[1].pid, flush=True)
+        time.sleep(60)
+    ranks.Ranks.loaded = loaded
+engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), {incarnation}, "decode")
+print(engine.ranks.followers.processes[1].pid, flush=True)
+time.sleep(60)
+"""
+INCARNATION = 0x7A9D52
+
+
+@pytest.mark.parametrize("moment", ["loading", "idle", "stopped"])
+def test_a_killed_rank_0_leaves_nothing(moment, tmp_path):
+    """Neither a follower, be it stopped, nor files: its pool is removed by the follower."""
+
+    def segments() -> list[Path]:
+        return list(SHM.glob(f"baton-*{INCARNATION:016x}"))
+
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    environment = {**os.environ, **ENVIRONMENT, "TMPDIR": str(folder)}
+    prelude = RANK_ZERO.format(moment=moment, incarnation=INCARNATION)
+    with (tmp_path / "log").open("wb") as log:
+        rank_0 = forks(**ENVIRONMENT).start([], stderr=log, environment=environment, prelude=prelude)
+    assert rank_0.stdin is not None and rank_0.stdout is not None
+    with rank_0.stdin, rank_0.stdout:
+        try:
+            follower = psutil.Process(int(rank_0.stdout.readline()))
+            assert follower.name() == NAME and len(segments()) == (moment != "loading")
+            if moment == "stopped":
+                follower.suspend()
+        finally:
+            rank_0.kill()
+            rank_0.wait()
+    _, left = psutil.wait_procs([follower], 60)  # while it loads it does not look
+    assert not left, "the follower outlives rank 0"
+    assert moment == "stopped" or not segments()
+    reap_orphans()
+    assert not segments()
+    assert not list(folder.iterdir())

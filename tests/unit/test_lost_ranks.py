@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
@@ -24,7 +21,6 @@ from baton.ranks.channel import CollectiveError
 from baton.ranks.followers import End, Followers
 from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError, failed_precondition
-from baton.transport.shm import reap_orphans
 from baton.worker.engine import build_engine, measure_steps
 from baton.worker.follower import Follower
 
@@ -180,47 +176,6 @@ async def test_a_node_that_cannot_start_leaves_no_ranks(monkeypatch):
     await node.stop()
     assert all(process.poll() is not None for process in node.engine.ranks.followers.processes.values())
     assert not segments(node.incarnation)
-
-
-RANK_ZERO = """
-import sys, time
-from baton.config import DecodeConfig
-from baton.rpc import logs
-from baton.worker import ranks
-from baton.worker.engine import build_engine
-logs.configure("decode", "error", "json")  # not to the standard output
-if sys.argv[1] == "loading":
-    def loaded(self, fingerprint):
-        print(self.followers.processes[1].pid, flush=True)
-        time.sleep(60)
-    ranks.Ranks.loaded = loaded
-engine = build_engine(DecodeConfig(model="demo", tp=2, kv_tokens=1024), int(sys.argv[2]), "decode")
-print(engine.ranks.followers.processes[1].pid, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("moment", ["loading", "idle", "stopped"])
-def test_a_killed_rank_0_leaves_nothing(moment, tmp_path):
-    """Neither a follower, be it stopped, nor files: its pool is removed by the follower."""
-    incarnation = INCARNATION + 1
-    command = [sys.executable, "-c", RANK_ZERO, moment, str(incarnation)]
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as rank_0:
-        assert rank_0.stdout is not None
-        follower = psutil.Process(int(rank_0.stdout.readline()))
-        assert len(segments(incarnation)) == (moment != "loading")
-        if moment == "stopped":
-            follower.suspend()
-        rank_0.kill()
-    deadline = time.monotonic() + SECONDS
-    while follower.is_running() and follower.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "the follower outlives rank 0"
-        time.sleep(0.01)
-    assert moment == "stopped" or not segments(incarnation)
-    reap_orphans()
-    assert not segments(incarnation)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
