@@ -35,8 +35,8 @@ SECONDS = 300
 TRIES = 3
 TOKENS = 150
 """Of an answer to canitoolcall."""
-LONGEST = 300
-"""Tokens of any other answer whose request sets no limit."""
+LONGEST = 150
+"""Tokens of any other answer."""
 SUITES = {
     "chat": (OPENAI_CHAT_TESTS, "openai_chat.json", "max_completion_tokens"),
     "responses": (OPEN_RESPONSES_TESTS, "openresponses.json", "max_output_tokens"),
@@ -70,7 +70,9 @@ class Suite:
             made = {**case.build_request(config), "temperature": temperature}
             # What is to be refused stays as it is, and compaction has a bound of its own.
             if case.category is not TestCategory.ERROR_HANDLING and not case.endpoint.endswith("/compact"):
-                made.setdefault(self._limit, LONGEST)
+                # A limit of thinking must stay below that of the whole answer.
+                longest = LONGEST + made.get("thinking", {}).get("budget_tokens", 0)
+                made[self._limit] = min(made.get(self._limit, longest), longest)
             return made
 
         return self._runner.run_one(replace(case, build_request=body, skip_reason=None))
