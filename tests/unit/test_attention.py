@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +81,9 @@ def test_any_mix_of_rows(name, dtype, page_size, heads, kv_heads):
             assert torch.equal(keys[page, offset], k[first + i])
             assert torch.equal(values[page, offset], v[first + i])
         first += row.count
+        if row.count == 1:  # what lies behind its end in its last page may have been cleared, in all layers
+            for of_layer in (*pool.layer(0), *pool.layer(1), *pool.layer(2)):
+                of_layer[row.pages[row.start // page_size], row.start % page_size + 1 :] = math.nan
     written = sum(start + count for start, count in shapes) * 2 * kv_heads * 16
     assert int(pool.pages.isfinite().sum()) == written
 
@@ -124,6 +129,50 @@ def test_a_row_of_one_token_gets_the_same_bits_alone_and_beside_others(
     alone = torch.cat([attended([i]) for i in range(len(rows))])
     for chosen in (list(range(len(rows))), [4, 5, 6, 7, 8], [16, 14, 15], [18, 20, 19]):
         assert torch.equal(attended(chosen), alone[chosen]), chosen
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "options", [AttentionOptions(), AttentionOptions(window=20), AttentionOptions(softcap=30.0)]
+)
+def test_steps_that_go_on_compute_what_one_prepared_anew_does(page_size, options):
+    """Sequences come, go, cross page borders and lengths from which on rows are alone; memory that no
+    sequence has written is NaN. One follows another in the same pages, where that one would have gone on."""
+    draw, dim, heads, kv_heads, room = random.Random(page_size), 128, 4, 2, 192
+    torch.manual_seed(0)
+    layout = KvLayout(2, kv_heads, dim, page_size, torch.float32)
+    each = -(-room // page_size)
+    pool, copy = KvPool(layout, 5 * each), KvPool(layout, 5 * each)
+
+    def begun(place, length):
+        own = range(place * each, (place + 1) * each)
+        for of_layer in (*pool.layer(0), *pool.layer(1)):
+            tokens = torch.randn(each * page_size, kv_heads, dim)
+            tokens[length:] = math.nan
+            of_layer[own.start : own.stop] = tokens.view(each, page_size, kv_heads, dim)
+        return AttentionRow(length, 1, tuple(own))
+
+    backend = BACKENDS["torch"](pool, heads, [options] * 2)
+    rows = {place: begun(place, length) for place, length in enumerate((3, 30, 60, 110, 122))}
+    for step in range(60):
+        chosen = [place for place in rows if step % 20 < 10 or draw.random() < 0.8] or [0]
+        copy.pages.copy_(pool.pages)
+        backend.prepare([rows[place] for place in chosen])
+        anew = BACKENDS["torch"](copy, heads, [options] * 2)
+        anew.prepare([rows[place] for place in chosen])
+        for layer in range(2):
+            q, k, v = (torch.randn(len(chosen), n, dim) for n in (heads, kv_heads, kv_heads))
+            got, want = torch.empty_like(q), torch.empty_like(q)
+            with torch.inference_mode():
+                backend.forward(layer, q, k, v, got)
+                anew.forward(layer, q, k, v, want)
+            assert got.isfinite().all() and torch.equal(got, want), (step, layer)
+        for place in chosen:
+            row, chance = rows[place], draw.random()
+            if chance < 0.05:
+                rows[place] = begun(place, row.start + 1)
+            elif chance < 0.9:  # else it is computed again
+                rows[place] = replace(row, start=row.start + 1)
 
 
 @pytest.mark.parametrize("name", OF_LATENTS)

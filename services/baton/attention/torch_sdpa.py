@@ -39,12 +39,10 @@ class _Gathered:
 class _Group:
     """Rows of one token, padded to one length; groups follow each other by length."""
 
-    length: int
-    """Keys, padded."""
+    padded: bool
+    """False: one row, whose keys are attended to as they are."""
     lengths: list[int]
     """Keys of each row."""
-    padding: list[torch.Tensor]
-    """What is gathered behind the ends of rows that are shorter: views of `gathered.heads`."""
     gathered: _Gathered
     masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     """By window: [rows, 1, 1, length], 0 or -inf; None: all keys of every row are seen."""
@@ -98,6 +96,7 @@ class TorchAttention:
         page_bytes = pool.layout.page_bytes * self._kv_heads // pool.layout.num_kv_heads
         page_bytes //= pool.layout.num_layers
         self._pages_at_once = _GROUP_BYTES // page_bytes if pool.device.type == "cpu" else sys.maxsize
+        self._rows: Sequence[AttentionRow] = ()
         self._single = 0
         self._order: torch.Tensor | None = None
         self._groups: list[_Group] = []
@@ -106,23 +105,30 @@ class TorchAttention:
         self._group_pages: tuple[tuple[torch.Tensor, ...], ...] = ()
         """Of each layer and group: entries of `KvPool.halves`, [2, rows, kv heads, pages] flattened."""
         self._chunks: list[_Chunk] = []
+        self._written = torch.empty(0)
+        """[2, layers, tokens * kv heads]: the entries of `KvPool.vectors` that the step writes."""
         self._keys: tuple[torch.Tensor, ...] = ()
         self._values: tuple[torch.Tensor, ...] = ()
+        """Views of `_written`, of each layer."""
 
     def prepare(self, rows: Sequence[AttentionRow]) -> None:
         """Rows of one token come before all others."""
-        size, layers = self._layout.page_size, self._layout.num_layers
-        stride = self._layout.num_kv_heads * layers * 2 * size
-        entries: list[int] = []
+        if self._one_token_on(rows):
+            self._written += 1
+            for group in self._groups:
+                self._lengthen(group)
+            self._rows = rows
+            return
+        size = self._layout.page_size
+        places: list[tuple[int, int]] = []
         for row in rows:
             if row.count == 1:
-                entries.append(row.pages[row.start // size] * stride + row.start % size)
+                places.append((row.pages[row.start // size], row.start % size))
             else:
-                positions = range(row.start, row.start + row.count)
-                entries += [row.pages[p // size] * stride + p % size for p in positions]
-        vectors = np.add.outer(np.array(entries, np.int64), self._heads * size).ravel()
-        keys = self._there(vectors) + self._layers * (2 * size)
-        self._keys, self._values = keys.unbind(0), (keys + size).unbind(0)
+                places += [(row.pages[p // size], p % size) for p in range(row.start, row.start + row.count)]
+        self._written = self._vectors_at(places)
+        self._keys, self._values = (half.unbind(0) for half in self._written.unbind(0))
+        self._rows = rows
         self._single = next((i for i, row in enumerate(rows) if row.count > 1), len(rows))
         self._group(rows[: self._single])
         self._chunks = []
@@ -130,6 +136,27 @@ class TorchAttention:
         for row in rows[self._single :]:
             self._chunks.append(self._chunk(row, first))
             first += row.count
+
+    def _one_token_on(self, rows: Sequence[AttentionRow]) -> bool:
+        """The rows are those of the step before, each of one token and one token on in the same page."""
+        size = self._layout.page_size
+        if len(rows) != len(self._rows) or self._chunks:
+            return False
+        for row, before in zip(rows, self._rows, strict=True):
+            # Another sequence's table is another object, if it has the same pages too.
+            same = row.count == 1 and row.pages is before.pages
+            if not same or row.start != before.start + 1 or not row.start % size:
+                return False
+        return True
+
+    def _vectors_at(self, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Entries of `KvPool.vectors` of the own heads at pairs of page and offset: [2, layers, places * kv
+        heads]"""
+        size, layers = self._layout.page_size, self._layout.num_layers
+        stride = self._layout.num_kv_heads * layers * 2 * size
+        tokens = np.array([page * stride + offset for page, offset in places], np.int64)
+        keys = self._there(np.add.outer(tokens, self._heads * size).ravel()) + self._layers * (2 * size)
+        return torch.stack((keys, keys + size))
 
     def forward(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
@@ -162,9 +189,9 @@ class TorchAttention:
         q = q.reshape(shape) if order is None else q[order].view(shape)
         options = self._options[layer]
         results = []
-        queries = torch.split(q, self._group_sizes)
+        queries = (q,) if len(self._groups) == 1 else torch.split(q, self._group_sizes)
         for group, own, pages in zip(self._groups, queries, self._group_pages[layer], strict=True):
-            keys, values = self._gather(group.gathered, pages, layer, q.dtype, group.padding)
+            keys, values = self._gather(group.gathered, pages, layer, q.dtype)
             mask = self._group_mask(group, options.window, q.dtype)
             results.append(_attend(own, keys, values, mask, options, causal=False))
         result = results[0] if len(results) == 1 else torch.cat(results)
@@ -175,17 +202,10 @@ class TorchAttention:
             out.index_copy_(0, order, result)
 
     def _gather(
-        self,
-        where: _Gathered,
-        pages: torch.Tensor,
-        layer: int,
-        dtype: torch.dtype,
-        padding: Sequence[torch.Tensor] = (),
+        self, where: _Gathered, pages: torch.Tensor, layer: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [rows, kv heads, length, dim], valid until the next call."""
         torch.index_select(self._halves, 0, pages, out=where.pages)
-        for behind in padding:
-            behind.zero_()  # unwritten memory may hold NaN, and 0 times NaN is NaN
         scales = self._options[layer].kv_scales
         if scales is None:
             return where.keys, where.values
@@ -219,27 +239,50 @@ class TorchAttention:
         entries: list[npt.NDArray[np.int64]] = []
         for length, part in parts:
             entries.append(self._entries(self._padded_table(part, length), len(part)))
-            gathered = self._gathered(len(entries[-1]), len(part), length)
             lengths = [row.start + 1 for row in part]
-            padding = [gathered.heads[:, i, :, own:] for i, own in enumerate(lengths) if own < length]
-            self._groups.append(_Group(length, lengths, padding, gathered))
+            gathered = self._gathered(len(entries[-1]), len(part), length)
+            self._groups.append(_Group(self._pads(part[0]), lengths, gathered))
         if parts:
             of_layers = self._there(np.concatenate(entries)) + 2 * self._layers
             sizes = [len(part) for part in entries]
             self._group_pages = tuple(torch.split(layer, sizes) for layer in of_layers.unbind(0))
+            self._clear_ends(rows)
+
+    def _clear_ends(self, rows: Sequence[AttentionRow]) -> None:
+        """Memory behind a row's end in its last page is gathered with it and may hold NaN, and 0 times NaN is
+        NaN. Only the row itself writes into this page, so it stays cleared."""
+        size = self._layout.page_size
+        ends = [
+            (row.pages[row.start // size], offset)
+            for row in rows
+            if self._pads(row)
+            for offset in range(row.start % size + 1, size)
+        ]
+        if ends:
+            self._vectors.index_fill_(0, self._vectors_at(ends).flatten(), 0)
+
+    def _lengthen(self, group: _Group) -> None:
+        """Its rows are one token on in the same pages."""
+        group.lengths = [length + 1 for length in group.lengths]
+        group.masks.clear()
+        if not group.padded:
+            group.gathered = self._gathered(len(group.gathered.pages), 1, group.lengths[0])
+
+    def _pads(self, row: AttentionRow) -> bool:
+        """A row too long to share a group is not padded."""
+        return 2 * (row.start // self._layout.page_size + 1) <= self._pages_at_once
 
     def _padded(self, row: AttentionRow) -> int:
         """Keys that the row's are padded to, so that rows of similar length come together: to whole pages,
-        above seven to the next of four steps between powers of two. A row too long to share a group is not
-        padded.
+        above seven to the next of four steps between powers of two.
 
         How a sum is rounded depends on how many keys there are, masked ones too. The number depends on the
         row alone, and so does the result, if one thread computes it. Products with 4-bit weights round
         activations to bfloat16, which would make a difference in the last bit a large one."""
         size = self._layout.page_size
-        pages = row.start // size + 1
-        if 2 * pages > self._pages_at_once:
+        if not self._pads(row):
             return row.start + 1
+        pages = row.start // size + 1
         step = 1 << max(0, pages.bit_length() - 3)
         return -(-pages // step) * step * size
 
@@ -255,16 +298,17 @@ class TorchAttention:
         return table
 
     def _group_mask(self, group: _Group, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        if window is not None and window >= group.length:
+        keys = group.gathered.keys.shape[2]
+        if window is not None and window >= keys:
             window = None
         if window not in group.masks:
             group.masks[window] = None
-            if window is not None or group.padding:
-                mask = np.zeros((len(group.lengths), 1, 1, group.length), np.float32)
-                for row, length in zip(mask, group.lengths, strict=True):
-                    row[..., length:] = -np.inf
-                    if window is not None:
-                        row[..., : max(0, length - window)] = -np.inf
+            if window is not None or min(group.lengths) < keys:
+                lengths, positions = np.array(group.lengths)[:, None, None, None], np.arange(keys)
+                hidden = positions >= lengths
+                if window is not None:
+                    hidden |= positions < lengths - window
+                mask = np.where(hidden, np.float32(-np.inf), np.float32(0))
                 group.masks[window] = torch.from_numpy(mask).to(self._pool.device, dtype)
         return group.masks[window]
 

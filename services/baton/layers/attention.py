@@ -155,7 +155,7 @@ class Attention(AttentionModule):
         self, projected: torch.Tensor, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, rotated = self.heads, self.heads + self.kv_heads
-        qkv = projected.view(len(projected), rotated + self.kv_heads, self.head_dim)
+        qkv = projected.view(projected.shape[0], rotated + self.kv_heads, self.head_dim)
         qk = qkv[:, :rotated]
         if self.qk_norm is not None:
             qk = F.rms_norm(qk, (self.head_dim,), None, self.norm_eps).mul_(self.qk_norm)
