@@ -6,7 +6,7 @@ streams of its own; before the fork there is no thread, no event loop and no gRP
 threads have, without taking apart what it has imported.
 
 That a start from nothing and an end to it work as well is seen where subprocess.Popen starts processes:
-`unit/test_cli_up.py`, `test_up.py`. What Python reads when it starts (PYTHONPATH) needs that, too.
+`unit/test_cli_up.py`. What Python reads when it starts (PYTHONPATH) needs that, too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""`baton up`, the real command with the real supervisor: restarts what dies, leaves nothing behind."""
+"""`baton up`, the real command with the real supervisor: restarts what dies, leaves nothing behind.
+
+Commands and their processes are forked here, executed in unit/test_cli_up.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ import grpc
 import psutil
 import pytest
 from forking import Forked, forks
+from hosts.host import NAMES, run
 from process import ENVIRONMENT, SHM
 from reference import Answer
 
@@ -26,15 +30,17 @@ OUTPUT = 48
 
 
 @pytest.fixture
-def up(qwen3, tmp_path) -> Iterator[tuple[subprocess.Popen[bytes], Path, int]]:
+def up(qwen3, tmp_path) -> Iterator[tuple[Forked, Path, int]]:
     """The process, what it prints, and the gateway's port."""
     port = free_port()
     printed = tmp_path / "up.log"
-    command = [sys.executable, "-m", "baton.cli.main", "up", "--model", str(qwen3[0]), "--port", str(port)]
+    command = ["up", "--model", str(qwen3[0]), "--port", str(port)]
     flags = ["--http-port", "0", "--threads", "1", "--kv-tokens", "8192", "--log-dir", str(tmp_path / "logs")]
     environment = {**os.environ, **ENVIRONMENT, "COLUMNS": "200"}
     with printed.open("wb") as output:
-        process = subprocess.Popen([*command, *flags], stdout=output, stderr=output, env=environment)
+        process = forks(**ENVIRONMENT).start_command(
+            [*command, *flags], stdout=output, stderr=output, environment=environment
+        )
     try:
         yield process, printed, port
     finally:
@@ -77,7 +83,7 @@ def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
 
 
 def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Forked, with forked processes: how the real ones start is seen above and in unit/test_cli_up.py."""
+    """Forked, with forked processes."""
     return forks(**ENVIRONMENT).run(arguments, environment=os.environ)
 
 
@@ -115,6 +121,46 @@ def test_a_wrong_model_is_one_line_before_anything_starts(command: str):
     ]
 
 
+def test_where_only_ipv6_is(tmp_path):
+    """In a network whose only address is ::1, with default addresses everywhere."""
+    network = f"{NAMES}-{os.getpid()}-ipv6"
+    try:
+        run("ip", "netns", "add", network)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    # Other deployments of this user have the default ports, in another network.
+    environment = {**os.environ, "COLUMNS": "200", "XDG_RUNTIME_DIR": str(tmp_path)}
+    with contextlib.ExitStack() as ends, (tmp_path / "log").open("wb") as log:
+        ends.callback(run, "ip", "netns", "delete", network)
+        run("ip", "-n", network, "link", "set", "lo", "up")
+        run("ip", "-n", network, "address", "delete", "127.0.0.1/8", "dev", "lo")
+
+        def start(*arguments: str) -> Forked:
+            process = forks(**ENVIRONMENT).start(
+                arguments,
+                stderr=log,
+                environment=environment,
+                prelude=f"from hosts.host import enter; enter({network!r})",
+            )
+            ends.callback(process.wait, 10)
+            ends.callback(process.kill)
+            return process
+
+        up = start("up", "--kv-tokens", "4096", "--log-dir", str(tmp_path / "logs"))
+        assert up.stdout is not None
+        printed = b""
+        while b"Ctrl-C stops everything" not in printed and (line := up.stdout.readline()):
+            printed += line
+        assert b"[::1]:50050" in printed and b"--server" not in printed, (tmp_path / "log").read_text()
+        probe = start("probe")
+        assert probe.stdout is not None
+        found = probe.stdout.read()
+        assert probe.wait(60) == 0, (tmp_path / "log").read_text()
+        assert b"prefill [::1]:" in found
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(90) == 0
+
+
 def right(client: Client, answer: Answer) -> bool:
     """False: not there yet. A wrong answer fails."""
     try:
@@ -128,7 +174,7 @@ def right(client: Client, answer: Answer) -> bool:
     return True
 
 
-def family(process: subprocess.Popen[bytes] | Forked) -> set[int]:
+def family(process: Forked) -> set[int]:
     return {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
 
 

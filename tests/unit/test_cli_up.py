@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -257,31 +256,6 @@ def test_it_outlives_the_reader_of_its_output_and_its_processes_do_not_outlive_i
     while alive(pids):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.mark.skipif(
-    not (shutil.which("unshare") and shutil.which("ip") and os.geteuid() == 0),
-    reason="needs root, unshare and ip: a network of its own",
-)
-def test_where_only_ipv6_is(tmp_path: Path) -> None:
-    """In a network whose only address is ::1, with default addresses everywhere."""
-    network = "ip link set lo up && ip address delete 127.0.0.1/8 dev lo && exec"
-    command = f"{network} {' '.join(BATON)} up --kv-tokens 4096 --log-dir {tmp_path} > {tmp_path}/output 2>&1"
-    environment = {**os.environ, "COLUMNS": "200"}
-    process = subprocess.Popen(["unshare", "--net", "sh", "-c", command], env=environment)
-    try:
-        deadline = time.monotonic() + 240
-        while "Ctrl-C stops everything" not in (output := read(tmp_path / "output")):
-            assert process.poll() is None and time.monotonic() < deadline, output
-            time.sleep(0.1)
-        assert "[::1]:50050" in output and "--server" not in output
-        inside = ["nsenter", f"--net=/proc/{process.pid}/ns/net", *BATON, "probe"]
-        result = subprocess.run(inside, capture_output=True, text=True, timeout=120)
-        assert result.returncode == 0, result.stderr
-        assert "prefill [::1]:" in result.stdout
-    finally:
-        process.terminate()
-        assert process.wait(90) == 0
 
 
 def read(file: Path) -> str:
