@@ -34,6 +34,7 @@ from baton.ranks.plan_codec import PlanDecoder
 from baton.rpc.address import new_incarnation
 from baton.rpc.logs import get_logger
 from baton.transport import Segment
+from baton.worker.heap import keep_freed_memory
 from baton.worker.model import (
     attention_of,
     dtype_of,
@@ -68,6 +69,8 @@ class Follower:
         self._config: WorkerConfig = setup.config
         self._device = rank_device(self._config.device, setup.shard)
         use_device(self._device)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         torch.set_num_threads(self._config.threads)
         channel.send("started")
         if not isinstance(channel.receive(JOIN_SECONDS + IMPORT_SECONDS), Meet):
