@@ -79,6 +79,20 @@ def test_measuring_ends_in_time(four_threads):
     assert set(runner.used) == {1}
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+def test_rows_have_a_table_for_each_group(four_threads, groups):
+    runner, tables = Costly({1: 0.008, 2: 0.004, 4: 0.002}), set()
+    launch = runner.launch
+
+    def looked_at(plan):
+        tables.update((row.pages, *row.more_pages) for row in plan.rows)
+        return launch(plan)
+
+    runner.launch = looked_at
+    TunedRunner(runner, runner.clock, groups=groups)
+    assert tables == {((0,),) * groups}
+
+
 def test_one_core_is_left_to_others(four_threads, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     runner = Costly({1: 0.008, 2: 0.002, 4: 0.001})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from baton.decode.overload import MARGIN, Rates, forecast
+from baton.decode import overload
+from baton.decode.overload import FORECAST_SECONDS, MARGIN, OverloadControl, Rates, forecast
 from baton.engine.batch import Step
 from baton.engine.plan import PlanRow, StepPlan
 from baton.engine.request import Phase, Request
 from baton.engine.sampling import SamplingParams
+from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.step_stats import WATCHDOG_FACTOR, MovingAverage, StepStats
+from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.stepcost import CostCalibration, StepCost
 
 RATES = Rates(step=0.01, first=0.5, output=20.0)
@@ -44,6 +47,13 @@ def test_a_wait_is_that_for_the_first_row_and_for_those_ahead():
     waiting = [sequence(100), sequence(50)]  # 0.5 s + 1 s, and 0.5 s + 0.5 s
     found = forecast(waiting, running, rows=2, free=0, rates=RATES, now=0.0)
     assert found.wait == pytest.approx(0.1 + (1.5 + 1.0) / 2)
+
+
+def test_those_for_whom_rows_are_free_are_not_waited_for():
+    running, waiting = [sequence(100, done=40)], [sequence(100), sequence(100), sequence(50)]
+    found = forecast(waiting, running, rows=3, free=2, rates=RATES, now=0.0)
+    assert found.wait == pytest.approx(0.6 + 1.0 / 3)
+    assert forecast(waiting[:1], running, rows=3, free=2, rates=RATES, now=0.0).wait == 0.0
 
 
 def test_who_would_end_too_late_is_refused_and_told_when_to_ask_again():
@@ -124,6 +134,14 @@ def test_a_first_prompt_that_stalls_is_told_by_what_it_should_cost():
     assert 9.0 < stats.stalled < 10.0
 
 
+def test_an_average_does_not_begin_with_a_first_step_that_stalls():
+    stats = StepStats(token_budget=100)
+    stats.calibration = CostCalibration(StepCost(fixed=0.01, row=0.0, key=0.0, token=0.0, pair=0.0))
+    stats.planned(step(1, PlanRow(0, None, 7, (0,), (0,))), 1.0)
+    stats.ended(step(1, PlanRow(0, None, 7, (0,), (0,))), 11.0)
+    assert stats.step.value == pytest.approx(4 * 0.01)
+
+
 def test_steps_correct_what_they_are_said_to_cost():
     stats = StepStats(token_budget=100)
     stats.calibration = CostCalibration(StepCost(fixed=0.01, row=0.0, key=0.0, token=0.001, pair=0.0))
@@ -148,3 +166,17 @@ def test_choices_that_are_taken_up_again_are_not_refused():
         waiting = [each for each in resumed.sequences if each.phase is Phase.WAITING]
         assert len(waiting) >= 2
         assert not forecast(waiting, [sequence(100)], 1, 0, RATES, now=0.0).refused
+
+
+def test_a_forecast_is_made_now_and_then_and_when_something_has_arrived(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        overload, "forecast", lambda *arguments: made.append(arguments[-1]) or forecast(*arguments)
+    )
+    config = SchedulerConfig(context_length=32, token_budget=8, max_rows=2)
+    control = OverloadControl(Scheduler(KvCache(PageAllocator(8), PrefixTree(4)), config))
+    for now in (1.0, 1.0 + 0.9 * FORECAST_SECONDS, 1.0 + FORECAST_SECONDS):
+        control.late(now)
+    control.arrived()
+    control.late(1.0 + 1.1 * FORECAST_SECONDS)
+    assert made == [1.0, 1.0 + FORECAST_SECONDS, 1.0 + 1.1 * FORECAST_SECONDS]

@@ -3,6 +3,8 @@ is announced, and the prefill side's of who may say what."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.engine.plan import RowResult, StepResult
@@ -205,6 +207,17 @@ def computed(max_leased_pages=30):
     rows = (RowResult((50,)),)
     side.commit(step, StepResult(step.plan.number, rows), 2.0)
     return side
+
+
+def test_the_age_of_the_oldest_lease_is_reported():
+    side = computed()
+    other = replace(NAME, request=NAME.request + 1)
+    side.start("holder", other, Request(other, PROMPT, SamplingParams()), True, 2.0)
+    step = side.plan(2.5)
+    side.commit(step, StepResult(step.plan.number, (RowResult((50,)),)), 4.0)
+    assert side.leases == 2 and side.oldest_lease(5.0) == 3.0
+    side.release("holder", NAME, 5.0)
+    assert side.leases == 1 and side.oldest_lease(5.0) == 1.0
 
 
 def test_what_is_leased_is_counted_until_it_ends():

@@ -11,7 +11,7 @@ import pytest
 from baton.config import DecodeConfig
 from baton.decode import peers as module
 from baton.decode.peers import FORGET_SECONDS, PrefillPeer, PrefillPeers
-from baton.handoff.messages import AttemptName, Beat, CancelPrefill
+from baton.handoff.messages import AttemptName, Beat, CancelPrefill, StartPull
 from baton.rpc.errors import BatonError, unavailable
 from baton.v1 import common_pb2, prefill_pb2
 from virtual_time import skip_waits
@@ -87,6 +87,7 @@ async def test_forgotten_addresses_make_room(monkeypatch):
     peers = PrefillPeers(shell, DecodeConfig(prefill=("127.0.0.1:1",), request_seconds=30.0))
     peers.connect("127.0.0.1:1")
     for number in range(3):
+        peers.check_room(["127.0.0.1:1", f"127.0.0.2:{number + 1}"])
         peers.connect(f"127.0.0.2:{number + 1}")
     with pytest.raises(BatonError, match="at most 4 prefill nodes"):
         peers.check_room(["127.0.0.3:1"])
@@ -214,3 +215,18 @@ async def test_a_peer_that_answers_no_heartbeat_is_connected_to_again(answered, 
     peer.send(Beat("p0"))
     assert (peer.link.error is not None and peer.link.error.reason == "SILENT") == closed
     assert len(peer.link.sent) == (3 if closed else 4)
+
+
+async def test_pulls_are_measured_by_the_tokens_of_their_pages():
+    shell, measured = Shell(), []
+    peers = PrefillPeers(shell, DecodeConfig())
+    peers.pull_meter.add = lambda tokens, seconds: measured.append((tokens, seconds))
+
+    async def run(receiver):
+        pass
+
+    for number, seconds in enumerate((0.25, None)):
+        effect = StartPull("p0", number, ((1, 2), (3, 4), (5, 6)), 1)
+        pull = peers._pulls[number] = SimpleNamespace(run=run, seconds=seconds)
+        await peers._pull(None, pull, effect)
+    assert measured == [(48, 0.25)] and not peers._pulls

@@ -263,6 +263,21 @@ def test_noise_equals_the_reference():
         assert noise[seed, token].item() == pytest.approx(reference_noise(seed, 9, token), abs=1e-5)
 
 
+def unmix(z):
+    z ^= (z >> 31) ^ (z >> 62)
+    z = z * pow(0x94D049BB133111EB, -1, 2**64) & MASK
+    z ^= (z >> 27) ^ (z >> 54)
+    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) & MASK
+    return z ^ (z >> 30) ^ (z >> 60)
+
+
+@pytest.mark.parametrize(("bits", "noise"), [(MASK, -math.log(24 * math.log(2))), (0, 54 * math.log(2))])
+def test_the_rarest_noise_is_finite(bits, noise):
+    """Where a float32 could be 1, or 0."""
+    key = np.array([[(unmix(bits) - 0x9E3779B97F4A7C15) & MASK]], np.uint64).view(np.int64)
+    assert gumbel(torch.from_numpy(key), torch.tensor([0])).item() == pytest.approx(noise, abs=1e-5)
+
+
 def test_top_p_and_top_k_cut_where_they_should_and_keep_ties():
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.05, 0.05]]).log()
     for top_k, top_p, kept in (

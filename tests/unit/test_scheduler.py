@@ -329,9 +329,10 @@ def test_an_output_is_cached_although_its_prompt_was_cached_meanwhile():
     assert third.cached_tokens == 24, "27 tokens of the second had entries"
 
 
-def test_pages_of_logits_that_are_no_numbers_are_not_cached():
+@pytest.mark.parametrize("size", [1, 4])
+def test_pages_of_logits_that_are_no_numbers_are_not_cached(size):
     """Neither choice's: they may hold what nobody may reuse."""
-    engine = Engine()
+    engine = Engine(size=size)
     first = request("a", range(16), n=2)
     engine.scheduler.submit(first)
     read = engine.runner.read

@@ -19,7 +19,7 @@ from baton.handoff.messages import AttemptName, StartPrefill
 from baton.handoff.pull_cost import PullCost
 from baton.prefill.shell import PrefillShell, PrefillStream
 from baton.rpc.errors import BatonError, exhausted, from_status
-from baton.tracing.recorder import Recorder
+from baton.tracing.recorder import Kind, Recorder
 from baton.v1 import common_pb2, decode_pb2, node_pb2, prefill_pb2
 from baton.worker.shell import WorkerShell
 
@@ -190,15 +190,28 @@ def test_a_wrong_start_of_prefill_gets_one_terminal_event(fields, draining, expe
 
 def test_a_good_start_of_prefill_reaches_the_core_once():
     node, caller = Prefill(PrefillConfig()), PrefillStream(3)
+    node.recorder = Recorder(4)
     node.obey(prefill_start(delivered=1, keep_pages=False, announce_ahead=True), caller)
     with pytest.raises(BatonError, match="started twice"):
         node.obey(prefill_start(), caller)
     (call,), started = node.calls, []
     start = SimpleNamespace(side=SimpleNamespace(start=lambda *arguments: started.append(arguments)))
     call(start, 5.0)
+    assert [event.kind for event in node.recorder.of([(3, 1)])] == [Kind.RECEIVED]
     holder, name, request, keep, now, ahead = started[0]
     assert (holder, name.request, keep, now, ahead) == (caller, 1, False, 5.0, True)
     assert (request.prompt, request.delivered) == ((1, 2), ((3,),))
+
+
+def test_a_prefill_node_whose_steps_are_stuck_takes_no_callers():
+    node = Prefill(PrefillConfig())
+    node.core_or_none = SimpleNamespace(step_stats=SimpleNamespace(limit=lambda floor: 0.5))
+    node.steps.step_age = 0.6
+    with pytest.raises(BatonError, match="in one step"):
+        node.open(prefill_pb2.PrefillHello(incarnation=3))
+    assert not node.calls
+    node.steps.step_age, node.make_stream = 0.4, PrefillStream
+    assert node.open(prefill_pb2.PrefillHello(incarnation=3)) and len(node.calls) == 1
 
 
 @pytest.mark.parametrize("grammar", [None, common_pb2.Grammar(regex="a+")])

@@ -200,7 +200,6 @@ class PrefillPeer:
         if len(response.events) != 1 or response.events[0].WhichOneof("kind") != "welcome":
             self.link.reset(failed_precondition("the first answer was not a welcome", "PROTOCOL"))
             return
-        self._session += 1
         self._asked = None
         welcome = response.events[0].welcome
         self._node.spawn(self._open(welcome, self._session), f"open pool of {self.address}")

@@ -273,7 +273,7 @@ class DecodeSide:
         if pull is None:
             return
         handoff = pull.handoff
-        if handoff.pull != number or self._by_name.get(handoff.name) is not handoff:
+        if self._by_name.get(handoff.name) is not handoff:
             return  # the request continued without it; its pages are free now
         handoff.pull = None
         self._record(Kind.PULL_ENDED, handoff.name, pull.address, len(pull.targets), 0, error)
