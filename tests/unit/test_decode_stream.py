@@ -193,3 +193,15 @@ def test_what_a_step_yields_is_one_message_with_finish_reasons_and_log_probabili
     assert (stopped.choice, stopped.finish_reason) == (1, common_pb2.FINISH_REASON_STOP)
     assert longest.finish_reason == common_pb2.FINISH_REASON_LENGTH and not stopped.logprobs
     assert message.events[0].finished.stats.pulled_bytes == 3 * 64
+
+
+def test_what_is_said_of_an_ended_attempt_is_dropped_and_of_one_that_never_was_refused():
+    caller = DecodeStream(3)
+    caller.begin(1, 2)
+    caller.send(decode_pb2.StepEvents(events=[finished(1)]))
+    refused = []
+    caller.refuse = lambda request, attempt, error: refused.append((request, attempt))
+    assert not caller.runs(1, 2) and not refused
+    caller.begin(1, 3)
+    assert caller.runs(1, 3) and not caller.runs(1, 4) and not caller.runs(9, 1)
+    assert refused == [(1, 4), (9, 1)]

@@ -585,6 +585,19 @@ def test_prompts_beyond_what_a_node_may_compute_instead_are_refused_with_the_rea
     assert "(none is connected)" in refused.message
 
 
+@pytest.mark.parametrize(("most", "refused"), [(60, False), (59, True)])
+def test_as_many_tokens_are_computed_instead_as_a_node_may(most, refused):
+    world = World(random.Random(1), decode_pages=80)
+    world.core.routing.config = replace(world.core.routing.config, fallback_tokens=most)
+    world.disconnect("p0")
+    world.disconnect("p1")
+    world.now = 100.0
+    for number in (1, 2):
+        world.start(number, range(100 * number, 100 * number + 30))
+    world.run()
+    assert isinstance(world.terminal[2], Failed) == refused
+
+
 def test_pages_are_announced_before_their_step_has_retired_and_pulled_after():
     world = World(random.Random(1))
     request, node = world.start(1, range(33)), world.nodes["p0"]

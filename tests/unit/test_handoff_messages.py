@@ -18,6 +18,7 @@ from baton.handoff.messages import (
     CancelPrefill,
     ChunkAnnounced,
     FirstSampled,
+    GroupPages,
     LeaseFinished,
     PrefillFailed,
     ReleaseLease,
@@ -26,6 +27,7 @@ from baton.handoff.messages import (
 )
 from baton.handoff.prefill_side import PrefillCounters, PrefillSide
 from baton.kvcache import KvCache, PageAllocator, PrefixTree
+from baton.kvcache.groups import FULL
 from baton.prefill.core import PrefillCore
 from baton.tracing.recorder import Kind, Recorder
 
@@ -34,8 +36,8 @@ PROMPT = tuple(range(10))
 """Three pages of four tokens."""
 
 
-def make_scheduler(**options):
-    cache = KvCache(PageAllocator(40), PrefixTree(4))
+def make_scheduler(groups=(FULL,), **options):
+    cache = KvCache(PageAllocator(40), PrefixTree(4, groups=groups))
     hooks = {name: options.pop(name) for name in ("route", "abandon") if name in options}
     config = SchedulerConfig(context_length=100, token_budget=64, max_rows=8, output_margin=2, **options)
     return Scheduler(cache, config, **hooks)
@@ -44,10 +46,12 @@ def make_scheduler(**options):
 class Decode:
     """One prompt that has been asked for at p0."""
 
-    def __init__(self):
+    def __init__(self, groups=(FULL,)):
         self.failed = []
         self.scheduler = make_scheduler(
-            route=lambda leader, uncached: Route.REMOTE, abandon=lambda leader: self.side.abandon(leader)
+            groups,
+            route=lambda leader, uncached: Route.REMOTE,
+            abandon=lambda leader: self.side.abandon(leader),
         )
         self.side = DecodeSide(
             self.scheduler,
@@ -142,6 +146,14 @@ def test_pages_out_of_turn_are_not_taken(chunk):
     node = Decode()
     assert node.chunk(**chunk) == [CancelPrefill("p0", NAME)]
     assert node.failed == ["PROTOCOL"] and not node.side.active
+
+
+@pytest.mark.parametrize("pages", [(33, 34, 35), (33, 34, 35, 36)])
+def test_no_group_has_more_pages_than_the_prompt(pages):
+    node = Decode((FULL, FULL))
+    more = GroupPages(0, pages, (1,) * len(pages))
+    node.side.receive("p0", ChunkAnnounced(NAME, 0, (30, 31, 32), (1, 1, 1), True, 0, (more,)), 1.0)
+    assert node.failed == (["PROTOCOL"] if len(pages) > 3 else [])
 
 
 @pytest.mark.parametrize("again", [{"pages": (30,)}, {"first": 3, "pages": ()}])

@@ -259,6 +259,20 @@ def test_window_pages_inside_a_prefix_are_evicted_first_and_the_prefix_stays_usa
     cache.check(idle=True)
 
 
+def test_what_is_pinned_keeps_the_pages_that_it_no_longer_sees():
+    """Somebody may still copy them."""
+    cache = KvCache(PageAllocator(8), PrefixTree(PAGE, groups=(KvGroup(2),)))
+    holding = cache.hold([])
+    cache.extend(holding, 6)
+    before = holding.page_tables()
+    cache.pin(holding)
+    assert cache.drop(holding, 6 * PAGE) == 0 and holding.page_tables() == before
+    cache.unpin(holding)
+    assert cache.drop(holding, 6 * PAGE) > 0 and holding.page_tables() != before
+    cache.release(holding, 0)
+    cache.check(idle=True)
+
+
 def test_a_prefix_without_its_window_pages_is_usable_where_the_rest_is_pulled():
     cache = cached(20)
     other = cache.hold([99])

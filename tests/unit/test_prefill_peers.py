@@ -126,8 +126,10 @@ async def test_a_pool_that_opens_after_its_owner_has_restarted_is_closed():
     opening[1].set_result(new)
     await asyncio.sleep(0.01)
     assert [peer.incarnation for peer in peers.describe()] == [4] and peers.usable == {"p0"}
+    link.peer.lost(unavailable("it ended again", "PEER_LOST"))
+    await asyncio.sleep(0.01)
+    assert new.closed and not peers.usable
     await peers.close()
-    assert new.closed
 
 
 @pytest.mark.parametrize(

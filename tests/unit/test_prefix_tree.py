@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 from kv_model import Prefix, TreeModel, rows
 
-from baton.kvcache.eviction import POLICIES, make_policy
+from baton.kvcache.eviction import POLICIES, EvictionQueue, make_policy
 from baton.kvcache.groups import FULL, KvGroup
 from baton.kvcache.page_allocator import AccountingError
 from baton.kvcache.prefix_tree import PrefixTree
@@ -400,3 +400,14 @@ def test_a_sequence_that_grows_stays_shallow() -> None:
     assert len(list(node.path())) == 2
     assert tree.match(list(range(500)))[1] == rows(range(500))
     tree.check()
+
+
+def test_outdated_candidates_do_not_pile_up():
+    queue = EvictionQueue(make_policy("lru"))
+    nodes = [Node(None, ("", b""), b"", 0, [], []) for _ in range(3)]
+    for time_ in range(1, 1000):
+        node = nodes[time_ % 3]
+        node.last_used = time_
+        queue.put(node)
+        assert len(queue._heap) <= 2 * len(queue) + 64
+    assert queue.first() is nodes[997 % 3] and len(queue) == 3

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.plan import SlotInit
-from baton.engine.sampler import Sampler, token_logprobs
+from baton.engine.plan import PlanRow, SlotInit
+from baton.engine.sampler import Sampler, row_results, token_logprobs
 from baton.engine.sampler_ops import FIRST_GROUP, draw, gumbel, row_keys, thresholds
 from baton.engine.sampling import SamplingParams
 
@@ -336,3 +336,11 @@ def test_a_vocabulary_has_no_more_log_probabilities_than_tokens():
     ((only),) = found.read([5])
     assert only.token == 2 and [token for token, _ in only.top] == [1, 2, 0]
     assert math.fsum(math.exp(value) for _, value in only.top) == pytest.approx(1.0)
+
+
+def test_rows_that_sample_one_token_may_have_prompt_log_probabilities():
+    part = token_logprobs(torch.zeros(2, 4), torch.tensor([2, 3]), 1)
+    rows = [PlanRow(0, (1, 2, 3), 0, (0,), (0,), (2, 3), 1), PlanRow(1, None, 5, (1,), (1,))]
+    first, second = row_results(rows, [7, 8], [True, True], {}, {0: [part]}, {})
+    assert (first.tokens, second.tokens) == ((7,), (8,)) and not second.prompt_logprobs
+    assert [entry.token for entry in first.prompt_logprobs] == [2, 3]

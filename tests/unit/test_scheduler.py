@@ -267,6 +267,22 @@ def test_a_higher_priority_is_served_earlier(policy):
     assert engine.ended == [3, 0, 2, 4, 1]
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
+def test_of_those_that_wait_lpm_takes_the_best_cached_behind_the_oldest(policy):
+    engine = Engine(pages=128, rows=2, policy=policy)
+    for key, prompt in enumerate((range(8), range(100, 120)), 10):
+        engine.scheduler.submit(request(key, prompt, max_tokens=1))
+    engine.run()
+    engine.ended.clear()
+    prompts = [range(200, 230), range(210, 240), [*range(8), 7], [*range(100, 120), 7], [*range(8), 8]]
+    requests = [request(key, prompt, max_tokens=2) for key, prompt in enumerate(prompts)]
+    for r in requests:
+        engine.scheduler.submit(r)
+    engine.run()
+    check_outputs(engine, requests)
+    assert engine.ended == ([0, 3, 1, 2, 4] if policy == "lpm" else [0, 1, 2, 3, 4])
+
+
 class CountingTree(PrefixTree):
     """Counts how often token ids are encoded, and how often the tree is searched."""
 

@@ -245,11 +245,7 @@ class Scheduler(SchedulerState):
 
     def _wants_token(self, sequence: Sequence) -> bool:
         """Whether the sequence wants another token after those in flight."""
-        return (
-            not sequence.request.paused
-            and sequence.num_output < sequence.request.params.max_tokens
-            and len(sequence.tokens) + sequence.unread < self.config.context_length
-        )
+        return not sequence.request.paused and sequence.num_output < sequence.request.params.max_tokens
 
     def commit(self, step: Step, result: StepResult) -> None:
         """Applies a step's results in the order of its rows, and frees what the step was the last to use.
@@ -336,11 +332,11 @@ class Scheduler(SchedulerState):
     def _take_token(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
         """Appends a token to the sequence and decides whether it is the last."""
         sequence.tokens.append(token)
-        params, context = sequence.request.params, self.config.context_length
+        params = sequence.request.params
         if not self.config.prompt_only:
             if token in params.stop_token_ids:
                 sequence.finish = FinishReason.STOP
-            elif min(params.max_tokens - sequence.num_read, context - len(sequence.tokens)) <= 0:
+            elif sequence.num_read >= params.max_tokens:
                 sequence.finish = FinishReason.LENGTH
         self.events.append(TokenEvent(sequence, token, logprobs, sequence.finish))
 
