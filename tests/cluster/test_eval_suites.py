@@ -114,8 +114,10 @@ def test_guidellm_measures_a_run(demo: Deployment, tmp_path: Path):
         *("--output", f"kind=json,path={report}"),
     )
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
-    requests = benchmark["requests"]
-    assert len(requests["successful"]) >= 9 and not requests["errored"]
-    assert all(each["output_tokens"] == 12 for each in requests["successful"])
+    requests, state = benchmark["requests"], benchmark["scheduler_state"]
+    assert not requests["errored"], [each["info"]["error"] for each in requests["errored"]]
+    # On a busy machine guidellm may drop what it got of the last requests; it has counted them.
+    assert (state["successful_requests"], state["errored_requests"], state["cancelled_requests"]) == (9, 0, 0)
+    assert requests["successful"] and all(each["output_tokens"] == 12 for each in requests["successful"])
     measured = benchmark["metrics"]["time_to_first_token_ms"]["successful"]
     assert measured["mean"] > 0
