@@ -262,6 +262,20 @@ def test_duplicates_stay_owned_and_are_freed() -> None:
     assert cache.hold([1, 2]).pages == first.pages
 
 
+def test_pages_that_are_not_there_cost_no_cached_one() -> None:
+    cache = make()
+    first = cache.hold([])
+    cache.extend(first, 3)
+    cache.commit(first, range(3 * PAGE))
+    cache.release(first, 0)
+    before, second = cache.counts(), cache.hold([])
+    with pytest.raises(OutOfPages):
+        cache.extend(second, TOTAL + 1)
+    assert cache.counts() == before and not second.pages
+    cache.extend(second, TOTAL)
+    assert cache.counts().owned == TOTAL
+
+
 def test_release_waits_for_the_step_and_for_the_pin() -> None:
     cache = make()
     holding = cache.hold([])

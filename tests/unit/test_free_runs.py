@@ -65,3 +65,12 @@ def test_too_few_in_one_run_are_taken_from_the_longest() -> None:
     free.take(10)
     free.add([0, 1, 4, 5, 6, 9])
     assert free.take(5) == [4, 5, 6, 0, 1]
+
+
+def test_a_run_that_is_too_short_by_a_page_is_left() -> None:
+    """Both reach the same power of two; the shorter is the younger."""
+    free = FreeRuns(20)
+    free.take(20)
+    free.add(range(8, 15))
+    free.add(range(1, 6))
+    assert free.take(6) == list(range(8, 14))

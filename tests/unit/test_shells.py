@@ -203,6 +203,18 @@ def test_a_good_start_of_prefill_reaches_the_core_once():
     assert (request.prompt, request.delivered) == ((1, 2), ((3,),))
 
 
+def test_a_half_closed_stream_ends_when_its_attempts_have():
+    node, caller, closed = Prefill(PrefillConfig()), PrefillStream(3), []
+    node.post, caller.close = lambda function: function(), lambda: closed.append(caller)
+    node.half_closed(caller)
+    (call,), waiting = node.calls, []
+    call(SimpleNamespace(close_when_idle=lambda *arguments: waiting.append(arguments)), 5.0)
+    ((stream, close),) = waiting
+    assert stream is caller and not closed
+    close()
+    assert closed == [caller]
+
+
 def test_a_prefill_node_whose_steps_are_stuck_takes_no_callers():
     node = Prefill(PrefillConfig())
     node.core_or_none = SimpleNamespace(step_stats=SimpleNamespace(limit=lambda floor: 0.5))

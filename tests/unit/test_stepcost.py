@@ -21,9 +21,10 @@ def test_a_steps_figures():
         PlanRow(slot=0, tokens=None, start=9, pages=(0,), sample=(0,)),
         PlanRow(slot=1, tokens=None, start=4, pages=(1,), sample=(1,)),
         PlanRow(slot=2, tokens=(7, 8, 9), start=10, pages=(2,)),
+        PlanRow(slot=3, tokens=(7, 8), start=0, pages=(3,)),
     ]
     assert step_load(rows) == StepLoad(
-        decode_sequences=2, context_tokens=15, prefill_tokens=3, attention_pairs=11 + 12 + 13
+        decode_sequences=2, context_tokens=15, prefill_tokens=5, attention_pairs=11 + 12 + 13 + 1 + 2
     )
 
 
