@@ -1,6 +1,7 @@
 """Steps on a CPU of several source trees, in turn: ratios on a machine whose speed changes.
 
 Each tree's engine runs in a process of its own with one thread; each run follows the same one of the others.
+Prompts have 90 to 159 tokens.
 
     git worktree add ../before COMMIT    # build its stubs: CONTRIBUTING.md
     python benchmarks/step_pairs.py ../before .
@@ -25,13 +26,16 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 from baton.bench.engine import EngineBench
 from baton.bench.steps import Point, jobs_of
+from baton.bench.workload import Job
 from baton.config import WorkerConfig
 size = {"max_rows": 16, "token_budget": 8192, "kv_tokens": 16384}
 bench = EngineBench(WorkerConfig(model=sys.argv[1], device="cpu", **size))
 print("ready", file=answers, flush=True)
 for number, line in enumerate(sys.stdin):
     rows, steps = json.loads(line)
-    run = bench.run(jobs_of(Point(rows, 100), steps, bench, number), 0.0)
+    jobs = jobs_of(Point(rows, 160), steps, bench, number)
+    jobs = [Job(0.0, x.prompt[: 90 + 37 * i % 70], x.output_tokens, x.seed) for i, x in enumerate(jobs)]
+    run = bench.run(jobs, 0.0)
     print(json.dumps([run.first_tokens_seconds, run.tpot]), file=answers, flush=True)
 """
 

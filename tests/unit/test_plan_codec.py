@@ -98,6 +98,26 @@ def test_a_table_that_has_not_changed_is_not_sent_again():
     assert len(encoder.encode(StepPlan(3, (longer,)))) < 80
 
 
+@pytest.mark.parametrize("first", [{"tokens": (7, 8)}, {"tokens": (7,)}, {}])
+def test_another_sequence_in_the_slot_has_tables_of_its_own(first):
+    """Also equal ones: attention knows a row that goes on by its table. `first`: how the other begins."""
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    begun = SlotInit(3, SamplingParams(), 0, (), (), None if first else 5)
+    row = PlanRow(3, None, 7, (4,), (3,), more_pages=((6,),))
+
+    def followed(plan):
+        return decoder.decode(encoder.encode(plan)).rows[0]
+
+    before = followed(StepPlan(1, (row,)))
+    tables = before.pages, before.more_pages[0]
+    same = followed(StepPlan(2, (replace(row, start=8),)))
+    assert same.pages is tables[0] and same.more_pages[0] is tables[1]
+    inits = () if first else (begun,)
+    other = followed(StepPlan(3, (replace(row, start=9, **first),), inits))
+    assert other.pages == tables[0] and other.pages is not tables[0]
+    assert other.more_pages[0] == tables[1] and other.more_pages[0] is not tables[1]
+
+
 def ends():
     ours, theirs = socket.socketpair()
     return Channel(ours, 5.0), Channel(theirs, 5.0)

@@ -97,6 +97,8 @@ class TorchAttention:
         page_bytes //= pool.layout.num_layers
         self._pages_at_once = _GROUP_BYTES // page_bytes if pool.device.type == "cpu" else sys.maxsize
         self._rows: Sequence[AttentionRow] = ()
+        self._starts: dict[int, int] = {}
+        """Of each row by its table's identity, which the row keeps."""
         self._single = 0
         self._order: torch.Tensor | None = None
         self._groups: list[_Group] = []
@@ -117,7 +119,7 @@ class TorchAttention:
             self._written += 1
             for group in self._groups:
                 self._lengthen(group)
-            self._rows = rows
+            self._remember(rows)
             return
         size = self._layout.page_size
         places: list[tuple[int, int]] = []
@@ -128,7 +130,6 @@ class TorchAttention:
                 places += [(row.pages[p // size], p % size) for p in range(row.start, row.start + row.count)]
         self._written = self._vectors_at(places)
         self._keys, self._values = (half.unbind(0) for half in self._written.unbind(0))
-        self._rows = rows
         self._single = next((i for i, row in enumerate(rows) if row.count > 1), len(rows))
         self._group(rows[: self._single])
         self._chunks = []
@@ -136,18 +137,26 @@ class TorchAttention:
         for row in rows[self._single :]:
             self._chunks.append(self._chunk(row, first))
             first += row.count
+        self._remember(rows)
+
+    def _remember(self, rows: Sequence[AttentionRow]) -> None:
+        self._rows = rows
+        self._starts = {id(row.pages): row.start for row in rows if row.count == 1}
+
+    def _goes_on(self, row: AttentionRow) -> bool:
+        """It had one token in the step before, too, and is one token on in the same page. Another sequence's
+        table is another object, even if it has the same pages."""
+        before = self._starts.get(id(row.pages))
+        return row.count == 1 and before == row.start - 1 and row.start % self._layout.page_size != 0
 
     def _one_token_on(self, rows: Sequence[AttentionRow]) -> bool:
-        """The rows are those of the step before, each of one token and one token on in the same page."""
-        size = self._layout.page_size
+        """The rows are those of the step before in the same order, and each goes on."""
         if len(rows) != len(self._rows) or self._chunks:
             return False
-        for row, before in zip(rows, self._rows, strict=True):
-            # Another sequence's table is another object, if it has the same pages too.
-            same = row.count == 1 and row.pages is before.pages
-            if not same or row.start != before.start + 1 or not row.start % size:
-                return False
-        return True
+        return all(
+            row.pages is before.pages and self._goes_on(row)
+            for row, before in zip(rows, self._rows, strict=True)
+        )
 
     def _vectors_at(self, places: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Entries of `KvPool.vectors` of the own heads at pairs of page and offset: [2, layers, places * kv
@@ -250,12 +259,12 @@ class TorchAttention:
 
     def _clear_ends(self, rows: Sequence[AttentionRow]) -> None:
         """Memory behind a row's end in its last page is gathered with it and may hold NaN, and 0 times NaN is
-        NaN. Only the row itself writes into this page, so it stays cleared."""
+        NaN. Only the row itself writes into this page, so it stays cleared while the row goes on."""
         size = self._layout.page_size
         ends = [
             (row.pages[row.start // size], offset)
             for row in rows
-            if self._pads(row)
+            if self._pads(row) and not self._goes_on(row)
             for offset in range(row.start % size + 1, size)
         ]
         if ends:

@@ -24,6 +24,8 @@ from baton.kvcache import KvCache, PageAllocator, PrefixTree
 from baton.rpc.address import new_incarnation
 from baton.rpc.errors import internal
 from baton.worker.engine import build_engine
+from baton.worker.heap import keep_freed_memory
+from baton.worker.model import device_of
 
 PROGRESS_SECONDS = 1.0
 Progress = Callable[[int], None]
@@ -59,6 +61,8 @@ class EngineBench:
     def __init__(self, config: WorkerConfig) -> None:
         """Loads the model; blocks. Raises BatonError."""
         started = time.monotonic()
+        if device_of(config.device).type == "cpu":
+            keep_freed_memory()
         self.engine = build_engine(config, new_incarnation(), "decode")
         self.start_seconds = time.monotonic() - started
         self.config = self.engine.config

@@ -28,6 +28,8 @@ class PlanEncoder:
         """Where the last plan's rows would go on; empty if one had tokens of its own."""
 
     def encode(self, plan: StepPlan) -> bytes:
+        for init in plan.inits:
+            self._forget(init.slot)
         inits = [(init.slot, init.last_token) for init in plan.inits if init.last_token is not None]
         rows = self._rows(plan.rows)
         return marshal.dumps((plan.number, rows, inits, plan.copies))
@@ -42,6 +44,9 @@ class PlanEncoder:
         again = decode and starts == self._next and slots == self._slots
         self._slots, self._next = slots, [start + 1 for start in starts] if decode else []
         if not again:
+            for row in rows:
+                if row.tokens is not None:
+                    self._forget(row.slot)
             return [self._row(row) for row in rows]
         changes = []
         for at, row in enumerate(rows):
@@ -52,6 +57,11 @@ class PlanEncoder:
                 if found is not None:
                     changes.append((at, found))
         return tuple(changes)
+
+    def _forget(self, slot: int) -> None:
+        """Another sequence may follow in this slot: its tables are other objects, even if they are equal.
+        Attention knows a row that goes on by its table."""
+        self._sent.pop(slot, None)
 
     def _row(self, row: PlanRow) -> tuple[Any, ...]:
         changes = self._changed(row)

@@ -51,7 +51,6 @@ from baton.transport import (
 )
 from baton.v1 import common_pb2, node_pb2
 from baton.worker.grammars import make_compiler
-from baton.worker.heap import keep_freed_memory
 from baton.worker.hosts import check_hosts
 from baton.worker.memory import num_pages, run_largest_steps
 from baton.worker.model import (
@@ -157,10 +156,8 @@ def _build(config: WorkerConfig, incarnation: int, role: str, stopping: threadin
     _check(config)
     if config.batch_invariant:
         config = _invariant(config, device)
-    if device.type == "cpu":
-        keep_freed_memory()
-        if config.threads:
-            torch.set_num_threads(config.threads)
+    if device.type == "cpu" and config.threads:
+        torch.set_num_threads(config.threads)
     if config.tp > 1 and device.type != "cpu":
         device = on_gpus(config, device)
     check_model(config, device)

@@ -43,8 +43,9 @@ from baton.worker.cache_service import CacheServicer
 from baton.worker.caller_stream import CallerStreams
 from baton.worker.embedder import Embedder
 from baton.worker.engine import Engine, build_engine, log_cost, measure_steps, step_limits
+from baton.worker.heap import keep_freed_memory
 from baton.worker.load import add_grammars, add_step_cost, page_map_message, snapshot
-from baton.worker.model import use_device
+from baton.worker.model import device_of, use_device
 from baton.worker.shell import LOST_SECONDS, C, WorkerShell
 
 _log = get_logger()
@@ -76,7 +77,9 @@ class WorkerNode(WorkerShell[C]):
     streams: CallerStreams[Any]
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Raises BatonError when the files of its cluster secret or certificates cannot be used."""
+        """Raises BatonError when the device, the cluster secret or a certificate cannot be used."""
+        if device_of(config.device).type == "cpu":
+            keep_freed_memory()
         self.config = config
         self.cluster = Cluster.load(config)
         self.incarnation = new_incarnation()

@@ -168,11 +168,13 @@ class Run:
         return {process.name: process.info().incarnation for process in self.deployment.processes}
 
     def _counted(self) -> dict[str, dict[str, Any]]:
-        """By process: its load, but for the time since its last step."""
+        """By process: its load, but for the time since its last step, and what its steps cost: idle nodes
+        measure it anew."""
         found = {}
         for process in self.deployment.processes:
             load = process.load()
             load.ClearField("step_age_ms")
+            load.ClearField("step_cost")
             found[process.name] = {field.name: str(value) for field, value in load.ListFields()}
         return found
 
