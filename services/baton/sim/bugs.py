@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -26,8 +25,7 @@ from baton.kvcache import Holding, KvCache, KvGroup, PageAllocator
 from baton.kvcache.tree_node import PageRow
 from baton.kvcache.window_pages import WindowPages
 from baton.prefill.core import PrefillCore
-from baton.ranks import plan_codec
-from baton.ranks.plan_codec import Table
+from baton.ranks.plan_codec import PlanDecoder, Table
 from baton.ranks.runner import RankedRunner, RanksLost
 from baton.rpc.errors import BatonError
 from baton.sim.planting import Bug, Change, Wrong
@@ -312,17 +310,18 @@ def _(complete: Wrong, ranks: Ranks, found: Collective) -> bool:
     "follower-behind",
     "a follower is a sequence behind, and reuses its pages",
     25,
-    plan_codec,
-    "_changes",
+    PlanDecoder,
+    "_change",
     seed=5,
 )
-def _(changes: Wrong, before: Any, pages: Table, more: tuple[Table, ...]) -> list[tuple[int, Table]]:
+def _(change: Wrong, decoder: PlanDecoder, slot: int, changes: Sequence[tuple[int, Table]]) -> list[Table]:
     """Page tables are taken to grow only."""
-    sent = () if before is None else (before[0], *before[1])
-    return [
-        (min(len(was), len(now)), now[len(was) :])
-        for was, now in itertools.zip_longest(sent, (pages, *more), fillvalue=())
+    before = decoder._tables.get(slot) or [()] * len(changes)
+    now = change(decoder, slot, changes)
+    decoder._tables[slot] = [
+        was[: len(table)] + table[len(was) :] for was, table in zip(before, now, strict=True)
     ]
+    return decoder._tables[slot]
 
 
 @_bug(
