@@ -34,8 +34,6 @@ def free_ports(host: str, count: int, claims: contextlib.ExitStack | None = None
     there are not so many."""
     found: list[int] = []
     for port in random.sample(PORTS, len(PORTS)):
-        if len(found) == count:
-            return found
         with contextlib.suppress(OSError), contextlib.ExitStack() as claim:
             # A name of the same network namespace, which ends with its process (unix(7), abstract sockets).
             claim.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0baton-port-{port}")
@@ -45,6 +43,8 @@ def free_ports(host: str, count: int, claims: contextlib.ExitStack | None = None
             found.append(port)
             if claims is not None:
                 claims.push(claim.pop_all())
+        if len(found) == count:
+            return found
     raise OSError(f"{host} has no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")
 
 
