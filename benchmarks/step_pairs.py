@@ -1,7 +1,6 @@
 """Steps on a CPU of several source trees, in turn: ratios on a machine whose speed changes.
 
 Each tree's engine runs in a process of its own with one thread; each run follows the same one of the others.
-Prompts have 90 to 159 tokens.
 
     git worktree add ../before COMMIT    # build its stubs: CONTRIBUTING.md
     python benchmarks/step_pairs.py ../before .
@@ -32,9 +31,10 @@ size = {"max_rows": 16, "token_budget": 8192, "kv_tokens": 16384}
 bench = EngineBench(WorkerConfig(model=sys.argv[1], device="cpu", **size))
 print("ready", file=answers, flush=True)
 for number, line in enumerate(sys.stdin):
-    rows, steps = json.loads(line)
-    jobs = jobs_of(Point(rows, 160), steps, bench, number)
-    jobs = [Job(0.0, x.prompt[: 90 + 37 * i % 70], x.output_tokens, x.seed) for i, x in enumerate(jobs)]
+    rows, steps, least, most = json.loads(line)
+    lengths = [least + 37 * i % (most - least + 1) for i in range(rows)]
+    jobs = jobs_of(Point(rows, most), steps, bench, number)
+    jobs = [Job(0.0, x.prompt[:n], x.output_tokens, x.seed) for x, n in zip(jobs, lengths, strict=True)]
     run = bench.run(jobs, 0.0)
     print(json.dumps([run.first_tokens_seconds, run.tpot]), file=answers, flush=True)
 """
@@ -57,10 +57,11 @@ def start(tree: Path, model: str) -> subprocess.Popen[str]:
     return child
 
 
-def ask(child: subprocess.Popen[str], rows: int, steps: int) -> tuple[float, float]:
-    """Seconds until all rows had their first token, and of a step."""
+def ask(child: subprocess.Popen[str], *what: int) -> tuple[float, float]:
+    """`what`: rows, decode steps, least and most tokens of a prompt -> seconds until all rows had their first
+    token, and of a step."""
     assert child.stdin is not None and child.stdout is not None
-    print(json.dumps([rows, steps]), file=child.stdin, flush=True)
+    print(json.dumps(what), file=child.stdin, flush=True)
     first, step = json.loads(child.stdout.readline())
     return first, step
 
@@ -71,6 +72,9 @@ def main() -> None:
     )
     parser.add_argument("trees", nargs="+", type=Path, help="folders with services/; ratios are to the first")
     parser.add_argument("--model", default="demo")
+    parser.add_argument(
+        "--prompts", type=int, nargs=2, default=(90, 159), help="least and most tokens of one"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="after one to warm up")
     options = parser.parse_args()
     children = [start(tree, options.model) for tree in options.trees]
@@ -80,7 +84,7 @@ def main() -> None:
             for number in range(options.rounds + 1):
                 order = list(enumerate(children))
                 for index, child in order if number % 2 else reversed(order):
-                    seconds = ask(child, rows, steps)[at]
+                    seconds = ask(child, rows, steps, *options.prompts)[at]
                     if number:
                         taken[index].append(seconds * 1e3)
             for tree, own in zip(options.trees, taken, strict=True):

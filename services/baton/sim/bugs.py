@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 from baton.engine.batch import Step, StepBuilder
@@ -36,7 +35,7 @@ BUGS: dict[str, Bug] = {}
 
 
 def _bug(
-    name: str, text: str, within: int, owner: type | ModuleType, method: str, *others: Change, seed: int = 0
+    name: str, text: str, within: int, owner: type, method: str, *others: Change, seed: int = 0
 ) -> Callable[[Wrong], Wrong]:
     """Registers what it decorates as the bug's first change."""
 

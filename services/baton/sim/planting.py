@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 Wrong = Callable[..., Any]
 """Replaces a method: called with the method, then with its arguments."""
-Change = tuple[type | ModuleType, str, Wrong]
+Change = tuple[type, str, Wrong]
 """The class and the name of the method, or a module and its function, and what replaces it."""
 
 
