@@ -88,6 +88,7 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
             load_format="dummy",
             device=options.device,
             tp=options.tp,
+            ep=options.ep,
             page_size=options.page_size,
             kv_tokens=options.kv_tokens,
             kv_dtype=options.kv_dtype,
@@ -107,6 +108,7 @@ def measure(model: str, options: argparse.Namespace, facts: dict[str, Any]) -> N
         "quantization": options.quantization,
         "quantize_head": options.quantize_head,
         "tp": options.tp,
+        "ep": options.ep,
         "floor_ms": weights / options.tp / bandwidth * 1e3,
         "bandwidth": bandwidth,
     }
@@ -140,6 +142,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tp", type=int, default=1, help="ranks, on a GPU each")
+    parser.add_argument("--ep", action="store_true", help="whole experts on each rank")
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--kv-tokens", type=int, default=400_000)
     parser.add_argument("--kv-dtype", default="auto", help="auto or fp8_e4m3")

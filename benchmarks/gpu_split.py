@@ -30,7 +30,8 @@ WORKER = {"load_format": "dummy", "dtype": "bfloat16", "max_rows": 256}
 def plan_of(layout: str, model: str, args: argparse.Namespace, folder: Path) -> DeploymentPlan:
     """`split`: prompts in steps of up to --budget tokens; `aggregated`: mixed steps of up to --chunk."""
     split = layout == "split"
-    worker = {**WORKER, "model": model, "device": args.device}
+    worker = {**WORKER, "model": model, "device": args.device, "tp": args.tp, "ep": args.ep}
+    worker |= {"quantization": args.quantization, "kv_dtype": args.kv_dtype}
     settings = {
         "tokenizer": {"model": model},
         "prefill": {**worker, "token_budget": args.budget},
@@ -61,7 +62,7 @@ def measurements(args: argparse.Namespace) -> dict[str, list[str]]:
         found[f"load-{prompt}-{rate:g}"] = [
             *("serve", "--rate", f"{rate:g}", "--seconds", str(args.seconds), "--prompt-tokens", str(prompt)),
             *("--output-tokens", str(args.output), "--seed", str(seed), "--clients", str(args.clients)),
-            *("--ttft-target-ms", "200", "--itl-target-ms", "15"),
+            *("--ttft-target-ms", "200", "--itl-target-ms", f"{args.itl_target_ms:g}"),
         ]
     if args.offline:
         found["offline"] = [
@@ -104,6 +105,10 @@ def main() -> int:
     parser.add_argument("--model", default="", help="a model directory; default: of --shape")
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tp", type=int, default=1, help="ranks of each worker, on a GPU each")
+    parser.add_argument("--ep", action="store_true", help="whole experts on each rank")
+    parser.add_argument("--quantization", default="auto", help="fp8, int8 or int4, while loading")
+    parser.add_argument("--kv-dtype", default="auto", help="auto or fp8_e4m3")
     parser.add_argument("--chunk", type=int, default=1024, help="token budget of aggregated nodes")
     parser.add_argument("--replicas", type=int, default=2, help="aggregated nodes")
     parser.add_argument("--gateways", type=int, default=1, help="gateways that share a port")
@@ -117,6 +122,7 @@ def main() -> int:
     parser.add_argument("--loads", type=load, nargs="*", default=loads, help="PROMPT@RATE")
     parser.add_argument("--output", type=int, default=256, help="output tokens of a load's request")
     parser.add_argument("--seconds", type=float, default=25.0)
+    parser.add_argument("--itl-target-ms", type=float, default=15.0, help="for a load's goodput")
     parser.add_argument("--offline", type=int, default=256, help="requests; 0: leave it out")
     parser.add_argument("--repeats", type=int, default=1, help="of those; the median counts")
     parser.add_argument("--only", nargs="*", help="measurements whose names begin so")
