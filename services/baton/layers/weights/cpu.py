@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from baton.layers.weights.method import QuantizedWeight
+from baton.layers.weights.method import Method, QuantizedWeight
 
 TOLERANCE = {4: 1e-2, 8: 1e-4}
 """By bits: the largest error of a product that is exact enough, relative to its norm, in a float32 model.
@@ -133,8 +133,10 @@ CANDIDATES: dict[int, tuple[MakeProduct, ...]] = {
 
 
 def exact_products(weight: QuantizedWeight, dtype: torch.dtype) -> list[Product]:
-    """Those that work here and are exact enough for this matrix; always `Dequantized`, first."""
+    """Those that work here and are exact enough for this matrix, and of 8 bits for the largest codes; always
+    `Dequantized`, first."""
     tolerance = TOLERANCE[weight.bits] if dtype == torch.float32 else TOLERANCE_16
+    largest = _largest() if weight.bits == 8 else None
     x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = x.double() @ weight.unpacked().dequantize().double().t()
     found: list[Product] = []
@@ -142,8 +144,20 @@ def exact_products(weight: QuantizedWeight, dtype: torch.dtype) -> list[Product]
         try:
             product = candidate(weight, dtype)
             error = (product.apply(x, None) - expected).norm() / expected.norm()
+            if largest is not None:
+                out = candidate(largest, dtype).apply(torch.ones(1, 64, dtype=dtype), None)
+                error = torch.maximum(error, (out / (64 * 127) - 1).abs().max())
         except (RuntimeError, AttributeError, NotImplementedError):
             continue  # this torch or this processor does not have it
         if candidate is Dequantized or error <= tolerance:
             found.append(product)
     return found
+
+
+def _largest() -> QuantizedWeight:
+    """A matrix of the largest codes of 8 bits. A processor without products of 8-bit integers adds two of
+    them in 16 bits, which overflow with the largest activations, but hardly ever with random ones."""
+    weight = QuantizedWeight(Method(8), 64, 64, torch.device("cpu"))
+    weight.codes.fill_(127)
+    weight.scale.fill_(1.0)
+    return weight
