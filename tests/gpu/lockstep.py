@@ -96,7 +96,7 @@ class Lockstep:
         dtype = getattr(torch, engine.model_info.dtype)
 
         def make(rank: int) -> Any:
-            shard, communicator = Shard(rank, config.tp), InOrder(group, rank)
+            shard, communicator = Shard(rank, config.tp, ep=config.ep), InOrder(group, rank)
             context = config.context_length
             model = load(config, path, dtype, CUDA, shard, communicator)
             layout = kv_layout(model, config.page_size, context)

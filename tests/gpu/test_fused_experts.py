@@ -13,6 +13,7 @@ from rig import CUDA, GREEDY, generate, make, prompts_of, reference_logits, save
 from baton.layers.experts import ClampedSwiglu, Experts, Mixture, Router, Routing
 from baton.layers.mlp import GatedMlp
 from baton.layers.parameters import Parameters
+from baton.layers.shard import ONE_RANK, Shard
 
 SHAPES = {
     "softmax": (16, 4, 256, 128, Routing(4), {}),
@@ -32,9 +33,9 @@ SHAPES = {
 }
 
 
-def mixture_of(name, shared=False, dtype=torch.bfloat16):
+def mixture_of(name, shared=False, dtype=torch.bfloat16, shard=ONE_RANK):
     count, _, hidden, inner, routing, options = SHAPES[name]
-    parameters = Parameters(dtype, CUDA)
+    parameters = Parameters(dtype, CUDA, shard=shard)
     router = Router(parameters, "gate", hidden, count, routing, **options)
     clamped = name == "gpt-oss"
     activation = ClampedSwiglu(1.702, 1.0) if clamped else "silu"
@@ -100,6 +101,29 @@ def test_parts_equal_the_layer(name, shared, tokens):
     for _ in range(2):  # the second time in memory that the first has used
         assert error(fused.parts(x).float().sum(0), want) < 1.5e-2
     assert error(mixture(x), want) < 1.5e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40, 300, 2500])
+@pytest.mark.parametrize("name", SHAPES)
+def test_parts_of_ranks_with_whole_experts_add_up(name, tokens):
+    from baton.models.fused_mixture import FusedMixture
+
+    whole, hidden = mixture_of(name)
+    x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
+    total = torch.zeros(tokens, hidden, device=CUDA)
+    for rank in range(2):
+        mixture, _ = mixture_of(name, shard=Shard(rank, 2, ep=True))
+        ours, everyone = mixture.experts, whole.experts
+        own = slice(ours.first, ours.first + ours.count)
+        for part in ("gate_up", "down", "gate_up_bias", "down_bias"):
+            if getattr(ours, part) is not None:
+                getattr(ours, part).copy_(getattr(everyone, part)[own])
+        fused = FusedMixture(Mixture(whole.router, ours))
+        for _ in range(2):  # the second time in memory that the first has used
+            parts = fused.parts(x)
+        total += parts.float().sum(0)
+    assert ours.count == everyone.count // 2
+    assert error(total, FusedMixture(whole).parts(x).float().sum(0)) < 1e-2
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -155,9 +155,8 @@ def test_every_bit_is_that_of_parts_added_in_one_process(tmp_path, monkeypatch, 
     prompts, params = prompts_and_params()
     free = [0, 2, 3, 5]
     found = in_lockstep(path, place, monkeypatch, prompts, params)
-    tokens = [found[i] for i in free]
     if name in ("64", "128", "qwen2"):
-        assert_greedy(path, [prompts[i] for i in free], tokens, 0.3)
+        assert_greedy(path, [prompts[i] for i in free], [found[i] for i in free], 0.3)
     else:
         # Rounding changes which experts a token uses, on one rank as on two.
         assert_as_near_as_one_rank(path, prompts, params, found, free)
@@ -209,14 +208,17 @@ def gaps(path, prompts, outputs, which) -> float:
     return (torch.cat(found) > 0.3).float().mean().item()
 
 
+@pytest.mark.parametrize("ep", [False, True])
 @pytest.mark.parametrize("family", ["mistral-window", "gemma3", "gpt-oss", "deepseek-v3"])
-def test_float32_tokens_and_pages_of_families_are_those_of_one_rank(tmp_path, family):
+def test_float32_tokens_and_pages_of_families_are_those_of_one_rank(tmp_path, family, ep):
     """In CUDA graphs: windows, of which pages are given up, sinks, latents, and mixtures with them."""
+    if ep and family in ("mistral-window", "gemma3"):
+        pytest.skip("no experts")
     path = save_checkpoint(tmp_path, **(V3 if family == "deepseek-v3" else FAMILIES[family]))
     prompts = prompts_of(*LENGTHS)
     found = {}
     for tp in (1, 2):
-        with engine_of(path, tp, "float32") as engine:
+        with engine_of(path, tp, "float32", ep=ep and tp > 1) as engine:
             assert isinstance(runner_of(engine), CudaRunner)
             params = greedy(len(prompts), 16)
             first = generate(engine.runner, engine.cache, prompts, params, budget=128)
@@ -240,13 +242,10 @@ def test_both_ranks_together_take_the_promised_part_of_the_gpu(checkpoint):
         assert_greedy(checkpoint, prompts, found, 0.3)
 
 
-def test_what_does_not_work_is_refused(checkpoint):
-    for options, text in (
-        ({"device": "cuda", "tp": 1 + torch.cuda.device_count()}, "lower it, or let the ranks share one"),
-        ({"device": "cuda:0", "tp": 2, "ep": True}, "--ep works on CPUs only"),
-    ):
-        with pytest.raises(BatonError, match=text):
-            build_engine(WorkerConfig(model=str(checkpoint), **options), 1, "decode")
+def test_more_ranks_than_gpus_are_refused(checkpoint):
+    config = WorkerConfig(model=str(checkpoint), device="cuda", tp=1 + torch.cuda.device_count())
+    with pytest.raises(BatonError, match="lower it, or let the ranks share one"):
+        build_engine(config, 1, "decode")
 
 
 def step(engine, number=1):
@@ -368,7 +367,7 @@ def test_pages_are_handed_off_between_different_numbers_of_ranks(workers):
     if kind != "pages in FP8":
         count = {name: different(deployed.path, prompts, tokens[name], tokens["one"]) for name in tokens}
         print("different outputs", kind, count)
-    else:  # rounded keys and values lie further from float32, with one rank as with two
+    else:
         wrong = {name: gaps(deployed.path, prompts, tokens[name], range(len(prompts))) for name in tokens}
         print("further from float32 than 0.3", wrong)
         assert all(share <= wrong["one"] + 0.1 for share in wrong.values())

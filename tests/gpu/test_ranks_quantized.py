@@ -1,4 +1,4 @@
-"""Workers of two ranks on GPUs whose weights, or whose pages, are quantized."""
+"""Workers of two ranks on GPUs whose weights or pages are quantized, or who have whole experts."""
 
 from __future__ import annotations
 
@@ -95,3 +95,15 @@ def test_float32_tokens_and_pages_in_fp8_are_those_of_one_rank(tmp_path, place):
     different = sum(a != b for a, b in zip(one, two, strict=True))
     print("different bytes", share, "outputs", different)
     assert share < 1e-3 and different <= 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["glm4-moe", "gpt-oss", "deepseek-v3", "mixture fp8-blocks"])
+def test_every_bit_of_whole_experts_is_that_of_parts_added_in_one_process(tmp_path, monkeypatch, name, place):
+    model, how = WEIGHTS[name] if name in WEIGHTS else (MODELS[name], None)
+    path = save_checkpoint(tmp_path, **model)
+    if how is not None:
+        write(path, None, how)
+    prompts, params = prompts_and_params()
+    found = in_lockstep(path, place, monkeypatch, prompts, params, ep=True)
+    assert_as_near_as_one_rank(path, prompts, params, found, [0, 2, 3, 5])

@@ -72,16 +72,22 @@ class FusedMixture:
         few = not self._invariant and tokens <= FEW_TOKENS
         routed = 1 if few else top_k
         separate = self._shared is not None and not (few and self._joined is not None)
-        out = torch.empty(routed + separate, tokens, hidden, dtype=x.dtype, device=x.device)
+        # What other ranks' experts give is left out by all but the kernels for a few tokens.
+        new = torch.empty if few or experts.count == experts.total else torch.zeros
+        out = new(routed + separate, tokens, hidden, dtype=x.dtype, device=x.device)
         counts = None
         if tokens * top_k > COUNTED_PAIRS:
-            counts = torch.zeros(experts.count, dtype=torch.int32, device=x.device)
+            counts = torch.zeros(experts.total, dtype=torch.int32, device=x.device)
         weights, chosen = choose(self._router, self._scores(x), counts=counts)
+        if experts.first:
+            chosen -= experts.first
+        if counts is not None:
+            counts = counts[experts.first : experts.first + experts.count]
         if few:
             inner = few_experts.gate_up(x, self._router, experts, chosen, self._joined)
             few_experts.down(inner, experts, weights, chosen, out[0], self._joined)
         else:
-            sizes = INVARIANT if self._invariant else sizes_for(tokens * top_k, experts.count, self._eight)
+            sizes = INVARIANT if self._invariant else sizes_for(tokens * top_k, experts.total, self._eight)
             tiles = sort(chosen, experts.count, sizes.rows, counts=counts)
             sorted_inner = grouped.gate_up(
                 self._quantized(x) if self._eight else x, experts, tiles, top_k, sizes.gate_up

@@ -52,8 +52,6 @@ def on_gpus(config: WorkerConfig, device: torch.device) -> torch.device:
         raise invalid("tp", f"--tp works on CPUs and NVIDIA GPUs, not on {device.type}; leave it out")
     if config.nnodes > 1:
         raise invalid("nnodes", "ranks of several hosts compute on CPUs only; leave out --nnodes")
-    if config.ep:
-        raise invalid("ep", "--ep works on CPUs only; leave it out")
     count = torch.cuda.device_count()
     if device.index is None and count < config.tp:
         raise invalid(

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baton.layers.experts import Experts, Router
 from baton.layers.kernels.activation import gated, gating
-from baton.layers.kernels.routing import chosen_expert, constants
+from baton.layers.kernels.routing import chosen_expert, constants, on_this_rank
 from baton.layers.mlp import GatedMlp
 
 Block = tuple[int, int, int, int]
@@ -38,6 +38,7 @@ def _gate_up(
     scale,
     eps,
     K: tl.constexpr,
+    HELD: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -85,6 +86,7 @@ def _gate_up(
         )
     else:
         expert = tl.load(experts + token * TOP_K + pair, mask=pair < TOP_K, other=0)
+    mine, expert = on_this_rank(expert, HELD)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     gate_at = weight + (expert.to(tl.int64) * (2 * INNER) + n)[:, None] * K + columns[None, :]
@@ -96,7 +98,7 @@ def _gate_up(
         gate_at = tl.where(common, shared_at, gate_at)
         gap = tl.where(common, SHARED * INNER * K, gap)
     source = x + token.to(tl.int64) * K + columns
-    inside = (n < INNER)[:, None]
+    inside = (n < tl.where(mine, INNER, 0))[:, None]
     unit_row = expert.to(tl.int64) * (2 * INNER) + tl.program_id(0) * ROWS
     blocks: tl.constexpr = K // 128
     gate = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -148,6 +150,7 @@ def _down(
     expert_bias,
     out,
     HIDDEN: tl.constexpr,
+    HELD: tl.constexpr,
     INNER: tl.constexpr,
     SHARED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -173,7 +176,8 @@ def _down(
         routed = choice < TOP_K
         expert = tl.load(experts + token * TOP_K + choice, mask=routed, other=0).to(tl.int64)
         share = tl.load(weights + token * TOP_K + choice, mask=routed, other=1.0)
-        known = choice < pairs
+        known, expert = on_this_rank(expert, HELD)
+        known = known & (choice < pairs)
         row = expert[:, None] * HIDDEN + n[None, :]
         held = known[:, None] & (n < HIDDEN)[None, :]
         start = weight + row * INNER
@@ -203,8 +207,9 @@ def _down(
     y = tl.sum(tl.sum(total, 2), 0)
     if EXPERT_BIAS:
         for place in range(TOP_K):
-            row_of = expert_bias + tl.load(experts + token * TOP_K + place).to(tl.int64) * HIDDEN
-            bias = tl.load(row_of + n, mask=n < HIDDEN, other=0.0).to(tl.float32)
+            mine, own_expert = on_this_rank(tl.load(experts + token * TOP_K + place), HELD)
+            row_of = expert_bias + own_expert.to(tl.int64) * HIDDEN
+            bias = tl.load(row_of + n, mask=mine & (n < HIDDEN), other=0.0).to(tl.float32)
             y += bias * tl.load(weights + token * TOP_K + place)
     target = out + token.to(tl.int64) * HIDDEN + n
     if ADD:
@@ -247,7 +252,7 @@ def gate_up(
     pdl: bool = True,
 ) -> torch.Tensor:
     """Activated gate * up of each token's experts: x [tokens, hidden], chosen int32 [tokens, top_k] ->
-    [tokens * (top_k + shared), inner]. `shared`: see `joins`."""
+    [tokens * (top_k + shared), inner], of other ranks' experts anything. `shared`: see `joins`."""
     pairs = len(x) * (chosen.shape[1] + _count(shared, experts))
     out = torch.empty(pairs, experts.inner, dtype=x.dtype, device=x.device)
     how = block or FEW_GATE_UP, pdl
@@ -300,6 +305,7 @@ def _launch_gate_up(
         router.routing.scale,
         eps,
         K=x.shape[1],
+        HELD=experts.count,
         INNER=experts.inner,
         SHARED=_count(shared, experts),
         SCALED=matrix.scaled,
@@ -345,6 +351,7 @@ def down(
         weights if experts.down_bias is None else experts.down_bias,
         out,
         HIDDEN=hidden,
+        HELD=experts.count,
         INNER=inner,
         SHARED=_count(shared, experts),
         SCALED=matrix.scaled,

@@ -111,6 +111,12 @@ def chosen_expert(
     return expert
 
 
+@triton.jit
+def on_this_rank(expert, EXPERTS: tl.constexpr):
+    """Whether this rank has an expert, and a number of one that it has."""
+    return (expert >= 0) & (expert < EXPERTS), tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _choose(
     logits,
@@ -190,7 +196,8 @@ def _sort(
         count = tl.zeros((BINS,), tl.int32)
         for start in range(0, pairs, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            count += tl.histogram(tl.load(experts + at, mask=at < pairs, other=EXPERTS), BINS)
+            expert = tl.load(experts + at, mask=at < pairs, other=EXPERTS)
+            count += tl.histogram(tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS), BINS)
         count = tl.where(bins < EXPERTS, count, 0)
     tiles = (count + ROWS - 1) // ROWS
     first = tl.sum(tl.where(bins < own, tiles, 0), 0)
@@ -265,8 +272,8 @@ class Tiles:
 def sort(
     chosen: torch.Tensor, experts: int, rows: int, *, counts: torch.Tensor | None = None, pdl: bool = True
 ) -> Tiles:
-    """`chosen` int32 [tokens, top_k] of so many experts; `counts` int32 [experts]: choices of each, if
-    known."""
+    """`chosen` int32 [tokens, top_k] of so many experts, other numbers are those of other ranks; `counts`
+    int32 [experts]: choices of each, if known."""
     pairs = chosen.numel()
     most = pairs // rows + min(experts, pairs)
     order = torch.empty(most * rows, dtype=torch.int32, device=chosen.device)
