@@ -1,4 +1,4 @@
-"""Mixtures of experts on fused kernels against the layer's definition in float32."""
+"""Mixtures of experts on fused kernels against the layer's definition, in float32, or float64 of 4 bits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from baton.layers.experts import ClampedSwiglu, Experts, Mixture, Router, Routin
 from baton.layers.mlp import GatedMlp
 from baton.layers.parameters import Parameters
 from baton.layers.shard import ONE_RANK, Shard
+from baton.layers.weights.method import Method, QuantizedWeight, WeightPlan
 
 SHAPES = {
     "softmax": (16, 4, 256, 128, Routing(4), {}),
@@ -170,6 +171,98 @@ def test_logits_that_are_no_numbers_stay_in_their_row():
         assert got[1].isnan().all()
         others = torch.arange(tokens, device=CUDA) != 1
         assert error(got[others], want[others]) < 1e-2
+
+
+FOUR_BITS = {
+    "32": (12, 160, 96, Routing(3, renormalize=False), {}),
+    "64": (16, 320, 192, Routing(4), {"bias": True}),
+    "128": (16, 384, 256, Routing(1, "sigmoid", scale=1.7), {"correction": True, "float32": True}),
+    "256": (8, 512, 256, Routing(2, "sigmoid", groups=4, top_groups=2, group_best=2), {"float32": True}),
+    "128 of many": (128, 2048, 768, Routing(8), {}),
+}
+"""By the columns of a group. Neither rows nor columns divide into tiles everywhere."""
+
+
+def four_bits_of(name, shard=ONE_RANK):
+    count, hidden, inner, routing, options = FOUR_BITS[name]
+    plan = WeightPlan(Method(4, int(name.split()[0])), on_gpu=True)
+    parameters = Parameters(torch.bfloat16, CUDA, plan=plan, shard=shard)
+    router = Router(parameters, "gate", hidden, count, routing, **options)
+    experts = Experts(parameters.under("experts"), count, hidden, inner)
+    torch.manual_seed(count)
+    for parameter in parameters.table.values():
+        target, spread = parameter.target, 1.5 / parameter.target.shape[-1] ** 0.5
+        if isinstance(target, QuantizedWeight):
+            target.fill(0, spread * torch.randn(target.shape, device=CUDA))
+        else:
+            target.normal_(0, spread)
+    return Mixture(router, experts), hidden
+
+
+def reference_of_4_bits(experts, x, weights, chosen):
+    gate_up, down = (
+        merged.unpacked().dequantize().double().view(experts.count, -1, merged.shape[1])
+        for merged in experts.merged
+    )
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for expert in range(experts.count):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = (x[token].double() @ gate_up[expert].t()).chunk(2, -1)
+        total.index_add_(0, token, F.silu(gate) * up @ down[expert].t() * weights[token, place][:, None])
+    return total
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 40, 300, 2500])
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_experts_of_4_bits(name, tokens, invariant):
+    from baton.layers.kernels.routing import choose
+    from baton.models.fused_mixture import FusedMixture
+
+    mixture, hidden = four_bits_of(name)
+    fused = FusedMixture(mixture, invariant)
+    x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
+    weights, chosen = choose(mixture.router, fused._scores(x))
+    want = reference_of_4_bits(mixture.experts, x, weights, chosen)
+    for _ in range(2):  # the second time in memory that the first has used
+        got = fused.parts(x)
+        assert error(got.double().sum(0), want) < 1e-2
+    if invariant and tokens > 5 and name in ("32", "128 of many"):  # other routers' scores are torch's
+        assert torch.equal(fused.parts(x[3:5]), got[:, 3:5])
+
+
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_one_token_of_4_bits(name):
+    from baton.layers.kernels import few_experts
+
+    mixture, hidden = four_bits_of(name)
+    norm = torch.rand(hidden, device=CUDA).bfloat16() + 0.5
+    x, held = (torch.randn(1, hidden, device=CUDA).bfloat16() for _ in range(2))
+    logits = torch.randn(1, mixture.experts.count, device=CUDA)
+    inner, weights, chosen = few_experts.gate_up_one(x, norm, 1e-6, logits, mixture.router, mixture.experts)
+    out = held.clone()
+    few_experts.down(inner, mixture.experts, weights, chosen, out, add=True)
+    normed = x.double() * torch.rsqrt(x.double().square().mean() + 1e-6) * norm.double()
+    want = held.double() + reference_of_4_bits(mixture.experts, normed, weights, chosen)
+    assert error(out, want) < 1e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 40, 2500])
+@pytest.mark.parametrize("name", FOUR_BITS)
+def test_ranks_with_whole_experts_of_4_bits_add_up(name, tokens):
+    from baton.models.fused_mixture import FusedMixture
+
+    whole, hidden = four_bits_of(name)
+    x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
+    total = torch.zeros(tokens, hidden, device=CUDA)
+    for rank in range(2):
+        ours = four_bits_of(name, Shard(rank, 2, ep=True))[0].experts
+        for own, everyone in zip(ours.merged, whole.experts.merged, strict=True):
+            part = everyone.rows(rank * len(own.codes), len(own.codes))
+            for part_of in ("codes", "scale", "zero"):
+                getattr(own, part_of).copy_(getattr(part, part_of))
+        total += FusedMixture(Mixture(whole.router, ours)).parts(x).float().sum(0)
+    assert error(total, FusedMixture(whole).parts(x).float().sum(0)) < 1e-2
 
 
 MIXTURE = {

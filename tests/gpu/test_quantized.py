@@ -193,7 +193,7 @@ def test_checkpoints_stay_quantized_and_are_greedy(name, kind, tmp_path):
     assert kept < 0.8 * weight_bytes(path, torch.bfloat16, device=CUDA, quantization="none")
 
 
-@pytest.mark.parametrize("name", ["fp8", "blocks", "int8"])
+@pytest.mark.parametrize("name", METHODS)
 def test_experts_against_float64(name):
     hidden, inner, count, top_k = 512, 256, 8, 4
     parameters = Parameters(torch.bfloat16, CUDA, plan=WeightPlan(METHODS[name], on_gpu=True))
@@ -205,6 +205,8 @@ def test_experts_against_float64(name):
         like, exact = made(name, *weight.shape)
         weight.codes.copy_(like.quantized.codes)
         weight.scale.copy_(like.quantized.scale)
+        if weight.zero is not None:
+            weight.zero.copy_(like.quantized.zero)
         values.append(exact.view(count, -1, weight.shape[1]))
 
     def expected(x, weights, chosen):
@@ -227,7 +229,8 @@ def test_experts_against_float64(name):
     for tokens in (2, 4, 5, 60, 300, 900):
         x = torch.randn(tokens, hidden, device=CUDA).bfloat16()
         weights, chosen = choose(router, mixture._scores(x))
-        limit = 1e-2 if tokens <= FEW_TOKENS else 1.5 * ROUNDED
+        sixteen = tokens <= FEW_TOKENS or METHODS[name].bits == 4
+        limit = 1e-2 if sixteen else 1.5 * ROUNDED
         assert error(mixture.parts(x).double().sum(0), expected(x, weights, chosen)) < limit, tokens
 
 
@@ -245,7 +248,10 @@ MIXTURE = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "graphs") for name in ("fp8-rows", "fp8-blocks", "int8", "awq")), ("fp8-blocks", "invariant")],
+    [
+        *((name, "graphs") for name in ("fp8-rows", "fp8-blocks", "int8", "awq", "gptq")),
+        *((name, "invariant") for name in ("fp8-blocks", "gptq")),
+    ],
 )
 def test_a_mixture_is_greedy(name, kind, tmp_path):
     """Rounding may change which experts a token uses: then a few tokens lie further off."""
@@ -253,7 +259,7 @@ def test_a_mixture_is_greedy(name, kind, tmp_path):
     write(path, None, SCHEMES[name])
     page = 128 if kind == "invariant" else 16
     for prompts in (prompts_of(5, 16, 33, 300, 1, 64, 129, 80), prompts_of(40)):
-        params = [dataclasses.replace(GREEDY, max_tokens=24) for _ in prompts]
+        params = [dataclasses.replace(GREEDY, max_tokens=64) for _ in prompts]
         runner, cache = make(path, kind, torch.bfloat16, page_size=page)
         gaps = []
         for prompt, output in zip(prompts, generate(runner, cache, prompts, params), strict=True):
@@ -261,7 +267,7 @@ def test_a_mixture_is_greedy(name, kind, tmp_path):
             gaps.append(logits.amax(1) - logits.gather(1, torch.tensor(output)[:, None]).squeeze(1))
         assert (torch.cat(gaps) > 1.0).float().mean() < 0.15
     experts = load_model(path, torch.bfloat16, CUDA).layers[1].feed_forward.experts
-    assert (experts.merged is None) == (name == "awq")
+    assert experts.merged is not None
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])

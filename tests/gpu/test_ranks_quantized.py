@@ -34,6 +34,7 @@ WEIGHTS = {
     "awq": (MODELS["qwen2"], SCHEMES["awq"]),
     "mixture fp8-rows": (MIXTURE, SCHEMES["fp8-rows"]),
     "mixture fp8-blocks": ({**MIXTURE, "head_dim": 128, "moe_intermediate_size": 256}, SCHEMES["fp8-blocks"]),
+    "mixture awq": (MIXTURE, SCHEMES["awq"]),
     "deepseek-v3 fp8-rows": (V3, SCHEMES["fp8-rows"]),
 }
 """Models, and how their weights are quantized, while loading or in the checkpoint."""
@@ -98,7 +99,7 @@ def test_float32_tokens_and_pages_in_fp8_are_those_of_one_rank(tmp_path, place):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["glm4-moe", "gpt-oss", "deepseek-v3", "mixture fp8-blocks"])
+@pytest.mark.parametrize("name", ["glm4-moe", "gpt-oss", "deepseek-v3", "mixture fp8-blocks", "mixture awq"])
 def test_every_bit_of_whole_experts_is_that_of_parts_added_in_one_process(tmp_path, monkeypatch, name, place):
     model, how = WEIGHTS[name] if name in WEIGHTS else (MODELS[name], None)
     path = save_checkpoint(tmp_path, **model)

@@ -106,10 +106,13 @@ class ExpertMatrix:
     """A matrix of all experts."""
 
     values: torch.Tensor
-    """[experts, out, in]: weights, or codes of 8 bits"""
+    """[experts, out, in]: weights, or codes of 8 bits; of 4 bits bytes, [experts, out, in / 2]"""
     scale: torch.Tensor | None = None
-    """float32 [experts * out, 1], or [experts * out / 128, in / 128]"""
-    scaled: Literal["", "rows", "blocks"] = ""
+    """float32 [experts * out, 1], [experts * out / 128, in / 128] or [experts * out, in / group]"""
+    scaled: Literal["", "rows", "blocks", "groups"] = ""
+    zero: torch.Tensor | None = None
+    """As `scale`, of 4 bits, which alone are scaled by groups."""
+    group: int = 0
 
 
 Names = tuple[str, str, str]
@@ -133,7 +136,7 @@ class Experts:
     ) -> None:
         """`projections` None: the checkpoint has all experts in one tensor, transposed, gate and up
         interleaved, as gpt-oss has."""
-        self.total, self.first = count, 0
+        self.total, self.first, self.hidden = count, 0, hidden
         """Experts of all ranks; the first one of this rank."""
         if parameters.shard.ep and parameters.shard.size > 1:
             self.first, count = parameters.shard.split(count, "experts")
@@ -297,14 +300,14 @@ class Experts:
 
 
 def _method(parameters: Parameters, hidden: int, inner: int, own: int, projections: Names) -> Method | None:
-    """How expert 0 stays quantized, and so all; None: they do not. GPUs have no kernels for 4 bits, nor for
-    parts of blocks. `own`: of `inner`, on this rank."""
+    """How expert 0 stays quantized, and so all; None: they do not. GPUs have no kernels for parts of blocks.
+    `own`: of `inner`, on this rank."""
     gate, up, down = (f"{parameters.prefix}0.{name}.weight" for name in projections)
     method = parameters.plan.method_of([gate, up], hidden)
     if method is None or parameters.plan.method_of([down], inner) is None:
         return None
     plan = parameters.plan
-    if plan.on_gpu and (method.bits == 4 or hidden % method.rows or inner % method.rows):
+    if plan.on_gpu and (hidden % method.rows or inner % method.rows):
         return None
     if own % method.rows or (not plan.online and not method.fits(own)):
         parameters.check_whole_blocks(down)
@@ -312,7 +315,9 @@ def _method(parameters: Parameters, hidden: int, inner: int, own: int, projectio
 
 
 def _matrix(weight: QuantizedWeight, experts: int) -> ExpertMatrix:
-    codes = weight.codes.view(experts, -1, weight.shape[1])
+    codes = weight.codes.view(experts, -1, weight.codes.shape[1])
+    if weight.bits == 4:
+        return ExpertMatrix(codes, weight.scale, "groups", weight.zero, weight.group)
     return ExpertMatrix(codes, weight.scale, "blocks" if weight.block > 1 else "rows")
 
 

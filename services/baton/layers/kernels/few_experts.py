@@ -11,12 +11,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baton.layers.experts import Experts, Router
+from baton.layers.kernels import four_bit_experts
 from baton.layers.kernels.activation import gated, gating
+from baton.layers.kernels.four_bit_experts import Block
 from baton.layers.kernels.routing import chosen_expert, constants, on_this_rank
 from baton.layers.mlp import GatedMlp
 
-Block = tuple[int, int, int, int]
-"""Rows and columns of a tile of weights, warps, stages."""
 DownBlock = tuple[int, int, int, int, int]
 """Choices taken together, rows and columns of each, warps, and steps that are unrolled."""
 
@@ -236,7 +236,7 @@ def gate_up_one(
     weights = torch.empty(1, top_k, dtype=torch.float32, device=x.device)
     chosen = torch.empty(1, top_k, dtype=torch.int32, device=x.device)
     out = torch.empty(top_k + _count(shared, experts), experts.inner, dtype=x.dtype, device=x.device)
-    how = block or ONE_GATE_UP, pdl
+    how = block, ONE_GATE_UP, pdl
     _launch_gate_up(x, norm, eps, logits, router, experts, shared, chosen, weights, out, *how)
     return out, weights, chosen
 
@@ -255,7 +255,7 @@ def gate_up(
     [tokens * (top_k + shared), inner], of other ranks' experts anything. `shared`: see `joins`."""
     pairs = len(x) * (chosen.shape[1] + _count(shared, experts))
     out = torch.empty(pairs, experts.inner, dtype=x.dtype, device=x.device)
-    how = block or FEW_GATE_UP, pdl
+    how = block, FEW_GATE_UP, pdl
     _launch_gate_up(x, None, 0.0, None, router, experts, shared, chosen, None, out, *how)
     return out
 
@@ -284,11 +284,15 @@ def _launch_gate_up(
     chosen: torch.Tensor,
     weights: torch.Tensor | None,
     out: torch.Tensor,
-    block: Block,
+    block: Block | None,
+    usual: Block,
     pdl: bool,
 ) -> None:
-    rows, columns, warps, stages = block
     matrix, _ = experts.matrices()
+    if matrix.scaled == "groups":
+        four_bit_experts.gate_up(x, norm, eps, logits, router, experts, chosen, weights, out, block, pdl)
+        return
+    rows, columns, warps, stages = block or usual
     _gate_up[(triton.cdiv(experts.inner, rows), len(out))](
         x,
         x if norm is None else norm,
@@ -338,7 +342,10 @@ def down(
     """The weighted sum of each token's experts, from what `gate_up` returned for the same `shared`, into
     `out` [tokens, hidden]; `add`: added to what it holds. In float32, rounded once."""
     _, matrix = experts.matrices()
-    _, hidden, inner = matrix.values.shape
+    hidden = experts.hidden
+    if matrix.scaled == "groups":
+        four_bit_experts.down(x, experts, weights, chosen, out, add, pdl=pdl)
+        return
     one = ONE_DOWN_8 if matrix.scaled else ONE_DOWN
     choices, rows, columns, warps, steps = block or (one if len(chosen) == 1 else FEW_DOWN)
     _down[(triton.cdiv(hidden, rows), len(chosen))](
@@ -352,7 +359,7 @@ def down(
         out,
         HIDDEN=hidden,
         HELD=experts.count,
-        INNER=inner,
+        INNER=experts.inner,
         SHARED=_count(shared, experts),
         SCALED=matrix.scaled,
         TOP_K=chosen.shape[1],

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from baton.layers.experts import ExpertMatrix, Experts
 from baton.layers.kernels.activation import gated, gating
 from baton.layers.kernels.quantize import BLOCK, Quantized, quantized
+from baton.layers.kernels.quantized_gemm import added as added_of_codes
 from baton.layers.kernels.routing import Tiles
 
 
@@ -75,12 +76,38 @@ def _row_units(total, unit, row, n, columns, SWAP: tl.constexpr):
     return total * (units[:, None] if SWAP else units[None, :])
 
 
+@triton.jit
+def _columns(BK: tl.constexpr, GROUP: tl.constexpr):
+    """Of a step: all, or of 4 bits those of the low halves of its bytes; those of the high ones follow 8
+    columns later."""
+    if GROUP:
+        byte = tl.arange(0, BK // 2)
+        return byte // 8 * 16 + byte % 8
+    else:
+        return tl.arange(0, BK)
+
+
+@triton.jit
+def _four_bits(
+    total, low, high, weight, unit, zero, row, columns, start, K: tl.constexpr, GROUP: tl.constexpr
+):
+    """As `_added`, of 4 bits; `columns`: of the matrix from the tile's first on. A step is of one group."""
+    n = tl.arange(0, total.shape[0])
+    inside = n < columns
+    row += tl.where(inside, n, 0)
+    byte = start // 2 + tl.arange(0, low.shape[1])
+    at = row.to(tl.int64)[:, None] * (K // 2) + byte[None, :]
+    scales = row * (K // GROUP) + start // GROUP
+    return added_of_codes(total, low, high, weight, unit, zero, at, scales, inside[:, None], 4, True)
+
+
 @triton.jit(do_not_specialize=["pairs"])
 def _gate_up(
     x,
     x_unit,
     weight,
     unit,
+    zero,
     bias,
     order,
     tile_experts,
@@ -99,6 +126,7 @@ def _gate_up(
     SWAP: tl.constexpr,
     SCALED: tl.constexpr,
     EIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
     BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -115,7 +143,7 @@ def _gate_up(
         top = tl.load(tile_experts + tile) * (2 * COLUMNS) + left
         m = tile * BM + tl.arange(0, BM)
         pair = tl.load(order + m)
-        k = tl.arange(0, BK)
+        k = _columns(BK, GROUP)
         token = pair // TOP_K
         at = x + token.to(tl.int64)[:, None] * K + k[None, :]
         there = (pair < pairs)[:, None]
@@ -129,11 +157,16 @@ def _gate_up(
             a = tl.load(at + start, mask=there & (start + k < K)[None, :], other=0.0)
             if EIGHT == "blocks":  # a step is of one block
                 units = tl.load(x_unit + start // 128 * x_unit_stride + token, mask=pair < pairs, other=0.0)
-            w = weight.load([top, start])
-            gate = _added(gate, a, units, w, unit, top, start, K, SCALED, EIGHT, SWAP)
             second = top + COLUMNS
-            w = weight.load([second, start])
-            up = _added(up, a, units, w, unit, second, start, K, SCALED, EIGHT, SWAP)
+            if GROUP:
+                b = tl.load(at + start + 8, mask=there & (start + k < K)[None, :], other=0.0)
+                gate = _four_bits(gate, a, b, weight, unit, zero, top, COLUMNS - left, start, K, GROUP)
+                up = _four_bits(up, a, b, weight, unit, zero, second, COLUMNS - left, start, K, GROUP)
+            else:
+                w = weight.load([top, start])
+                gate = _added(gate, a, units, w, unit, top, start, K, SCALED, EIGHT, SWAP)
+                w = weight.load([second, start])
+                up = _added(up, a, units, w, unit, second, start, K, SCALED, EIGHT, SWAP)
         if EIGHT == "tokens":
             gate = gate.to(tl.float32) * (units[None, :] if SWAP else units[:, None])
             up = up.to(tl.float32) * (units[None, :] if SWAP else units[:, None])
@@ -163,6 +196,7 @@ def _down(
     x_unit,
     weight,
     unit,
+    zero,
     bias,
     weights,
     order,
@@ -180,6 +214,7 @@ def _down(
     SWAP: tl.constexpr,
     SCALED: tl.constexpr,
     EIGHT: tl.constexpr,
+    GROUP: tl.constexpr,
     BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -197,8 +232,14 @@ def _down(
             if EIGHT != "":
                 at = x_unit + start // 128 * x_unit_stride + tile * BM
                 units = tl.load(at + tl.arange(0, BM))
-            a, w = x.load([tile * BM, start]), weight.load([top, start])
-            y = _added(y, a, units, w, unit, top, start, K, SCALED, EIGHT, SWAP)
+            if GROUP:
+                m = tile * BM + tl.arange(0, BM)
+                at = x + m.to(tl.int64)[:, None] * K + start + _columns(BK, GROUP)[None, :]
+                a, b = tl.load(at), tl.load(at + 8)
+                y = _four_bits(y, a, b, weight, unit, zero, top, COLUMNS - left, start, K, GROUP)
+            else:
+                a, w = x.load([tile * BM, start]), weight.load([top, start])
+                y = _added(y, a, units, w, unit, top, start, K, SCALED, EIGHT, SWAP)
         if SCALED == "rows":
             y = _row_units(y, unit, top, tl.arange(0, BN), COLUMNS - left, SWAP)
         pair = tl.load(order + tile * BM + tl.arange(0, BM))
@@ -220,7 +261,8 @@ def _down(
 def fits(experts: Experts) -> bool:
     """Whether both operands can have 8 bits: the weights have, and activations divide into blocks."""
     matrix, _ = experts.matrices()
-    return matrix.scaled != "" and experts.inner % BLOCK == 0 and matrix.values.shape[2] % BLOCK == 0
+    eight = matrix.scaled in ("rows", "blocks")
+    return eight and experts.inner % BLOCK == 0 and experts.hidden % BLOCK == 0
 
 
 def gate_up(
@@ -229,7 +271,6 @@ def gate_up(
     """Gate and up of each choice's token, activated and multiplied: x [tokens, hidden] -> [rows of all tiles,
     inner], sorted. Of a quantized x it is quantized, in blocks; tiles have `BLOCK` columns and step then."""
     matrix, _ = experts.matrices()
-    count, _, hidden = matrix.values.shape
     inner, rows = experts.inner, len(tiles.order)
     codes, x_unit, stride = _of(x)
     eight = ""
@@ -241,12 +282,12 @@ def gate_up(
     else:
         out = torch.empty(rows, inner, dtype=x.dtype, device=x.device)
     target, out_unit, out_stride = _of(out)
-    weight = matrix.values.view(count * 2 * inner, hidden)
     _gate_up[(len(tiles.experts) * triton.cdiv(inner, tile.columns),)](
         codes,
         x_unit,
-        TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]),
+        _weights(matrix, tile),
         codes if matrix.scale is None else matrix.scale,
+        codes if matrix.zero is None else matrix.zero,
         codes if experts.gate_up_bias is None else experts.gate_up_bias,
         tiles.order,
         tiles.experts,
@@ -256,7 +297,7 @@ def gate_up(
         codes.shape[0] * top_k,
         stride,
         out_stride,
-        K=hidden,
+        K=experts.hidden,
         COLUMNS=inner,
         TOP_K=top_k,
         EIGHT=eight,
@@ -280,15 +321,16 @@ def down(
     """The experts' down projection of what `gate_up` returned, times `weights` [tokens, top_k], into `out`
     [top_k, tokens, hidden]."""
     _, matrix = experts.matrices()
-    count, hidden, inner = matrix.values.shape
+    hidden, inner = experts.hidden, experts.inner
     codes, x_unit, stride = _of(x)
     eight = "blocks" if isinstance(x, Quantized) else ""
     assert not eight or tile.inner == BLOCK
     _down[(len(tiles.experts) * triton.cdiv(hidden, tile.columns),)](
-        TensorDescriptor.from_tensor(codes, [tiles.rows, tile.inner]),
+        codes if matrix.group else TensorDescriptor.from_tensor(codes, [tiles.rows, tile.inner]),
         x_unit,
-        TensorDescriptor.from_tensor(matrix.values.view(count * hidden, inner), [tile.columns, tile.inner]),
+        _weights(matrix, tile),
         weights if matrix.scale is None else matrix.scale,
+        weights if matrix.zero is None else matrix.zero,
         weights if experts.down_bias is None else experts.down_bias,
         weights,
         tiles.order,
@@ -311,6 +353,12 @@ def _of(x: torch.Tensor | Quantized) -> tuple[torch.Tensor, torch.Tensor, int]:
     return (x, x, 0) if isinstance(x, torch.Tensor) else (x.codes, x.scale, x.scale.stride(1))
 
 
+def _weights(matrix: ExpertMatrix, tile: Tile) -> torch.Tensor | TensorDescriptor:
+    """Of all experts; those of 4 bits are read by pointers, in halves of a group that may have 16 bytes."""
+    values = matrix.values.flatten(0, 1)
+    return values if matrix.group else TensorDescriptor.from_tensor(values, [tile.columns, tile.inner])
+
+
 def _options(
     tiles: Tiles, tile: Tile, matrix: ExpertMatrix, eight: str, pdl: bool
 ) -> dict[str, int | bool | str]:
@@ -318,7 +366,8 @@ def _options(
         "SCALED": matrix.scaled,
         "BM": tiles.rows,
         "BN": tile.columns,
-        "BK": tile.inner,
+        "BK": min(tile.inner, matrix.group or tile.inner),
+        "GROUP": matrix.group,
         # Codes that become numbers do so in registers, where only the tall operand may lie.
         "SWAP": tile.columns >= 64 and (tiles.rows < 64 or (bool(matrix.scaled) and not eight)),
         "PDL": pdl,

@@ -20,10 +20,9 @@ Tile = tuple[int, int, int, int, int]
 
 
 @triton.jit
-def _added(
-    total, low, high, weight, scale, zero, at, scales, mask, BITS: tl.constexpr, GROUPED: tl.constexpr
-):
-    """total [columns, rows] plus the product of a tile of weights with the rows' tile."""
+def added(total, low, high, weight, scale, zero, at, scales, mask, BITS: tl.constexpr, GROUPED: tl.constexpr):
+    """total [columns, rows] plus the product of a tile of weights with the rows' tile; of 4 bits `low` and
+    `high` are columns of the low and of the high halves of its bytes."""
     codes = tl.load(weight + at, mask=mask, other=0.0)
     if BITS == 4:
         s = tl.load(scale + scales)
@@ -93,10 +92,10 @@ def _gemm(
         group = scales + k // GROUP
         mask = there[None, :]
         grouped: tl.constexpr = GROUPS > 1
-        total = _added(total, low, high, weight, scale, zero, here, group, mask, BITS, grouped)
+        total = added(total, low, high, weight, scale, zero, here, group, mask, BITS, grouped)
         if GATED:
             group += second_scales
-            up = _added(up, low, high, weight, scale, zero, here + second, group, mask, BITS, grouped)
+            up = added(up, low, high, weight, scale, zero, here + second, group, mask, BITS, grouped)
     if GROUPS == 1 and BITS == 8:
         total *= tl.load(scale + scales)[:, None]
         if GATED:
