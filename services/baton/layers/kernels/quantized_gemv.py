@@ -87,7 +87,7 @@ _SUM = tl.constexpr(
 
 
 @triton.jit
-def _quarters(x):
+def quarters(x):
     """[pieces, 1, 8] -> what the four bytes of words are multiplied with: each [pieces, 1, 2]"""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], 1, 2, 2, 2)))
     first, third = tl.split(even)
@@ -114,7 +114,7 @@ def _piece_sum(codes, x, FLOATING: tl.constexpr):
 @triton.jit
 def _packed(x, factor):
     """x [pieces, 1, 8] * factor [pieces, 1] in 8 bits: two words, [pieces, 1] each"""
-    first, second, third, fourth = _quarters(x)
+    first, second, third, fourth = quarters(x)
     factor = tl.broadcast_to(factor[:, :, None], first.shape)
     words = tl.inline_asm_elementwise(
         _PACK, "=r,f,f,f,f,f", [first, second, third, fourth, factor], dtype=tl.int32, is_pure=True, pack=1
@@ -223,10 +223,10 @@ def _gemv(
             if GATED:
                 part_gate = _four_bit_sum(u, words, unit, added, v)
         else:
-            quarters = _quarters(low)
-            part = _piece_sum(w, quarters, FLOATING)
+            four = quarters(low)
+            part = _piece_sum(w, four, FLOATING)
             if GATED:
-                part_gate = _piece_sum(u, quarters, FLOATING)
+                part_gate = _piece_sum(u, four, FLOATING)
         if GROUPS > 1:
             part *= s
             if GATED:
