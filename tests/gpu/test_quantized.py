@@ -184,11 +184,13 @@ def test_checkpoints_stay_quantized_and_are_greedy(name, kind, tmp_path):
     prompts = prompts_of(5, 16, 33, 300, 1, 64, 129, 80)
     params = [dataclasses.replace(GREEDY, max_tokens=24) for _ in prompts]
     page = 128 if kind == "invariant" else 16
+    # E4M3 rounds activations by 3 % of their norm, too.
+    tolerance = 1.2 if name.startswith("fp8") else 0.8
     runner, cache = make(path, kind, torch.bfloat16, page_size=page)
-    assert_greedy(path, prompts, generate(runner, cache, prompts, params), 0.8)
+    assert_greedy(path, prompts, generate(runner, cache, prompts, params), tolerance)
     one, params = prompts_of(40), params[:1]
     runner, cache = make(path, kind, torch.bfloat16, page_size=page)
-    assert_greedy(path, one, generate(runner, cache, one, params), 0.8)
+    assert_greedy(path, one, generate(runner, cache, one, params), tolerance)
     kept = weight_bytes(path, torch.bfloat16, device=CUDA)
     assert kept < 0.8 * weight_bytes(path, torch.bfloat16, device=CUDA, quantization="none")
 
