@@ -13,7 +13,14 @@ from random_checkpoints import Driver, largest_difference, random_prompts, save_
 
 from baton.checkpoint import CheckpointError
 from baton.layers.linear import Linear, fastest_product
-from baton.layers.weights.cpu import CANDIDATES, Bf16Int4, Dequantized, TwoDigits, exact_products
+from baton.layers.weights.cpu import (
+    CANDIDATES,
+    Bf16Int4,
+    Dequantized,
+    FbgemmDigits,
+    TwoDigits,
+    exact_products,
+)
 from baton.layers.weights.method import Method, QuantizedWeight, quantize
 from baton.models.loader import declared, load_model, weight_bytes
 from baton.models.weight_plan import describe, weight_plan
@@ -76,7 +83,7 @@ def test_products_against_float64(bits, dtype, rows):
     assert type(found[0]) is Dequantized
     for product in found:
         exact = dtype == torch.float32 and (bits == 8 or isinstance(product, Dequantized))
-        tolerance = 1e-4 if exact else 1e-2
+        tolerance = 2e-4 if exact else 1e-2
         for out, wanted in (
             (product.apply(x, bias), expected),
             (product.add_to(residual.clone(), x, bias), expected + residual.double()),
@@ -96,8 +103,6 @@ def test_products_with_codes_give_a_row_the_same_bits_beside_any_others(bits):
     _, quantized, _ = made(bits, 192, 576)
     x = torch.randn(40, 576, generator=torch.Generator().manual_seed(2))
     found = exact_products(quantized, torch.float32)[1:]
-    if bits == 8 and not found:
-        pytest.skip("oneDNN's product of 8-bit integers is not exact on this processor")
     assert found
     for product in found:
         alone = torch.cat([product.apply(row[None], None) for row in x])
@@ -108,13 +113,30 @@ def test_products_with_codes_give_a_row_the_same_bits_beside_any_others(bits):
 def test_rows_of_any_size_and_zeros_keep_their_precision():
     """A row's rounding depends on that row alone."""
     _, quantized, values = made(8)
-    if not any(isinstance(each, TwoDigits) for each in exact_products(quantized, torch.float32)):
-        pytest.skip("oneDNN's product of 8-bit integers is not exact on this processor")
+    found = [each for each in exact_products(quantized, torch.float32) if isinstance(each, TwoDigits)]
+    if not found:
+        pytest.skip("no product of 8-bit integers is exact on this processor")
     x = torch.randn(4, 128) * torch.tensor([[1e-6], [1.0], [1e6], [0.0]])
-    out, expected = TwoDigits(quantized, torch.float32).apply(x, None).double(), x.double() @ values.t()
-    for row in range(3):
-        assert (out[row] - expected[row]).norm() / expected[row].norm() < 1e-4
-    assert (out[3] == 0).all()
+    expected = x.double() @ values.t()
+    for product in found:
+        out = product.apply(x, None).double()
+        for row in range(3):
+            assert (out[row] - expected[row]).norm() / expected[row].norm() < 2e-4, product
+        assert (out[3] == 0).all(), product
+
+
+@only_avx2
+def test_digits_of_8_bit_integers_need_no_products_of_them():
+    """FBGEMM's are exact with AVX2 alone, oneDNN's are not."""
+    found = [type(each) for each in exact_products(made(8)[1], torch.float32)]
+    assert found == [Dequantized, FbgemmDigits]
+    largest = torch.full((1, 128), 3.0)
+    _, quantized, _ = made(8)
+    quantized.codes.fill_(127)
+    for sign in (1, -1):
+        out = FbgemmDigits(quantized, torch.float32).apply(sign * largest, None)
+        expected = sign * 3.0 * 127 * 128 * quantized.scale.flatten()
+        torch.testing.assert_close(out[0], expected, rtol=1e-6, atol=0)
 
 
 def test_products_are_exact_for_activations_that_the_trial_does_not_have():
@@ -212,8 +234,8 @@ def check(path, model, tolerance, **options):
 
 
 KEPT = {
-    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), 2e-3),
-    "int8-packed": (compressed("pack-quantized", num_bits=8, strategy="channel"), 2e-3),
+    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), 1e-2),
+    "int8-packed": (compressed("pack-quantized", num_bits=8, strategy="channel"), 1e-2),
     "gptq": (gptq(symmetric=False), 0.15),
     "awq": (awq(), 0.15),
     "4-bits": (compressed("pack-quantized", num_bits=4, strategy="group", group_size=32), 0.15),
@@ -243,7 +265,7 @@ def rounded(model, bits, group, head=()):
 
 
 @pytest.mark.parametrize("variant", ["smollm", "mistral", "phi3"])
-@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 2e-3), ("int4", 0.15)])
+@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 1e-2), ("int4", 0.15)])
 def test_quantizing_while_loading(variant, quantization, tolerance, tmp_path):
     model = save_checkpoint(variant, tmp_path)
     rounded(model, *((8, 0) if quantization == "int8" else (4, 32)))
