@@ -122,24 +122,30 @@ class DeviceSlots:
         """
         entries, values = list(tokens), list(tokens.values())
         begun: list[int] = []
+        ends, groups = self._ends, self._groups
+        # The host waits for this loop in each step. Mostly no row changes anything.
         for row in rows:
-            begins = row.start != self._ends[row.slot] or row.slot in tokens
-            self._ends[row.slot] = row.start + row.count
-            for at, pages in enumerate((row.pages, *row.more_pages), row.slot * self._groups):
+            slot, start = row.slot, row.start
+            begins = start != ends[slot] or slot in tokens
+            ends[slot] = start + row.count
+            at = slot * groups
+            for pages in (row.pages, *row.more_pages) if row.more_pages else (row.pages,):
                 known, whole = self._known[at], self._unwritten[at]
-                if not whole and (pages is known or pages == known):
-                    continue
-                same = _continues(known, pages)
-                begins = begins or not same
-                first = len(known) if same and not whole else 0
-                self._known[at], self._unwritten[at] = pages, False
-                fresh = pages[first : self._width]
-                start = self._first + at * self._width + first
-                entries += range(start, start + len(fresh))
-                values += (self._spare if page == GONE else page for page in fresh)
-            begun += (slot for slot in row.sample if slot != row.slot)
+                if whole or (pages is not known and pages != known):
+                    same = _continues(known, pages)
+                    begins = begins or not same
+                    first = len(known) if same and not whole else 0
+                    self._known[at], self._unwritten[at] = pages, False
+                    fresh = pages[first : self._width]
+                    there = self._first + at * self._width + first
+                    entries += range(there, there + len(fresh))
+                    values += (self._spare if page == GONE else page for page in fresh)
+                at += 1
+            for other in row.sample:
+                if other != slot:
+                    begun.append(other)
             if begins:
-                begun.append(row.slot)
+                begun.append(slot)
         entries += (self._marks + slot for slot in begun)
         values += (0 for _ in begun)
         return _changes(entries, values) if values else None
