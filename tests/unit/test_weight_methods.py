@@ -22,6 +22,7 @@ from baton.layers.weights.cpu import (
     exact_products,
 )
 from baton.layers.weights.method import Method, QuantizedWeight, quantize
+from baton.layers.weights.quantized import QuantizedTensor
 from baton.models.loader import declared, load_model, weight_bytes
 from baton.models.weight_plan import describe, weight_plan
 from quantizers import awq, compressed, fp8, fp8_blocks, gptq, write
@@ -53,6 +54,25 @@ def test_quantizing_rounds_to_the_nearest_code(bits):
         nearest = (weight.double() / scale + zero).clamp(0, 15)
         assert ((quantized.unpacked().codes - nearest).abs() < 0.501).all()
     assert quantized.nbytes == 96 * 128 * bits // 8 + quantized.scale.nbytes * (2 if bits == 4 else 1)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_4_bits_lie_in_memory_as_kernels_read_them(stacked):
+    columns = torch.arange(64)
+    codes = torch.stack((columns % 16, columns // 16)).to(torch.uint8)
+    weight = QuantizedWeight(Method(4, 32), 2, 64, CPU, stacked=stacked)
+    weight.fill(0, QuantizedTensor(codes, torch.ones(2, 2), 32, torch.zeros(2, 2)))
+    if stacked:
+        halves = [(columns.view(-1, 2, 8)[:, half]).flatten() for half in (0, 1)]
+    else:
+        parts = [
+            (32 * b + 2 * i + odd, j) for b in (0, 1) for i in range(4) for odd in (0, 1) for j in (0, 1)
+        ]
+        halves = [torch.tensor([first + 8 * j + high for first, j in parts]) for high in (0, 16)]
+    assert torch.equal(weight.codes & 15, codes[:, halves[0]])
+    assert torch.equal(weight.codes >> 4, codes[:, halves[1]])
+    assert torch.equal(weight.unpacked().codes, codes)
+    assert torch.equal(weight.rows(1, 1).unpacked().codes, codes[1:])
 
 
 @pytest.mark.parametrize("group", [32, 64])

@@ -160,9 +160,10 @@ class Experts:
             method = _method(parameters, hidden, inner, own[1], projections)
         if projections is not None and method is not None:
             if parameters.plan.on_gpu:
+                device = parameters.device
                 self.merged = (
-                    QuantizedWeight(method, count * 2 * own[1], hidden, parameters.device),
-                    QuantizedWeight(method, count * hidden, own[1], parameters.device),
+                    QuantizedWeight(method, count * 2 * own[1], hidden, device, stacked=True),
+                    QuantizedWeight(method, count * hidden, own[1], device, stacked=True),
                 )
             self.quantized = [
                 self._expert(parameters, expert, hidden, projections, inner, own) for expert in range(count)

@@ -23,7 +23,7 @@ from baton.kvcache.pool import KvPool
 from baton.layers.attention import Attention
 from baton.layers.experts import Mixture
 from baton.layers.forward_batch import Place
-from baton.layers.kernels import quantize, quantized_linear
+from baton.layers.kernels import quantize
 from baton.layers.kernels.gemm import MOST_ROWS, add_norm, fits, gated, project_few, project_parts
 from baton.layers.kernels.gemv import gemv
 from baton.layers.kernels.matmul import matmul
@@ -97,11 +97,8 @@ class FusedDecoder:
         for w in self._layers:
             # Where a mixture follows, `add_norm` adds the bias that `project_parts` leaves out.
             few = few and fits(w.attention.output, bias=summed or isinstance(w.feed_forward, FusedMixture))
-            linears.append(w.attention.output)
         self._few = MOST_ROWS if few and not invariant else 0
         """Rows up to which `_forward_few` computes decode steps."""
-        if any(linear.quantized is not None and linear.quantized.bits == 4 for linear in linears):
-            self._few = min(self._few, quantized_linear.MOST_ROWS[4])
 
     def forward(self, step: Step) -> torch.Tensor:
         """What follows the last layer's attention is not computed for tokens that are not wanted."""

@@ -1,8 +1,8 @@
 """Triton: projections by a matrix of 8 or 4 bits whose activations stay in 16, fused as those of `gemm` are.
 
 Codes become the activations' dtype on their way to the tensor cores, whose tall operand they are. Scales of
-rows multiply sums, those of blocks the sums of a block; 4 bits are dequantized first. Needs a GPU: import it
-where one is in use.
+rows multiply sums, those of blocks the sums of a block; 4 bits have a kernel of their own (`four_bit_gemm`).
+Needs a GPU: import it where one is in use.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from baton.layers.kernels import four_bit_gemm
 from baton.layers.weights.method import QuantizedWeight
 
 _SPLITS = (8, 4, 2, 1)
@@ -20,22 +21,12 @@ Tile = tuple[int, int, int, int, int]
 
 
 @triton.jit
-def added(total, low, high, weight, scale, zero, at, scales, mask, BITS: tl.constexpr, GROUPED: tl.constexpr):
-    """total [columns, rows] plus the product of a tile of weights with the rows' tile; of 4 bits `low` and
-    `high` are columns of the low and of the high halves of its bytes."""
-    codes = tl.load(weight + at, mask=mask, other=0.0)
-    if BITS == 4:
-        s = tl.load(scale + scales)
-        z = (s * (-128.0 - tl.load(zero + scales)))[:, None]
-        # In bits 16 to 19 behind the exponent of 128, a code is 128 + code: cheaper than a conversion.
-        wide = codes.to(tl.int32)
-        first = ((wide << 16) & 0xF0000 | 0x43000000).to(tl.float32, bitcast=True) * s[:, None] + z
-        second = ((wide << 12) & 0xF0000 | 0x43000000).to(tl.float32, bitcast=True) * s[:, None] + z
-        total = tl.dot(first.to(low.dtype), low.T, total)
-        return tl.dot(second.to(low.dtype), high.T, total)
+def _added(total, tokens, weight, scale, at, scales, mask, GROUPED: tl.constexpr):
+    """total [columns, rows] plus the product of a tile of weights with the rows' tile."""
+    codes = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32).to(tokens.dtype)
     if GROUPED:
-        return total + tl.dot(codes.to(tl.float32).to(low.dtype), low.T) * tl.load(scale + scales)[:, None]
-    return tl.dot(codes.to(tl.float32).to(low.dtype), low.T, total)
+        return total + tl.dot(codes, tokens.T) * tl.load(scale + scales)[:, None]
+    return tl.dot(codes, tokens.T, total)
 
 
 @triton.jit
@@ -43,13 +34,11 @@ def _gemm(
     x,
     weight,
     scale,
-    zero,
     bias,
     out,
     rows,
     columns,
     K: tl.constexpr,
-    BITS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -69,12 +58,10 @@ def _gemm(
     n = tl.program_id(0) // tiles * BN + tl.arange(0, BN)
     split = tl.program_id(1)
     part: tl.constexpr = (K + SPLITS - 1) // SPLITS
-    width: tl.constexpr = BK * BITS // 8
     own = tl.minimum(n, columns - 1)
-    byte = tl.arange(0, width)
-    column = byte if BITS == 8 else byte // 8 * 16 + byte % 8
-    at = own.to(tl.int64)[:, None] * (K * BITS // 8) + byte[None, :]
-    second = columns.to(tl.int64) * (K * BITS // 8)
+    column = tl.arange(0, BK)
+    at = own.to(tl.int64)[:, None] * K + column[None, :]
+    second = columns.to(tl.int64) * K
     scales = own // SHARED * GROUPS
     second_scales = columns // SHARED * GROUPS
     tokens = x + m.to(tl.int64)[:, None] * K + column[None, :]
@@ -84,19 +71,14 @@ def _gemm(
         k = split * part + step
         there = k + column < K
         known = (m < rows)[:, None] & there[None, :]
-        low = tl.load(tokens + k, mask=known, other=0.0)
-        high = low
-        if BITS == 4:
-            high = tl.load(tokens + k + 8, mask=known, other=0.0)
-        here = at + k * BITS // 8
+        values = tl.load(tokens + k, mask=known, other=0.0)
         group = scales + k // GROUP
         mask = there[None, :]
         grouped: tl.constexpr = GROUPS > 1
-        total = added(total, low, high, weight, scale, zero, here, group, mask, BITS, grouped)
+        total = _added(total, values, weight, scale, at + k, group, mask, grouped)
         if GATED:
-            group += second_scales
-            up = added(up, low, high, weight, scale, zero, here + second, group, mask, BITS, grouped)
-    if GROUPS == 1 and BITS == 8:
+            up = _added(up, values, weight, scale, at + k + second, group + second_scales, mask, grouped)
+    if GROUPS == 1:
         total *= tl.load(scale + scales)[:, None]
         if GATED:
             up *= tl.load(scale + scales + second_scales)[:, None]
@@ -111,50 +93,30 @@ def _gemm(
     tl.store(out + place, total.to(out.dtype.element_ty).T, mask=inside)
 
 
-@triton.jit
-def _dequantize(codes, scale, zero, out, rows, K: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = byte < K // 2
-    pair = tl.load(codes + row * (K // 2) + byte, mask=there, other=0)
-    column = byte // 8 * 16 + byte % 8
-    group = row * (K // GROUP) + column // GROUP
-    s = tl.load(scale + group, mask=there, other=0.0)
-    z = tl.load(zero + group, mask=there, other=0.0)
-    at = out + row * K + column
-    tl.store(at, (((pair & 15).to(tl.float32) - z) * s).to(out.dtype.element_ty), mask=there)
-    tl.store(at + 8, (((pair >> 4).to(tl.float32) - z) * s).to(out.dtype.element_ty), mask=there)
-
-
-def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Of 4 bits -> [out, in]"""
-    rows, columns = weight.shape
-    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
-    block = min(1024, triton.next_power_of_2(columns // 2))
-    _dequantize[(rows, triton.cdiv(columns // 2, block))](
-        weight.codes, weight.scale, weight.zero, out, rows, K=columns, GROUP=weight.group, BLOCK=block
-    )
-    return out
-
-
 def project(
     x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, invariant: bool = False
 ) -> torch.Tensor:
     """x W^T + b of x [rows, in] -> [rows, out]. `invariant`: added up in one order for any number of rows."""
     out = torch.empty(1, len(x), weight.shape[0], dtype=x.dtype, device=x.device)
     if len(x):
-        launch(x, weight, out, INVARIANT if invariant else _tile(len(x)), bias=bias)
+        tile = INVARIANT
+        if not invariant:
+            tile = _tile(len(x), weight)
+            if weight.bits == 4 and 32 < len(x) <= 64 and weight.shape[0] <= tile[1] * _processors(x):
+                tile = (*tile[:4], 6)  # one program a processor has more memory
+        launch(x, weight, out, tile, bias=bias)
     return out[0]
 
 
 def project_parts(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """x W^T of x [rows, in] in parts to be added: float32 [parts, rows, out]."""
     rows, (columns, k) = len(x), weight.shape
-    tile = _tile(rows)
+    tile = _tile(rows, weight)
     programs = triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1])
     possible = [n for n in _SPLITS if n == 1 or k % (n * _depth(tile, weight)) == 0]
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    splits = next((n for n in possible if programs * n <= 2 * processors), 1)
+    # Two programs of up to 64 rows run on a processor at a time.
+    most = (2 if tile[0] <= 64 else 1) * _processors(x)
+    splits = next((n for n in possible if programs * n <= most), 1)
     out = torch.empty(splits, rows, columns, dtype=torch.float32, device=x.device)
     launch(x, weight, out, tile, splits=splits)
     return out
@@ -163,20 +125,31 @@ def project_parts(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
 def gated(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """silu(gate) * up of x [rows, in]; W holds the rows of gate, then those of up."""
     out = torch.empty(1, len(x), weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    launch(x, weight, out, _tile(len(x)), gated=True)
+    launch(x, weight, out, _tile(len(x), weight), gated=True)
     return out[0]
+
+
+def _processors(x: torch.Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 INVARIANT: Tile = (64, 64, 128, 4, 4)
 
 
 def _depth(tile: Tile, weight: QuantizedWeight) -> int:
-    """A step has one scale a row."""
-    return min(tile[2], weight.group) if weight.grouped else tile[2]
+    """A step of 8 bits has one scale a row, one of 4 bits up to four."""
+    groups = 4 if weight.bits == 4 else 1
+    return min(tile[2], groups * weight.group) if weight.grouped else tile[2]
 
 
-def _tile(rows: int) -> Tile:
-    return (16, 64, 128, 4, 4) if rows <= 16 else (64, 64, 128, 4, 4)
+def _tile(rows: int, weight: QuantizedWeight) -> Tile:
+    """Of 4 bits the best of those tried on an H200 for each matrix of an 8B model. Triton 3.6 computes wrong
+    sums with (128, 128, 128, 8, 4): it must not be chosen."""
+    if weight.bits == 8 or 32 < rows <= 64:
+        return (16, 64, 128, 4, 4) if rows <= 16 else (64, 64, 128, 4, 4)
+    if rows <= 32:
+        return 16 if rows <= 16 else 32, 64, 256, 4, 4
+    return 128, 64, 128, 4, 4
 
 
 def launch(
@@ -191,6 +164,10 @@ def launch(
     pdl: bool = True,
 ) -> None:
     """x [rows, in] -> out [splits, rows, out]; a split's columns are whole tiles deep."""
+    if weight.bits == 4:
+        tile = (*tile[:2], _depth(tile, weight), *tile[3:])
+        four_bit_gemm.launch(x, weight, out, tile, bias=bias, splits=splits, gated=gated, pdl=pdl)
+        return
     rows, k = x.shape
     columns = weight.shape[0] // 2 if gated else weight.shape[0]
     height, width, _, warps, stages = tile
@@ -198,13 +175,11 @@ def launch(
         x,
         weight.codes,
         weight.scale,
-        weight.scale if weight.zero is None else weight.zero,
         x if bias is None else bias,
         out,
         rows,
         columns,
         K=k,
-        BITS=weight.bits,
         GROUP=weight.group,
         GROUPS=weight.scale.shape[1],
         SHARED=weight.block,

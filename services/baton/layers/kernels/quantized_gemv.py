@@ -13,8 +13,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from baton.layers.weights.method import QuantizedWeight
 
 _PIECE = tl.constexpr(8)
-"""Bytes of a row that a thread reads at a time: as many columns as it reads of the token, so that both lie
-in the same threads."""
+"""Columns of the token that a thread reads at a time. Of 8 bits it reads as many of a row, of 4 bits four
+times as many, so that both lie in the same threads."""
 
 
 _FP8 = tl.constexpr(
@@ -60,20 +60,27 @@ _PACK = tl.constexpr(
     prmt.b32 $0, a, c, 0x5410;
 }"""
 )
-# 16 times the product of two words of codes of 4 bits with four words of 8 bits: those of the low halves,
-# then those of the high ones.
+# The products of four words of codes of 4 bits with words of 8 bits: those of the low halves of bytes, and 16
+# times those of the high ones.
 _INT4 = tl.constexpr(
     """{
-    .reg .b32 low, high, a, b;
-    and.b32 a, $1, 0x0f0f0f0f;
-    and.b32 b, $1, 0xf0f0f0f0;
-    dp4a.u32.s32 low, a, $3, 0;
-    dp4a.u32.s32 high, b, $5, 0;
+    .reg .b32 a;
     and.b32 a, $2, 0x0f0f0f0f;
-    and.b32 b, $2, 0xf0f0f0f0;
-    dp4a.u32.s32 low, a, $4, low;
-    dp4a.u32.s32 high, b, $6, high;
-    mad.lo.s32 $0, low, 16, high;
+    dp4a.u32.s32 $0, a, $6, 0;
+    and.b32 a, $2, 0xf0f0f0f0;
+    dp4a.u32.s32 $1, a, $10, 0;
+    and.b32 a, $3, 0x0f0f0f0f;
+    dp4a.u32.s32 $0, a, $7, $0;
+    and.b32 a, $3, 0xf0f0f0f0;
+    dp4a.u32.s32 $1, a, $11, $1;
+    and.b32 a, $4, 0x0f0f0f0f;
+    dp4a.u32.s32 $0, a, $8, $0;
+    and.b32 a, $4, 0xf0f0f0f0;
+    dp4a.u32.s32 $1, a, $12, $1;
+    and.b32 a, $5, 0x0f0f0f0f;
+    dp4a.u32.s32 $0, a, $9, $0;
+    and.b32 a, $5, 0xf0f0f0f0;
+    dp4a.u32.s32 $1, a, $13, $1;
 }"""
 )
 _SUM = tl.constexpr(
@@ -112,30 +119,65 @@ def _piece_sum(codes, x, FLOATING: tl.constexpr):
 
 
 @triton.jit
-def _packed(x, factor):
-    """x [pieces, 1, 8] * factor [pieces, 1] in 8 bits: two words, [pieces, 1] each"""
-    first, second, third, fourth = quarters(x)
-    factor = tl.broadcast_to(factor[:, :, None], first.shape)
-    words = tl.inline_asm_elementwise(
-        _PACK, "=r,f,f,f,f,f", [first, second, third, fourth, factor], dtype=tl.int32, is_pure=True, pack=1
-    )
-    return tl.split(words)
+def _fourth(x):
+    """[..., 4] -> its four parts"""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
-def _four_bit_sum(codes, x, unit, total, zero):
-    """The products of each piece of 4 bits with the token, in four words of 8 bits that count `unit` each and
-    add up to `total`: [pieces, rows]."""
-    first, second = tl.split(codes)
-    product = tl.inline_asm_elementwise(
-        _INT4,
-        "=r,r,r,r,r,r,r",
-        [first, second, x[0], x[1], x[2], x[3]],
+def _in_8_bits(low, high):
+    """16 columns of the token, [pieces, 1, 8] each -> the words that codes of 4 bits are multiplied with,
+    what 1 stands for in them, and the columns' sum: [pieces, 1] each"""
+    # Integers, so that a number that is none is the largest.
+    most = tl.maximum(tl.abs(low).to(tl.int32, bitcast=True), tl.abs(high).to(tl.int32, bitcast=True))
+    unit = tl.maximum(tl.max(most, 2), 0x0DA24260).to(tl.float32, bitcast=True) / 127
+    even, odd = tl.split(tl.reshape(low, (low.shape[0], 1, 4, 2)))
+    even_high, odd_high = tl.split(tl.reshape(high, (low.shape[0], 1, 4, 2)))
+    factor = tl.broadcast_to((1 / unit)[:, :, None], even.shape)
+    words = tl.inline_asm_elementwise(
+        _PACK,
+        "=r,f,f,f,f,f",
+        [even, even_high, odd, odd_high, factor],
         dtype=tl.int32,
         is_pure=True,
         pack=1,
     )
-    return product.to(tl.float32) * (unit / 16) - zero * total
+    one, two, three, four = _fourth(words)
+    added = tl.inline_asm_elementwise(
+        _SUM, "=&r,r,r,r,r", [one, two, three, four], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return one, two, three, four, unit, added.to(tl.float32) * unit
+
+
+@triton.jit
+def _four_bit_sum(codes, low, high, zero):
+    """The products of each piece of 4 bits with the token, whose halves are in 8 bits: [pieces, rows]."""
+    first, second, third, fourth = _fourth(codes)
+    one, two, three, four, unit, added = low
+    five, six, seven, eight, unit_high, added_high = high
+    product, product_high = tl.inline_asm_elementwise(
+        _INT4,
+        "=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [first, second, third, fourth, one, two, three, four, five, six, seven, eight],
+        dtype=(tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    total = product.to(tl.float32) * unit + product_high.to(tl.float32) * (unit_high / 16)
+    return total - zero * (added + added_high)
+
+
+@triton.jit
+def _activations(x, norm, at, mask, squares, NORM: tl.constexpr):
+    """x and the sum of its squares before it is multiplied with the norm's weight."""
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        squares += value * value
+        value = value * tl.load(norm + at, mask=mask, other=0.0).to(tl.float32)
+    return value, squares
 
 
 @triton.jit
@@ -165,14 +207,15 @@ def _gemv(
 ):
     # Pieces are the first axis, so that neighbouring threads take neighbours of them, and each all rows.
     # Weights do not depend on the previous kernel: the first are fetched while it ends.
-    wide: tl.constexpr = 8 * _PIECE // BITS
+    words: tl.constexpr = 4 if BITS == 4 else 2
+    wide: tl.constexpr = 32 * words // BITS
     total_pieces: tl.constexpr = K // wide
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pieces = tl.arange(0, PIECES)
     within = tl.arange(0, _PIECE)[None, None, :]
-    at = (n.to(tl.int64)[None, :] * total_pieces + pieces[:, None])[:, :, None] * 2
-    at += tl.arange(0, 2)[None, None, :]
-    second = rows.to(tl.int64) * (total_pieces * 2)
+    at = (n.to(tl.int64)[None, :] * total_pieces + pieces[:, None])[:, :, None] * words
+    at += tl.arange(0, words)[None, None, :]
+    second = rows.to(tl.int64) * (total_pieces * words)
     here = (n < rows)[None, :]
     inside = here & (pieces < total_pieces)[:, None]
     scales = (n // SHARED)[None, :] * GROUPS + (pieces * wide // GROUP)[:, None]
@@ -198,30 +241,15 @@ def _gemv(
     for start in range(0, total_pieces, PIECES):
         there = ((start + pieces) < total_pieces)[:, None, None]
         k = (start + pieces)[:, None, None] * wide + within
-        low = tl.load(x + k, mask=there, other=0.0).to(tl.float32)
-        high = low
-        if NORM:
-            squares += low * low
-            low = low * tl.load(norm + k, mask=there, other=0.0).to(tl.float32)
+        low, squares = _activations(x, norm, k, there, squares, NORM)
         if BITS == 4:
-            high = tl.load(x + k + _PIECE, mask=there, other=0.0).to(tl.float32)
-            if NORM:
-                squares += high * high
-                high = high * tl.load(norm + k + _PIECE, mask=there, other=0.0).to(tl.float32)
-        if BITS == 4:
-            # Integers, so that a number that is none is the largest.
-            most = tl.maximum(tl.abs(low).to(tl.int32, bitcast=True), tl.abs(high).to(tl.int32, bitcast=True))
-            unit = tl.maximum(tl.max(most, 2), 0x0DA24260).to(tl.float32, bitcast=True) / 127
-            one, two = _packed(low, 1 / unit)
-            three, four = _packed(high, 1 / unit)
-            words = one, two, three, four
-            added = tl.inline_asm_elementwise(
-                _SUM, "=&r,r,r,r,r", [one, two, three, four], dtype=tl.int32, is_pure=True, pack=1
-            )
-            added = added.to(tl.float32) * unit
-            part = _four_bit_sum(w, words, unit, added, z)
+            high, squares = _activations(x, norm, k + 8, there, squares, NORM)
+            more, squares = _activations(x, norm, k + 16, there, squares, NORM)
+            most, squares = _activations(x, norm, k + 24, there, squares, NORM)
+            half, other = _in_8_bits(low, high), _in_8_bits(more, most)
+            part = _four_bit_sum(w, half, other, z)
             if GATED:
-                part_gate = _four_bit_sum(u, words, unit, added, v)
+                part_gate = _four_bit_sum(u, half, other, v)
         else:
             four = quarters(low)
             part = _piece_sum(w, four, FLOATING)
@@ -235,7 +263,7 @@ def _gemv(
         if GATED:
             gate += part_gate
         following = here & ((start + PIECES + pieces) < total_pieces)[:, None]
-        ahead = at + (start + PIECES) * 2
+        ahead = at + (start + PIECES) * words
         w = tl.load(weight + ahead, mask=following[:, :, None], other=0, eviction_policy="evict_first")
         if GATED:
             u = tl.load(
@@ -285,7 +313,7 @@ def gemv(
     pdl: bool = True,
 ) -> torch.Tensor:
     """As `gemv.gemv`. `block`: rows of a tile, pieces of each that a thread takes at a time, and
-    warps. Columns are a multiple of 16."""
+    warps. Columns are a multiple of 16, of 4 bits of 32."""
     columns = weight.shape[1]
     rows = weight.shape[0] // 2 if gated else weight.shape[0]
     if out is None:
@@ -324,10 +352,10 @@ def _block(rows: int, weight: QuantizedWeight, gated: bool) -> tuple[int, int, i
     """Rows of a tile, pieces a thread, warps: the best of about ten tried on an H200 for each matrix of an 8B
     model, in a graph of whole layers."""
     if gated:
-        return 4, 1, 2
+        return 4, 1, 1 if weight.bits == 4 else 2
     deep = weight.shape[1] > 4096
     if weight.bits == 4 and rows > 1024:
-        return (8, 1, 2) if rows > 2**16 else (8, 1, 4) if deep else (8, 2, 4)
+        return (8, 1, 2) if rows > 2**16 else (8 if deep else 16, 1, 4)
     if weight.floating and rows > 1024 and not deep:
         return (4, 2, 2) if rows > 4096 else (8, 2, 4)
     return (4 if rows > 1024 else 2), 1, 4

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from baton.layers.kernels import quantized_gemm
+from baton.layers.kernels.four_bit_gemm import dequantize
 from baton.layers.kernels.products import scaled_product
 from baton.layers.kernels.quantize import BLOCK, Quantized, quantize
 from baton.layers.kernels.quantized_gemv import gemv
 from baton.layers.weights.method import QuantizedWeight
 
-MOST_ROWS = {8: 1, 4: 64}
+MOST_ROWS = {8: 1, 4: 256}
 """By bits: rows up to which activations stay in 16 bits and the matrix is read as it is."""
 
 
@@ -43,6 +44,8 @@ def quantize_for(weight: QuantizedWeight, x: torch.Tensor) -> Quantized:
 def project(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """x W^T + b of x [rows, in] -> [rows, out]"""
     rows, most = len(x), most_rows(weight)
+    if weight.stacked:  # of a mixture that no kernel computes as a whole
+        return F.linear(x, weight.unpacked().dequantize().to(x.dtype), bias)
     if rows == 1:
         out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
         return gemv(x.contiguous(), weight, out, bias=bias)
@@ -50,7 +53,7 @@ def project(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None)
         return quantized_gemm.project(x.contiguous(), weight, bias)
     if weight.bits == 8:
         return scaled_product(quantize_for(weight, x), weight, x.dtype, bias)
-    return F.linear(x, quantized_gemm.dequantize(weight, x.dtype), bias)
+    return F.linear(x, dequantize(weight, x.dtype), bias)
 
 
 class KernelProduct:

@@ -21,17 +21,23 @@ class QuantizedWeight:
     """Memory for a matrix [out, in] of 8 or 4 bits, filled by rows in any order.
 
     8 bits: int8 or E4M3 codes, with scales by rows or blocks. 4 bits: two codes a byte, with scales and zeros
-    by groups of columns: of 16 neighbouring columns, byte i of 8 holds column i in its low half and column
-    8 + i in its high half, so that both halves of neighbouring bytes are neighbours.
+    by groups of columns. Of 32 neighbouring columns, word i of four has columns 8 j + 2 i in its low half
+    and 8 j + 2 i + 1 in its high half, j = 0, 2, 1, 3 from the lowest bits on: what one thread passes to the
+    tensor cores. The halves of a byte are 16 columns apart. Where `stacked`, of 16 columns byte i of 8 has
+    column i in its low half and column 8 + i in its high half.
     """
 
-    __slots__ = ("bits", "block", "codes", "group", "scale", "zero")
+    __slots__ = ("bits", "block", "codes", "group", "scale", "stacked", "zero")
 
-    def __init__(self, method: Method, outputs: int, inputs: int, device: torch.device) -> None:
+    def __init__(
+        self, method: Method, outputs: int, inputs: int, device: torch.device, *, stacked: bool = False
+    ) -> None:
         self.bits, self.group = method.bits, method.group or inputs
         self.block = method.rows
         """Rows that share a scale."""
         scales = -(-outputs // self.block), -(-inputs // self.group)
+        self.stacked = stacked and self.bits == 4
+        """Of a GPU's experts, one below the other, whose kernels read bytes."""
         self.zero: torch.Tensor | None = None
         """float32 as `scale`; 4 bits only."""
         if self.bits == 8:
@@ -70,6 +76,7 @@ class QuantizedWeight:
         """A view of some rows, from a multiple of `block` on."""
         part = object.__new__(QuantizedWeight)
         part.bits, part.group, part.block = self.bits, self.group, self.block
+        part.stacked = self.stacked
         part.codes = self.codes[first : first + count]
         scales = slice(first // self.block, -(-(first + count) // self.block))
         part.scale = self.scale[scales]
@@ -99,15 +106,23 @@ class QuantizedWeight:
             target.codes.copy_(codes)
         else:
             assert target.zero is not None and source.zero is not None
-            halves = codes.reshape(len(codes), -1, 2, 8)
-            target.codes.copy_((halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1))
+            if self.stacked:
+                low, high = codes.reshape(len(codes), -1, 2, 8).unbind(2)
+            else:
+                # [out, block, which 16, which 8 of them, word, which of a pair] -> bytes of words
+                parts = codes.reshape(len(codes), -1, 2, 2, 4, 2).permute(2, 0, 1, 4, 5, 3)
+                low, high = parts.unbind(0)
+            target.codes.copy_((low | (high << 4)).flatten(1))
             target.zero.copy_(source.zero)
 
     def unpacked(self) -> QuantizedTensor:
         codes = self.codes
         if self.bits == 4:
-            pairs = codes.view(len(codes), -1, 8)
-            codes = torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
+            pairs = codes.view(len(codes), -1, *((8,) if self.stacked else (4, 2, 2)))
+            codes = torch.stack((pairs & 15, pairs >> 4), 2)
+            if not self.stacked:  # block, which 16, word, which of a pair, which 8 of them
+                codes = codes.permute(0, 1, 2, 5, 3, 4)
+            codes = codes.flatten(1)
         scale = self.scale
         if self.block > 1:
             scale = scale.repeat_interleave(self.block, 0)[: len(codes)]
