@@ -21,6 +21,9 @@ class CudaFlight:
     done: torch.cuda.Event
     result: torch.Tensor | None = None
     """int32 [sampled slots, 2]: the token, and the bits of the largest logit."""
+    places: list[int] | None = None
+    """Of a decode step whose rows were computed in another order: each row's place in it, by which all of
+    its samples are counted."""
     samples: Samples | None = None
     """Samples whose log-probabilities are needed too."""
     prompts: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

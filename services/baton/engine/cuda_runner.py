@@ -10,6 +10,7 @@ rows needs one copy to the device (two when page tables or last tokens change) a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from baton.attention.paged import GroupedAttention, HostRows, PagedAttention
 from baton.engine.cuda_flight import CudaFlight
 from baton.engine.cuda_graphs import ChunkGraphs, ChunkInputs, DecodeGraphs, Inputs, Progress, batch_sizes
 from baton.engine.cuda_sampler import CudaSampler, logprobs_to_host, prompt_logprobs
-from baton.engine.device_batch import Changes, DeviceSlots, Ints, Ragged
+from baton.engine.device_batch import Changes, DeviceSlots, Ints, Ragged, longest_first
 from baton.engine.grammar_masks import Masks, MaskStats
 from baton.engine.model_runner import add_pooled, pool_states
 from baton.engine.plan import Logprobs, PlanRow, StepPlan, StepResult
@@ -176,6 +177,8 @@ class CudaRunner:
             logprobs = dict(zip(samples.logprob_rows, samples.logprobs.read(samples.wanted), strict=True))
         errors = flight.masks.errors if flight.masks is not None else {}
         rows = row_results(flight.rows, tokens, finite, logprobs, flight.prompts, errors)
+        if flight.places is not None:
+            rows = itemgetter(*flight.places)(rows)
         add_pooled(rows, flight.pooled)
         return StepResult(flight.number, rows)
 
@@ -208,6 +211,10 @@ class CudaRunner:
             self._update(changes)
         slots = np.array([row.slot for row in rows])
         positions = np.array([row.start for row in rows])
+        moved = longest_first(positions)
+        if moved is not None:
+            order, flight.places = moved
+            slots, positions = slots[order], positions[order]
         simple = self._sampler.simple(slots, positions + 1) if self._samples else None
         graphs.fill(slots, positions, simple, self._sampler.grammars.constrained(slots.tolist()))
         graphs.replay(len(rows))

@@ -75,6 +75,17 @@ class Ragged:
         return len(self.ids)
 
 
+def longest_first(starts: Ints) -> tuple[Ints, list[int]] | None:
+    """The order in which a GPU should begin rows of one token, and each row's place in it; None: the one they
+    have. Attention begins rows in their order, and a long one that begins last makes all others wait."""
+    if (starts[1:] <= starts[:-1]).all():
+        return None
+    order = np.argsort(-starts, kind="stable")
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return order, places.tolist()
+
+
 Changes = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]
 """Entries of the slots' memory to write, and their values."""
 
