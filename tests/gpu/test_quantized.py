@@ -14,7 +14,7 @@ from baton.layers.experts import Experts, Mixture, Router, Routing
 from baton.layers.kernels import few_experts, gemm, gemv, quantize, quantized_gemm
 from baton.layers.kernels.four_bit_gemm import dequantize
 from baton.layers.kernels.matmul import matmul
-from baton.layers.kernels.quantized_linear import KernelProduct, quantize_for
+from baton.layers.kernels.quantized_linear import KernelProduct, project, quantize_for
 from baton.layers.kernels.routing import choose
 from baton.layers.linear import Linear
 from baton.layers.parameters import Parameters
@@ -105,6 +105,22 @@ def test_products_of_4_bits_of_sizes_that_are_no_tiles(group, rows, columns, dty
         assert error(gemm.project_parts(x, linear).sum(0), expected) < EXACT, count
         gate, up = expected.chunk(2, -1)
         assert error(gemm.gated(x, linear, x.dtype), F.silu(gate) * up) < 2 * EXACT, count
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["fp8", "blocks", "int8"])
+def test_products_of_many_tokens(name, dtype):
+    linear, values = made(name, 2560, 3072)
+    bias = torch.randn(2560, device=CUDA).to(dtype)
+    for count in (4095, 4096, 4101, 8191):
+        x = torch.randn(count, 3072, device=CUDA).to(dtype)
+        x *= torch.rand(count, 1, device=CUDA).to(dtype) + 0.1
+        expected = x.double() @ values.t()
+        for added in (None, bias):
+            found = project(x, linear.quantized, added)
+            assert found.dtype == dtype
+            wanted = expected if added is None else expected + added.double()
+            assert error(found, wanted) < ROUNDED, (count, added is None)
 
 
 @pytest.mark.parametrize("name", ["fp8", "blocks", "int8"])
