@@ -180,7 +180,9 @@ def gated(
 ) -> torch.Tensor | Quantized | None:
     """silu(gate) * up of x [rows, in], at most MOST_ROWS; W holds the rows of gate, then those of up. None
     where its tiles exceed the multiprocessors, and cuBLAS is faster. `eight`: in 8 bits, in blocks, if x has
-    8 bits and a tile is a block."""
+    8 bits and a tile is a block; but not of FP8 with a scale a row, for which a launch that quantizes by rows
+    and a product without blocks are faster (8B on an H200: 5 of 132 us a layer at 48 rows, 6 of 177 at 96, 10
+    of 184 at 128)."""
     if linear.quantized is not None and isinstance(x, torch.Tensor):
         return quantized_gemm.gated(x, linear.quantized)
     weight, scaled = _operand(x, linear)
@@ -193,7 +195,8 @@ def gated(
         tile = tile[0], tile[1], BLOCK
     gate, up = weight[:columns], weight[columns:]
     out: torch.Tensor | Quantized
-    if eight and scaled is not None and tile[1] == BLOCK and columns % BLOCK == 0:
+    blocks = scaled is not None and (scaled[2] == "blocks" or codes.dtype == torch.int8)
+    if eight and blocks and tile[1] == BLOCK and columns % BLOCK == 0:
         out = Quantized.empty(rows, columns, codes.dtype, True, codes.device)
     else:
         out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
@@ -299,11 +302,11 @@ def _tiles(rows: int, columns: int, k: int, processors: int, deep: bool) -> tupl
     """Rows, columns and depth of a tile and parts of `k`, so that about as many programs run as there are
     multiprocessors. The best of those tried on an H200 for the shapes of 0.6B and 8B models, or within 5 % of
     it. `deep`: 8 bits with a scale a row. Up to 64 rows a step may take 256 of them (4096 x 4096: 7.6 instead
-    of 8.5 us); of more than 128, tiles of 128 rows read less from the L2 cache (256 rows, 4096 x 12288: 27.8
-    instead of 37.1 us, 4096 x 4096: 12.3 instead of 15.1)."""
-    height = 128 if deep and rows > 128 else 64
+    of 8.5 us); of more than 128, where they are long of more than 64, tiles of 128 rows read less from the L2
+    cache (256 rows, 4096 x 12288: 27.8 instead of 37.1 us, 4096 x 4096: 12.3 instead of 15.1)."""
+    height = 128 if deep and rows > (64 if k >= 8192 else 128) else 64
     high = triton.cdiv(rows, height)
-    if deep and high == 1 and k % 256 == 0:
+    if deep and rows <= 64 and k % 256 == 0:
         programs = triton.cdiv(columns, 64)
         splits = next((n for n in _SPLITS if k % (n * 256) == 0 and programs * n <= processors), 1)
         return (64, 64, 256), splits
