@@ -332,7 +332,7 @@ def test_the_head_is_quantized_by_flag(variant, tmp_path):
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     rounded(model, 8, 0, ("lm_head.weight",))
-    check(tmp_path, model, 2e-3, quantization="int8", quantize_head=True)
+    check(tmp_path, model, 1e-2, quantization="int8", quantize_head=True)
     small = declared(tmp_path, torch.float32, plan=weight_plan(tmp_path, CPU, "int8"))
     large = weight_bytes(tmp_path, torch.float32, quantization="int8", quantize_head=True)
     head = 160 * 64 + 160 * 4
