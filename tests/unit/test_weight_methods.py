@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -131,18 +132,34 @@ def test_products_with_codes_give_a_row_the_same_bits_beside_any_others(bits):
 
 
 def test_rows_of_any_size_and_zeros_keep_their_precision():
-    """A row's rounding depends on that row alone."""
+    """A row's rounding depends on that row alone. One that is damaged stays so, for the runner to see."""
     _, quantized, values = made(8)
     found = [each for each in exact_products(quantized, torch.float32) if isinstance(each, TwoDigits)]
     if not found:
         pytest.skip("no product of 8-bit integers is exact on this processor")
-    x = torch.randn(4, 128) * torch.tensor([[1e-6], [1.0], [1e6], [0.0]])
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([[1e-6], [1.0], [1e6], [0.0], [1.0], [1.0]])
+    x[4, 7], x[5, 9] = torch.nan, torch.inf
     expected = x.double() @ values.t()
     for product in found:
-        out = product.apply(x, None).double()
-        for row in range(3):
-            assert (out[row] - expected[row]).norm() / expected[row].norm() < 2e-4, product
-        assert (out[3] == 0).all(), product
+        for out in (product.apply(x, None).double(), product.add_to(torch.zeros(6, 96), x, None).double()):
+            for row in range(3):
+                assert (out[row] - expected[row]).norm() / expected[row].norm() < 2e-4, product
+            assert (out[3] == 0).all(), product
+            assert not out[4:].isfinite().any(), product
+
+
+def test_products_are_made_without_a_warning_and_others_are_still_seen():
+    _, quantized, _ = made(8)
+    torch.set_warn_always(True)  # torch says some things once in a process only
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            exact_products(quantized, torch.float32)
+            with pytest.raises(UserWarning):
+                warnings.warn("another", stacklevel=1)
+    finally:
+        torch.set_warn_always(False)
 
 
 @only_avx2

@@ -102,11 +102,11 @@ class FbgemmDigits(TwoDigits):
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         scale = weight.scale.flatten().double() / 2**13
-        with warnings.catch_warnings():  # torch announces that it will drop such tensors one day
-            warnings.simplefilter("ignore")
-            codes = torch._make_per_channel_quantized_tensor(
-                weight.codes, scale, torch.zeros(len(scale), dtype=torch.int64), 0
-            )
+        # torch announces that it will drop such tensors one day. No `catch_warnings`: of two threads that
+        # leave it in the other order, the filter of one would hide all warnings from then on.
+        warnings.filterwarnings("ignore", module=__name__)
+        zero = torch.zeros(len(scale), dtype=torch.int64)
+        codes = torch._make_per_channel_quantized_tensor(weight.codes, scale, zero, 0)
         self._matrix = torch.ops.quantized.linear_prepack(codes, None)
         # `_op`: without a search for Python subclasses among the arguments, which takes 4 microseconds.
         self._multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default._op
