@@ -113,6 +113,8 @@ def test_products_against_float64(bits, dtype, rows):
             assert (out.double() - wanted).norm() / wanted.norm() < tolerance, product
 
 
+FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+"""Not where it cannot find out what the processor has, as in some sandboxes."""
 only_avx2 = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX2", reason="looked at with AVX2 only"
 )
@@ -124,6 +126,8 @@ def test_products_with_codes_give_a_row_the_same_bits_beside_any_others(bits):
     _, quantized, _ = made(bits, 192, 576)
     x = torch.randn(40, 576, generator=torch.Generator().manual_seed(2))
     found = exact_products(quantized, torch.float32)[1:]
+    if bits == 8 and not FBGEMM and not found:
+        pytest.skip("no product of 8-bit integers is exact here")
     assert found
     for product in found:
         alone = torch.cat([product.apply(row[None], None) for row in x])
@@ -163,6 +167,7 @@ def test_products_are_made_without_a_warning_and_others_are_still_seen():
 
 
 @only_avx2
+@pytest.mark.skipif(not FBGEMM, reason="this torch does not use FBGEMM here")
 def test_fbgemm_needs_no_products_of_8_bit_integers():
     """It is exact for the largest codes and activations."""
     _, quantized, _ = made(8)
