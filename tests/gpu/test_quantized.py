@@ -85,7 +85,9 @@ def test_products_of_any_number_of_rows(name, rows, columns):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("group", "rows", "columns"), [(32, 200, 544), (64, 72, 4160), (128, 8320, 384)])
+@pytest.mark.parametrize(
+    ("group", "rows", "columns"), [(32, 200, 544), (64, 72, 4160), (128, 8320, 384), (32, 80, 32)]
+)
 def test_products_of_4_bits_of_sizes_that_are_no_tiles(group, rows, columns, dtype):
     """Values may be far from 0 for their group's range, and a group of equal values has next to no scale."""
     weight = QuantizedWeight(Method(4, group), rows, columns, CUDA)

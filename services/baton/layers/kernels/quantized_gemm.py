@@ -138,8 +138,9 @@ INVARIANT: Tile = (64, 64, 128, 4, 4)
 
 def _depth(tile: Tile, weight: QuantizedWeight) -> int:
     """A step of 8 bits has one scale a row, one of 4 bits up to four."""
-    groups = 4 if weight.bits == 4 else 1
-    return min(tile[2], groups * weight.group) if weight.grouped else tile[2]
+    if weight.bits == 4:
+        return min(tile[2], 4 * weight.group)
+    return min(tile[2], weight.group) if weight.grouped else tile[2]
 
 
 def _tile(rows: int, weight: QuantizedWeight) -> Tile:
