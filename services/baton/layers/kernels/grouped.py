@@ -20,6 +20,7 @@ from baton.layers.experts import ExpertMatrix, Experts
 from baton.layers.kernels.activation import gated, gating
 from baton.layers.kernels.quantize import BLOCK, Quantized, quantized
 from baton.layers.kernels.routing import Tiles
+from baton.layers.kernels.tensor_cores import awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ def _added(
             part *= tl.load(unit + row // 128 * (K // 128) + start // 128)
         return total + part
     else:
-        return tl.dot(first, second, total, out_dtype=total.dtype)
+        total = tl.dot(first, second, total, out_dtype=total.dtype)
+        return awaited(total) if SCALED != "" and EIGHT == "" else total
 
 
 @triton.jit

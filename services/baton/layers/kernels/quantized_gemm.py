@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from baton.layers.kernels import four_bit_gemm
+from baton.layers.kernels.tensor_cores import awaited
 from baton.layers.weights.method import QuantizedWeight
 
 _SPLITS = (8, 4, 2, 1)
@@ -26,7 +27,7 @@ def _added(total, tokens, weight, scale, at, scales, mask, GROUPED: tl.constexpr
     codes = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32).to(tokens.dtype)
     if GROUPED:
         return total + tl.dot(codes, tokens.T) * tl.load(scale + scales)[:, None]
-    return tl.dot(codes, tokens.T, total)
+    return awaited(tl.dot(codes, tokens.T, total))
 
 
 @triton.jit
