@@ -225,6 +225,25 @@ def test_ranks_that_do_not_measure_compute_with_the_codes(bits):
     assert chosen is (found[1] if len(found) > 1 else Dequantized)
 
 
+@pytest.mark.parametrize(("times", "chosen"), [((10, 12), 1), ((10, 20), 0), ((10, 8), 1)])
+def test_dequantizing_is_chosen_only_where_it_is_much_faster(times, chosen, monkeypatch):
+    """So that workers, which measure by themselves, do not differ where it is about as fast."""
+
+    def taking(ticks):
+        class Works(Dequantized):
+            def apply(self, x, bias):
+                ending = time.thread_time() + ticks * 1e-4
+                while time.thread_time() < ending:
+                    pass
+                return super().apply(x, bias)
+
+        return Works
+
+    candidates = tuple(taking(each) for each in times)
+    monkeypatch.setitem(CANDIDATES, 8, candidates)
+    assert fastest_product(made(8)[1], torch.float32) is candidates[chosen]
+
+
 def test_time_that_other_processes_take_does_not_decide_which_product_is_used(monkeypatch):
     class Works(Dequantized):
         def apply(self, x, bias):

@@ -24,6 +24,9 @@ SAMPLE = 2**23
 """Weights at most that products are tried with: in float64 they take 8 bytes each."""
 BUDGET_SECONDS = 0.02
 """The processor's time for measuring all layouts with one number of rows; each is measured at least twice."""
+DEQUANTIZING = 1.5
+"""A product that dequantizes counts as so many times what it takes. Each worker measures by itself, and where
+two products are equally fast workers would choose differently; then so do their tokens, by rounding."""
 
 
 class Transposed:
@@ -81,11 +84,13 @@ def fastest_product(weight: QuantizedWeight, dtype: torch.dtype, measure: bool =
     # Kernels take numbers of outputs that 16 or 64 divide: the part is divisible like the whole.
     part = outputs if outputs <= most else most - -outputs % 64
     made = exact_products(weight.rows(0, part), dtype)
-    return type(made[_fastest(made, weight.shape[1], dtype) if measure else min(1, len(made) - 1)])
+    if not measure:
+        return type(made[min(1, len(made) - 1)])
+    return type(made[_fastest(made, weight.shape[1], dtype, DEQUANTIZING)])
 
 
-def _fastest(made: Sequence[Product], inputs: int, dtype: torch.dtype) -> int:
-    """The index of the one that takes least of typical steps."""
+def _fastest(made: Sequence[Product], inputs: int, dtype: torch.dtype, first: float = 1.0) -> int:
+    """The index of the one that takes least of typical steps; `first`: what the first one's times count."""
     if len(made) == 1:
         return 0
     costs = [0.0] * len(made)
@@ -98,6 +103,7 @@ def _fastest(made: Sequence[Product], inputs: int, dtype: torch.dtype) -> int:
             costs = [cost + t / least for cost, t in zip(costs, times, strict=True)]
     finally:
         torch.set_num_threads(threads)
+    costs[0] *= first
     return costs.index(min(costs))
 
 
