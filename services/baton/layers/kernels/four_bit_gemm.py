@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from baton.layers.kernels.tensor_cores import awaited
 from baton.layers.weights.method import QuantizedWeight
 
 
@@ -142,15 +143,18 @@ def _gemm(
         codes = weight.load([column, k // 8])
         if GATED:
             more = weight.load([columns + column, k // 8])
-        total = tl.dot(_values(codes, s, z, dtype, count), tokens, total)
+        values = _values(codes, s, z, dtype, count)
+        if GATED:
+            others = _values(more, t, v, dtype, count)
         # The next step's, so that it need not wait for them.
         group = (k + BK) // GROUP
         s = _groups(scale + here, group, count, last)
         z = _groups(zero + here, group, count, last)
         if GATED:
-            up = tl.dot(_values(more, t, v, dtype, count), tokens, up)
             t = _groups(scale + second, group, count, last)
             v = _groups(zero + second, group, count, last)
+            up = awaited(tl.dot(others, tokens, up))
+        total = awaited(tl.dot(values, tokens, total))
     if BIAS:
         total += tl.load(bias + own).to(tl.float32)[:, None]
     if GATED:
