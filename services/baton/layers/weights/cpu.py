@@ -172,13 +172,16 @@ CANDIDATES: dict[int, tuple[MakeProduct, ...]] = {
 
 def exact_products(weight: QuantizedWeight, dtype: torch.dtype) -> list[Product]:
     """Those that work here and are exact enough for this matrix, and of 8 bits for the largest codes; always
-    `Dequantized`, first."""
+    `Dequantized`, first. FBGEMM's only where oneDNN's is not exact: they are about as fast as each other, and
+    workers should choose alike."""
     tolerance = TOLERANCE[weight.bits] if dtype == torch.float32 else TOLERANCE_16
     largest = _largest() if weight.bits == 8 else None
     x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = x.double() @ weight.unpacked().dequantize().double().t()
     found: list[Product] = []
     for candidate in CANDIDATES[weight.bits]:
+        if candidate is FbgemmDigits and isinstance(found[-1], OneDnnDigits):
+            continue
         try:
             product = candidate(weight, dtype)
             error = (product.apply(x, None) - expected).norm() / expected.norm()
