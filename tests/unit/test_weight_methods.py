@@ -14,6 +14,7 @@ from random_checkpoints import Driver, largest_difference, random_prompts, save_
 
 from baton.checkpoint import CheckpointError
 from baton.layers.linear import Linear, fastest_product
+from baton.layers.weights import cpu
 from baton.layers.weights.cpu import (
     CANDIDATES,
     Bf16Int4,
@@ -165,6 +166,26 @@ def test_products_are_made_without_a_warning_and_others_are_still_seen():
                 warnings.warn("another", stacklevel=1)
     finally:
         torch.set_warn_always(False)
+
+
+def test_fbgemm_is_not_tried_where_onednn_is_exact(monkeypatch):
+    """Workers of one kind of processor should choose alike."""
+
+    class Exact(Dequantized):
+        pass
+
+    class Other(Dequantized):
+        pass
+
+    def missing(weight, dtype):
+        raise RuntimeError
+
+    monkeypatch.setattr(cpu, "OneDnnDigits", Exact)
+    monkeypatch.setattr(cpu, "FbgemmDigits", Other)
+    _, quantized, _ = made(8)
+    for before, found in ((Exact, [Dequantized, Exact]), (missing, [Dequantized, Other])):
+        monkeypatch.setitem(CANDIDATES, 8, (Dequantized, before, Other))
+        assert [type(each) for each in exact_products(quantized, torch.float32)] == found
 
 
 @only_avx2

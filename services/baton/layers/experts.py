@@ -136,7 +136,8 @@ class Experts:
     ) -> None:
         """`projections` None: the checkpoint has all experts in one tensor, transposed, gate and up
         interleaved, as gpt-oss has."""
-        self.total, self.first, self.hidden = count, 0, hidden
+        self.hidden = hidden
+        self.total, self.first = count, 0
         """Experts of all ranks; the first one of this rank."""
         if parameters.shard.ep and parameters.shard.size > 1:
             self.first, count = parameters.shard.split(count, "experts")

@@ -10,7 +10,7 @@ from typing import Any
 Wrong = Callable[..., Any]
 """Replaces a method: called with the method, then with its arguments."""
 Change = tuple[type, str, Wrong]
-"""The class and the name of the method, or a module and its function, and what replaces it."""
+"""The class and the name of the method, and what replaces it."""
 
 
 @dataclass(frozen=True, slots=True)

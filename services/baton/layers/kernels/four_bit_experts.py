@@ -20,36 +20,20 @@ Block = tuple[int, int, int, int]
 """Rows and columns of a tile of weights, here pieces of 16 columns, warps, stages."""
 
 
-# The products of a word's codes, each + 128, with eight numbers, those of the low halves of its bytes first,
-# added up. In bits 16 to 19 behind the exponent of 128 a code is 128 + code.
-_WORD = tl.constexpr(
-    """{
-    .reg .b32 t, s;
-    shl.b32 t, $1, 16;
-    lop3.b32 t, t, 0xF0000, 0x43000000, 0xEA;
-    mul.f32 s, t, $2;
-    shl.b32 t, $1, 8;
-    lop3.b32 t, t, 0xF0000, 0x43000000, 0xEA;
-    fma.rn.f32 s, t, $3, s;
-    lop3.b32 t, $1, 0xF0000, 0x43000000, 0xEA;
-    fma.rn.f32 s, t, $4, s;
-    shr.b32 t, $1, 8;
-    lop3.b32 t, t, 0xF0000, 0x43000000, 0xEA;
-    fma.rn.f32 s, t, $5, s;
-    shl.b32 t, $1, 12;
-    lop3.b32 t, t, 0xF0000, 0x43000000, 0xEA;
-    fma.rn.f32 s, t, $6, s;
-    shl.b32 t, $1, 4;
-    lop3.b32 t, t, 0xF0000, 0x43000000, 0xEA;
-    fma.rn.f32 s, t, $7, s;
-    shr.b32 t, $1, 4;
-    lop3.b32 t, t, 0xF0000, 0x43000000, 0xEA;
-    fma.rn.f32 s, t, $8, s;
-    shr.b32 t, $1, 12;
-    lop3.b32 t, t, 0xF0000, 0x43000000, 0xEA;
-    fma.rn.f32 $0, t, $9, s;
-}"""
-)
+def _word() -> str:
+    """The products of a word's codes ($1), each + 128, with eight numbers ($2 to $9), those of the low halves
+    of its bytes first, added up ($0). In bits 16 to 19 behind the exponent of 128 a code is 128 + code."""
+    lines = [".reg .b32 t, s;"]
+    for place, left in enumerate((16, 8, 0, -8, 12, 4, -4, -12)):
+        if left:
+            lines.append(f"{'shl' if left > 0 else 'shr'}.b32 t, $1, {abs(left)};")
+        lines.append(f"lop3.b32 t, {'t' if left else '$1'}, 0xF0000, 0x43000000, 0xEA;")
+        total = "s" if place < 7 else "$0"
+        lines.append(f"fma.rn.f32 {total}, t, ${place + 2}, s;" if place else "mul.f32 s, t, $2;")
+    return "\n".join(["{", *lines, "}"])
+
+
+_WORD = tl.constexpr(_word())
 
 
 @triton.jit

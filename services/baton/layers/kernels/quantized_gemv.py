@@ -60,29 +60,21 @@ _PACK = tl.constexpr(
     prmt.b32 $0, a, c, 0x5410;
 }"""
 )
-# The products of four words of codes of 4 bits with words of 8 bits: those of the low halves of bytes, and 16
-# times those of the high ones.
-_INT4 = tl.constexpr(
-    """{
-    .reg .b32 a;
-    and.b32 a, $2, 0x0f0f0f0f;
-    dp4a.u32.s32 $0, a, $6, 0;
-    and.b32 a, $2, 0xf0f0f0f0;
-    dp4a.u32.s32 $1, a, $10, 0;
-    and.b32 a, $3, 0x0f0f0f0f;
-    dp4a.u32.s32 $0, a, $7, $0;
-    and.b32 a, $3, 0xf0f0f0f0;
-    dp4a.u32.s32 $1, a, $11, $1;
-    and.b32 a, $4, 0x0f0f0f0f;
-    dp4a.u32.s32 $0, a, $8, $0;
-    and.b32 a, $4, 0xf0f0f0f0;
-    dp4a.u32.s32 $1, a, $12, $1;
-    and.b32 a, $5, 0x0f0f0f0f;
-    dp4a.u32.s32 $0, a, $9, $0;
-    and.b32 a, $5, 0xf0f0f0f0;
-    dp4a.u32.s32 $1, a, $13, $1;
-}"""
-)
+
+
+def _int4() -> str:
+    """The products of four words of codes of 4 bits ($2 to $5) with words of 8 bits: those of the low halves
+    of bytes ($6 to $9 -> $0), and 16 times those of the high ones ($10 to $13 -> $1)."""
+    lines = [".reg .b32 a;"]
+    for word in range(4):
+        for half, mask in enumerate(("0x0f0f0f0f", "0xf0f0f0f0")):
+            lines.append(f"and.b32 a, ${2 + word}, {mask};")
+            before = f"${half}" if word else "0"
+            lines.append(f"dp4a.u32.s32 ${half}, a, ${6 + 4 * half + word}, {before};")
+    return "\n".join(["{", *lines, "}"])
+
+
+_INT4 = tl.constexpr(_int4())
 _SUM = tl.constexpr(
     """{
     dp4a.s32.s32 $0, $1, 0x01010101, 0;
