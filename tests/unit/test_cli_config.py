@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from baton.cli.options import ROLES, as_flags, build, config_file_option, config_options, fields_of, given
 from baton.cli.serve import DEFAULT_PORTS, serve
-from baton.cli.up import settings_by_role
+from baton.cli.up import settings_by_role, up
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, WorkerConfig
 
 
@@ -194,3 +194,27 @@ def test_up_passes_settings_to_the_roles_that_know_them(tmp_path: Path) -> None:
         "prefill": worker,
         "decode": {**worker, "watermark": 0.5},
     }
+
+
+@pytest.mark.parametrize(
+    ("env", "toml", "named"),
+    [
+        ({"BATON_NNODES": "2"}, "", "BATON_NNODES"),
+        ({"BATON_NODE_RANK": "1"}, "", "BATON_NODE_RANK"),
+        ({"BATON_MASTER": "host:29500"}, "", "BATON_MASTER"),
+        ({}, "[decode]\nnnodes = 2\n", "baton.toml: 'nnodes'"),
+    ],
+)
+def test_up_refuses_workers_on_several_hosts(
+    tmp_path: Path, env: dict[str, str], toml: str, named: str
+) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text(toml)
+    result = CliRunner().invoke(up, ["--config", str(file), "--model", str(tmp_path / "none")], env=env)
+    assert f"{named} is for a worker on several hosts" in result.output and result.exit_code == 2
+
+
+def test_up_takes_one_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_NNODES", "1")
+    monkeypatch.setenv("BATON_NODE_RANK", "0")
+    assert settings_by_role({})["decode"] == {}

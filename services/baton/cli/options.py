@@ -337,7 +337,9 @@ def config_file_option(role: str, only: Collection[str] | None = None) -> Callab
     )
 
 
-PROCESS = frozenset({*fields_of(NodeConfig), "nnodes", "node_rank", "master"})
+HOSTS = ("nnodes", "node_rank", "master")
+"""Fields of a worker on several hosts."""
+PROCESS = frozenset({*fields_of(NodeConfig), *HOSTS})
 """What commands leave out that start workers by themselves: of their processes and hosts."""
 COUNT = click.IntRange(1)
 SIZE = click.IntRange(0)

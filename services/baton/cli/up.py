@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.nodes import Credentials, ask, reachable
 from baton.cli.options import (
     FRACTION,
+    HOSTS,
     PROCESS,
     ROLES,
     SectionedCommand,
@@ -103,7 +105,8 @@ def fetch_model(values: Mapping[str, Any]) -> None:
 
 def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Role -> the fields of its configuration that were given; those of the `config_file` come last. Raises
-    click.UsageError."""
+    click.UsageError; so it does where workers on several hosts are asked for, whose processes are not all
+    here."""
     values = {name: value for name, value in values.items() if name not in OWN}
     file = values.get("config_file")
     settings = {}
@@ -112,6 +115,14 @@ def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if role == "tokenizer":
             found.pop("threads", None)  # means threads of tensor operations here
         settings[role] = {**given(config, read_config(file, role) if file is not None else {}), **found}
+    for name in HOSTS:
+        field = fields_of(WorkerConfig)[name]
+        named = os.environ.get(field.variable, "") not in ("", str(field.default))
+        if named or any(each.get(name, field.default) != field.default for each in settings.values()):
+            raise click.UsageError(
+                f"{field.variable if named else f'{file}: {name!r}'} is for a worker on several hosts; this "
+                "command starts processes here alone: leave it out, or start 'baton serve' on each host"
+            )
     return settings
 
 
