@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,6 +115,32 @@ async def test_restarts_on_the_same_port(tmp_path: Path) -> None:
     finally:
         await supervisor.stop()
     assert not children[1].running
+
+
+@pytest.mark.parametrize("mended", [True, False], ids=["removed", "not writable for a while"])
+async def test_restarts_where_the_folder_of_logs_is_gone(tmp_path: Path, mended: bool) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    children = make_children(folder)[:1]
+    lines: list[str] = []
+    supervisor = make(children, report=lines.append)
+    try:
+        await supervisor.start()
+        shutil.rmtree(folder)
+        if not mended:
+            folder.touch()
+        psutil.Process(children[0].pid).kill()
+        async with asyncio.timeout(90):
+            while not any("again in 0.4 s" in line for line in lines) and not mended:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            if not mended:
+                assert "tokenizer cannot be started: " in lines[-1]
+                folder.unlink()
+            while not lines or "is healthy again" not in lines[-1]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert children[0].running and children[0].log.exists()
+    finally:
+        await supervisor.stop()
 
 
 async def test_without_restarts_a_death_is_reported(tmp_path: Path) -> None:

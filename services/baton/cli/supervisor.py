@@ -91,21 +91,27 @@ class Child:
     async def start(self, command: Sequence[str], environment: dict[str, str], seconds: float) -> None:
         """Starts `command` with the ports appended; returns once the process says that it is ready.
 
-        Raises ChildError when the process ends first or `seconds` have passed; it may then still be running.
+        Raises ChildError when the process cannot be made, ends first, or `seconds` have passed; it may then
+        still be running.
         """
         self._enter(State.STARTING)
         self.starts += 1
         http_port = "none" if self.http_port is None else str(self.http_port)
-        with self.log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                *("--host", self.host, "--port", str(self.port), "--http-port", http_port, "--lifeline"),
-                stdin=asyncio.subprocess.PIPE,  # the lifeline: closed by the kernel when this process ends
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                process_group=0,  # a terminal's Ctrl-C reaches the supervisor alone
-            )
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
+            with self.log.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *command,
+                    *("--host", self.host, "--port", str(self.port), "--http-port", http_port, "--lifeline"),
+                    stdin=asyncio.subprocess.PIPE,  # the lifeline: the kernel closes it when this process ends
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=log,
+                    env=environment,
+                    process_group=0,  # a terminal's Ctrl-C reaches the supervisor alone
+                )
+        except OSError as error:
+            self._enter(State.DIED)
+            raise ChildError(f"{self.name} cannot be started: {error}") from None
         try:
             async with asyncio.timeout(seconds):
                 await self._read_ready_line(self._process)
@@ -164,12 +170,12 @@ class Child:
                 self._process.send_signal(number)
 
     def last_lines(self, count: int = LAST_LINES) -> list[str]:
-        """The end of the log."""
+        """The end of the log; none if it cannot be read."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(0, self.log.stat().st_size - 8192))
                 return log.read().decode(errors="replace").splitlines()[-count:]
-        except FileNotFoundError:
+        except OSError:
             return []
 
     def _error(self, what: str) -> ChildError:
@@ -274,8 +280,8 @@ class Supervisor:
 
     async def _monitor(self, child: Child) -> None:
         backoff = Backoff()
+        error = child.died(await child.ended())
         while True:
-            error = child.died(await child.ended())
             if not self._restart:
                 if self._failure is not None and not self._failure.done():
                     self._failure.set_result(error)
@@ -285,10 +291,13 @@ class Supervisor:
             await asyncio.sleep(delay)
             try:
                 await self._launch(child)
-            except ChildError:
+            except ChildError as failed:
                 child.kill()  # one that hangs; the others are dead already
+                await child.ended()
+                error = failed
             else:
                 self._report(f"{child.name} is healthy again: pid {child.pid}, {child.address}")
+                error = child.died(await child.ended())
 
     async def stop(self) -> None:
         """Stops all children, role by role. When cancelled it kills the rest at once. No child is running
