@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from baton.cli.deployment import Deployment, DeploymentPlan
 from baton.cli.progress import KEPT_FOLDERS, LogFolder, follow_logs, rotate, rotate_logs
 from baton.cli.supervisor import Child
 from baton.rpc.errors import BatonError
@@ -50,6 +51,8 @@ def test_where_no_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file"))
     with pytest.raises(BatonError, match="--log-dir"):
         LogFolder()
+    with pytest.raises(BatonError, match="--log-dir"):
+        Deployment(DeploymentPlan(log_folder=tmp_path / "file" / "logs"), Console())
 
 
 def test_a_long_log_is_moved_and_its_process_writes_on(tmp_path: Path, monkeypatch) -> None:

@@ -103,7 +103,10 @@ class Deployment:
         self.console = console
         self._own_logs = LogFolder() if plan.log_folder is None else None
         self.log_folder = folder = self._own_logs.path if self._own_logs else plan.log_folder or Path()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise failed_precondition(f"--log-dir: no folder can be made: {error}") from None
         self._loopback = loopback()
         workers = [
             (f"{role}-{number}", role)

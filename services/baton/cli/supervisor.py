@@ -103,7 +103,7 @@ class Child:
                 self._process = await asyncio.create_subprocess_exec(
                     *command,
                     *("--host", self.host, "--port", str(self.port), "--http-port", http_port, "--lifeline"),
-                    stdin=asyncio.subprocess.PIPE,  # the lifeline: the kernel closes it when this process ends
+                    stdin=asyncio.subprocess.PIPE,  # the lifeline, which ends with this process
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     env=environment,
