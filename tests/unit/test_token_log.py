@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from baton.gateway.parsed_output import ParsedOutput
 from baton.gateway.parsers.reader import Call, Reader, Reasoning, Text
+from baton.gateway.parsers.registry import make_parser
 from baton.gateway.token_log import LOGPROBS_PER_DELTA, TokenLog
 from baton.tokenizer.vocabulary import Vocabulary
 from baton.v1 import common_pb2, inference_pb2
@@ -68,6 +69,17 @@ def test_stop_string_cuts_the_text_and_counts_the_token_that_completed_it():
     assert (delta.text, delta.stop_matched, delta.finish_reason) == ("", "END", STOP)
     assert choice.text == "one "
     assert log.output_tokens == 3
+
+
+def test_a_call_that_a_stop_string_cuts_off_is_left_out():
+    log = TokenLog("a", stop=["END"])
+    choice = log.choices[0]
+    parser = make_parser("hermes", "", {"f": ""}, opened=False)
+    choice.begin(Vocabulary((), (), frozenset(), False, 0), [], ParsedOutput(parser, 0))
+    for token, text in enumerate(['Yes.\n<tool_call>{"name": "f", "argu', "ments", '": {"a": "EN', 'D"}}']):
+        choice.append([token], text)
+    (event,) = drain(log)
+    assert (event.delta.text, len(event.delta.tool_calls), event.delta.finish_reason) == ("Yes.", 0, STOP)
 
 
 def test_held_text_is_flushed_at_the_end():

@@ -200,7 +200,7 @@ class ChoiceLog:
         if shown:
             self._pieces.append(shown)
         if self._output is not None:
-            cut = self.finish_reason == common_pb2.FINISH_REASON_LENGTH
+            cut = bool(self.stop_matched) or self.finish_reason == common_pb2.FINISH_REASON_LENGTH
             self._output.add(shown, len(token_ids), ended=bool(self.finish_reason), cut=cut)
             if self._output.complete and not self.finish_reason:
                 self.finish_reason = common_pb2.FINISH_REASON_STOP

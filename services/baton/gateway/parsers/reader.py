@@ -61,7 +61,7 @@ class Reader(ABC):
         """Everything before has been read."""
         self.ended = False
         self.cut = False
-        """The text has been cut off, by a limit of tokens: an unfinished call is no mistake."""
+        """By a stop string or a limit of tokens: an unfinished call is no mistake."""
         self.in_reasoning = False
         self._running: Generator[None, None, None] | None = self.run()
         self._step()
