@@ -14,7 +14,7 @@ from random_checkpoints import Driver, largest_difference, random_prompts, save_
 
 from baton.checkpoint import CheckpointError
 from baton.layers.linear import Linear, fastest_product
-from baton.layers.weights import cpu
+from baton.layers.weights import cpu, method
 from baton.layers.weights.cpu import (
     CANDIDATES,
     Bf16Int4,
@@ -24,7 +24,7 @@ from baton.layers.weights.cpu import (
     TwoDigits,
     exact_products,
 )
-from baton.layers.weights.method import Method, QuantizedWeight, quantize
+from baton.layers.weights.method import Filling, Method, QuantizedWeight, quantize
 from baton.layers.weights.quantized import QuantizedTensor
 from baton.models.loader import declared, load_model, weight_bytes
 from baton.models.weight_plan import describe, weight_plan
@@ -91,6 +91,39 @@ def test_4_bits_round_less_than_between_the_least_and_the_largest(group):
 def test_4_bits_of_groups_of_one_value_are_that_value():
     weight = torch.tensor([0.0, 1.5, -3e-3, 1e-20])[:, None].repeat(1, 64)
     torch.testing.assert_close(quantize(weight, 4, 32).dequantize(), weight, rtol=1e-5, atol=1e-10)
+
+
+@pytest.mark.parametrize("piece", [2**12, 2**21])
+def test_4_bits_of_many_matrices_are_those_of_each_alone(piece, monkeypatch):
+    """To the bit, in few calls: matrices of several sizes and dtypes, some larger than a piece, some of
+    whose columns a rank holds a part."""
+    monkeypatch.setattr("baton.layers.weights.method._PIECE", {"cpu": piece})
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(24, 64), (64, 32), (24, 128), (100, 64)] * 8
+    weights = [torch.randn(shape, generator=generator) for shape in shapes]
+    weights = [each.bfloat16() if index % 3 else each for index, each in enumerate(weights)]
+    parts = [(64, 64) if each.shape[1] == 128 else None for each in weights]
+    alone, together = (
+        [
+            QuantizedWeight(Method(4, 32), len(each), (part or each.shape)[1], CPU)
+            for each, part in zip(weights, parts, strict=True)
+        ]
+        for _ in range(2)
+    )
+    calls = []
+    filling, own = Filling(), method._four_bits
+    monkeypatch.setattr(method, "_four_bits", lambda *each: calls.append(1) or own(*each))
+    for memory, weight, part in zip(together, weights, parts, strict=True):
+        filling.fill(memory, 0, weight[:8], part)
+        filling.fill(memory, 8, weight[8:], part)
+    filling.finish()
+    assert (
+        len(calls) == 1 if piece > 2**12 else len(calls) <= 2 * sum(each.numel() for each in weights) / piece
+    )
+    for memory, other, weight, part in zip(alone, together, weights, parts, strict=True):
+        memory.fill(0, weight, part)
+        for name in ("codes", "scale", "zero"):
+            assert torch.equal(getattr(memory, name), getattr(other, name))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -17,7 +17,7 @@ from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
 from baton.layers.shard import ONE_RANK, Communicator, Shard
 from baton.layers.weights import gguf
-from baton.layers.weights.method import QuantizedWeight, WeightPlan
+from baton.layers.weights.method import Filling, QuantizedWeight, WeightPlan
 from baton.layers.weights.quantized import QuantizedTensor
 from baton.models import transformers_backed
 from baton.models.config import ModelConfig, ModelError, read_config
@@ -47,11 +47,12 @@ def read_weights(path: Path, declared: Parameters, report: Progress) -> None:
     found = _check(path, parameters, declared.ignored, declared.elsewhere)
     names = [name for _, names in found for name in names]
     progress = _Progress(sum(parameters[name].target.nbytes for name in names), report)
+    filling = Filling()
     count = min(_THREADS, os.cpu_count() or 1)
     stripes = -(-count // len(found))
     with ThreadPoolExecutor(count, "weights") as threads:
         work = [
-            threads.submit(_copy, file, names[first::stripes], parameters, progress)
+            threads.submit(_copy, file, names[first::stripes], parameters, filling, progress)
             for file, names in found
             for first in range(stripes)
         ]
@@ -61,6 +62,7 @@ def read_weights(path: Path, declared: Parameters, report: Progress) -> None:
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
+    filling.finish()
 
 
 def _check(
@@ -92,8 +94,14 @@ def _check(
     return found
 
 
-def _copy(file: TensorFile, names: list[str], parameters: dict[str, Parameter], progress: _Progress) -> None:
-    """One thread's share; returns when all of it has arrived."""
+def _copy(
+    file: TensorFile,
+    names: list[str],
+    parameters: dict[str, Parameter],
+    filling: Filling,
+    progress: _Progress,
+) -> None:
+    """One thread's share; returns when all of it has arrived, or waits in `filling`."""
     device = next(iter(parameters.values())).target.device
     staging = _Staging(device) if device.type == "cuda" and names else None
     whole = {
@@ -129,7 +137,7 @@ def _copy(file: TensorFile, names: list[str], parameters: dict[str, Parameter], 
         if parameter.convert is not None and isinstance(source, torch.Tensor):
             source = parameter.convert(source)
         if isinstance(target, QuantizedWeight):
-            target.fill(start, source, cut.spans[0] if cut is not None and cut.axis else None)
+            filling.fill(target, start, source, cut.spans[0] if cut is not None and cut.axis else None)
             progress.add(target.nbytes * source.shape[0] // len(target.codes))
             continue
         assert isinstance(source, torch.Tensor)
@@ -311,18 +319,20 @@ def kv_shape(config: ModelConfig) -> KvShape:
 def _fill(parameters: Parameters, report: Progress) -> None:
     """Normal with deviation 1 / sqrt(inputs), so that activations neither vanish nor explode."""
     progress = _Progress(parameters.nbytes, report)
+    filling = Filling()
     for index, parameter in enumerate(parameters.table.values()):
         target = parameter.target
         if isinstance(target, QuantizedWeight):
             generator = torch.Generator(target.device).manual_seed(index)
             noise = torch.randn(target.shape, generator=generator, device=target.device)
-            target.fill(0, noise.div_(math.sqrt(target.shape[1])))
+            filling.fill(target, 0, noise.div_(math.sqrt(target.shape[1])))
         elif parameter.fill == "normal":
             generator = torch.Generator(target.device).manual_seed(index)
             target.normal_(0.0, 1 / math.sqrt(target.shape[-1]), generator=generator)
         else:
             target.fill_(1.0 if parameter.fill == "ones" else 0.0)
         progress.add(target.nbytes)
+    filling.finish()
 
 
 def fingerprint(path: Path, dtype: torch.dtype, load_format: str = "auto", variant: str = "baton") -> str:
