@@ -151,6 +151,36 @@ async def test_session_survives_a_turn_that_was_cancelled():
         assert last[: len(first) + len(ids)] == [*first, *ids]  # as if the lost turns had never been
 
 
+async def test_a_turn_that_is_not_read_to_its_end_loses_nothing_to_the_next():
+    """The next one would pass over its events, the last one too."""
+
+    def use(address):
+        with Client(address) as client, client.session() as session:
+            early = session.stream(messages="How are you?")
+            read = next(early).text
+            with pytest.raises(BatonError, match="earlier turn"):
+                session.send(messages="Why?")
+            assert read + "".join(delta.text for delta in early) == " Fine."
+            assert session.send(messages="Why?").text == " Fine."
+
+    async with ScriptedDecode(silent) as node, gateway(node) as rig, asyncio.timeout(60):
+        ids, eos = await rig.encode(" Fine."), await rig.encode("<|im_end|>")
+        node.script = saying(*([id] for id in ids[:-1]), [*ids[-1:], *eos[-1:]], finish=STOP)
+        await asyncio.to_thread(use, rig.node.address)
+        async with AsyncClient(rig.node.address) as client, client.session() as session:
+            early = session.stream(messages="How are you?")
+            read = (await anext(early)).text
+            with pytest.raises(BatonError, match="earlier turn"):
+                await session.send(messages="Why?")
+            async for delta in early:
+                read += delta.text
+            assert read == " Fine."
+            async for _ in session.stream(messages="Why?"):
+                break  # nobody can read it any more
+            await rig.idle()
+            assert (await session.send(messages="Why?")).text == " Fine."
+
+
 async def test_log_probabilities():
     async with (
         ScriptedDecode(silent) as node,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import count
 from typing import Any, Unpack
@@ -201,6 +202,8 @@ class AsyncSession:
         self._messages = count()
         self._reading: asyncio.Task[Any] | None = None
         self._writings: set[asyncio.Task[bool]] = set()
+        self._turn: weakref.ref[Collector] | None = None
+        """The last one, unless nobody can read it any more."""
 
     def __del__(self) -> None:
         # The running read or write holds the call.
@@ -234,6 +237,9 @@ class AsyncSession:
         start = make_start(id, prompt, options, session="session")
 
         async def begin() -> None:
+            if self._turn is not None and (turn := self._turn()) is not None:
+                turn.check_over()
+            self._turn = weakref.ref(collector)
             collector.message = next(self._messages)
             await asyncio.shield(self._write(start))
 

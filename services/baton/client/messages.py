@@ -23,7 +23,7 @@ from baton.client.types import (
     TokenLogprob,
     Usage,
 )
-from baton.rpc.errors import BatonError, from_status, internal, invalid
+from baton.rpc.errors import BatonError, failed_precondition, from_status, internal, invalid
 from baton.v1 import common_pb2, embed_pb2, inference_pb2, node_pb2
 
 _PROMPT = Arguments.__annotations__.keys() - Options.__annotations__.keys()
@@ -179,6 +179,13 @@ class Collector:
             self.ended = True
             raise from_status(event.failed)
         return None
+
+    def check_over(self) -> None:
+        """Before the next turn on the same stream, which would pass over the events of this one. Raises
+        BatonError."""
+        if not self.ended:
+            text = "the session's earlier turn has not been read to its end: read it, or close it"
+            raise failed_precondition(text, "SESSION_BUSY")
 
     def lost(self) -> BatonError:
         """The error if the stream ends before the request."""

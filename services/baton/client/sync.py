@@ -171,6 +171,8 @@ class Session:
         self._call = stub.Generate(iter(self._outgoing.get, None), metadata=metadata)
         self._turns = count()
         self._messages = count()
+        self._turn: Collector | None = None
+        """The last one."""
 
     def __enter__(self) -> Session:
         return self
@@ -189,9 +191,11 @@ class Session:
 
     def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Stream:
         """The next turn, piece by piece. A turn that is closed before its end leaves no trace."""
+        if self._turn is not None:
+            self._turn.check_over()
         id = f"turn-{next(self._turns)}"
         number = self._put(make_start(id, prompt, options, session="session"))
-        collector = Collector(id, options, number)
+        self._turn = collector = Collector(id, options, number)
         return Stream(self._call, collector, lambda: self._put(make_cancel(id)))
 
     def _put(self, message: inference_pb2.GenerateRequest) -> int:
