@@ -95,9 +95,9 @@ class WorkerConfig(NodeConfig):
     dtype: str = "auto"
     """"float32", "bfloat16", "float16"; "auto": float32 on a CPU, else the checkpoint's own."""
     quantization: str = "auto"
-    """Weights: "auto": what the checkpoint has quantized to INT8 or 4 bits stays so on a CPU; "none": all are
-    dequantized while loading; "fp8", "int8", "int4": those of layers are quantized while loading, on a
-    CPU."""
+    """Weights: "auto": what the checkpoint has quantized stays so where there is a kernel for it; "none": all
+    are dequantized while loading; "fp8", "int8", "int4": those of layers are quantized while loading ("fp8"
+    saves memory on a Hopper GPU only)."""
     quantize_head: bool = False
     """Quantize the output projection, too; with "int8" and "int4"."""
     tp: int = 1

@@ -29,6 +29,7 @@ class Closed:
     known: dict[str, str]
     """What a command's environment needs."""
     base: dict[str, str]
+    printed: str
 
     @property
     def gateway(self) -> str:
@@ -58,7 +59,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     cluster = {"cert": cert, "key": key, "ca": ca, "secret-file": secret}
     flags = [word for name, path in cluster.items() for word in (f"--cluster-{name}", path)]
     flags += ["--tls-cert", cert, "--tls-key", key, "--api-keys", keys, "--port", "0", "--http-port", "0"]
-    flags += ["--threads", "1", "--kv-tokens", "8192"]
+    flags += ["--threads", "1", "--kv-tokens", "8192", "--served-name", "closed"]
     runtime = folder / "runtime"
     runtime.mkdir(0o700)
     base = {**os.environ, **ENVIRONMENT, "COLUMNS": "200", "XDG_RUNTIME_DIR": str(runtime)}
@@ -67,7 +68,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
     printed = folder / "printed"
     with printed.open("wb") as output:
         process = forks(**ENVIRONMENT).start_command(
-            ["up", *flags], stdout=output, stderr=output, environment={**base, "BATON_TLS_CA": ca}
+            ["up", *flags], stdout=output, stderr=output, environment=base
         )
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -76,13 +77,35 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
             time.sleep(0.1)
         lines = [line.split() for line in printed.read_text().splitlines()]
         rows = {words[0]: words[1:] for words in lines if len(words) == 4 and words[1].isdigit()}
-        yield Closed(rows, known, base)
+        yield Closed(rows, known, base, printed.read_text())
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 0, printed.read_text()
     finally:
         if process.poll() is None:
             process.kill()
             process.wait(10)
+
+
+def test_up_says_what_clients_need(closed):
+    for words in (
+        "export BATON_API_KEY",
+        "export BATON_TLS_CA",
+        '--cacert "$BATON_TLS_CA"',
+        '"model": "closed"',
+    ):
+        assert words in closed.printed
+
+
+def test_a_missing_key_and_a_certificate_for_another_host_are_named(closed):
+    """For 127.0.0.1 alone, so not for localhost."""
+    trusting = {"BATON_TLS_CA": closed.known["BATON_TLS_CA"]}
+    for server, words in (
+        (closed.gateway, "from BATON_API_KEY (MISSING_API_KEY)"),
+        (closed.gateway.replace("127.0.0.1", "localhost"), "name a host of its certificate"),
+    ):
+        command, environment = ["generate", "x", "--server", server], {**closed.base, **trusting}
+        done = forks(**ENVIRONMENT).run(command, environment=environment)
+        assert done.returncode == 1 and words in done.stderr, done.stderr
 
 
 def test_status_and_health_see_every_process(closed):

@@ -85,6 +85,9 @@ def test_importing_a_command_imports_neither_torch_nor_numpy(name: str) -> None:
         (["serve", "decode", "--port", "x"], "'x' is not a valid integer"),
         (["serve", "decode", "--http-port", "x"], "neither an integer nor 'none'"),
         (["up", "--decode", "0"], "--decode"),
+        (["up", "some/model"], "unexpected argument 'some/model'; a model is named by --model some/model"),
+        (["serve", "some/model"], "`baton up --model MODEL` starts all of them"),
+        (["up", "--max-model-len", "4096"], "here it is --context-length"),
         (["serve", "prefill", "--config", "/nowhere.toml"], "/nowhere.toml"),
     ],
 )

@@ -24,7 +24,7 @@ from rich.table import Table
 from baton.cli.options import fail
 from baton.cli.supervisor import ChildError
 from baton.client import AsyncStream, BatonError, Completion, Delta, Stats, Stream, Usage
-from baton.client.access import CA_VARIABLE
+from baton.client.access import CA_VARIABLE, KEY_VARIABLE
 from baton.latency import tpot
 
 UNLIMITED = 1000
@@ -98,6 +98,8 @@ def explain(error: BatonError, server: str) -> str:
     """One line that says what to do."""
     if error.reason == "UNAVAILABLE" and "connect" in error.message:
         return no_gateway(server, error.message.rpartition(": ")[2])
+    if error.reason in ("MISSING_API_KEY", "INVALID_API_KEY"):
+        return f"{server} takes an API key that it knows, from {KEY_VARIABLE} ({error.reason})"
     return f"{error.message} ({error.reason})"
 
 
@@ -105,6 +107,8 @@ def no_gateway(server: str, why: str) -> str:
     """The error of a failed connection."""
     if why == "Socket closed":
         return f"{server} closed the connection; if it speaks TLS, name its certificate's CA in {CA_VARIABLE}"
+    if "certificate" in why:
+        return f"{server} is not trusted ({why}): name a host of its certificate, and its CA in {CA_VARIABLE}"
     return f"no gateway at {server} ({why}); start one with 'baton up', or name it with --server"
 
 

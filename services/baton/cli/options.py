@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 import click
 
+from baton.cli.other_servers import NAMES
 from baton.config import DecodeConfig, GatewayConfig, NodeConfig, PrefillConfig, TokenizerConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -135,7 +136,24 @@ class SectionedOption(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command whose `--help` groups its options."""
+    """A command whose `--help` groups its options, and whose errors know those of other servers."""
+
+    allow_extra_args = True  # an error of its own names --model
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        flags = {flag for param in self.params for flag in param.opts}
+        try:
+            super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            ours = NAMES.get(error.option_name)
+            if ours not in flags:
+                raise
+            text = f"No such option {error.option_name!r}: here it is {ours}."
+            raise click.NoSuchOption(error.option_name, text, ctx=ctx) from None
+        if ctx.args:
+            hint = f"; a model is named by --model {ctx.args[0]}" if "--model" in flags else ""
+            ctx.fail(f"unexpected argument {ctx.args[0]!r}{hint}")
+        return ctx.args
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

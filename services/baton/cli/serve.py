@@ -69,7 +69,18 @@ ABOUT = {
 }
 
 
-@click.group()
+class Roles(click.Group):
+    """Its error says how a whole deployment is started: other servers' `serve` takes a model."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.commands:
+            ctx.fail(
+                f"no role {cmd_name!r} ({', '.join(ROLES)}); `baton up --model MODEL` starts all of them"
+            )
+        return self.commands[cmd_name]
+
+
+@click.group(cls=Roles)
 def serve() -> None:
     """Run one process in the foreground.
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from baton.cli.console import run_command
 from baton.cli.deployment import Deployment, DeploymentPlan
-from baton.cli.nodes import Credentials, ask, reachable
+from baton.cli.nodes import reachable
 from baton.cli.options import (
     FRACTION,
     HOSTS,
@@ -158,14 +158,15 @@ def check_public(host: str, gateway: Mapping[str, Any]) -> None:
 def _examples(address: str, http: str, model: str, gateway: Mapping[str, Any]) -> str:
     """gateway: its settings."""
     server = "" if address == default_server() else f" --server {address}"
-    lines = [f'baton generate "def main():"{server}', f"baton chat{server}", f"baton status{server}"]
+    key, tls = gateway.get("api_keys"), gateway.get("tls_cert")
+    lines = [f"export BATON_API_KEY=...       a key of {key}"] if key else []
+    lines += ["export BATON_TLS_CA=ca.pem     of the CA of its certificate"] if tls else []
+    lines += [f'baton generate "def main():"{server}', f"baton chat{server}", f"baton status{server}"]
     if http:
         body = json.dumps({"model": model, "prompt": "def main():", "max_tokens": 32})
-        scheme = "https" if gateway.get("tls_cert") else "http"
-        key = ' -H "Authorization: Bearer $BATON_API_KEY"' if gateway.get("api_keys") else ""
-        lines.append(
-            f"curl {scheme}://{http}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
-        )
+        url = f'--cacert "$BATON_TLS_CA" https://{http}' if tls else f"http://{http}"
+        header = ' -H "Authorization: Bearer $BATON_API_KEY"' if key else ""
+        lines.append(f"curl {url}/v1/completions{header} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join(f"  {line}" for line in lines)
 
 
@@ -183,16 +184,18 @@ class Output(Console):
 
 async def _up(plan: DeploymentPlan, console: Console) -> int:
     async with Deployment(plan, console) as deployment:
-        credentials = Credentials.to(reachable(deployment.address))
-        report = await ask(deployment.address, "gateway", credentials)
-        model = report.info.model.name if report.info is not None else "demo"
+        from baton.checkpoint import model_name
+
+        gateway = plan.settings["gateway"]
+        model = gateway.get("served_name") or model_name(plan.settings["tokenizer"].get("model", "demo"))
         addresses = reachable(deployment.address), reachable(deployment.http_address)
-        examples = _examples(*addresses, model, plan.settings["gateway"])
+        examples = _examples(*addresses, model, gateway)
         console.print()
         console.print(process_table(deployment.children))
         console.print("\nTry it in another terminal:")
         console.print(examples, highlight=False, markup=False, soft_wrap=True)
-        console.print(f"\nLogs: {deployment.log_folder}. Ctrl-C stops everything.", highlight=False)
+        end = f"\nLogs: {deployment.log_folder}. Ctrl-C stops everything."
+        console.print(end, highlight=False, soft_wrap=True)
         try:
             error = await deployment.supervisor.failed()
         except asyncio.CancelledError:
