@@ -22,6 +22,7 @@ from random_checkpoints import (
 
 from baton import gguf_file
 from baton.checkpoint import CheckpointError, model_name, resolve
+from baton.config import DecodeConfig
 from baton.gguf_file import SUPPORTED, GgufFile
 from baton.layers.experts import Mixture
 from baton.layers.parameters import Parameters
@@ -36,6 +37,7 @@ from baton.models.mxfp4 import dequantize as mxfp4_dequantize
 from baton.models.registry import build
 from baton.models.weight_plan import describe
 from baton.tokenizer.hf import load as load_tokenizer
+from baton.worker.model import load, model_fingerprint
 from gguf_models import write_gguf
 
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
@@ -385,6 +387,27 @@ def test_fingerprint_and_memory(small):
     assert fingerprint(small, torch.float32, "dummy") != dummy
 
 
+def test_a_start_reads_the_heads_of_files_once(split, monkeypatch):
+    """And again after the start, or if a part has changed."""
+    path, _ = split
+    read, own = [], gguf_file._open
+    monkeypatch.setattr(gguf_file, "_open", lambda part: read.append(part.name) or own(part))
+    config, cpu = DecodeConfig(model=str(path)), torch.device("cpu")
+
+    def start():
+        return model_fingerprint(config, path, load(config, path, torch.float32, cpu), cpu)
+
+    found = start()
+    assert len(read) == 4
+    assert start() == found and len(read) == 8
+    read_config(path)
+    last = path.with_name("model-00004-of-00004.gguf")
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.write_bytes(content)
+    assert start() != found and len(read) == 16
+
+
 def test_a_matrix_is_never_unpacked_whole(tmp_path, monkeypatch):
     reference = save_checkpoint("llama3", tmp_path / "plain")
     path = write_gguf(tmp_path / "model.gguf", reference, "Q8_0")
@@ -452,7 +475,7 @@ def test_options_that_are_not_computed_are_refused(variant, key, value, words, t
     read_config(path)
     file = GgufFile(path)
     file.metadata[f"{file.metadata['general.architecture']}.{key}"] = value
-    monkeypatch.setattr("baton.models.config.GgufFile", lambda path: file)
+    monkeypatch.setattr("baton.models.config.opened", lambda path: file)
     with pytest.raises(CheckpointError, match=words) as caught:
         read_config(path)
     assert "\n" not in str(caught.value)

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.checkpoint import CheckpointError
-from baton.gguf_file import GgufFile
+from baton.gguf_file import opened
 from baton.layers.mlp import ACTIVATIONS
 from baton.layers.parameters import Parameters
 from baton.layers.rope import Rope, rope_of
@@ -79,7 +79,7 @@ def read_config(path: Path, context_length: int | None = None, implementation: s
         if path.is_file():
             if implementation == "transformers":
                 raise ModelError("GGUF files are served by Baton's own families only; leave out --model-impl")
-            file = GgufFile(path)
+            file = opened(path)
             hf, ends = read_hf_config(file), file.end_token_ids()
             implementation = "baton"
         else:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from baton.checkpoint import CheckpointError
-from baton.gguf_file import PIECE, GgufFile
+from baton.gguf_file import PIECE, GgufFile, opened
 from baton.layers.shard import NO_CUTS, Cuts
 from baton.layers.weights.gguf import BLOCKS, decode
 from baton.layers.weights.quantized import Parts
@@ -136,7 +136,7 @@ class GgufTensors:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = GgufFile(path)
+        self._file = opened(path)
         self._sources = _sources(self._file)
 
     def shapes(self) -> dict[str, list[int]]:

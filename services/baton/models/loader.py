@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from baton.gguf_file import GgufFile
+from baton.gguf_file import opened
 from baton.layers.attention import KvShape
 from baton.layers.parameters import Parameter, Parameters
 from baton.layers.shard import ONE_RANK, Communicator, Shard
@@ -346,7 +346,7 @@ def fingerprint(path: Path, dtype: torch.dtype, load_format: str = "auto", varia
     """
     digest = hashlib.sha256(f"{dtype} {load_format} {variant}".encode())
     try:
-        digest.update(GgufFile(path).header if path.is_file() else (path / "config.json").read_bytes())
+        digest.update(opened(path).header if path.is_file() else (path / "config.json").read_bytes())
         for file in tensor_files(path) if load_format != "dummy" else []:
             file.sample(digest.update)
     except OSError as error:

@@ -14,6 +14,7 @@ from baton.attention.fp8 import E4M3
 from baton.attention.registry import resolve as resolve_attention
 from baton.checkpoint import resolve
 from baton.config import WorkerConfig
+from baton.gguf_file import close_opened
 from baton.kvcache.groups import divide_layers
 from baton.kvcache.pool import KvLayout
 from baton.layers.shard import ONE_RANK, Communicator, Shard, Span
@@ -147,11 +148,13 @@ def quantized(config: WorkerConfig, path: Path, device: torch.device, dtype: tor
 
 
 def model_fingerprint(config: WorkerConfig, path: Path, model: Model, device: torch.device) -> str:
-    """Of the checkpoint, and of all that changes its keys and values. Raises ModelError."""
+    """Of the checkpoint, which is closed, and of all that changes its keys and values. Raises ModelError."""
     variant = model.config.variant + quantized(config, path, device, model.dtype)
     if config.tp > 1 and config.load_format == "dummy":
         variant += f" tp {config.tp}" + " ep" * config.ep  # each rank's weights are random
-    return fingerprint(path, model.dtype, config.load_format, variant)
+    found = fingerprint(path, model.dtype, config.load_format, variant)
+    close_opened()
+    return found
 
 
 def _progress_log() -> Callable[[int, int], None]:
