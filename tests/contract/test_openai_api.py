@@ -310,6 +310,7 @@ async def test_bad_bodies():
         assert await post(good, {}) == 415
         assert await post(b" " * (2**20 + 1)) == 413
         assert await post(good, path="/v1/nothing") == 404
+        assert "/openapi.json lists" in (await rig.plain.get("/docs")).json()["error"]["message"]
         assert (await rig.plain.get("/v1/completions")).status_code == 405
         unknown = json.dumps({**COMPLETION, "model": "other"}).encode()
         assert await post(unknown) == 404

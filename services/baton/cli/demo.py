@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
@@ -36,7 +40,7 @@ def questions(model: str) -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
-async def _demo(model: str, plan: DeploymentPlan, console: Console) -> int:
+async def _demo(model: str, plan: DeploymentPlan, console: Console, baton: str) -> int:
     answers: list[tuple[str, Answer]] = []
     async with Deployment(plan, console) as deployment:
         async with AsyncClient(deployment.address) as client:
@@ -48,8 +52,9 @@ async def _demo(model: str, plan: DeploymentPlan, console: Console) -> int:
         console.print(process_table(deployment.children))
         console.print()
         console.print(stats_table(answers))
-    up = "baton up" if model == "demo" else f"baton up --model {model}"
-    console.print(f"\nEverything is stopped again. Next: '{up}', then 'baton chat'.", highlight=False)
+    up = f"{baton} up" if model == "demo" else f"{baton} up --model {model}"
+    end = f"\nEverything is stopped again. Next: '{up}', then '{baton} chat'."
+    console.print(end, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -79,4 +84,6 @@ def demo(model: str, verbose: bool) -> None:
     settings["gateway"] = {"split": "always"}
     plan = DeploymentPlan(settings=settings, restart=False, drain_seconds=1.0, verbose=verbose)
     console = Console()
-    run_command(lambda: _demo(model, plan, console), server="the demo's gateway")
+    # `make demo` runs it from an environment that the shell does not know.
+    baton = "baton" if shutil.which("baton") else os.path.relpath(Path(sys.executable).with_name("baton"))
+    run_command(lambda: _demo(model, plan, console, baton), server="the demo's gateway")

@@ -165,6 +165,8 @@ async def _error(request: Request, error: Any) -> Response:
         failed = ApiError(500, f"internal error: {type(error).__name__}")
         return http_errors.response(failed, request.url.path)
     message = f"{request.method[:20]} {request.url.path[:256]}: {str(error.detail).lower()}"
+    if error.status_code == 404:
+        message += "; /openapi.json lists what there is"
     answer = http_errors.response(ApiError(error.status_code, message), request.url.path)
     answer.headers.update(error.headers or {})
     return answer

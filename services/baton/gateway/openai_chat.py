@@ -11,7 +11,13 @@ from pydantic import Field, Tag
 from baton.gateway.images import IMAGE, PART, ChatImage, image_or_part
 from baton.gateway.openai_errors import ApiError, invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Strict
-from baton.gateway.openai_protocol import COMMON_HINTS, CommonRequest, common_sampling, common_start
+from baton.gateway.openai_protocol import (
+    COMMON_HINTS,
+    OTHER_SERVERS,
+    CommonRequest,
+    common_sampling,
+    common_start,
+)
 from baton.rpc.validate import check_sampling
 from baton.v1 import common_pb2, inference_pb2, tokenizer_pb2
 
@@ -157,6 +163,7 @@ class ChatRequest(CommonRequest):
         "prediction": "is to make an answer faster, not another one",
     }
     REFUSED: ClassVar[Mapping[str, str]] = {
+        **OTHER_SERVERS,
         "functions": _TOOLS_INSTEAD,
         "function_call": "is not supported: give tool_choice",
         "audio": "is not supported: answers are text",

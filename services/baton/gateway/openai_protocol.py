@@ -29,6 +29,12 @@ class StreamOptions(Strict):
     """Each chunk has the usage so far."""
 
 
+OTHER_SERVERS = dict.fromkeys(
+    ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs", "regex", "ebnf"),
+    "is not supported: give response_format (of chat), or a grammar over gRPC",
+)
+"""Fields of vLLM and SGLang that constrain an answer."""
+
 COMMON_HINTS = {
     "user": "names the caller's own user",
     "safety_identifier": "names the caller's own user",
@@ -80,7 +86,10 @@ class CommonRequest(Strict):
 class CompletionRequest(CommonRequest):
     """POST /v1/completions."""
 
-    REFUSED: ClassVar[Mapping[str, str]] = {"suffix": "is not supported: no model here fills in the middle"}
+    REFUSED: ClassVar[Mapping[str, str]] = {
+        **OTHER_SERVERS,
+        "suffix": "is not supported: no model here fills in the middle",
+    }
 
     prompt: str | Elements[str] | Elements[TokenId] | Elements[Elements[TokenId]]
     echo: bool | None = None
