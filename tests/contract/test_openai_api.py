@@ -232,6 +232,7 @@ BAD = [
         "ignore_eos",
     ),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs"),
+    ("chat/completions", {**CHAT, "cache_salt": "x" * 300}, "cache_salt"),
     ("chat/completions", {**CHAT, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
 ]
 
@@ -279,6 +280,8 @@ async def test_bad_input_names_the_parameter_and_the_connection_goes_on():
         assert "exceeds the context of 256" in long.json()["error"]["message"]
         bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "top_p": 2})
         assert bad.json()["error"]["message"].startswith("top_p must be")
+        bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "cache_salt": "x" * 300})
+        assert bad.json()["error"]["message"].startswith("cache_salt must have")
         bad = await rig.plain.post("/v1/chat/completions", json={**CHAT, "functions": [{"name": "f"}]})
         words = "functions is not supported: functions are called tools now, give tools"
         assert bad.json()["error"]["message"] == words

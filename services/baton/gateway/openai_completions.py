@@ -31,6 +31,7 @@ class CompletionAnswer(Answer):
         """Choices of a prompt."""
         self._n = request.n or 1
         self._with_logprobs = request.logprobs is not None
+        self._with_top = bool(request.logprobs)
         self._drops_output = request.drops_output
         self._prompt_logprobs: dict[int, list[common_pb2.PositionLogprobs]] = {}
         self._offsets = [0] * len(self._texts)
@@ -114,7 +115,7 @@ class CompletionAnswer(Answer):
         return {
             "tokens": tokens,
             "token_logprobs": values,
-            "top_logprobs": tops if any(tops) else None,
+            "top_logprobs": tops if self._with_top else None,
             "text_offset": offsets,
         }
 

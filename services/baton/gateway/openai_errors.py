@@ -26,7 +26,13 @@ _STATUS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
 # Fields whose names differ between the HTTP API and baton.v1.
-_PARAMS = {"text": "prompt", "tokens.token_ids": "prompt", "chat": "messages", "chat.messages": "messages"}
+_PARAMS = {
+    "text": "prompt",
+    "tokens.token_ids": "prompt",
+    "chat": "messages",
+    "chat.messages": "messages",
+    "namespace": "cache_salt",
+}
 GRAMMAR_PARAM = "response_format"
 """Of chat; `http_requests.naming_grammar` knows other fields that a grammar may come from."""
 
@@ -51,8 +57,11 @@ def from_baton(error: BatonError) -> ApiError:
     """Converts a BatonError to an HTTP error."""
     param = _param(error.field) if error.field is not None else None
     message = error.message
-    if error.field is not None and param is not None and "." in error.field:
-        message = message.replace(error.field, param)
+    if error.field is not None and param is not None:
+        if "." in error.field:
+            message = message.replace(error.field, param)
+        elif message.startswith(f"{error.field} "):
+            message = param + message.removeprefix(error.field)
     api = ApiError(_STATUS.get(error.code, 500), message, param, error.reason.lower())
     api.retry_after_ms = error.retry_after_ms
     return api
