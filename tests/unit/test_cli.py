@@ -8,8 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import grpc
 import pytest
+import trustme
 
 from baton.cli.doctor import ports
 from baton.cli.main import COMMANDS, MEASUREMENTS, main
@@ -96,6 +100,19 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], words: str) -> None
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1 and words in result.stderr
     assert result.stderr.startswith("baton: ") and "--help" in result.stderr
+
+
+def test_a_certificate_that_is_not_trusted_is_one_line(tmp_path: Path) -> None:
+    issued, other = trustme.CA().issue_cert("127.0.0.1"), tmp_path / "other.pem"
+    trustme.CA().cert_pem.write_to_path(str(other))
+    pair = issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes()
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    result = baton("generate", "x", "--server", f"127.0.0.1:{port}", BATON_TLS_CA=str(other))
+    server.stop(None)
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert "is not trusted" in result.stderr and "BATON_TLS_CA" in result.stderr
 
 
 @pytest.mark.parametrize(
