@@ -59,6 +59,8 @@ class Recorded:
         self._seen = None
         flight = self._launch(plan)
         rows = [row for row in plan.rows if row.sample]
+        if flight.places is not None:
+            rows = [rows[flight.places.index(place)] for place in range(len(rows))]
         # A replayed graph calls nothing, and leaves its logits in its buffer.
         seen = self._runner.graphs._logits if self._seen is None else self._seen
         for row, logits in zip(rows, seen[: len(rows)].clone(), strict=True):

@@ -146,7 +146,7 @@ def _arguments(options: AttentionOptions) -> dict[str, Any]:
     if options.window is not None:
         found["window_size"] = (options.window - 1, 0)
     if options.sinks is not None:
-        found["sinks"] = options.sinks
+        found["sinks"] = options.sinks.to(torch.bfloat16)  # whatever the queries' dtype
     return found
 
 

@@ -195,6 +195,8 @@ class DecodeGraphs:
 
 CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens of a step. From 512 on, an 8B model on an H200 computes a step longer than the host launches it."""
+MIXTURE_CHUNK_SIZES = (*CHUNK_SIZES, 768, 1024, 1280, 1536, 1792, 2048)
+"""Experts have more kernels: the host takes 50 ms to launch a step of 30B-A3B, whatever its tokens."""
 FEW_CHUNK_ROWS = 8
 """Steps of at most this many rows have separate graphs: with few rows attention is split further."""
 
@@ -233,9 +235,10 @@ class ChunkGraphs:
         work: ChunkWork,
         pool: Any,
         progress: Progress | None = None,
+        sizes: Sequence[int] = CHUNK_SIZES,
     ) -> None:
         """`logits`: a buffer [num_slots, vocab]. `pool`: a memory pool shared with graphs that never run
-        at the same time."""
+        at the same time. `sizes`: tokens of a step."""
         self._padding_slot = num_slots
         self._logits = logits
         device = logits.device
@@ -243,7 +246,7 @@ class ChunkGraphs:
         self._shapes = sorted(
             {
                 (size, min(rows, size, num_slots))
-                for size in CHUNK_SIZES
+                for size in sizes
                 for rows in (FEW_CHUNK_ROWS, size)
                 if size <= context_length
             }

@@ -18,7 +18,16 @@ import torch
 from baton.attention.mixed import MixedAttention
 from baton.attention.paged import GroupedAttention, HostRows, PagedAttention
 from baton.engine.cuda_flight import CudaFlight
-from baton.engine.cuda_graphs import ChunkGraphs, ChunkInputs, DecodeGraphs, Inputs, Progress, batch_sizes
+from baton.engine.cuda_graphs import (
+    CHUNK_SIZES,
+    MIXTURE_CHUNK_SIZES,
+    ChunkGraphs,
+    ChunkInputs,
+    DecodeGraphs,
+    Inputs,
+    Progress,
+    batch_sizes,
+)
 from baton.engine.cuda_sampler import CudaSampler, logprobs_to_host, prompt_logprobs
 from baton.engine.device_batch import Changes, DeviceSlots, Ints, Ragged, longest_first
 from baton.engine.grammar_masks import Masks, MaskStats
@@ -96,8 +105,9 @@ class CudaRunner:
                 )
                 if prefill_attention.graphs and not batch_invariant:
                     # Chunk graphs attend to rows of one token as to chunks.
+                    sizes = MIXTURE_CHUNK_SIZES if model.has_experts else CHUNK_SIZES
                     self.chunk_graphs = ChunkGraphs(
-                        max_slots, context_length, logits, self._small, self.graphs.pool, progress
+                        max_slots, context_length, logits, self._small, self.graphs.pool, progress, sizes
                     )
 
     # --- a step -----------------------------------------------------------------------------------------

@@ -139,6 +139,11 @@ class Decoder:
         """Of each layer."""
         return [layer.attention.options for layer in self.layers]
 
+    @property
+    def has_experts(self) -> bool:
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return any(isinstance(layer.feed_forward, Mixture) for layer in layers)
+
     def set_kv_scales(self, scales: torch.Tensor) -> None:
         for layer, own in zip(self.layers, scales, strict=True):
             layer.attention.options = replace(layer.attention.options, kv_scales=own)
