@@ -99,7 +99,7 @@ class WorkerConfig(NodeConfig):
     are dequantized while loading; "fp8", "int8", "int4": those of layers are quantized while loading ("fp8"
     saves memory on a Hopper GPU only)."""
     quantize_head: bool = False
-    """Quantize the output projection, too; with "int8" and "int4"."""
+    """Quantize the output projection, too; with "int8" and "int4", on a GPU also with "fp8"."""
     tp: int = 1
     """Ranks that share the model and its work (tensor parallelism): one process each, of which this one is
     the first. Their number must divide that of attention heads, and divide or be a multiple of that of KV
@@ -133,7 +133,7 @@ class WorkerConfig(NodeConfig):
     page_size: int = 0
     """Tokens per page; 0: 16 on a CPU, 128 on a GPU."""
     kv_tokens: int = 0
-    """Size of the KV pool; 0: on a CPU 65536, or what fits into 1 GiB, if that is less, but one context at
+    """Tokens in the KV pool; 0: on a CPU 65536, or what fits into 1 GiB, if that is less, but one context at
     least; on a GPU what --memory-fraction leaves."""
     memory_fraction: float = 0.9
     """Part of a GPU's memory for this process: weights, activations, sampling, CUDA graphs, and the KV pool,
@@ -147,16 +147,17 @@ class WorkerConfig(NodeConfig):
     max_waiting: int = 1024
     """Requests that may wait for admission; more are refused."""
     context_length: int = 0
-    """Limits the model's own; 0: the model's own."""
+    """Tokens of a request at most, prompt and output together; 0: as many as the model was made for."""
     eviction: str = "lru"
-    """lru, lfu, fifo or mru."""
+    """Which cached pages make room for others: lru (those least recently used), lfu, fifo or mru."""
     policy: str = "fcfs"
     """Order of waiting requests of equal priority: fcfs (first come, first served) or lpm (longest prefix
     match). A higher priority always goes first; `priority` is another name of fcfs."""
     overlap: bool | None = None
-    """Launch step N+1 before reading step N; neither: on a GPU only."""
+    """Launch step N+1 before reading step N; without either flag: on a GPU only."""
     transports: tuple[str, ...] = ()
-    """Kinds to offer or accept, best first; empty: all that work here, but `nixl`."""
+    """How KV pages may travel between workers, best first: shm, cuda_ipc, nixl, grpc; empty: all that work
+    here, but nixl. `baton doctor` lists them."""
     request_seconds: float = 600.0
     """Limit for a request that names none."""
     stuck_seconds: float = 20.0

