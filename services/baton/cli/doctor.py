@@ -355,7 +355,9 @@ def _table(findings: list[tuple[str, Check]]) -> Table:
     type=click.Choice(["auto", "fp8_e4m3"]),
     help="Keys and values in the pool.",
 )
-@click.option("--tp", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the model.")
+@click.option(
+    "--tp", default=1, show_default=True, type=click.IntRange(1), help="Processes that share the model."
+)
 def doctor(
     as_json: bool, model: str | None, model_impl: str, quantization: str, kv_dtype: str, tp: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -180,14 +181,18 @@ def _codes(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> tor
     return values.div(scale).add_(zero).round_().clamp_(0, 15)
 
 
+_Rows = tuple[QuantizedWeight, int, torch.Tensor, tuple[int, int] | None]
+"""What `QuantizedWeight.fill` takes."""
+
+
 class Filling:
     """Fills matrices of a model, from any thread. Those that are quantized to 4 bits wait for each other, up
     to a piece: quantizing launches about 110 kernels for a matrix of any size, and a mixture has thousands of
-    matrices. One piece at a time is quantized, for the memory that it takes."""
+    matrices. A GPU quantizes one piece at a time, for the memory that it takes; on a CPU each thread does."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[QuantizedWeight, int, torch.Tensor, tuple[int, int] | None]] = []
+        self._lock, self._one = threading.Lock(), threading.Lock()
+        self._waiting: list[_Rows] = []
 
     def fill(
         self,
@@ -201,31 +206,37 @@ class Filling:
             target.fill(first, source, columns)
             return
         source, most = source.to(target.device), _PIECE[target.device.type]
-        with self._lock:
-            if sum(each.numel() for _, _, each, _ in self._waiting) + source.numel() > most:
-                self._quantize()
-            self._waiting.append((target, first, source, columns))
-            if source.numel() >= most:
-                self._quantize()
+        ready = [(target, first, source, columns)]
+        if source.numel() < most:
+            with self._lock:
+                self._waiting += ready
+                if sum(each.numel() for _, _, each, _ in self._waiting) > most:
+                    ready, self._waiting = self._waiting[:-1], ready
+                else:
+                    ready = []
+        with self._one if source.is_cuda else contextlib.nullcontext():
+            _fill_together(ready)
 
     def finish(self) -> None:
-        with self._lock:
-            self._quantize()
+        _fill_together(self._waiting)
+        self._waiting = []
 
-    def _quantize(self) -> None:
-        """What waits: groups of columns do not depend on each other."""
-        if not self._waiting:
-            return
-        group = self._waiting[0][0].group
-        groups = [source.reshape(-1, group) for _, _, source, _ in self._waiting]
-        merged = quantize(torch.cat(groups) if len(groups) > 1 else groups[0], 4, group)
-        assert merged.zero is not None
-        sizes = [len(own) for own in groups]
-        parts = (torch.split(each, sizes) for each in (merged.codes, merged.scale, merged.zero))
-        for (target, first, source, columns), *own in zip(self._waiting, *parts, strict=True):
-            codes, scale, zero = (each.reshape(len(source), -1) for each in own)
-            target.fill(first, QuantizedTensor(codes, scale, group, zero), columns)
-        self._waiting.clear()
+
+def _fill_together(several: Sequence[_Rows]) -> None:
+    """Quantizes to 4 bits: groups of columns do not depend on each other."""
+    if len(several) < 2:
+        for target, first, source, columns in several:
+            target.fill(first, source, columns)
+        return
+    group = several[0][0].group
+    groups = [source.reshape(-1, group) for _, _, source, _ in several]
+    merged = quantize(torch.cat(groups), 4, group)
+    assert merged.zero is not None
+    sizes = [len(own) for own in groups]
+    parts = (torch.split(each, sizes) for each in (merged.codes, merged.scale, merged.zero))
+    for (target, first, source, columns), *own in zip(several, *parts, strict=True):
+        codes, scale, zero = (each.reshape(len(source), -1) for each in own)
+        target.fill(first, QuantizedTensor(codes, scale, group, zero), columns)
 
 
 @dataclass(frozen=True, slots=True)
