@@ -1,8 +1,11 @@
 """baton.client, sync and asyncio, against a gateway."""
 
 import asyncio
+import gc
 import subprocess
 import sys
+import threading
+import time
 
 import grpc
 import pytest
@@ -149,6 +152,36 @@ async def test_session_survives_a_turn_that_was_cancelled():
             assert (await session.send(messages="Why?")).text == " Fine."
         first, _, last = (list(start.token_ids) for start in node.starts)
         assert last[: len(first) + len(ids)] == [*first, *ids]  # as if the lost turns had never been
+
+
+async def test_nothing_is_left_of_sessions_that_nobody_closed():
+    """Each has a thread of gRPC's, which waits for what to send."""
+
+    def use(address):
+        with Client(address) as client:
+            client.generate("x")  # the gateway, which runs here too, begins threads of its own
+        before = set(threading.enumerate())
+
+        def wait():
+            deadline = time.monotonic() + 20
+            for thread in set(threading.enumerate()) - before:
+                thread.join(max(0, deadline - time.monotonic()))
+            assert set(threading.enumerate()) <= before
+
+        with Client(address) as client:
+            for _ in range(3):
+                client.session().send("x")
+            kept = client.session()
+            kept.send("x")
+        wait()
+        with Client(address) as client:
+            client.session().send("x")
+            gc.collect()
+            wait()
+
+    async with ScriptedDecode(saying([40])) as node, gateway(node) as rig:
+        await asyncio.to_thread(use, rig.node.address)
+        await rig.idle()
 
 
 async def test_a_turn_that_is_not_read_to_its_end_loses_nothing_to_the_next():

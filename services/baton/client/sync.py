@@ -167,12 +167,19 @@ class Session:
     """
 
     def __init__(self, stub: inference_pb2_grpc.InferenceStub, metadata: Metadata = ()) -> None:
-        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._call = stub.Generate(iter(self._outgoing.get, None), metadata=metadata)
+        self._outgoing = outgoing = queue.SimpleQueue[Any]()
+        self._call = stub.Generate(iter(outgoing.get, None), metadata=metadata)
+        # A thread of the call's waits for what to send: it ends with the call, however that ends.
+        if not self._call.add_callback(lambda: outgoing.put(None)):
+            outgoing.put(None)
         self._turns = count()
         self._messages = count()
         self._turn: Collector | None = None
         """The last one."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "_call"):
+            self.close()
 
     def __enter__(self) -> Session:
         return self
@@ -182,7 +189,6 @@ class Session:
 
     def close(self) -> None:
         """Ends the session; a turn that still runs is cancelled. Idempotent."""
-        self._outgoing.put(None)
         self._call.cancel()
 
     def send(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Completion:
