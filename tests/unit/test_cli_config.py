@@ -218,3 +218,11 @@ def test_up_takes_one_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATON_NNODES", "1")
     monkeypatch.setenv("BATON_NODE_RANK", "0")
     assert settings_by_role({})["decode"] == {}
+
+
+def test_up_takes_the_variables_that_its_help_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("host", "port", "http_port", "drain_seconds", "kv_tokens"):
+        monkeypatch.setenv(f"BATON_{name.upper()}", "7")
+    found = up.make_context("up", []).params
+    wanted = {"host": "7", "port": 7, "http_port": "7", "drain_seconds": 7.0, "kv_tokens": 7}
+    assert {name: found[name] for name in wanted} == wanted

@@ -206,8 +206,8 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
 
 @click.command(
     cls=SectionedCommand,
-    epilog="--host, --port, --http-port and the flags of the sections above are also environment variables "
-    "(--kv-tokens: BATON_KV_TOKENS).",
+    epilog="--host, --port, --http-port, --drain-seconds and the flags of the sections above are also "
+    "environment variables (--kv-tokens: BATON_KV_TOKENS).",
 )
 @options(
     option(
@@ -257,6 +257,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
         FRACTION,
         5.0,
         "Time that running requests have after Ctrl-C; a second Ctrl-C stops at once.",
+        envvar="BATON_DRAIN_SECONDS",
     ),
 )
 @config_file_option("gateway", only=("host", "port", "http_port"))
