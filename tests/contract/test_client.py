@@ -127,6 +127,20 @@ async def test_no_gateway_there():
     assert error.value.code is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_closed_client_says_so():
+    async with AsyncClient("127.0.0.1:1") as client:
+        pass
+    with pytest.raises(BatonError, match="closed"):
+        await client.generate("x")
+    with pytest.raises(BatonError, match="closed"):
+        await client.models()
+    with Client("127.0.0.1:1") as sync:
+        pass
+    for call in (sync.models, sync.session, lambda: sync.generate("x"), lambda: sync.embed(["x"])):
+        with pytest.raises(BatonError, match="closed"):
+            call()
+
+
 async def test_session_survives_a_turn_that_was_cancelled():
     async with (
         ScriptedDecode(silent) as node,

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 import grpc.aio
 
-from baton.client.access import Access
+from baton.client.access import Access, Closed
 from baton.client.messages import (
     Collector,
     call_timeout,
@@ -62,7 +62,9 @@ class AsyncClient:
         self._channel = open_channel(
             address, max_message_bytes, credentials=access.credentials, metadata=access.metadata
         )
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._stub: inference_pb2_grpc.InferenceStub | Closed = inference_pb2_grpc.InferenceStub(
+            self._channel
+        )
         self._calls: set[Any] = set()
 
     async def __aenter__(self) -> AsyncClient:
@@ -73,6 +75,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection; running requests are cancelled."""
+        self._stub = Closed()
         for call in list(self._calls):  # the channel's own close() misses streams that are being read
             call.cancel()
         await self._channel.close()

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import grpc
 
-from baton.client.access import Access
+from baton.client.access import Access, Closed
 from baton.client.messages import (
     Collector,
     call_timeout,
@@ -60,7 +60,9 @@ class Client:
             self._channel = grpc.insecure_channel(address, options=options)
         else:
             self._channel = grpc.secure_channel(address, access.credentials, options=options)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._stub: inference_pb2_grpc.InferenceStub | Closed = inference_pb2_grpc.InferenceStub(
+            self._channel
+        )
 
     def __enter__(self) -> Client:
         return self
@@ -70,6 +72,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection; running requests are cancelled."""
+        self._stub = Closed()
         self._channel.close()
 
     def models(self) -> list[Model]:
@@ -166,7 +169,7 @@ class Session:
     messages to the conversation (without the earlier ones).
     """
 
-    def __init__(self, stub: inference_pb2_grpc.InferenceStub, metadata: Metadata = ()) -> None:
+    def __init__(self, stub: inference_pb2_grpc.InferenceStub | Closed, metadata: Metadata = ()) -> None:
         self._outgoing = outgoing = queue.SimpleQueue[Any]()
         self._call = stub.Generate(iter(outgoing.get, None), metadata=metadata)
         # A thread of the call's waits for what to send: it ends with the call, however that ends.
