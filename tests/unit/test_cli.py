@@ -18,6 +18,7 @@ import trustme
 from baton.cli.doctor import ports
 from baton.cli.main import COMMANDS, MEASUREMENTS, main
 from baton.cli.options import ROLES
+from baton.demo import model_path
 
 NAMES = [name for section in COMMANDS.values() for name in section]
 
@@ -147,6 +148,10 @@ def test_environment_is_named_in_errors() -> None:
 def test_version() -> None:
     result = baton("--version")
     assert result.returncode == 0 and result.stdout.startswith("baton 0.")
+
+
+def test_doctor_cuts_no_line_in_a_pipe() -> None:
+    assert str(model_path()) in baton("doctor", COLUMNS="60").stdout
 
 
 def test_doctor_json() -> None:

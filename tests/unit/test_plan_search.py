@@ -148,7 +148,7 @@ def profile(tmp_path):
 
 
 def plan(*arguments):
-    environment = {"COLUMNS": "140", "TERM": "dumb"}
+    environment = {"COLUMNS": "60", "TERM": "dumb"}
     return CliRunner().invoke(cli, ["plan", *arguments], standalone_mode=False, env=environment)
 
 

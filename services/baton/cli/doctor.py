@@ -22,6 +22,7 @@ from rich.table import Table
 
 from baton import __version__
 from baton.bench.machine import DRIVER
+from baton.cli.console import UNLIMITED
 from baton.cli.serve import DEFAULT_PORTS
 from baton.rpc.address import loopback
 from baton.rpc.bind import bind_problem
@@ -374,6 +375,8 @@ def doctor(
       baton doctor --json | jq '.checks[] | select(.verdict != "ok")'
     """
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=UNLIMITED)
     groups = {"model": lambda: served(model, model_impl, quantization, kv_dtype, tp)} if model else GROUPS
     if as_json:
         findings = list(run_checks(groups))

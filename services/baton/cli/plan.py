@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from baton.cli.bench_options import Report, report_options
-from baton.cli.console import progress_bar, shown, table
+from baton.cli.console import UNLIMITED, progress_bar, shown, table
 from baton.cli.options import (
     COUNT,
     SECONDS,
@@ -122,7 +122,7 @@ def traffic_of(
 def show(plan_input: PlanInput, plan: Plan, console: Console) -> None:
     """Rows in the order of the search."""
     goal = plan_input.goal
-    console.print(_describe(plan_input), highlight=False)
+    console.print(_describe(plan_input), highlight=False, soft_wrap=True)
     if missing := plan_input.setup.profile.missing:
         text = (
             f"the profile has no {', '.join(missing)}: defaults are used; `baton bench profile` measures it"
@@ -131,7 +131,7 @@ def show(plan_input: PlanInput, plan: Plan, console: Console) -> None:
     rows = table(*COLUMNS)
     for found in plan.tried:
         rows.add_row(*_row(found, goal), style="bold" if found is plan.best else None)
-    console.print(rows)
+    Console(file=console.file, width=UNLIMITED).print(rows)  # a narrow terminal wraps lines; no figure is cut
     console.print(recommendation(plan_input, plan), highlight=False, soft_wrap=True)
 
 
