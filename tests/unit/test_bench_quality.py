@@ -73,6 +73,12 @@ def test_the_change_and_its_standard_error():
     assert math.isnan(Scores(own.logprobs[:half], []).change(Scores(reference.logprobs[:half], []))[1])
 
 
+@pytest.mark.slow
+def test_of_one_window_no_standard_error_is_printed():
+    result = CliRunner().invoke(quality, ["--quantization", "int8", "--windows", "1", "--threads", "1"])
+    assert result.exit_code == 0 and "%" in result.output and "±" not in result.output
+
+
 def test_a_text_that_is_too_short_is_refused(tmp_path):
     text = tmp_path / "text"
     text.write_text("short")

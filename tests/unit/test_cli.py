@@ -90,6 +90,8 @@ def test_importing_a_command_imports_neither_torch_nor_numpy(name: str) -> None:
         (["serve", "decode", "--port", "x"], "'x' is not a valid integer"),
         (["serve", "decode", "--http-port", "x"], "neither an integer nor 'none'"),
         (["up", "--decode", "0"], "--decode"),
+        (["up", "--http-port", "x"], "neither an integer nor 'none'"),
+        (["up", "--port", "8000"], "--port and --http-port are both 8000"),
         (["up", "some/model"], "unexpected argument 'some/model'; a model is named by --model some/model"),
         (["serve", "some/model"], "`baton up --model MODEL` starts all of them"),
         (["up", "--max-model-len", "4096"], "here it is --context-length"),

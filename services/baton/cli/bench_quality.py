@@ -72,8 +72,9 @@ def _quality(config: WorkerConfig, wanted: Measured, output: Report, console: Co
     console.print(f"{config.model}: {how}; {len(own.greedy):,} tokens of {source}", highlight=False)
     rows = table("weights", "perplexity", "change", "greedy tokens kept")
     rows.add_row("dequantized", shown(reference.perplexity, 3), "", "")
+    spread = "" if math.isnan(error) else f" ± {error:.2%}"  # of one window there is none
     kept = f"{own.kept(reference):.2%}"
-    rows.add_row(name, shown(own.perplexity, 3), f"{change:+.2%} ± {error:.2%}", kept)
+    rows.add_row(name, shown(own.perplexity, 3), f"{change:+.2%}{spread}", kept)
     console.print(rows)
     output.save(report)
 

@@ -89,7 +89,7 @@ def _docstrings(config: type) -> Mapping[str, str]:
     return texts
 
 
-class _NoneOrInt(click.ParamType):  # type: ignore[type-arg]
+class NoneOrInt(click.ParamType):  # type: ignore[type-arg]
     name = "integer or 'none'"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
@@ -210,7 +210,7 @@ def _option(field: Field, default: Any, section: str) -> Callable[[F], F]:
     if field.kind is tuple:
         settings |= {"type": _Items(), "multiple": True}
     elif field.kind is int and field.optional:
-        settings |= {"type": _NoneOrInt(), "metavar": "N|none"}
+        settings |= {"type": NoneOrInt(), "metavar": "N|none"}
 
     def decorate(function: F) -> F:
         function = click.option(flags, **settings)(function)

@@ -24,6 +24,7 @@ from baton.cli.options import (
     HOSTS,
     PROCESS,
     ROLES,
+    NoneOrInt,
     SectionedCommand,
     config_file_option,
     config_options,
@@ -235,7 +236,7 @@ async def _up(plan: DeploymentPlan, console: Console) -> int:
     ),
     option(
         "--http-port",
-        str,
+        NoneOrInt(),
         None,
         "The gateway's HTTP port; 0: a free one; none: no HTTP.  [default: 8000]",
         "N|none",
@@ -315,6 +316,8 @@ def up(
         drain_seconds=drain_seconds,
         verbose=verbose,
     )
+    if plan.port and plan.port == plan.http_port:
+        raise click.UsageError(f"--port and --http-port are both {plan.port}: gRPC and HTTP need one each")
     check_public(plan.host, settings["gateway"])
     check_port(plan.host, plan.port, "--port")
     check_port(plan.host, plan.http_port or 0, "--http-port")
