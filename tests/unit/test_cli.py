@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpc
@@ -103,6 +104,18 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], words: str) -> None
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1 and words in result.stderr
     assert result.stderr.startswith("baton: ") and "--help" in result.stderr
+
+
+def test_an_http_port_is_told_from_a_gateway() -> None:
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        pool.submit(server.serve_forever)
+        result = baton("generate", "x", "--server", f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
+    assert "give the gateway's gRPC port" in result.stderr
 
 
 def test_a_certificate_that_is_not_trusted_is_one_line(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ def no_gateway(server: str, why: str) -> str:
     """The error of a failed connection."""
     if why == "Socket closed":
         return f"{server} closed the connection; if it speaks TLS, name its certificate's CA in {CA_VARIABLE}"
+    if "http1.x" in why or "HTTP/2" in why:
+        return f"{server} does not speak gRPC ({why}): give the gateway's gRPC port, by default 50050"
     if "certificate" in why:
         return f"{server} is not trusted ({why}): name a host of its certificate, and its CA in {CA_VARIABLE}"
     return f"no gateway at {server} ({why}); start one with 'baton up', or name it with --server"
