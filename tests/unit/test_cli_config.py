@@ -224,5 +224,5 @@ def test_up_takes_the_variables_that_its_help_names(monkeypatch: pytest.MonkeyPa
     for name in ("host", "port", "http_port", "drain_seconds", "kv_tokens"):
         monkeypatch.setenv(f"BATON_{name.upper()}", "7")
     found = up.make_context("up", []).params
-    wanted = {"host": "7", "port": 7, "http_port": "7", "drain_seconds": 7.0, "kv_tokens": 7}
+    wanted = {"host": "7", "port": 7, "http_port": 7, "drain_seconds": 7.0, "kv_tokens": 7}
     assert {name: found[name] for name in wanted} == wanted
