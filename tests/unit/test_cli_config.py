@@ -220,6 +220,28 @@ def test_up_takes_one_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_by_role({})["decode"] == {}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prefill",
+        "decode",
+        "tokenizer",
+        "advertise",
+        "shared",
+        "shared_http",
+        "siblings",
+        "etcd",
+        "etcd_prefix",
+    ],
+)
+def test_up_refuses_the_variables_of_processes_that_find_each_other(tmp_path: Path, name: str) -> None:
+    variable = f"BATON_{name.upper()}"
+    result = CliRunner().invoke(up, ["--model", str(tmp_path / "none")], env={variable: "a:1"})
+    assert f"{variable} is for 'baton serve'" in result.output and result.exit_code == 2
+    result = CliRunner().invoke(up, ["--model", str(tmp_path / "none")], env={variable: ""})
+    assert "baton serve" not in result.output
+
+
 def test_up_takes_the_variables_that_its_help_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("host", "port", "http_port", "drain_seconds", "kv_tokens"):
         monkeypatch.setenv(f"BATON_{name.upper()}", "7")

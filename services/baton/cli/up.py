@@ -51,6 +51,8 @@ OWN = (
     *(name for name in fields_of(NodeConfig) if name.startswith("etcd")),
 )
 """Fields that `baton up` sets itself."""
+FLAGS = ("host", "port", "http_port", "drain_seconds")
+"""Those of them that are its flags, too."""
 
 
 NODES, NODES_NOT_0 = click.IntRange(0, 64), click.IntRange(1, 64)
@@ -125,6 +127,18 @@ def settings_by_role(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
                 "command starts processes here alone: leave it out, or start 'baton serve' on each host"
             )
     return settings
+
+
+def refuse_variables() -> None:
+    """Raises click.UsageError for a variable by which a process finds others, or others find it."""
+    for config in ROLES.values():
+        for name, field in fields_of(config).items():
+            if name in OWN and name not in FLAGS and os.environ.get(field.variable):
+                hint = f"; their number is --{name}" if name in ("prefill", "decode") else ""
+                raise click.UsageError(
+                    f"{field.variable} is for 'baton serve'; the processes of this command know each other: "
+                    f"leave it out{hint}"
+                )
 
 
 def check_port(host: str, port: int, flag: str) -> None:
@@ -300,6 +314,7 @@ def up(
       baton up --transports grpc                  pages over gRPC instead of shared memory
       baton up --config baton.toml --port 0       settings from a file, a free port
     """
+    refuse_variables()
     settings = settings_by_role(values)
     fetch_model(settings["decode"])
     default_port, default_http = DEFAULT_PORTS["gateway"]
