@@ -106,6 +106,14 @@ def test_wrong_usage_is_one_line_and_2(arguments: list[str], words: str) -> None
     assert result.stderr.startswith("baton: ") and "--help" in result.stderr
 
 
+@pytest.mark.parametrize("words", ["up model --kv-tok", "serve model --kv-tok"])
+def test_completion_in_a_shell_prints_no_error(words: str) -> None:
+    """While a line is typed, its words may be wrong."""
+    line = {"COMP_WORDS": f"baton {words}", "COMP_CWORD": "3", "_BATON_COMPLETE": "bash_complete"}
+    result = baton(**line)
+    assert result.stderr == "" and ("--kv-tokens" in result.stdout) == words.startswith("up"), result.stdout
+
+
 def test_an_http_port_is_told_from_a_gateway() -> None:
     with (
         ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server,

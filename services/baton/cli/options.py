@@ -150,7 +150,7 @@ class SectionedCommand(click.Command):
                 raise
             text = f"No such option {error.option_name!r}: here it is {ours}."
             raise click.NoSuchOption(error.option_name, text, ctx=ctx) from None
-        if ctx.args:
+        if ctx.args and not ctx.resilient_parsing:
             hint = f"; a model is named by --model {ctx.args[0]}" if "--model" in flags else ""
             ctx.fail(f"unexpected argument {ctx.args[0]!r}{hint}")
         return ctx.args

@@ -73,11 +73,11 @@ class Roles(click.Group):
     """Its error says how a whole deployment is started: other servers' `serve` takes a model."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.commands:
-            ctx.fail(
-                f"no role {cmd_name!r} ({', '.join(ROLES)}); `baton up --model MODEL` starts all of them"
-            )
-        return self.commands[cmd_name]
+        found = super().get_command(ctx, cmd_name)
+        if found is None and not ctx.resilient_parsing:
+            roles = ", ".join(ROLES)
+            ctx.fail(f"no role {cmd_name!r} ({roles}); `baton up --model MODEL` starts all of them")
+        return found
 
 
 @click.group(cls=Roles)
