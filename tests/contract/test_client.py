@@ -13,6 +13,7 @@ from gateway_rig import gateway, until
 from scripted_decode import LENGTH, STOP, ScriptedDecode, endless, saying, silent
 
 from baton.client import AsyncClient, BatonError, Client
+from baton.client.messages import Collector
 from baton.v1 import common_pb2
 
 
@@ -226,6 +227,25 @@ async def test_a_turn_that_is_not_read_to_its_end_loses_nothing_to_the_next():
                 break  # nobody can read it any more
             await rig.idle()
             assert (await session.send(messages="Why?")).text == " Fine."
+
+
+async def test_a_turn_that_is_interrupted_is_cancelled(monkeypatch):
+    """An interactive Python keeps the traceback, and with it the turn's stream."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def use(address):
+        with Client(address) as client, client.session() as session:
+            with monkeypatch.context() as patch:
+                patch.setattr(Collector, "add", interrupted)
+                with pytest.raises(KeyboardInterrupt) as caught:
+                    session.send("x")
+            assert caught.tb is not None
+            assert session.send("x").finish_reason == "length"
+
+    async with ScriptedDecode(saying([40])) as node, gateway(node) as rig, asyncio.timeout(60):
+        await asyncio.to_thread(use, rig.node.address)
 
 
 async def test_log_probabilities():

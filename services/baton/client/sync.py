@@ -86,7 +86,8 @@ class Client:
 
     def generate(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Completion:
         """Answers one of prompt, messages (a str: one user message) and token_ids, as a whole."""
-        return self.stream(prompt, **options).completion()
+        with self.stream(prompt, **options) as stream:
+            return stream.completion()
 
     def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Stream:
         """The same, piece by piece. Closing the stream before its end cancels the request."""
@@ -196,7 +197,8 @@ class Session:
 
     def send(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Completion:
         """The next turn, as a whole."""
-        return self.stream(prompt, **options).completion()
+        with self.stream(prompt, **options) as stream:
+            return stream.completion()
 
     def stream(self, prompt: str | None = None, **options: Unpack[Arguments]) -> Stream:
         """The next turn, piece by piece. A turn that is closed before its end leaves no trace."""
