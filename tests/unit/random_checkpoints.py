@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from transformers import (
@@ -236,6 +238,19 @@ def save_checkpoint(
     return model
 
 
+def saved_on_demand(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Path, torch.nn.Module]]:
+    """variant -> (path, transformers model)"""
+
+    @cache
+    def get(variant: str) -> tuple[Path, torch.nn.Module]:
+        path = tmp_path_factory.mktemp(variant)
+        return path, save_checkpoint(variant, path)
+
+    return get
+
+
 @dataclass
 class Track:
     """One sequence that the driver runs in the slot of the same number."""
@@ -362,6 +377,15 @@ class Driver:
                 self.tracks[slot].tokens.append(token)
         return result.rows
 
+    def answer(self, slot: int, prompt: Sequence[int], count: int) -> Track:
+        """A sequence alone: its prompt in one chunk, and so many tokens."""
+        track = self.add(slot, prompt, count)
+        self.step([self.chunk(track, len(prompt), sample=True)], [self.init(track)])
+        for _ in range(count - 1):
+            self.step([self.decode(track)])
+        self.finish()
+        return track
+
 
 def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
@@ -399,3 +423,9 @@ def largest_difference(model: torch.nn.Module, track: Track) -> float:
     with torch.no_grad():
         expected = model(torch.tensor([track.tokens])).logits[0].float()
     return max((logits - expected[at - 1]).abs().max().item() for at, logits in track.logits.items())
+
+
+def check_logits(path: Path, model: torch.nn.Module, tolerance: float = 1e-4, **options: object) -> None:
+    """Of a checkpoint loaded with these options, against a transformers model."""
+    track = Driver(path, **options).answer(0, random_prompts(40)[0], 5)
+    assert largest_difference(model, track) < tolerance

@@ -600,12 +600,7 @@ def test_as_many_tokens_are_computed_instead_as_a_node_may(most, refused):
 
 def test_pages_are_announced_before_their_step_has_retired_and_pulled_after():
     world = World(random.Random(1))
-    request, node = world.start(1, range(33)), world.nodes["p0"]
-    world.decode_step()
-    world.deliver(node)
-    node.step(world.now)
-    assert node.planned and not node.retired
-    world.receive(node)
+    request, node = announced(world)
     world.decode_step()
     ((effect, _),) = world.pulls
     assert effect.step == node.planned.plan.number and world.waits(world.pulls[0])

@@ -16,7 +16,7 @@ from random_checkpoints import (
     greedy_reference,
     largest_difference,
     random_prompts,
-    save_checkpoint,
+    saved_on_demand,
 )
 
 from baton.engine.model_runner import pool_states
@@ -26,16 +26,7 @@ from baton.engine.sampling import SamplingParams
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Saved on demand: variant -> (path, transformers model)."""
-    made = {}
-
-    def get(variant):
-        if variant not in made:
-            path = tmp_path_factory.mktemp(variant)
-            made[variant] = path, save_checkpoint(variant, path)
-        return made[variant]
-
-    return get
+    return saved_on_demand(tmp_path_factory)
 
 
 def run_mixed(driver, prompts, chunk, outputs):

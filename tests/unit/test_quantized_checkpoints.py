@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from random_checkpoints import Driver, largest_difference, random_prompts, save_checkpoint
+from random_checkpoints import check_logits, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from baton.checkpoint import CheckpointError
@@ -39,30 +39,18 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def check(path, model, tolerance=1e-4, **options):
-    driver = Driver(path, **options)
-    (prompt,) = random_prompts(40)
-    track = driver.add(0, prompt, 8)
-    driver.step([driver.chunk(track, 40, sample=True)], [driver.init(track)])
-    for _ in range(4):
-        driver.step([driver.decode(track)])
-    driver.finish()
-    assert largest_difference(model, track) < tolerance
-    return driver
-
-
 @pytest.mark.parametrize("name", SCHEMES)
 def test_logits_equal_transformers_on_the_dequantized_weights(name, tmp_path):
     model = save_checkpoint("qwen3-bias", tmp_path)
     write(tmp_path, model, SCHEMES[name])
-    check(tmp_path, model, quantization="none")
+    check_logits(tmp_path, model, quantization="none")
 
 
 @pytest.mark.parametrize("variant", ["deepseek-v3", "qwen3-moe", "phi3", "gemma3", "mixtral"])
 def test_experts_latents_and_merged_projections(variant, tmp_path):
     model = save_checkpoint(variant, tmp_path)
     write(tmp_path, model, fp8_blocks((32, 32)))
-    check(tmp_path, model, quantization="none")
+    check_logits(tmp_path, model, quantization="none")
 
 
 def quantized(path, scheme):

@@ -11,6 +11,7 @@ from random_checkpoints import (
     largest_difference,
     random_prompts,
     save_checkpoint,
+    saved_on_demand,
 )
 from thread_ranks import ThreadCommunicator, ThreadGroup
 
@@ -31,16 +32,7 @@ from quantizers import awq, compressed, fp8, fp8_blocks, gptq, write
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Saved on demand: variant -> (path, transformers model)."""
-    made = {}
-
-    def get(variant):
-        if variant not in made:
-            path = tmp_path_factory.mktemp(variant)
-            made[variant] = path, save_checkpoint(variant, path)
-        return made[variant]
-
-    return get
+    return saved_on_demand(tmp_path_factory)
 
 
 def run(driver, prompts, outputs):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_checkpoints import Driver, largest_difference, random_prompts, save_checkpoint
+from random_checkpoints import Driver, check_logits, random_prompts, save_checkpoint
 
 from baton.checkpoint import CheckpointError
 from baton.layers.linear import Linear, fastest_product
@@ -281,39 +281,32 @@ def test_ranks_that_do_not_measure_compute_with_the_codes(bits):
     assert chosen is (found[1] if len(found) > 1 else Dequantized)
 
 
+def taking(ticks):
+    class Works(Dequantized):
+        def apply(self, x, bias):
+            ending = time.thread_time() + ticks * 1e-4
+            while time.thread_time() < ending:
+                pass
+            return super().apply(x, bias)
+
+    return Works
+
+
 @pytest.mark.parametrize(("times", "chosen"), [((10, 12), 1), ((10, 20), 0), ((10, 8), 1)])
 def test_dequantizing_is_chosen_only_where_it_is_much_faster(times, chosen, monkeypatch):
     """So that workers, which measure by themselves, do not differ where it is about as fast."""
-
-    def taking(ticks):
-        class Works(Dequantized):
-            def apply(self, x, bias):
-                ending = time.thread_time() + ticks * 1e-4
-                while time.thread_time() < ending:
-                    pass
-                return super().apply(x, bias)
-
-        return Works
-
     candidates = tuple(taking(each) for each in times)
     monkeypatch.setitem(CANDIDATES, 8, candidates)
     assert fastest_product(made(8)[1], torch.float32) is candidates[chosen]
 
 
 def test_time_that_other_processes_take_does_not_decide_which_product_is_used(monkeypatch):
-    class Works(Dequantized):
-        def apply(self, x, bias):
-            ending = time.thread_time() + 0.002
-            while time.thread_time() < ending:
-                pass
-            return super().apply(x, bias)
-
     class Waits(Dequantized):
         def apply(self, x, bias):
             time.sleep(0.006)
             return super().apply(x, bias)
 
-    monkeypatch.setitem(CANDIDATES, 8, (Works, Waits))
+    monkeypatch.setitem(CANDIDATES, 8, (taking(20), Waits))
     assert fastest_product(made(8)[1], torch.float32) is Waits
 
 
@@ -336,18 +329,6 @@ def test_blocks_of_q4_1_stay_as_they_are():
     assert torch.equal(quantize(values, 4, 32).codes, codes.flatten(1).to(torch.uint8))
 
 
-def check(path, model, tolerance, **options):
-    driver = Driver(path, **options)
-    (prompt,) = random_prompts(40)
-    track = driver.add(0, prompt, 8)
-    driver.step([driver.chunk(track, 40, sample=True)], [driver.init(track)])
-    for _ in range(4):
-        driver.step([driver.decode(track)])
-    driver.finish()
-    assert largest_difference(model, track) < tolerance
-    return driver.model
-
-
 KEPT = {
     "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), 1e-2),
     "int8-packed": (compressed("pack-quantized", num_bits=8, strategy="channel"), 1e-2),
@@ -365,7 +346,7 @@ def test_what_a_checkpoint_has_quantized_stays_so(name, variant, tmp_path):
     scheme, tolerance = KEPT[name]
     model = save_checkpoint(variant, tmp_path)
     write(tmp_path, model, scheme, skip=("layers.0.mlp.down_proj", "layers.0.self_attn.v_proj"))
-    check(tmp_path, model, tolerance)
+    check_logits(tmp_path, model, tolerance)
     assert weight_bytes(tmp_path, torch.float32) < 0.7 * weight_bytes(
         tmp_path, torch.float32, quantization="none"
     )
@@ -384,7 +365,7 @@ def rounded(model, bits, group, head=()):
 def test_quantizing_while_loading(variant, quantization, tolerance, tmp_path):
     model = save_checkpoint(variant, tmp_path)
     rounded(model, *((8, 0) if quantization == "int8" else (4, 32)))
-    check(tmp_path, model, tolerance, quantization=quantization)
+    check_logits(tmp_path, model, tolerance, quantization=quantization)
 
 
 @only_avx2
@@ -418,7 +399,7 @@ def test_fp8_is_rounded_while_loading(tmp_path):
             if ".layers." in name and parameter.dim() == 2:
                 scale = parameter.abs().amax(1, keepdim=True) / 448
                 parameter.copy_((parameter / scale).to(torch.float8_e4m3fn).float() * scale)
-    check(tmp_path, model, 1e-4, quantization="fp8")
+    check_logits(tmp_path, model, 1e-4, quantization="fp8")
 
 
 @pytest.mark.parametrize("variant", ["qwen3-bias", "qwen2-tied"])
@@ -429,7 +410,7 @@ def test_the_head_is_quantized_by_flag(variant, tmp_path):
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     rounded(model, 8, 0, ("lm_head.weight",))
-    check(tmp_path, model, 1e-2, quantization="int8", quantize_head=True)
+    check_logits(tmp_path, model, 1e-2, quantization="int8", quantize_head=True)
     small = declared(tmp_path, torch.float32, plan=weight_plan(tmp_path, CPU, "int8"))
     large = weight_bytes(tmp_path, torch.float32, quantization="int8", quantize_head=True)
     head = 160 * 64 + 160 * 4
