@@ -231,6 +231,18 @@ BAD = [
         {**CHAT, "response_format": {"type": "json_object"}, "ignore_eos": True},
         "ignore_eos",
     ),
+    ("completions", {**COMPLETION, "structured_outputs": {}}, "structured_outputs"),
+    ("completions", {**COMPLETION, "structured_outputs": {"json_object": False}}, "structured_outputs"),
+    ("completions", {**COMPLETION, "structured_outputs": {"choice": []}}, "structured_outputs"),
+    ("completions", {**COMPLETION, "structured_outputs": {"choice": "yes"}}, "structured_outputs.choice"),
+    ("completions", {**COMPLETION, "structured_outputs": {"yaml": "a"}}, "structured_outputs.yaml"),
+    ("chat/completions", {**CHAT, "structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
+    (
+        "chat/completions",
+        {**CHAT, "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+    ),
+    ("chat/completions", {**CHAT, "guided_choice": ["a"]}, "guided_choice"),
     ("chat/completions", {**CHAT, "top_logprobs": 2}, "top_logprobs"),
     ("chat/completions", {**CHAT, "cache_salt": "x" * 300}, "cache_salt"),
     ("chat/completions", {**CHAT, "max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
@@ -254,17 +266,43 @@ async def test_response_formats_reach_the_decode_node():
         assert json.loads(rig.decode.starts[-2].sampling.grammar.json_schema) == {"type": "object"}
 
 
-async def test_a_schema_that_cannot_be_compiled_is_the_callers_error():
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+async def test_structured_outputs_reach_the_decode_node(path):
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    async with api(say='{"b": null}') as rig:
+        for given, want in (
+            ({"json": schema}, common_pb2.Grammar(json_schema=json.dumps(schema))),
+            ({"json": '{"const": 1}'}, common_pb2.Grammar(json_schema='{"const": 1}')),
+            ({"json": False}, common_pb2.Grammar(json_schema="false")),
+            ({"json_object": True}, common_pb2.Grammar(json_object=common_pb2.JsonObject())),
+            ({"regex": "[ab]+", "json_object": False}, common_pb2.Grammar(regex="[ab]+")),
+            ({"choice": ["a", "b"]}, common_pb2.Grammar(choice=common_pb2.StringChoice(strings=["a", "b"]))),
+            ({"grammar": 'start: "a"'}, common_pb2.Grammar(lark='start: "a"')),
+        ):
+            body = {**(CHAT if path.startswith("chat") else COMPLETION), "structured_outputs": given}
+            response = await rig.plain.post(f"/v1/{path}", json=body)
+            assert response.status_code == 200, response.text
+            assert rig.decode.starts[-1].sampling.grammar == want
+
+
+@pytest.mark.parametrize(
+    ("path", "how", "field"),
+    [
+        ("chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {**CHAT, "structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ("completions", {**COMPLETION, "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ],
+)
+async def test_a_grammar_that_cannot_be_compiled_is_the_callers_error(path, how, field):
     async def refuse(running):
         await running.failed(invalid("sampling.grammar", "sampling.grammar: unclosed", "INVALID_GRAMMAR"))
 
     async with api(refuse) as rig:
-        body = {**CHAT, "response_format": {"type": "json_object"}}
         for stream in (False, True):
-            response = await rig.plain.post("/v1/chat/completions", json={**body, "stream": stream})
+            response = await rig.plain.post(f"/v1/{path}", json={**how, "stream": stream})
             error = response.json()["error"]
-            assert (response.status_code, error["param"]) == (400, "response_format")
-            assert error["message"] == "response_format: unclosed"
+            assert (response.status_code, error["param"]) == (400, field)
+            assert error["message"] == f"{field}: unclosed"
 
 
 async def test_bad_input_names_the_parameter_and_the_connection_goes_on():
@@ -286,6 +324,9 @@ async def test_bad_input_names_the_parameter_and_the_connection_goes_on():
         words = "functions is not supported: functions are called tools now, give tools"
         assert bad.json()["error"]["message"] == words
         assert bad.json()["error"]["code"] == "unsupported_parameter"
+        constrained = {**COMPLETION, "structured_outputs": {"regex": "a"}, "ignore_eos": True}
+        bad = await rig.plain.post("/v1/completions", json=constrained)
+        assert "beside structured_outputs" in bad.json()["error"]["message"]
         bad = await rig.plain.post("/v1/completions", json={**COMPLETION, "stop": 5})
         assert bad.json()["error"]["message"] == "stop must be a string"
         assert rig.decode.starts == []

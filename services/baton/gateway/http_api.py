@@ -26,6 +26,7 @@ from baton.gateway.http_requests import (
     IGNORED_HEADER,
     BodyReader,
     naming_grammar,
+    naming_grammar_field,
     respond,
     running,
     unread_arguments,
@@ -94,7 +95,8 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
     async def completions(request: Request) -> Response:
         body = await bodies.read_starts(request, CompletionRequest, completion_starts)
         async with running(gateway, body.made, request) as job:
-            await job.wait_for_output()
+            with naming_grammar_field(body.request.grammar_field):
+                await job.wait_for_output()
             echoes = [
                 Echo(await _text(gateway, start), _first_token(gateway, job.first_token(prompt)))
                 for prompt, start in enumerate(body.made)
@@ -108,7 +110,7 @@ def make_app(gateway: Gateway, authentication: GatewayAuthentication) -> FastAPI
         body = await bodies.read_starts(request, ChatRequest, lambda request: [chat_start(request)])
         ignored = body.ignored | unread_arguments(gateway, body.made[0].chat)
         async with running(gateway, body.made, request) as job:
-            with naming_grammar(body.made[0], "response_format"):
+            with naming_grammar(body.made[0], body.request.grammar_field):
                 await job.wait_for_output()  # `n` has been checked by then
             answer = ChatAnswer(job, body.request)
             return await respond(job, answer, bool(body.request.stream), ignored)

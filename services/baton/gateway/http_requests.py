@@ -21,7 +21,7 @@ from baton.gateway.gateway import Gateway
 from baton.gateway.http_record import BEGUN
 from baton.gateway.json_body import Body, Made, Model, parse_body
 from baton.gateway.openai_answers import Answer, RequestBatch
-from baton.gateway.openai_errors import GRAMMAR_PARAM, ApiError, of_prompt
+from baton.gateway.openai_errors import GRAMMAR_PARAM, ApiError, from_baton, of_prompt
 from baton.rpc.errors import BatonError
 from baton.v1 import inference_pb2, tokenizer_pb2
 
@@ -65,13 +65,14 @@ class BodyReader:
         more."""
 
         def checked(model: Model) -> _Starts:
-            starts = convert(model)
-            for number, start in enumerate(starts):
-                try:
-                    check_start(start, self._gateway.config, self._gateway.model_or_last())
-                except BatonError as error:
-                    raise of_prompt(error, number, len(starts)) from None
-            return starts
+            with naming_grammar_field(getattr(model, "grammar_field", GRAMMAR_PARAM)):
+                starts = convert(model)
+                for number, start in enumerate(starts):
+                    try:
+                        check_start(start, self._gateway.config, self._gateway.model_or_last())
+                    except BatonError as error:
+                        raise of_prompt(error, number, len(starts)) from None
+                return starts
 
         return await self.read(request, kind, checked)
 
@@ -124,12 +125,27 @@ def naming_grammar(start: inference_pb2.GenerateStart, answer: str) -> Iterator[
     field = "tools"
     if start.sampling.HasField("grammar") and not required:
         field = f"{answer} or tools" if any(tool.strict for tool in start.chat.tools) else answer
+    with naming_grammar_field(field):
+        yield
+
+
+@contextmanager
+def naming_grammar_field(field: str) -> Iterator[None]:
+    """Errors that have to do with a grammar name `field`."""
     try:
         yield
+    except BatonError as error:
+        if "sampling.grammar" not in error.message:
+            raise
+        api = from_baton(error)
     except ApiError as error:
-        if error.param == GRAMMAR_PARAM:
-            error.param, error.message = field, error.message.replace(GRAMMAR_PARAM, field)
-        raise
+        api = error
+    else:
+        return
+    if api.param == GRAMMAR_PARAM:
+        api.param, api.message = field, api.message.replace(GRAMMAR_PARAM, field)
+    api.message = api.message.replace("sampling.grammar", field)
+    raise api
 
 
 async def cancel_on_disconnect(receive: Receive, job: RequestBatch) -> None:

@@ -215,6 +215,9 @@ def _constrain(format: ResponseFormat | None, sampling: common_pb2.SamplingParam
     schema = format.json_schema if format is not None else None
     if format is None or format.type == "text":
         return
+    if sampling.HasField("grammar"):
+        text = "structured_outputs and response_format both say what the answer is: give one of them"
+        raise invalid_value("structured_outputs", text)
     if format.type == "json_object":
         sampling.grammar.json_object.SetInParent()
     elif schema is None:

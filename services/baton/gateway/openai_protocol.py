@@ -6,10 +6,13 @@ baton.v1.SamplingParams. Ranges are checked by rpc.validate, so that gRPC and HT
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from baton.gateway.openai_errors import invalid_value
+from pydantic import Field
+
+from baton.gateway.openai_errors import GRAMMAR_PARAM, invalid_value
 from baton.gateway.openai_fields import Elements, Int32, Int64, Seed, Strict, TokenId
 from baton.rpc.validate import check_sampling
 from baton.v1 import common_pb2, inference_pb2
@@ -29,11 +32,29 @@ class StreamOptions(Strict):
     """Each chunk has the usage so far."""
 
 
-OTHER_SERVERS = dict.fromkeys(
-    ("guided_choice", "guided_grammar", "guided_json", "guided_regex", "structured_outputs", "regex", "ebnf"),
-    "is not supported: give response_format (of chat), or a grammar over gRPC",
-)
-"""Fields of vLLM and SGLang that constrain an answer."""
+class StructuredOutputs(Strict):
+    """vLLM's: what the whole answer is, by one of these fields."""
+
+    PLACE = "structured_outputs"
+
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
+    """A JSON schema, or its text."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Elements[str] | None = None
+    grammar: str | None = None
+    """In Lark's syntax."""
+
+
+OTHER_SERVERS = {
+    "guided_json": "is structured_outputs.json here",
+    "guided_regex": "is structured_outputs.regex here",
+    "guided_choice": "is structured_outputs.choice here",
+    "guided_grammar": "is structured_outputs.grammar here, in Lark's syntax",
+    "regex": "is structured_outputs.regex here",
+    "ebnf": "is structured_outputs.grammar here, in Lark's syntax",
+}
+"""Fields of SGLang, and vLLM's older ones, that constrain an answer."""
 
 COMMON_HINTS = {
     "user": "names the caller's own user",
@@ -73,6 +94,12 @@ class CommonRequest(Strict):
     priority: Int32 | None = None
     resume: bool | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def grammar_field(self) -> str:
+        """That a grammar of the request comes from."""
+        return GRAMMAR_PARAM if self.structured_outputs is None else "structured_outputs"
 
     @property
     def usage_in_stream(self) -> bool:
@@ -202,4 +229,25 @@ def common_sampling(request: CommonRequest) -> common_pb2.SamplingParams:
         if int(key) in sampling.logit_bias:
             raise invalid_value("logit_bias", f"logit_bias: token {int(key)} is given twice, once as {key!r}")
         sampling.logit_bias[int(key)] = bias
+    if request.structured_outputs is not None:
+        _constrain(request.structured_outputs, sampling.grammar)
     return sampling
+
+
+def _constrain(wanted: StructuredOutputs, grammar: common_pb2.Grammar) -> None:
+    given = [value for name, value in wanted if value is not None and (name != "json_object" or value)]
+    if len(given) != 1:
+        kinds = "json, json_object, regex, choice and grammar"
+        raise invalid_value("structured_outputs", f"structured_outputs needs one of {kinds}")
+    if wanted.json_ is not None:
+        schema = wanted.json_
+        grammar.json_schema = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    elif wanted.json_object:
+        grammar.json_object.SetInParent()
+    elif wanted.regex is not None:
+        grammar.regex = wanted.regex
+    elif wanted.choice is not None:
+        grammar.choice.SetInParent()
+        grammar.choice.strings.extend(wanted.choice)
+    elif wanted.grammar is not None:
+        grammar.lark = wanted.grammar
