@@ -59,7 +59,7 @@ async def test_the_finder_follows_a_name_and_keeps_what_it_knows_while_none_answ
             await finder.close()
     # `role` is the process that logs.
     changed = [line for line in lines if line["event"] == "nodes changed"]
-    assert [(line["of"], "role" in line) for line in changed] == [("decode", False)] * 2
+    assert [(line["node_role"], "role" in line) for line in changed] == [("decode", False)] * 2
     assert [(change.joined, change.left) for change in changes] == [
         (("10.0.0.9:1",), ()),
         (("10.0.0.1:1", "10.0.0.2:1"), ()),

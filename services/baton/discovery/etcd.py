@@ -128,7 +128,7 @@ async def watch(etcd: Etcd, role: str, changed: Changed) -> None:
                 async for nodes, leaving in _snapshots(channel, role_prefix(etcd.prefix, role)):
                     changed(sorted(set(nodes.values())), leaving)
         except BatonError as error:
-            _log.warning("etcd lost", etcd=endpoint, of=role, error=error.message)
+            _log.warning("etcd lost", etcd=endpoint, node_role=role, error=error.message)
         await asyncio.sleep(BACKOFF_SECONDS)
 
 

@@ -131,7 +131,11 @@ class Finder:
         if change:
             if source != "list":
                 _log.info(
-                    "nodes changed", of=self._role, source=source, joined=change.joined, left=change.left
+                    "nodes changed",
+                    node_role=self._role,
+                    source=source,
+                    joined=change.joined,
+                    left=change.left,
                 )
             self._changed(change)
 
