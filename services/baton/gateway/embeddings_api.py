@@ -69,10 +69,9 @@ def naming_fields() -> Iterator[None]:
     try:
         yield
     except BatonError as error:
-        for theirs, ours in (("inputs", "input"), ("namespace", "cache_salt")):
-            if error.field is not None and error.field.startswith(theirs):
-                error.message = error.message.replace(theirs, ours)
-                error.field = ours + error.field.removeprefix(theirs)
+        if error.field is not None and error.field.startswith("inputs"):
+            error.message = error.message.replace("inputs", "input")
+            error.field = "input" + error.field.removeprefix("inputs")
         raise
 
 
