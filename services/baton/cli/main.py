@@ -126,9 +126,8 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line and exits: 0 on success, 1 if the work failed, 2 if the arguments are wrong or it
     could not start. An error is one line on stderr."""
-    os.environ.setdefault(
-        "GRPC_VERBOSITY", "ERROR"
-    )  # else gRPC writes lines of its own about a failed handshake
+    # Else gRPC writes lines of its own about each failed handshake.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         result: Any = cli.main(args=arguments, prog_name="baton", standalone_mode=False)
     except click.exceptions.Exit as error:

@@ -174,8 +174,8 @@ def _examples(address: str, http: str, model: str, gateway: Mapping[str, Any]) -
     """gateway: its settings."""
     server = "" if address == default_server() else f" --server {address}"
     key, tls = gateway.get("api_keys"), gateway.get("tls_cert")
-    lines = [f"export BATON_API_KEY=...       a key of {key}"] if key else []
-    lines += ["export BATON_TLS_CA=ca.pem     of the CA of its certificate"] if tls else []
+    lines = [f"export BATON_API_KEY=...       # a key of {key}"] if key else []
+    lines += ["export BATON_TLS_CA=ca.pem     # the CA of its certificate"] if tls else []
     lines += [f'baton generate "def main():"{server}', f"baton chat{server}", f"baton status{server}"]
     if http:
         body = json.dumps({"model": model, "prompt": "def main():", "max_tokens": 32})
