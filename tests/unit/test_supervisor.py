@@ -117,8 +117,8 @@ async def test_restarts_on_the_same_port(tmp_path: Path) -> None:
     assert not children[1].running
 
 
-@pytest.mark.parametrize("mended", [True, False], ids=["removed", "not writable for a while"])
-async def test_restarts_where_the_folder_of_logs_is_gone(tmp_path: Path, mended: bool) -> None:
+@pytest.mark.parametrize("can_be_made", [True, False], ids=["removed", "a file in its place"])
+async def test_restarts_where_the_folder_of_logs_is_gone(tmp_path: Path, can_be_made: bool) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     children = make_children(folder)[:1]
@@ -127,13 +127,13 @@ async def test_restarts_where_the_folder_of_logs_is_gone(tmp_path: Path, mended:
     try:
         await supervisor.start()
         shutil.rmtree(folder)
-        if not mended:
+        if not can_be_made:
             folder.touch()
         psutil.Process(children[0].pid).kill()
         async with asyncio.timeout(90):
-            while not any("again in 0.4 s" in line for line in lines) and not mended:  # noqa: ASYNC110
+            while not any("again in 0.4 s" in line for line in lines) and not can_be_made:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            if not mended:
+            if not can_be_made:
                 assert "tokenizer cannot be started: " in lines[-1]
                 folder.unlink()
             while not lines or "is healthy again" not in lines[-1]:  # noqa: ASYNC110

@@ -42,8 +42,8 @@ class ParsedOutput:
         return bool(self._events)
 
     def add(self, text: str, tokens: int, *, ended: bool, cut: bool) -> None:
-        """Takes new text, of so many tokens. ended: it is the last; cut: by a stop
-        string or a limit of tokens."""
+        """Takes new text, of so many tokens. ended: it is the last; cut: by a stop string or a limit of
+        tokens."""
         if self._ended:
             return
         reasoned = self._parser.in_reasoning
