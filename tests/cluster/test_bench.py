@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from forking import forks
+from polling import wait
 from process import ENVIRONMENT
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
@@ -229,20 +228,16 @@ def test_its_clients_end_with_it(demo, number):
         stderr=subprocess.PIPE,
         env={**os.environ, **ENVIRONMENT},
     )
-    until(lambda: demo.decode.load().running == 2)
+    wait(lambda: demo.decode.load().running == 2, "two requests run")
     clients = psutil.Process(process.pid).children(recursive=True)
     assert clients
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number) and stderr == b""
-    until(lambda: all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in clients))
-
-
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait(
+        lambda: all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in clients),
+        "its clients end",
+    )
 
 
 def test_nothing_there_is_one_line():

@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ from pathlib import Path
 import pytest
 import trustme
 from forking import forks
+from polling import rows_of_up
 from process import ENVIRONMENT
 
 KEY = secrets.token_hex(16)
-START_SECONDS = 240.0
 
 
 @dataclass
@@ -71,12 +70,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
             ["up", *flags], stdout=output, stderr=output, environment=base
         )
     try:
-        deadline = time.monotonic() + START_SECONDS
-        while "Ctrl-C stops" not in printed.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, printed.read_text()
-            time.sleep(0.1)
-        lines = [line.split() for line in printed.read_text().splitlines()]
-        rows = {words[0]: words[1:] for words in lines if len(words) == 4 and words[1].isdigit()}
+        rows = rows_of_up(printed, lambda: process.poll() is not None)
         yield Closed(rows, known, base, printed.read_text())
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 0, printed.read_text()

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 from etcd import running_etcd
+from polling import wait
 from process import Process
 
 from baton.client import Client
 
 LONG = " ".join(f"word{number}" for number in range(40))
 """More tokens than a decode node prefills itself."""
-
-
-def until(condition, what: str, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.05)
 
 
 def answer(client: Client, number: int) -> str:
@@ -47,21 +40,21 @@ def test_nodes_join_drain_and_leave_while_requests_run(tmp_path):
             def peers(role: str) -> set[str]:
                 return {p.address for p in gateway.info().peers if p.role == role and p.connected}
 
-            until(lambda: peers("decode") == {first["decode"].address}, "the first decode node is found")
+            wait(lambda: peers("decode") == {first["decode"].address}, "the first decode node is found")
             with Client(gateway.address) as client, ThreadPoolExecutor(4) as pool:
                 expected = [answer(client, number) for number in range(4)]
                 for process in second.values():
                     process.start()
                 for process in second.values():
                     process.wait_ready()
-                until(lambda: len(peers("decode")) == 2, "the second decode node has joined")
+                wait(lambda: len(peers("decode")) == 2, "the second decode node has joined")
 
                 running = [pool.submit(answer, client, number) for number in range(4)]
-                until(lambda: first["decode"].load().requests, "requests run on the first")
+                wait(lambda: first["decode"].load().requests, "requests run on the first")
                 for role in ("decode", "prefill"):
                     first[role].signal(signal.SIGTERM)
                 assert [each.result(timeout=60) for each in running] == expected
-                until(lambda: peers("decode") == {second["decode"].address}, "the first has left")
+                wait(lambda: peers("decode") == {second["decode"].address}, "the first has left")
                 # A killed process has said nothing: it goes with its lease. The survivors compute meanwhile.
                 used = client.generate(f"5 {LONG}", max_tokens=4, hand_off=True)
                 assert used.stats is not None and used.stats.prefill_address == second["prefill"].address

@@ -10,9 +10,9 @@ import subprocess
 import psutil
 import pytest
 from forking import Forked, forks
+from polling import wait
 from process import ENVIRONMENT
 from spare_children import SPARES
-from test_up import until
 
 TOKENIZER = ("serve", "tokenizer", "--lifeline", "--port", "0", "--http-port", "none")
 
@@ -57,7 +57,7 @@ def test_spare_children_end_with_their_command(tmp_path, number):
     with (tmp_path / "log").open("wb") as log:
         process = forks(**ENVIRONMENT).start_command(up, stdout=log, stderr=log, environment=os.environ)
     try:
-        until(lambda: "starting" in (tmp_path / "log").read_text(), "some of them are its children")
+        wait(lambda: "starting" in (tmp_path / "log").read_text(), "some of them are its children")
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) == SPARES
         process.send_signal(number)
@@ -66,7 +66,7 @@ def test_spare_children_end_with_their_command(tmp_path, number):
         process.kill()
     if number == signal.SIGTERM:
         assert not living(family)  # it has waited for them
-    until(lambda: not living(family), "all have ended")
+    wait(lambda: not living(family), "all have ended")
 
 
 def living(processes: list[psutil.Process]) -> list[psutil.Process]:

@@ -22,6 +22,7 @@ import grpc
 import psutil
 import pytest
 from fuzzing.h2 import PREFACE, SETTINGS, frame, rapid_resets
+from polling import rows_of_up
 from process import ENVIRONMENT, SHM
 
 from baton.client import BatonError, Client
@@ -67,26 +68,13 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     runtime.mkdir(0o700)
     printed = folder / "printed"
     flags = ["--port", "0", "--http-port", "0", "--kv-tokens", "4096", "--threads", "1"]
-    flags += [
-        "--log-format",
-        "json",
-        "--split",
-        "always",
-        "--log-level",
-        "debug",
-        "--log-dir",
-        str(folder / "logs"),
-    ]
+    flags += ["--log-format", "json", "--split", "always", "--log-level", "debug"]
+    flags += ["--log-dir", str(folder / "logs")]
     environment = {**os.environ, **ENVIRONMENT, "COLUMNS": "200", "XDG_RUNTIME_DIR": str(runtime)}
     with printed.open("wb") as output:
         process = subprocess.Popen([*BATON, "up", *flags], stdout=output, stderr=output, env=environment)
     try:
-        deadline = time.monotonic() + 240
-        while "Ctrl-C stops" not in printed.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, printed.read_text()
-            time.sleep(0.1)
-        lines = [line.split() for line in printed.read_text().splitlines()]
-        rows = {words[0]: words[1:] for words in lines if len(words) == 4 and words[1].isdigit()}
+        rows = rows_of_up(printed, lambda: process.poll() is not None)
         yield Up(process, rows, folder / "logs", runtime, environment)
         process.send_signal(signal.SIGTERM)
         assert process.wait(90) == 0, printed.read_text()

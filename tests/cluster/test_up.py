@@ -11,8 +11,7 @@ import re
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -20,6 +19,7 @@ import psutil
 import pytest
 from forking import Forked, forks
 from hosts.host import NAMES, run
+from polling import wait
 from process import ENVIRONMENT, SHM
 from reference import Answer
 
@@ -51,7 +51,7 @@ def up(qwen3, tmp_path) -> Iterator[tuple[Forked, Path, int]]:
 
 def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
     process, printed, port = up
-    until(lambda: "Ctrl-C stops" in printed.read_text() or process.poll() is not None, "up")
+    wait(lambda: "Ctrl-C stops" in printed.read_text() or process.poll() is not None, "up")
     assert process.poll() is None, printed.read_text()
     rows = re.findall(r"^(\S+) +(\d+) +(127\S+)", printed.read_text(), re.MULTILINE)
     table = {name: int(pid) for name, pid, _ in rows}
@@ -60,17 +60,17 @@ def test_a_killed_worker_is_restarted_and_nothing_is_left(up, qwen3):
     answer = qwen3[1].answers([200], OUTPUT)[0]
     seen, segments = set(), set()
     with Client(f"127.0.0.1:{port}") as client:
-        until(lambda: right(client, answer), "an answer")
+        wait(lambda: right(client, answer), "an answer")
         for name in [name for name in table if name.startswith(("prefill", "decode"))]:
             seen |= family(process)
             segments |= {path for pid in family(process) for path in mapped(pid)}
             os.kill(table[name], signal.SIGKILL)
             again = f"{name} is healthy again"
-            until(lambda again=again: again in printed.read_text(), f"{name} restarted")
+            wait(lambda again=again: again in printed.read_text(), f"{name} restarted")
             said = printed.read_text()
             assert f"{name} (pid {table[name]}) was killed by SIGKILL" in said
             assert addresses[name] in said.split(again)[1], "it has come back in its place"
-        until(lambda: right(client, answer), "an answer after the restarts")
+        wait(lambda: right(client, answer), "an answer after the restarts")
         seen |= family(process)
         segments |= {path for pid in family(process) for path in mapped(pid)}
     assert set(table.values()) < seen and len(seen) >= 6 and len(segments) == 4
@@ -182,10 +182,3 @@ def mapped(pid: int) -> set[Path]:
     """Baton's shared memory that a process has mapped."""
     maps = Path(f"/proc/{pid}/maps").read_text()
     return {Path(path) for path in re.findall(rf"{SHM}/baton-\S+", maps)}
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.05)
